@@ -122,7 +122,7 @@ class AllocationMode:
 
 
 def check_supported(mode: AllocationMode) -> None:
-    """Raise ConfigError unless this version can launch `mode`: servers + fsdp:dM (RL), fsdp:dM alone (SFT), or
+    """Raise ConfigError unless this version can launch `mode`: servers + fsdp:dMtKcL (RL), fsdp:dMtKcL alone (SFT), or
     servers + eval (an evaluation without training).
 
     Servers are native:dN, sglang:dNtK or vllm:dNtK: N servers, each of K devices.
@@ -143,8 +143,6 @@ def _check_part(one: ModelAllocation) -> None:
     dims = one.parallel
     if one.backend == "megatron":
         raise _unsupported(f"megatron is not supported by this version: use fsdp:d{dims.dp}")
-    if not one.is_inference and dims != ParallelDims(dp=dims.dp):
-        raise _unsupported(f"{one} has sizes this version cannot run: fsdp supports data parallelism (d) only")
     if one.backend == "native" and dims != ParallelDims(dp=dims.dp):
         other = f"sglang:d{dims.dp}t{dims.tp * dims.pp}"
         raise _unsupported(f"{one} splits a model, and native servers cannot: use native:d{dims.dp} or {other}")

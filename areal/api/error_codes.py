@@ -333,6 +333,8 @@ model.attention_unavailable: actor.attn_impl selects a kernel that this device, 
     Use attn_impl=auto or attn_impl=sdpa.
 model.cache_too_small: The KV cache cannot hold one request of full length.
     Increase native.max_total_tokens or lower native.context_length.
+model.cannot_split: The trainer ranks cannot split the model: a size does not divide, or its family has no plan.
+    Use sizes in allocation_mode that the message names.
 model.context_length: native.context_length exceeds the limit of the model, or the model states no limit.
     Set native.context_length to a value within the limit of the model.
 model.liger_unavailable: logprob_kernel=liger cannot run with this device, these outputs or this liger-kernel.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal.api.config import BaseExperimentConfig, RWConfig
+from areal.api.config import BaseExperimentConfig, FSDPEngineConfig, RWConfig
 from areal.api.config.load import load_experiment
 from areal.api.engine import ModelRole
 from areal.api.errors import InputError
@@ -124,10 +124,10 @@ def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, fina
 
     mesh = TrainerMesh(0, 1, torch.device("cpu"))
     # The initial checkpoint of a critic has no head, so that the weights of the run are loaded into random ones.
-    model = dataclasses.replace(config.models[role], optimizer=None, init_from_scratch=True)
+    model = dataclasses.replace(config.models[role], optimizer=None, init_from_scratch=True, fsdp=FSDPEngineConfig())
     build = TRAIN_ENGINES[config.allocation.train[0].backend]
     engine = build(model, role=_model_role(config, role), total_steps=0, mesh=mesh, seed=config.seed)
-    engine.load_whole(source)
+    engine.load(source)
     if adapter:
         engine.save_adapter(final)
     else:

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal.api.batch import LossFn, TokenOutputs, TrainBatch, required
 from areal.api.config import MicroBatchSpec
@@ -17,18 +16,13 @@ from areal.api.errors import InputError, StageError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
 from areal.engine.adapter_format import PeftAdapter
-from areal.engine.checkpoint import (
-    RecoveryState,
-    export_adapter,
-    export_model,
-    load_recovery,
-    read_whole_weights,
-    save_recovery,
-)
+from areal.engine.checkpoint import export_adapter, export_model
 from areal.engine.mesh import TrainerMesh
-from areal.engine.micro_batch import dummy_input, make_micro_batch, plan_micro_batches
-from areal.engine.optimizer import ScheduledOptimizer, local_part
-from areal.engine.sharded_load import copy_part
+from areal.engine.micro_batch import ModelInput, dummy_input, make_micro_batch, over_context, plan_micro_batches
+from areal.engine.optimizer import ScheduledOptimizer
+from areal.engine.recovery import RecoveryReader, RecoveryState, save_recovery
+from areal.engine.region import copy_part, local_part, region_of, whole_tensor
+from areal.engine.sharded_load import copy_stored_part
 from areal.engine.token_model import TokenModel
 from areal.weights.stored_form import StoredPart
 
@@ -49,8 +43,8 @@ class _Target:
 class FSDPEngine:
     """Implements `areal.api.engine.TrainEngine`: the model is sharded over all ranks with FSDP2, or whole on one rank.
 
-    Ranks that hold the same share of a batch compute the same gradients, so FSDP's mean over all ranks is the mean
-    over the data-parallel ranks.
+    The ranks of a data-parallel rank compute the same losses from the outputs of all tokens of its share. A context
+    rank has the gradients of its tokens; FSDP averages them over data and context ranks.
     """
 
     def __init__(
@@ -63,8 +57,13 @@ class FSDPEngine:
         dtype: torch.dtype,
         source: Path,
         lora: PeftAdapter | None = None,
+        shard_size: int | None = None,
+        syncs_every_pass: bool = False,
     ) -> None:
-        """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports."""
+        """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports.
+        `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
+        `syncs_every_pass`: gradients are reduced over the ranks after each micro-batch, not after the last of a call.
+        """
         self._model = model
         self._mesh = mesh
         self._optimizer = optimizer
@@ -72,6 +71,8 @@ class FSDPEngine:
         self._dtype = dtype
         self._source = source
         self._lora = lora
+        self._shard_size = shard_size or mesh.dims.dp * mesh.dims.cp
+        self._syncs_every_pass = syncs_every_pass
         self._loss = torch.zeros(())
         """Sum of the losses of this rank since the last optimiser step, on the device."""
 
@@ -102,7 +103,7 @@ class FSDPEngine:
                     positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
                 else:
                     inputs = dummy_input(batch, self._mesh.device)
-                found: tuple[Tensor, ...] = self._model(inputs)
+                found: tuple[Tensor, ...] = self._model(self._own(inputs))
                 if not whole:
                     shapes = [(batch.num_tokens, *values.shape[1:]) for values in found]
                     whole = [torch.zeros(s, dtype=v.dtype) for s, v in zip(shapes, found, strict=True)]
@@ -119,19 +120,26 @@ class FSDPEngine:
         if self._model.spec.candidates:
             required(batch.candidate_ids, "candidate_ids")  # those that forward returned
         self._model.train()
-        scale = self.dp_size / denominator  # FSDP averages gradients over the ranks
+        scale = self.dp_size * self._mesh.context.size / denominator  # FSDP averages over data and context ranks
         metrics: Metrics = {}
-        for indices in self._plan(batch):
+        plan = self._plan(batch)
+        for number, indices in enumerate(plan, start=1):
+            if isinstance(self._model, FSDPModule):
+                self._model.set_requires_gradient_sync(self._syncs_every_pass or number == len(plan))
             if not indices:
-                nothing = self._model(dummy_input(batch, self._mesh.device))[0].sum() * 0.0
+                nothing = self._model(self._own(dummy_input(batch, self._mesh.device)))[0].sum() * 0.0
                 nothing.backward()
                 continue
             micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
-            result = loss_fn(self._model.as_outputs(self._model(inputs)), micro)
+            result = loss_fn(self._model.as_outputs(self._model(self._own(inputs))), micro)
             (result.loss * scale).backward()
             self._loss = self._loss.to(result.loss.device) + result.loss.detach()
             metrics = merge_metrics(metrics, result.metrics)
         return metrics
+
+    def _own(self, inputs: ModelInput) -> ModelInput:
+        ranks = self._mesh.context
+        return over_context(inputs, ranks) if ranks.size > 1 else inputs
 
     def optimizer_step(self) -> Metrics:
         loss, self._loss = self._loss, torch.zeros(())
@@ -147,7 +155,7 @@ class FSDPEngine:
             value = value.to(self._mesh.device)
             # Before the ranks exchange it: the same bits in half the bytes.
             value = value if stored else value.to(self._dtype_outside(name, value))
-            yield from self._model.form.views(name, value.full_tensor() if isinstance(value, DTensor) else value)
+            yield from self._model.form.views(name, whole_tensor(value))
 
     def weight_specs(self) -> list[WeightSpec]:
         return [
@@ -168,25 +176,24 @@ class FSDPEngine:
             return export_model(path, weights, self._model.model, dtype=dtype, source=self._source, mesh=self._mesh)
         optimizer = self._optimizer
         state = RecoveryState(
-            weights={name: local_part(weight) for name, weight in self._changing().items()},
+            weights=self._changing(),
             base=self._base,
             optimizer={} if optimizer is None else optimizer.state(),
             num_steps=0 if optimizer is None else optimizer.num_steps,
         )
-        save_recovery(path, state, self._mesh)
+        save_recovery(path, state, self._mesh, self._shard_size)
 
     def load(self, path: Path) -> None:
-        state = load_recovery(path, self._mesh, self._base)
-        own = {name: _Target(name, local_part(weight)) for name, weight in self._changing().items()}
-        self._copy(state.weights.items(), own, f"recovery state {path}")
+        optimizer: dict[str, Tensor] = {}
+        with RecoveryReader(path, self._base) as reader, torch.no_grad():
+            for name, weight in self._changing().items():
+                shape, region = tuple(weight.shape), region_of(weight)
+                local_part(weight).copy_(reader.weight(name, shape, region))
+                if self._optimizer is not None:
+                    found = reader.optimizer(name, shape, region)
+                    optimizer |= {f"{name}/{kind}": value for kind, value in found.items()}
         if self._optimizer is not None:
-            self._optimizer.load_state(state.optimizer, state.num_steps)
-
-    def load_whole(self, path: Path) -> None:
-        """Load the weights, without optimiser, of recovery state that any number of ranks wrote. Raises InputError."""
-        own = {name: _Target(name, weight) for name, weight in self._changing().items()}
-        shapes = {name: tuple(target.tensor.shape) for name, target in own.items()}
-        self._copy(read_whole_weights(path, shapes, self._base), own, f"recovery state {path}")
+            self._optimizer.load_state(optimizer, reader.num_steps)
 
     def save_adapter(self, path: Path) -> None:
         """Write the adapter alone, as `peft` does. Raises InputError on every rank as `save`, and without LoRA."""
@@ -252,12 +259,9 @@ class FSDPEngine:
                 message = f"{source}: {given_name} has shape {list(value.shape)}, the model's has {list(shape)}"
                 raise InputError(message, code="model.weights_do_not_fit")
             if part is not None:
-                copy_part(target, part, value)
-            elif isinstance(target, DTensor):
-                value = value.to(self._mesh.device, target.dtype)
-                target.copy_(distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None))
+                copy_stored_part(target, part, value)
             else:
-                target.copy_(value)
+                copy_part(target, value)
             missing.discard(found.name)
         if missing:
             message = f"{source}: {len(missing)} weights of the model are missing, among them {min(missing)}"

@@ -1,12 +1,17 @@
 """Builds `FSDPEngine`: loads a Hugging Face model, chooses its head and attention, shards it."""
 
+from typing import Any
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import ModelRole
+from areal.api.errors import ConfigError
 from areal.engine.adapter_format import with_values
 from areal.engine.fsdp import FSDPEngine
 from areal.engine.hf_model import enable_checkpointing, fill_model, load_model, resolve_model_folder, shard_units
@@ -15,7 +20,10 @@ from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.packed_attention import choose_attention
+from areal.engine.tensor_plan import apply_tensor_plan
 from areal.engine.token_model import PolicyModel, ScoreModel, TokenModel, ValueModel
+from areal.system.mesh_rules import mesh_problem
+from areal.system.model_shape import ModelShape
 from areal.weights.output_head import has_float32_head
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,35 +47,22 @@ def build_fsdp_engine(
     if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
         raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
     if config.logprob_kernel == "liger":
-        require_liger(mesh.device, outputs or OutputSpec())
+        require_liger(mesh.device, outputs or OutputSpec(), tensor_ranks=mesh.dims.tp)
     compute = _DTYPES[config.dtype]
     stored = torch.float32 if config.optimizer is not None else compute  # of weights that are trained
     folder = resolve_model_folder(config.path)
+    if (shape := ModelShape.read(str(folder))) is not None and (problem := mesh_problem(shape, mesh.dims)):
+        raise ConfigError(f"model {folder}: {problem}", code="model.cannot_split")
     attention = choose_attention(config.attn_impl, mesh.device, compute)
-    has_head = role in ("critic", "reward")
     is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
     held = stored if config.lora is None else compute
-    kind = {"is_critic": has_head, "seed": seed}
+    kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
     hf_model = load_model(folder, config, **kind, dtype=held, attention=attention, is_empty=is_sharded)
-    if config.optimizer is None:
-        hf_model.requires_grad_(False)
-    adapters = None if config.lora is None else Adapters(hf_model, config.lora)
-    if config.optimizer is not None and config.gradient_checkpointing:
-        enable_checkpointing(hf_model)
-    model: TokenModel
-    if has_head:
-        hf_model.get_submodule("score").float()  # also of a frozen model
-        model = ScoreModel(hf_model) if role == "reward" else ValueModel(hf_model)
-    else:
-        model = PolicyModel(
-            hf_model,
-            config.temperature,
-            outputs,
-            with_liger=config.logprob_kernel == "liger",
-            float32_head=has_float32_head(config.head_dtype, mesh.device, compute),
-        )
+    adapters = _prepare(hf_model, config, mesh)
+    model = _token_model(hf_model, config, role, mesh, outputs)
+    model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"
     if is_sharded:
-        _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)
+        _shard(model, config, mesh.device_mesh(config.fsdp.shard_size), compute=compute, stored=stored)
         device = torch.device("cpu") if config.fsdp.offload_params else mesh.device
         fill_model(hf_model, model.form, folder, config, **kind, device=device)
     else:
@@ -76,30 +71,91 @@ def build_fsdp_engine(
     optimizer = None
     if config.optimizer is not None:
         trained = {name: weight for name, weight in hf_model.named_parameters() if weight.requires_grad}
-        optimizer = ScheduledOptimizer(trained, config.optimizer, total_steps)
+        optimizer = ScheduledOptimizer(trained, config.optimizer, total_steps, world_size=mesh.world_size)
     return FSDPEngine(
-        model, mesh=mesh, optimizer=optimizer, mb_spec=config.mb_spec, dtype=compute, source=folder, lora=lora
+        model,
+        mesh=mesh,
+        optimizer=optimizer,
+        mb_spec=config.mb_spec,
+        dtype=compute,
+        source=folder,
+        lora=lora,
+        shard_size=config.fsdp.shard_size,
+        syncs_every_pass=config.fsdp.gradient_sync == "every",
+    )
+
+
+def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh) -> Adapters | None:
+    """What is between construction and sharding, in this order: adapters, tensor plan, checkpointing, compilation."""
+    if config.optimizer is None:
+        hf_model.requires_grad_(False)
+    adapters = None if config.lora is None else Adapters(hf_model, config.lora)
+    if mesh.tensor.size > 1:
+        apply_tensor_plan(hf_model, mesh.device_mesh(config.fsdp.shard_size)["tensor"])
+    if config.optimizer is not None and config.gradient_checkpointing:
+        enable_checkpointing(hf_model, is_selective=config.checkpointing == "selective")
+    if config.compile:
+        for unit in _units(hf_model, config):
+            unit.compile()
+    return adapters
+
+
+def _token_model(
+    hf_model: PreTrainedModel, config: TrainEngineConfig, role: ModelRole, mesh: TrainerMesh, outputs: OutputSpec | None
+) -> TokenModel:
+    if role in ("critic", "reward"):
+        hf_model.get_submodule("score").float()  # also of a frozen model
+        return ScoreModel(hf_model) if role == "reward" else ValueModel(hf_model)
+    return PolicyModel(
+        hf_model,
+        config.temperature,
+        outputs,
+        with_liger=config.logprob_kernel == "liger",
+        float32_head=has_float32_head(config.head_dtype, mesh.device, _DTYPES[config.dtype]),
+        tensor_ranks=mesh.tensor if mesh.tensor.size > 1 else None,
     )
 
 
 def _shard(
     model: TokenModel, config: TrainEngineConfig, device_mesh: DeviceMesh, *, compute: torch.dtype, stored: torch.dtype
 ) -> None:
-    """Apply FSDP2 to every block, to a critic's head (in float32), and to the rest, which holds a policy's head."""
+    """Apply FSDP2 to every block, to a critic's head (in float32), and to the rest, which holds a policy's head.
+
+    `device_mesh`: (replicate, shard, tensor).
+    """
+    has_copies = device_mesh.size(0) > 1
+    device_mesh = device_mesh["replicate", "shard"] if has_copies else device_mesh["shard"]
     reduce = _DTYPES[config.grad_reduce_dtype]
     policy = MixedPrecisionPolicy(param_dtype=None if compute == stored else compute, reduce_dtype=reduce)
     offload: OffloadPolicy = OffloadPolicy()
     if config.fsdp.offload_params:
         offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type == "cuda")
-    wrap = config.fsdp.wrap_policy
-    units = shard_units(model.model, wrap.transformer_layer_cls_to_wrap if wrap is not None else None)
+    options: dict[str, Any] = {
+        "mesh": device_mesh,
+        "offload_policy": offload,
+        "reshard_after_forward": config.fsdp.reshard_after_forward,
+    }
     head = model.model.get_output_embeddings()
     head_weights = [] if head is None else [id(weight) for weight in head.parameters()]
-    for unit in units:
+    sharded: list[FSDPModule] = []
+    for unit in _units(model.model, config):
         # the head, and what is tied to it, belong to the outermost unit: they are whole whenever the model runs
         if not any(id(weight) in head_weights for weight in unit.parameters()):
-            fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
+            sharded.append(fully_shard(unit, mp_policy=policy, **options))
     if isinstance(model, ValueModel):
         exact = MixedPrecisionPolicy(reduce_dtype=reduce)
-        fully_shard(model.model.get_submodule("score"), mesh=device_mesh, mp_policy=exact, offload_policy=offload)
-    fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(model.model.get_submodule("score"), mp_policy=exact, **options)
+    fully_shard(model, mp_policy=policy, **options)
+    _prefetch(sharded, config.fsdp.prefetch_blocks)
+
+
+def _prefetch(blocks: list[FSDPModule], count: int) -> None:
+    """Let each block gather the weights of the next `count` ones while it runs, in both directions."""
+    for place, block in enumerate(blocks if count else ()):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + count])
+        block.set_modules_to_backward_prefetch(blocks[max(place - count, 0) : place][::-1])
+
+
+def _units(model: PreTrainedModel, config: TrainEngineConfig) -> list[nn.Module]:
+    wrap = config.fsdp.wrap_policy
+    return shard_units(model, wrap.transformer_layer_cls_to_wrap if wrap is not None else None)

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig
@@ -126,9 +128,11 @@ def shard_units(model: PreTrainedModel, class_names: list[str] | None) -> list[n
     return units
 
 
-def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute the activations of every block in the backward pass."""
-    options = {"use_reentrant": False}
+def enable_checkpointing(model: PreTrainedModel, *, is_selective: bool) -> None:
+    """Recompute the activations of every block in the backward pass; `is_selective`: without products of matrices."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if is_selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _kept_or_not)
     try:
         if hasattr(model, "activation_checkpointing_enable"):  # renamed in transformers 5.2x
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -136,6 +140,13 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     except ValueError as error:
         raise ConfigError(f"gradient_checkpointing=true: {error}", code="model.unsupported") from error
+
+
+def _kept_or_not(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """Whether a selectively checkpointed block keeps the result of an operator: of attention and matrix products."""
+    name = getattr(operator, "__name__", str(operator))
+    is_kept = name.startswith(("mm.", "addmm.", "bmm.")) or "attention" in name or "_varlen_attn" in name
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _read_config(folder: Path, *, is_critic: bool) -> PretrainedConfig:

@@ -14,7 +14,7 @@ MIN_VERSION = (0, 8, 2)
 NO_LABEL = -100  # no token has it: positions that are not valid are masked afterwards
 
 
-def require_liger(device: torch.device, outputs: OutputSpec) -> None:
+def require_liger(device: torch.device, outputs: OutputSpec, tensor_ranks: int = 1) -> None:
     """Raise ConfigError unless logprob_kernel=liger can compute `outputs` on `device`."""
     try:
         found = metadata.version("liger-kernel")
@@ -23,6 +23,8 @@ def require_liger(device: torch.device, outputs: OutputSpec) -> None:
     wanted = ".".join(map(str, MIN_VERSION))
     if outputs != OutputSpec():
         problem = "computes log-probabilities only, but entropy bonuses and full KL divergences need more"
+    elif tensor_ranks > 1:
+        problem = f"needs the whole vocabulary on each rank, but {tensor_ranks} tensor ranks split it"
     elif device.type != "cuda":
         problem = f"needs CUDA, but the device is {device.type}"
     elif not found:

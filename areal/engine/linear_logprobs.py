@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal.api.batch import OutputSpec, TokenOutputs
+from areal.engine.mesh import RankGroup
+from areal.engine.vocab_parallel import VocabPart, clamped_entropy
 from areal.weights.output_head import unrounded_linear
 
 MAX_LOGITS_CPU = 2**22
@@ -40,14 +42,16 @@ def linear_logprobs(
     valid: Tensor | None = None,
     max_logits: int | None = None,
     float32_head: bool = False,
+    tensor_ranks: RankGroup | None = None,
 ) -> TokenOutputs:
     """Compute log_softmax((hidden @ weight.T + bias) / temperature) at the labels, and the other `outputs`.
 
     hidden [T, h], weight [V, h] and bias [V] have one dtype; labels [T] int64 in [0, V); temperature one number or [T]
     float32; valid [T] bool, false where all outputs are 0 without gradient (default: all true). candidate_ids [T, k]
-    int64 are used when outputs.candidates is not None; without them the outputs.candidates most likely tokens are used
-    in descending order, or all V tokens if it is 0, the only case that materialises [T, V] (candidate_ids is None
-    then). `max_logits`: size of a block. `float32_head`: logits are not rounded. Outputs: float32, or float64 for such.
+    int64 are used when outputs.candidates is not None; without them the most likely tokens, in descending order, or all
+    V tokens if it is 0, the only case that materialises [T, V] (candidate_ids is None then). `max_logits`: size of a
+    block. `float32_head`: logits are not rounded. Outputs: float32, or float64 for such. `tensor_ranks` have equal
+    hidden states, and each the next V / t rows of weight and bias; ids and outputs are those of the whole vocabulary.
 
     Gradients flow to hidden, weight and bias; those of a bfloat16 weight are summed in float32 and rounded once. Tokens
     whose upstream gradients are all 0 (prompts, clipped ratios) are skipped in the backward pass.
@@ -56,26 +60,25 @@ def linear_logprobs(
         raise RuntimeError("the head's weight is still sharded: it must belong to the model's outermost FSDP unit")
     outputs = outputs or OutputSpec()
     count, wanted = outputs.candidates, labels.unsqueeze(1)
-    if count is None:
-        candidate_ids = None
+    candidate_ids = None if count is None else candidate_ids
     if candidate_ids is not None:
         wanted, count = torch.cat([wanted, candidate_ids], dim=1), None
-    num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
+    num_tokens, vocab = hidden.shape[0], VocabPart(weight.shape[0], tensor_ranks)
     default = MAX_LOGITS_CPU if hidden.device.type == "cpu" else MAX_LOGITS
     plan = _Plan(
         temperature=temperature,
         entropy_grad=outputs.entropy_grad,
-        num_clamped=int(vocab_size * outputs.entropy_clamp),
+        num_clamped=int(vocab.vocab_size * outputs.entropy_clamp),
         clamps=outputs.entropy_clamp > 0,
         squares=outputs.squared_sums,
-        top_k=min(count or 0, vocab_size),
+        top_k=min(count or 0, vocab.vocab_size),
+        vocab=vocab,
         all_tokens=count == 0,
         max_logits=max_logits or default,
         max_row_logits=max_logits or max(default, MAX_ROW_LOGITS),
         float32_head=float32_head,
     )
-    if valid is None:
-        valid = torch.ones(num_tokens, dtype=torch.bool, device=hidden.device)
+    valid = torch.ones(num_tokens, dtype=torch.bool, device=hidden.device) if valid is None else valid
     found: Any = _LinearLogprobs.apply(hidden, weight, bias, wanted, valid, plan)
     logprobs, entropy, clamped, candidates, top_ids, squared_sums = found
     ids = top_ids if candidate_ids is None else candidate_ids.masked_fill(~valid.unsqueeze(1), 0)
@@ -92,6 +95,7 @@ def linear_logprobs(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     temperature: float | Tensor
+    vocab: VocabPart
     entropy_grad: bool
     num_clamped: int  # tokens left out of the clamped entropy
     clamps: bool
@@ -139,6 +143,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 forward.add(logits, tokens, vocabulary)
                 if is_small and any(ctx.needs_input_grad):
                     kept = logits  # `add` has subtracted their maximum
+        forward.merge_ranks(kept)
         found = forward.finish(~valid, is_less_highest=kept is not None)
         ctx.plan = plan
         saved = (forward.wanted, valid, forward.logsumexp, found[1], forward.clamp, kept)
@@ -151,7 +156,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, wanted, valid, logsumexp, entropy, clamp, kept = ctx.saved_tensors
-        rows = _trained_rows(valid, upstream)
+        rows = ctx.plan.vocab.trained_rows(valid, upstream)
         if rows is not None:
             upstream = tuple(None if values is None else values[rows] for values in upstream)
             wanted, logsumexp, entropy = wanted[rows], logsumexp[rows], entropy[rows]
@@ -172,7 +177,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grads.add(backward.block(logits, tokens, vocabulary), tokens, vocabulary)
         grad_hidden = grads.hidden
         if grad_hidden is not None:
-            grad_hidden = grad_hidden.to(hidden.dtype)
+            grad_hidden = plan.vocab.sum(grad_hidden).to(hidden.dtype)
             if rows is not None:
                 grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
         grad_bias = None if grads.bias is None else grads.bias.to(bias.dtype)
@@ -198,14 +203,14 @@ class _Forward:
 
     def add(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
         """Add a block of logits [t, v] in place: afterwards it contains the logits minus the maximum so far."""
-        places, inside = _places(self.wanted[tokens], vocabulary)
+        places, inside = self._plan.vocab.places(self.wanted[tokens], vocabulary)
         self._found[tokens] = torch.where(inside, logits.gather(1, places), self._found[tokens])
         if self._all is not None:
             self._all[tokens, vocabulary] = logits
         if self._plan.top_k:
             self._merge_top(logits, tokens, vocabulary)
         if self.clamp is not None:
-            self.clamp[:, tokens] = _clamp(logits, self._plan.num_clamped)
+            self.clamp[:, tokens] = clamped_entropy(logits, self._plan.num_clamped, self._plan.vocab)
         before, total, product = self._highest[tokens], self._total[tokens], self._product[tokens]
         highest = torch.maximum(before, logits.amax(-1))
         shift = before - highest
@@ -218,6 +223,30 @@ class _Forward:
         self._highest[tokens] = highest
         self._total[tokens] = total * decay + weights.sum(-1)
         self._product[tokens] = moved * decay + weights.mul_(logits).sum(-1)
+
+    def merge_ranks(self, kept: Tensor | None) -> None:
+        """Make the state that of the whole vocabulary. `kept` [T, V / t]: logits minus the maximum of this rank."""
+        vocab = self._plan.vocab
+        if vocab.ranks is None:
+            return
+        shift = self._highest
+        self._highest = vocab.max(shift.clone())
+        shift = shift.sub_(self._highest)
+        decay = shift.exp()
+        sums = [self._total * decay, (self._product + shift * self._total) * decay]
+        if self._squares is not None:
+            sums.append(self._squares * decay.square())
+        self._total, self._product, *squares = vocab.sum(torch.stack(sums)).unbind()
+        self._squares = squares[0] if squares else None
+        self._found = vocab.sum(self._found)
+        if self._all is not None:
+            self._all = vocab.columns(self._all)
+        if self._plan.top_k:
+            ids = vocab.columns(self._top_ids)
+            self._top, order = vocab.columns(self._top).topk(self._plan.top_k, dim=-1)
+            self._top_ids = ids.gather(1, order)
+        if kept is not None:
+            kept.add_(shift.unsqueeze(1))
 
     def finish(self, left_out: Tensor, *, is_less_highest: bool) -> tuple[Tensor | None, ...]:
         """Return the outputs, 0 at positions that are not valid. Sets `logsumexp`, of the logits or of the logits minus
@@ -253,7 +282,7 @@ class _Forward:
         count = self._plan.top_k
         best, places = logits.topk(min(count, logits.shape[1]), dim=-1)
         values = torch.cat([self._top[tokens], best], dim=1)
-        ids = torch.cat([self._top_ids[tokens], places + vocabulary.start], dim=1)
+        ids = torch.cat([self._top_ids[tokens], places + self._plan.vocab.ids(vocabulary).start], dim=1)
         self._top[tokens], order = values.topk(count, dim=-1)
         self._top_ids[tokens] = ids.gather(1, order)
 
@@ -300,10 +329,10 @@ class _Backward:
             grad = probabilities.mul_(factor.add_(mass)).neg_()
         if clamped is not None:
             grad.sub_(clamped)
-        places, inside = _places(self._wanted[tokens], vocabulary)
+        places, inside = self._plan.vocab.places(self._wanted[tokens], vocabulary)
         grad.scatter_add_(1, places, torch.where(inside, self._on_wanted[tokens], 0.0))
         if self._on_all is not None:
-            grad.add_(self._on_all[tokens, vocabulary])
+            grad.add_(self._on_all[tokens, self._plan.vocab.ids(vocabulary)])
         return self._plan.divided(grad, tokens)
 
 
@@ -349,45 +378,6 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: slice, 
     linear = unrounded_linear if plan.float32_head else F.linear
     logits = linear(hidden[tokens], weight[vocab], None if bias is None else bias[vocab]).to(_exact(hidden.dtype))
     return plan.divided(logits, tokens)
-
-
-def _clamp(logits: Tensor, num_clamped: int) -> Tensor:
-    """Clamped entropy of whole rows [t, V], without the `num_clamped` least likely tokens. Returns [5, t]: lower and
-    upper limit around the last kept logit, logsumexp of the kept tokens, the kept part of the last ones, the entropy.
-
-    When the bound is among tokens of equal logits, each counts with the kept part of them: the value is that of any
-    choice among them, and the gradient prefers none. The limits are half way to the next different logits, so that
-    logits recomputed in other blocks, with other last bits, are on the same side.
-    """
-    last = logits.kthvalue(num_clamped + 1, dim=-1, keepdim=True).values
-    above, tied = logits > last, logits == last
-    part = (logits.shape[1] - num_clamped - above.sum(-1)) / tied.sum(-1)
-    lower = logits.masked_fill(logits >= last, float("-inf")).amax(-1)
-    higher = logits.masked_fill(~above, float("inf")).amin(-1)
-    highest = logits.amax(-1)
-    shifted = logits - highest.unsqueeze(1)
-    shares = shifted.exp().mul_(torch.where(above, 1.0, tied * part.unsqueeze(1)))
-    total = shares.sum(-1)
-    entropy = total.log() - shares.mul_(shifted).sum(-1) / total
-    middle = last.squeeze(1)
-    return torch.stack([(middle + lower) / 2, (middle + higher) / 2, highest + total.log(), part, entropy])
-
-
-def _trained_rows(valid: Tensor, upstream: tuple[Tensor | None, ...]) -> Tensor | None:
-    """Indices of the tokens with a gradient that is not 0, NaN included; None = all tokens."""
-    reached = torch.zeros_like(valid)
-    for values in upstream:
-        if values is not None:
-            reached |= (values != 0) if values.ndim == 1 else (values != 0).any(1)
-    rows = (reached & valid).nonzero().squeeze(1)
-    return None if rows.numel() == valid.numel() else rows
-
-
-def _places(wanted: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
-    """Columns of a vocabulary block for token ids [t, k], and which of the ids it contains."""
-    places = wanted - vocabulary.start
-    inside = (places >= 0) & (wanted < vocabulary.stop)
-    return places.masked_fill_(~inside, 0), inside
 
 
 def _even_slices(total: int, limit: int) -> list[slice]:

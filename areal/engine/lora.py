@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from areal.api.config import LoRAConfig
 from areal.api.config.lora import ALL_LINEAR, is_target
 from areal.api.errors import ConfigError
-from areal.engine.optimizer import local_part
+from areal.engine.region import local_part
 from areal.engine.sharded_load import seed_of
 from areal.system.adapter_files import is_saved, prefixes, require_targets
 

@@ -4,6 +4,7 @@
 """
 
 import json
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from areal.api.allocation import ParallelDims
 from areal.api.engine import ReduceOp
 from areal.api.errors import LaunchError, ServerUnavailable
 from areal.system.device import pick_device
@@ -25,11 +27,20 @@ _PRESENT = "present"
 """Key that rank 0 sets: a rank that does not find it has another token."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The ranks along one dimension of the mesh, as one of them sees them."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+
 class TrainerMesh:
     """Implements `areal.api.engine.Ranks`. A single rank needs no process group until a model is sharded over it.
 
-    Ranks are laid out with the data-parallel dimension outermost: rank = dp_rank * (world_size / dp_size) + i, where i
-    counts the ranks that hold one share of the batch together.
+    Ranks are laid out as (data, context, tensor) with tensor innermost: the ranks of a data-parallel rank hold one
+    share of the batch, context ranks compute different tokens of its rows, tensor ranks different heads and columns.
     """
 
     def __init__(
@@ -38,22 +49,23 @@ class TrainerMesh:
         world_size: int,
         device: torch.device,
         *,
-        dp_size: int | None = None,
+        dims: ParallelDims | None = None,
         store: Store | None = None,
     ) -> None:
-        """`dp_size` None: every rank is a data-parallel rank."""
+        """`dims` None: every rank is a data-parallel rank."""
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.dp_size = dp_size or world_size
-        self._ranks_per_share, rest = divmod(world_size, self.dp_size)
-        if rest:
-            raise ValueError(f"{world_size} trainer ranks cannot form {dp_size} data-parallel ranks of equal size")
-        self.dp_rank = rank // self._ranks_per_share
+        self.dims = dims or ParallelDims(dp=world_size)
+        if self.dims.world_size != world_size:
+            raise ValueError(f"{world_size} trainer ranks cannot form {self.dims}")
+        self.dp_size = self.dims.dp
+        self.dp_rank, place = divmod(rank, self.dims.cp * self.dims.tp)
+        self.context_rank, self.tensor_rank = divmod(place, self.dims.tp)
         self._store = store  # rank 0 serves it to the others: it must live as long as the mesh
         self._owns_group = False
-        self._dp_group: dist.ProcessGroup | None = None
-        self._device_mesh: DeviceMesh | None = None
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._device_meshes: dict[int, DeviceMesh] = {}
 
     @classmethod
     def open(
@@ -61,7 +73,7 @@ class TrainerMesh:
         context: ProcessContext | None,
         registry: NameRegistry | None = None,
         *,
-        dp_size: int | None = None,
+        dims: ParallelDims | None = None,
         timeout_s: float = 120.0,
     ) -> Self:
         """Connect to the other ranks. Without a context there is one rank."""
@@ -74,18 +86,37 @@ class TrainerMesh:
         if registry is None:
             raise ValueError("several trainer ranks need a name registry to find each other")
         store = _open_store(context, registry, timeout_s)
-        mesh = cls(context.index, context.world_size, device, dp_size=dp_size, store=store)
+        mesh = cls(context.index, context.world_size, device, dims=dims, store=store)
         mesh._join(store, timeout_s)
         return mesh
 
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks as torch's one-dimensional mesh."""
-        if self._device_mesh is None:
+    def device_mesh(self, shard_size: int | None = None) -> DeviceMesh:
+        """The ranks as torch's mesh (replicate, shard, tensor).
+
+        Each parameter is sharded over `shard_size` data and context ranks (None: all), which hold one copy of it.
+        """
+        sharing = self.dims.dp * self.dims.cp
+        size = shard_size or sharing
+        if sharing % size:
+            raise ValueError(f"copies of {size} ranks do not divide the {sharing} data and context ranks")
+        if size not in self._device_meshes:
             if self.world_size == 1 and not dist.is_initialized():
                 bind_collectives(Host())
                 self._join(HashStore(), timeout_s=60.0)
-            self._device_mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("fsdp",))
-        return self._device_mesh
+            shape = (sharing // size, size, self.dims.tp)
+            names = ("replicate", "shard", "tensor")
+            self._device_meshes[size] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._device_meshes[size]
+
+    @property
+    def context(self) -> RankGroup:
+        """The ranks that compute other tokens of the same rows."""
+        return RankGroup(self.context_rank, self.dims.cp, self._groups.get("context"))
+
+    @property
+    def tensor(self) -> RankGroup:
+        """The ranks that compute other heads and columns for the same tokens."""
+        return RankGroup(self.tensor_rank, self.dims.tp, self._groups.get("tensor"))
 
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduce a CPU tensor over all ranks; the argument is unchanged."""
@@ -93,7 +124,7 @@ class TrainerMesh:
 
     def dp_all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduce a CPU tensor over one rank of each data-parallel rank; the argument is unchanged."""
-        return values if self.dp_size == 1 else _reduced(values, op, self._dp_group)
+        return values if self.dp_size == 1 else _reduced(values, op, self._groups["data"])
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -101,7 +132,8 @@ class TrainerMesh:
 
     def close(self) -> None:
         """Leave the process groups, if any."""
-        self._device_mesh = self._dp_group = None
+        self._device_meshes.clear()
+        self._groups.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -117,12 +149,14 @@ class TrainerMesh:
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self._owns_group = True
-        if self.dp_size == self.world_size:
-            return
-        for place in range(self._ranks_per_share):  # every rank must create every group
-            group = dist.new_group(range(place, self.world_size, self._ranks_per_share))
-            if isinstance(group, dist.ProcessGroup) and self.rank % self._ranks_per_share == place:
-                self._dp_group = group
+        ranks = torch.arange(self.world_size).view(self.dims.dp, self.dims.cp, self.dims.tp)
+        for dimension, name in enumerate(("data", "context", "tensor")):
+            if ranks.shape[dimension] == 1:
+                continue
+            for members in ranks.movedim(dimension, -1).flatten(0, 1).tolist():  # every rank must create every group
+                group = dist.new_group(members)
+                if isinstance(group, dist.ProcessGroup) and self.rank in members:
+                    self._groups[name] = group
 
 
 def _reduced(values: Tensor, op: ReduceOp, group: dist.ProcessGroup | None) -> Tensor:

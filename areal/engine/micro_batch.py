@@ -1,7 +1,8 @@
 """Micro-batches: partition of a batch by token budget, equal in number on every rank, and model inputs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from areal.api.config import MicroBatchSpec
 from areal.api.config.train import DEFAULT_TOKENS_PER_MB
 from areal.api.errors import ConfigError, InputError
 from areal.data.split import split_by_tokens, take
+from areal.engine.context_parallel import own_tokens
+from areal.engine.mesh import RankGroup
 from areal.engine.packed_attention import PackedLayout, packed_layout
 
 
@@ -97,6 +100,31 @@ def model_input_of(
         layout=packed_layout(cu_seqlens, lengths),
         candidate_ids=candidate_ids,
         temperatures=temperatures,
+    )
+
+
+def over_context(inputs: ModelInput, ranks: RankGroup) -> ModelInput:
+    """The tokens of this context rank: every c-th. The layout remains that of the whole row.
+
+    The row gets a last sequence without labels when c does not divide its tokens: all ranks have the same number.
+    """
+    count, layout = inputs.input_ids.numel(), inputs.layout
+    if padding := -count % ranks.size:
+        layout = replace(
+            layout,
+            cu_seqlens=torch.cat([layout.cu_seqlens, layout.cu_seqlens.new_tensor([count + padding])]),
+            max_seqlen=max(layout.max_seqlen, padding),
+            runs=(*layout.runs, (count, 1, padding)),
+        )
+    own = partial(own_tokens, ranks=ranks)
+    return ModelInput(
+        input_ids=own(inputs.input_ids),
+        position_ids=own(inputs.position_ids),
+        labels=own(inputs.labels),
+        has_label=own(inputs.has_label),
+        layout=replace(layout, context=ranks, num_tokens=count),
+        candidate_ids=None if inputs.candidate_ids is None else own(inputs.candidate_ids),
+        temperatures=None if inputs.temperatures is None else own(inputs.temperatures, fill=1),
     )
 
 

@@ -11,22 +11,21 @@ from torch.nn.utils import get_total_norm
 from areal.api.config import OptimizerConfig
 from areal.api.errors import InputError, TrainingDiverged
 from areal.api.metrics import Metric, Metrics
+from areal.engine.adam_bf16 import AdamBf16
+from areal.engine.region import local_part, num_copies
 
 MAX_WEIGHT_NORM = 2.0**32
 """Euclidean norm of all weights. An attention score multiplies four of them: above it float32 overflows."""
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, sharing its memory; any other tensor itself."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
 class ScheduledOptimizer:
     """AdamW or plain gradient descent over the (possibly sharded) parameters of one model."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], config: OptimizerConfig, total_steps: int, *, world_size: int = 1
+    ) -> None:
         self._parameters = parameters
+        self._copies = {name: num_copies(parameter, world_size) for name, parameter in parameters.items()}
         self._config = config
         self._total_steps = total_steps
         self._optimizer = _make_optimizer(list(parameters.values()), config)
@@ -41,11 +40,11 @@ class ScheduledOptimizer:
         """
         rate = learning_rate(self._config, self.num_steps, self._total_steps)
         gradients = {name: local_part(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-        squared, total_loss = reduce_sum(torch.stack([_squared_norm(gradients), loss.cpu().double()])).tolist()
+        squared, total_loss = reduce_sum(torch.stack([self._squared_norm(gradients), loss.cpu().double()])).tolist()
         if not math.isfinite(squared + total_loss):
             kind = "gradient" if math.isfinite(total_loss) else "loss"
-            raise TrainingDiverged(kind, _worst(gradients, reduce_sum), rate)
-        norm = math.sqrt(squared)  # every shard is on exactly one rank
+            raise TrainingDiverged(kind, self._worst(gradients, reduce_sum), rate)
+        norm = math.sqrt(squared)
         if norm > self._config.gradient_clipping:
             for gradient in gradients.values():
                 gradient.mul_(self._config.gradient_clipping / norm)
@@ -57,8 +56,8 @@ class ScheduledOptimizer:
         # Checked here, not while weights are published: a collective publication has sent its first buckets before the
         # last weight is read, and only policies are published. One fused pass over this rank's shards, one number read.
         weights = {name: local_part(parameter) for name, parameter in self._parameters.items()}
-        if not reduce_sum(_squared_norm(weights).reshape(1)).item() < MAX_WEIGHT_NORM**2:
-            raise TrainingDiverged("weight", _worst(weights, reduce_sum), rate)
+        if not reduce_sum(self._squared_norm(weights).reshape(1)).item() < MAX_WEIGHT_NORM**2:
+            raise TrainingDiverged("weight", self._worst(weights, reduce_sum), rate)
         return {"lr": Metric(rate), "grad_norm": Metric(norm)}
 
     def state(self) -> dict[str, Tensor]:
@@ -91,6 +90,27 @@ class ScheduledOptimizer:
         """Reset to the state after construction; the schedule continues."""
         self._optimizer.state.clear()
 
+    def _squared_norm(self, tensors: dict[str, Tensor]) -> Tensor:
+        """The part of these tensors on this rank in the sum of squares over all ranks: [] float64 on the CPU.
+
+        A part that several ranks hold counts as a fraction on each of them.
+        """
+        by_copies: dict[int, list[Tensor]] = {}
+        for name, tensor in tensors.items():
+            by_copies.setdefault(self._copies[name], []).append(tensor)
+        total = torch.zeros((), dtype=torch.float64)
+        for copies, parts in by_copies.items():
+            total += get_total_norm(parts).cpu().double().square() / copies
+        return total
+
+    def _worst(self, tensors: dict[str, Tensor], reduce_sum: Callable[[Tensor], Tensor]) -> str:
+        """The first tensor that is not finite on any rank, else the one with the largest norm; a collective."""
+        squares = torch.stack([self._squared_norm({name: tensor}) for name, tensor in tensors.items()])
+        found = dict(zip(tensors, reduce_sum(squares).tolist(), strict=True))
+        return next(
+            (name for name, value in found.items() if not math.isfinite(value)), max(found, key=found.__getitem__)
+        )
+
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of optimiser step `step` (from 0) of `total_steps`. A pure function, so recovery needs no state.
@@ -108,10 +128,19 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """One group for each layout: fused and foreach kernels accept no DTensors of different meshes in one call."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        groups.setdefault(layout, []).append(parameter)
+    grouped = [{"params": group} for group in groups.values()]
     if config.type == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
+        return torch.optim.SGD(grouped, lr=config.lr, weight_decay=config.weight_decay)
+    if config.type == "adam_bf16":
+        betas = (config.beta1, config.beta2)
+        return AdamBf16(grouped, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
     return torch.optim.AdamW(
-        parameters,
+        grouped,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -120,25 +149,11 @@ def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> 
     )
 
 
-def _squared_norm(tensors: dict[str, Tensor]) -> Tensor:
-    """Sum of squares of this rank's parts: [] float64 on the CPU."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    return get_total_norm(list(tensors.values())).cpu().double().square()
-
-
-def _worst(tensors: dict[str, Tensor], reduce_sum: Callable[[Tensor], Tensor]) -> str:
-    """The first tensor that is not finite on any rank, else the one with the largest norm; a collective."""
-    squares = torch.stack([_squared_norm({name: tensor}) for name, tensor in tensors.items()])
-    found = dict(zip(tensors, reduce_sum(squares).tolist(), strict=True))
-    return next((name for name, value in found.items() if not math.isfinite(value)), max(found, key=found.__getitem__))
-
-
 def _like(parameter: nn.Parameter, kind: str, value: Tensor) -> Tensor:
     """Convert saved state to the optimiser's own layout."""
     if kind == "step":
         return value.clone().to(parameter.device)
-    state = torch.zeros_like(parameter.detach())
+    state = torch.zeros_like(parameter.detach(), dtype=value.dtype)
     own = local_part(state)
     if own.shape != value.shape:
         message = f"optimiser state of shape {list(value.shape)} does not fit a parameter of {list(own.shape)}"

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from areal.api.errors import ConfigError
+from areal.engine.context_parallel import heads_of_all_tokens, tokens_of_all_heads
+from areal.engine.mesh import RankGroup
 
 SDPA = "areal_packed_sdpa_per_sequence"
 VARLEN = "areal_packed_varlen"
@@ -29,6 +31,10 @@ class PackedLayout:
     max_seqlen: int
     runs: tuple[tuple[int, int, int], ...]
     """(first token, number of sequences, tokens of each) of neighbours with equal length: they share one call."""
+    context: RankGroup | None = None
+    """Set when this rank computes only its part of the row's tokens."""
+    num_tokens: int = 0
+    """Of the row without padding, when `context` is set."""
 
 
 def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
@@ -41,13 +47,35 @@ def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
 
 def choose_attention(attn_impl: str, device: torch.device, dtype: torch.dtype) -> str:
     """Register the attention functions with transformers and return the name of the one that `attn_impl` selects."""
-    AttentionInterface.register(SDPA, _sdpa_per_sequence)
-    AttentionInterface.register(VARLEN, _varlen)
+    AttentionInterface.register(SDPA, _over_context(_sdpa_per_sequence))
+    AttentionInterface.register(VARLEN, _over_context(_varlen))
     can_use_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if attn_impl == "varlen" and not can_use_kernel:
         message = f"attn_impl=varlen needs CUDA and bfloat16, not {device.type} and {dtype}: use attn_impl=auto"
         raise ConfigError(message, code="model.attention_unavailable")
     return VARLEN if attn_impl != "sdpa" and can_use_kernel else SDPA
+
+
+def _over_context(attention: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """The same function for a rank that has a part of the row's tokens."""
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        layout: PackedLayout,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        if (ranks := layout.context) is None:
+            return attention(module, query, key, value, attention_mask, layout=layout, **options)
+        query, key, value = heads_of_all_tokens((query, key, value), ranks)
+        out, _ = attention(module, query, key, value, attention_mask, layout=layout, **options)
+        return tokens_of_all_heads(out, ranks), None
+
+    return attend
 
 
 def _sdpa_per_sequence(

@@ -1,4 +1,4 @@
-"""Fills a model that was built without memory: each rank reads, or draws, only the rows that it keeps."""
+"""Fills a model that was built without memory: each rank reads, or draws, only the part that it keeps."""
 
 import hashlib
 import math
@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.errors import ConfigError, InputError
+from areal.engine.region import Region, local_part, region_of
 from areal.system.checkpoint_files import weight_files
 from areal.weights.stored_form import StoredForm, StoredPart
 
@@ -22,7 +22,7 @@ HEAD = "score.weight"
 def read_weights(model: PreTrainedModel, form: StoredForm, folder: Path, *, head_seed: int | None) -> None:
     """Fill every parameter and saved buffer of an allocated model from the safetensors files in `folder`.
 
-    `head_seed`: seed of a critic's head that the checkpoint lacks; None = a missing head is an error. Reads the rows of
+    `head_seed`: seed of a critic's head that the checkpoint lacks; None = a missing head is an error. Reads the part of
     this rank alone. A file is opened for one weight at a time, because pages that were read count as memory of the
     process while it is mapped. Raises InputError when a weight is missing or has another shape.
     """
@@ -84,11 +84,11 @@ def _read_parts(
                 stored = opened.get_tensor(found)
             if tuple(stored.shape) != part.shape:
                 raise _other_shape(folder, found, stored.shape, part.shape)
-            copy_part(target, part, stored)
+            copy_stored_part(target, part, stored)
     return missing
 
 
-def copy_part(target: Tensor, part: StoredPart, stored: Tensor) -> None:
+def copy_stored_part(target: Tensor, part: StoredPart, stored: Tensor) -> None:
     """Copy a stored weight into this rank's elements of the parameter that contains it."""
     own, skipped = _own_elements(target, part)
     own.copy_(stored.flatten()[skipped : skipped + len(own)])
@@ -96,8 +96,11 @@ def copy_part(target: Tensor, part: StoredPart, stored: Tensor) -> None:
 
 def _own_elements(target: Tensor, part: StoredPart) -> tuple[Tensor, int]:
     """This rank's elements of a stored weight, and the number of elements before them in the stored weight."""
-    first, own = _own_rows(target)
-    flat, begin = own.view(-1), first * math.prod(target.shape[1:])
+    (rows, *others), own = region_of(target), local_part(target)
+    if [each.stop - each.start for each in others] != list(target.shape[1:]):
+        message = f"{part.name} is a part of a weight whose columns several tensor ranks split: leave t out"
+        raise ConfigError(message, code="model.cannot_split")
+    flat, begin = own.view(-1), rows.start * math.prod(target.shape[1:])
     start = max(part.offset, begin)
     end = max(start, min(part.offset + part.size, begin + flat.numel()))
     return flat[start - begin : end - begin], start - part.offset
@@ -116,26 +119,15 @@ def _read_rows(target: Tensor, file: Path, name: str, folder: Path) -> None:
         if target.ndim == 0:
             target.copy_(opened.get_tensor(name))
         else:
-            _copy_own(target, lambda first, last: stored[first:last])
+            _copy_own(target, lambda region: stored[region])
 
 
-def _copy_own(target: Tensor, rows: Callable[[int, int], Tensor]) -> None:
-    """Copy this rank's rows of a parameter."""
-    first, own = _own_rows(target)
-    if len(own):
-        own.copy_(rows(first, first + len(own)))
-
-
-def _own_rows(target: Tensor) -> tuple[int, Tensor]:
-    """This rank's rows of a parameter, which FSDP splits in dimension 0 as `torch.chunk` does: first row, rows."""
-    if not isinstance(target, DTensor):
-        return 0, target
-    count = target.shape[0]
-    step = -(-count // target.device_mesh.size())
-    first = min(target.device_mesh.get_local_rank() * step, count)
-    own = target.to_local()
-    assert own.shape[0] == min(step, count - first), "the parameter is split in another way"
-    return first, own
+def _copy_own(target: Tensor, part_of: Callable[[Region], Tensor]) -> None:
+    """Copy this rank's part of a parameter."""
+    region, own = region_of(target), local_part(target)
+    assert own.shape == torch.Size([each.stop - each.start for each in region]), "the parameter is split otherwise"
+    if own.numel():
+        own.copy_(part_of(region))
 
 
 @torch.no_grad()
@@ -166,7 +158,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
                     f"init_from_scratch: {type(model).__name__} has no rule for the initial value of {path}.{name}"
                 )
                 raise ConfigError(message, code="model.unsupported")
-            _copy_own(target, lambda first, last, values=values: values[first:last])
+            _copy_own(target, values.__getitem__)
 
 
 @torch.no_grad()
@@ -174,7 +166,7 @@ def draw_head(weight: Tensor, seed: int) -> None:
     """Draw a critic's head [1, hidden]: normal with a standard deviation of 1 / (hidden + 1)."""
     generator = torch.Generator().manual_seed(seed_of(seed, HEAD))
     values = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1)
-    _copy_own(weight, lambda first, last: values[first:last])
+    _copy_own(weight, values.__getitem__)
 
 
 @torch.no_grad()
@@ -189,7 +181,13 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
                 module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device=device)
         if not names:
             continue
-        model._init_weights(module)
+        parameters = {name: value for name, value in module._parameters.items() if value is not None}
+        empty = {name: nn.Parameter(torch.empty(value.shape, device="meta")) for name, value in parameters.items()}
+        module._parameters.update(empty)  # the rule also draws the weights, which is a collective on sharded ones
+        try:
+            model._init_weights(module)
+        finally:
+            module._parameters.update(parameters)
         for name in names:
             buffer = module._buffers[name]
             if buffer is not None and (not buffer.is_floating_point() or buffer.isnan().any()):

@@ -2,15 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.batch import OutputSpec, TokenOutputs
+from areal.engine.context_parallel import all_tokens
 from areal.engine.liger_head import liger_logprobs
 from areal.engine.linear_logprobs import linear_logprobs
+from areal.engine.mesh import RankGroup
 from areal.engine.micro_batch import ModelInput
 from areal.weights.stored_form import StoredForm
 
@@ -24,6 +29,18 @@ class TokenModel(nn.Module, ABC):
         self.model = model
         self.form = StoredForm(model)
         self.spec = spec or OutputSpec()
+        self.offloads_activations = False
+        """Whether what autograd keeps of the blocks is in CPU memory until the backward pass."""
+
+    def forward(self, inputs: ModelInput) -> tuple[Tensor, ...]:
+        """The outputs of every token of the row, also of those that other context ranks compute."""
+        found, layout = self._outputs(inputs), inputs.layout
+        if layout.context is None:
+            return found
+        return tuple(all_tokens(values, layout.context, layout.num_tokens) for values in found)
+
+    @abstractmethod
+    def _outputs(self, inputs: ModelInput) -> tuple[Tensor, ...]: ...
 
     @abstractmethod
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
@@ -48,12 +65,14 @@ class TokenModel(nn.Module, ABC):
 
     def _hidden(self, inputs: ModelInput) -> Tensor:
         """Last hidden states, [T, h]. No attention mask and no cache: either would disable packing silently."""
-        outputs = self.model.base_model(
-            input_ids=inputs.input_ids.unsqueeze(0),
-            position_ids=inputs.position_ids.unsqueeze(0),
-            use_cache=False,
-            layout=inputs.layout,
-        )
+        offloads = self.offloads_activations and self.training
+        with save_on_cpu(pin_memory=inputs.input_ids.is_cuda) if offloads else nullcontext():
+            outputs = self.model.base_model(
+                input_ids=inputs.input_ids.unsqueeze(0),
+                position_ids=inputs.position_ids.unsqueeze(0),
+                use_cache=False,
+                layout=inputs.layout,
+            )
         return outputs.last_hidden_state[0]
 
 
@@ -68,13 +87,15 @@ class PolicyModel(TokenModel):
         *,
         with_liger: bool = False,
         float32_head: bool = False,
+        tensor_ranks: RankGroup | None = None,
     ) -> None:
         """`with_liger`: log-probabilities by `liger_logprobs` at temperature 1, without entropies. `float32_head`: the
-        logits are not rounded to the compute type."""
+        logits are not rounded to the compute type. `tensor_ranks`: those with the other parts of the vocabulary."""
         super().__init__(model, spec)
         self._temperature = temperature
         self._with_liger = with_liger
         self._float32_head = float32_head
+        self._tensor_ranks = tensor_ranks
 
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         names = ["logprobs", "entropy"]
@@ -90,23 +111,25 @@ class PolicyModel(TokenModel):
             found["candidate_ids"] = torch.arange(every.shape[1], device=every.device).expand(every.shape)
         return TokenOutputs(**found)
 
-    def forward(self, inputs: ModelInput) -> tuple[Tensor, ...]:
+    def _outputs(self, inputs: ModelInput) -> tuple[Tensor, ...]:
         # The head is not called as a module: its parameters belong to the outermost FSDP unit, this one, and are whole
         # during this call. The custom function passes their gradients to autograd, where FSDP looks for them.
         head = cast("nn.Linear", self.model.get_output_embeddings())
+        weight, bias = _of_tensor_rank(head.weight), None if head.bias is None else _of_tensor_rank(head.bias)
         hidden = self._hidden(inputs)
         if self._with_liger and inputs.temperatures is None:
-            return (liger_logprobs(hidden, head.weight, head.bias, inputs.labels, valid=inputs.has_label),)
+            return (liger_logprobs(hidden, weight, bias, inputs.labels, valid=inputs.has_label),)
         found = linear_logprobs(
             hidden,
-            head.weight,
-            head.bias,
+            weight,
+            bias,
             inputs.labels,
             temperature=self._temperature_of(inputs),
             outputs=self.spec,
             candidate_ids=inputs.candidate_ids,
             valid=inputs.has_label,
             float32_head=self._float32_head,
+            tensor_ranks=self._tensor_ranks,
         )
         every = (found.logprobs, found.entropy, found.clamped_entropy, found.squared_sums)
         every += (found.candidate_logprobs, found.candidate_ids)
@@ -118,13 +141,20 @@ class PolicyModel(TokenModel):
         return self._temperature if given is None else torch.where(given.isnan(), self._temperature, given)
 
 
+def _of_tensor_rank(weight: Tensor) -> Tensor:
+    """This tensor rank's part of a weight that FSDP has gathered."""
+    if isinstance(weight, DTensor) and weight.device_mesh.mesh_dim_names == ("tensor",):
+        return weight.to_local()
+    return weight
+
+
 class ValueModel(TokenModel):
     """A backbone with a one-output head `score` that computes in float32."""
 
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         return TokenOutputs(values=values[0])
 
-    def forward(self, inputs: ModelInput) -> tuple[Tensor]:
+    def _outputs(self, inputs: ModelInput) -> tuple[Tensor]:
         return (torch.where(inputs.has_label, self._head(inputs), 0.0),)
 
     def _head(self, inputs: ModelInput) -> Tensor:
@@ -137,5 +167,5 @@ class ScoreModel(ValueModel):
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         return TokenOutputs(scores=values[0])
 
-    def forward(self, inputs: ModelInput) -> tuple[Tensor]:
+    def _outputs(self, inputs: ModelInput) -> tuple[Tensor]:
         return (self._head(inputs).clone(),)  # FSDP warns about outputs that are views

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal.api.allocation import check_supported
+from areal.api.allocation import ParallelDims, check_supported
 from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig, TrainEngineConfig
 from areal.api.config.redaction import public_text
 from areal.api.config.rollout import server_url
@@ -321,8 +321,14 @@ def _part_words(context: ProcessContext, backend: ServerBackend | None) -> tuple
 def _memory(context: ProcessContext, config: BaseExperimentConfig) -> int | None:
     """Bytes of the models that a controller or trainer rank holds; None when one of them is not on this machine."""
     models = config.models.values() if context.role == "trainer" else ()
-    sizes = [trained_bytes(model, context.world_size) for model in models]
+    dims = config.allocation.train[0].parallel if config.allocation.train else ParallelDims()
+    sizes = [trained_bytes(model, num_shards(model, dims)) for model in models]
     return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def num_shards(model: TrainEngineConfig, dims: ParallelDims) -> int:
+    """Ranks that hold one copy of the weights."""
+    return (model.fsdp.shard_size or dims.dp * dims.cp) * dims.tp
 
 
 def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:
@@ -330,7 +336,7 @@ def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:
     shape = ModelShape.read(model.path)
     if shape is None:
         return None
-    per_parameter = 4 if model.optimizer is None else {"adam": 16, "sgd": 8}[model.optimizer.type]
+    per_parameter = 4 if model.optimizer is None else {"adam": 16, "adam_bf16": 12, "sgd": 8}[model.optimizer.type]
     return shape.parameters * per_parameter // ranks
 
 

@@ -5,12 +5,13 @@ by `saved_tensors_hooks`); the peak is compared with tracked allocations in test
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from areal.api.allocation import ParallelDims
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
 from areal.api.config.lora import ALL_LINEAR, LoRAConfig
 from areal.api.config.train import DEFAULT_TOKENS_PER_MB
-from areal.launcher.job import LaunchPlan
+from areal.launcher.job import LaunchPlan, num_shards
 from areal.system.model_shape import ModelShape
 
 _CARD_SHARE = 0.95
@@ -42,25 +43,29 @@ class RankMemory:
 def rank_memory(
     models: Sequence[tuple[TrainEngineConfig, ModelShape]],
     *,
-    ranks: int,
+    dims: ParallelDims,
     tokens: int,
     on_gpu: bool,
     bucket_bytes: int = 0,
+    accumulates: bool = False,
 ) -> RankMemory:
-    """The peak of a rank that holds its part of these models. `tokens`: of the largest micro-batch."""
+    """The peak of a rank that holds its part of these models. `tokens`: of the largest micro-batch. `accumulates`: an
+    optimiser step has several."""
     weights = gradients = optimizer = gathered = activations = largest = 0
     for model, shape in models:
         width = 2 if model.dtype == "bfloat16" else 4
-        trained = model.optimizer is not None
+        trained, ranks = model.optimizer is not None, num_shards(model, dims)
         weights += shape.parameters * (4 if trained and model.lora is None else width) // ranks
         if model.optimizer is not None:
             learned = shape.parameters if model.lora is None else adapter_parameters(model.lora, shape)
             weights += 0 if model.lora is None else learned * 4 // ranks
-            gradients += learned * 4 // ranks
-            optimizer += learned * {"adam": 8, "sgd": 0}[model.optimizer.type] // ranks
+            keeps_whole = accumulates and ranks > 1 and model.fsdp.gradient_sync == "last"
+            gradients += learned * 4 // (dims.tp if keeps_whole else ranks)
+            optimizer += learned * {"adam": 8, "adam_bf16": 4, "sgd": 0}[model.optimizer.type] // ranks
         if ranks > 1 or (trained and width < 4):
-            gathered = max(gathered, _gathered(shape, width, trained=trained and model.lora is None))
-        activations = max(activations, activation_bytes(model, shape, tokens, on_gpu=on_gpu))
+            gathered = max(gathered, _gathered(shape, width, trained=trained and model.lora is None) // dims.tp)
+        own = -(-tokens // dims.cp)
+        activations = max(activations, activation_bytes(model, shape, own, on_gpu=on_gpu, tensor_ranks=dims.tp))
         largest = max(largest, shape.vocabulary * shape.hidden * width)
     return RankMemory(
         weights=weights,
@@ -92,9 +97,18 @@ def adapter_parameters(lora: LoRAConfig, shape: ModelShape) -> int:
     return whole + shape.layers * lora.rank * sum(map(sum, chosen))
 
 
-def activation_bytes(model: TrainEngineConfig, shape: ModelShape, tokens: int, *, on_gpu: bool) -> int:
-    """What autograd keeps of one micro-batch, and the largest temporaries of its passes."""
+def activation_bytes(
+    model: TrainEngineConfig, shape: ModelShape, tokens: int, *, on_gpu: bool, tensor_ranks: int = 1
+) -> int:
+    """What autograd keeps of this rank's tokens of one micro-batch, and the largest temporaries of its passes."""
     width = 2 if model.dtype == "bfloat16" else 4
+    shape = replace(
+        shape,
+        heads=-(-shape.heads // tensor_ranks),
+        kv_heads=-(-shape.kv_heads // tensor_ranks),
+        intermediate=-(-shape.intermediate // tensor_ranks),
+        vocabulary=-(-shape.vocabulary // tensor_ranks),
+    )
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     read = keys if on_gpu else queries  # without a kernel for groups of heads, keys and values are repeated
     block = width * (4 * shape.intermediate + 2 * queries + 2 * read)
@@ -106,7 +120,7 @@ def activation_bytes(model: TrainEngineConfig, shape: ModelShape, tokens: int, *
     ends = 4 * shape.hidden * width  # of the embedding, the last norm and the head
     if model.optimizer is None:
         return tokens * (block // 2 + ends) + logits
-    if model.gradient_checkpointing:
+    if model.gradient_checkpointing and model.checkpointing != "selective":
         kept = shape.layers * shape.hidden * width + ends
         return tokens * kept + max(tokens * (block + passing), logits)
     return tokens * (block * shape.layers + ends) + max(tokens * passing, logits)
@@ -132,9 +146,15 @@ def memory_problems(
     on_gpu = bool(ranks[0].gpus)
     bucket = config.actor.weight_chunked_mem_mb * 2**20 if isinstance(config, PPOConfig) else 0
     tokens = largest_micro_batch(config, plan)
-    found = rank_memory(known, ranks=len(ranks), tokens=tokens, on_gpu=on_gpu, bucket_bytes=bucket)
+    dims = config.allocation.train[0].parallel
+    per_step = config.actor.ppo_n_minibatches if isinstance(config, PPOConfig) else 1
+    longest = config.gconfig.max_tokens if isinstance(config, PPOConfig) else 0
+    accumulates = tokens * per_step < plan.numbers.samples_per_step * longest // dims.dp
+    found = rank_memory(known, dims=dims, tokens=tokens, on_gpu=on_gpu, bucket_bytes=bucket, accumulates=accumulates)
     state = found.weights + found.gradients + found.optimizer
     advice = "use more ranks (allocation_mode) or fsdp.offload_params=true"
+    if accumulates and any(model.fsdp.gradient_sync == "last" for model, _ in known):
+        advice += ", or fsdp.gradient_sync=every"
     if not on_gpu and (needed := state * len(ranks)) > host_bytes:
         has = f"this machine has {_gib(host_bytes)}: use a smaller model or more nodes"
         yield f"allocation_mode: weights, gradients and optimiser take {_gib(needed)}, {has}"
@@ -154,9 +174,8 @@ def largest_micro_batch(config: BaseExperimentConfig, plan: LaunchPlan) -> int:
     limit = max(model.mb_spec.max_tokens_per_mb or DEFAULT_TOKENS_PER_MB for model in config.models.values())
     if not isinstance(config, PPOConfig):
         return limit
-    ranks = sum(process.role == "trainer" for process in plan.processes)
-    longest = config.gconfig.max_tokens
-    return min(limit, max(longest, plan.numbers.samples_per_step * longest // max(ranks, 1)))
+    longest, shares = config.gconfig.max_tokens, config.allocation.train[0].parallel.dp
+    return min(limit, max(longest, plan.numbers.samples_per_step * longest // shares))
 
 
 def _gib(count: int) -> str:

@@ -41,6 +41,7 @@ from areal.fleet.backends import backend_named
 from areal.system.adapter_files import adapter_weights, prefixes, require_targets
 from areal.system.checkpoint_files import stored_weights
 from areal.system.durable import is_complete
+from areal.system.mesh_rules import mesh_problem
 from areal.system.model_shape import ModelShape
 from areal.system.run_paths import RunPaths
 
@@ -68,6 +69,10 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         model = config.models[key]
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
         problems += _adapter_problems(key, model)
+        shape = ModelShape.read(model.path)
+        if config.allocation.train and shape is not None:
+            problem = mesh_problem(shape, config.allocation.train[0].parallel)
+            problems += [] if problem is None else [f"allocation_mode: {key}: {problem}"]
     if isinstance(config, PPOConfig):
         backend = backend_named(config.server_backend)
         model = backend.model(config)

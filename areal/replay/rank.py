@@ -111,7 +111,7 @@ def replay_on(context: ProcessContext, folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(clock.active())
         parallel = config.allocation.train[0].parallel
-        mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dp_size=parallel.dp)
+        mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=parallel)
         stack.callback(mesh.close)
         length = run.length(config)
         roles = build_roles(config, mesh, length)

@@ -10,6 +10,8 @@ from typing import Any, Self
 class ModelShape:
     """The sizes of a decoder-only model that decide how much memory it takes."""
 
+    family: str
+    """`model_type` in config.json."""
     hidden: int
     layers: int
     heads: int
@@ -32,6 +34,7 @@ class ModelShape:
             experts = int(found.get("num_experts") or found.get("num_local_experts") or 0)
             width = found.get("moe_intermediate_size") if experts else None
             return cls(
+                family=kind,
                 hidden=int(found["hidden_size"]),
                 layers=int(found["num_hidden_layers"]),
                 heads=heads,

@@ -71,7 +71,7 @@ def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iter
         clock = PhaseClock(tracer, heartbeat, CudaClock() if context.device.startswith("cuda") else None)
         stack.enter_context(clock.active())
         heartbeat.doing("meets the other ranks")
-        mesh = TrainerMesh.open(context, registry_of(config), dp_size=config.allocation.train[0].parallel.dp)
+        mesh = TrainerMesh.open(context, registry_of(config), dims=config.allocation.train[0].parallel)
         stack.callback(mesh.close)
         heartbeat.doing("loads the models")
         yield TrainingRank(context=context, mesh=mesh, clock=clock, heartbeat=heartbeat)

@@ -135,7 +135,9 @@ class RecoverStore:
             self._check(state)
             for role, engine in self._engines.items():
                 engine.load(path / role)
-            set_rng_state((path / self._rng_file()).read_bytes())
+            # of more ranks than wrote it, the others continue the numbers of those
+            place = self._ranks.rank % int(state["trainer ranks"])
+            set_rng_state((path / _rng_file(place)).read_bytes())
             facts = state["point"]
             point = RecoverPoint(**facts | {"actor": ActorState(**facts.get("actor", {}))})
         except (InputError, OSError, ValueError, KeyError, TypeError) as error:
@@ -146,7 +148,7 @@ class RecoverStore:
 
     def _check(self, state: dict[str, object]) -> None:
         readable = _OLD_FORMAT if state.get("format") == _OLD_FORMAT else _FORMAT
-        expected = {"format": readable, "trainer ranks": self._ranks.world_size, "models": list(self._engines)}
+        expected = {"format": readable, "models": list(self._engines)}
         for name, value in expected.items():
             if state.get(name) != value:
                 raise ValueError(f"its {name} is {state.get(name)}, not {value}")
@@ -176,7 +178,7 @@ class RecoverStore:
         def prepare() -> None:
             if writing.exists():
                 shutil.rmtree(writing)
-            (writing / self._rng_file()).parent.mkdir(parents=True)
+            (writing / _rng_file(self._ranks.rank)).parent.mkdir(parents=True)
 
         def describe() -> None:
             facts = {"format": _FORMAT, "trainer ranks": self._ranks.world_size, "models": list(self._engines)}
@@ -186,7 +188,7 @@ class RecoverStore:
         self._together("started", prepare, rank0_only=True)
         for role, engine in self._engines.items():
             engine.save(writing / role, with_optimizer=True)
-        self._together("written", lambda: (writing / self._rng_file()).write_bytes(rng_state()))
+        self._together("written", lambda: (writing / _rng_file(self._ranks.rank)).write_bytes(rng_state()))
         self._together("written", describe, rank0_only=True)
 
     def _verify(self, sealed: Path) -> None:
@@ -209,9 +211,6 @@ class RecoverStore:
         found = {int(match[1]): path for path in self._folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
         return [found[step] for step in sorted(found)]
 
-    def _rng_file(self) -> str:
-        return f"rng/rank-{self._ranks.rank:05d}.json"
-
     def _together(self, what: str, action: Callable[[], object], *, rank0_only: bool = False) -> None:
         """Run `action` on all ranks or on rank 0; raises InputError on all when it fails on one."""
         error: OSError | None = None
@@ -227,3 +226,7 @@ class RecoverStore:
     def _count(self, flag: bool) -> int:
         """The number of ranks where `flag` is set. A barrier too."""
         return int(self._ranks.all_reduce(torch.tensor([float(flag)], dtype=torch.float64)).item())
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng/rank-{rank:05d}.json"

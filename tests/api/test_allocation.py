@@ -161,7 +161,6 @@ def test_what_this_version_launches(text: str) -> None:
         ("sglang:d1+vllm:d1+fsdp:d1", "a name is missing"),
         ("vllm[a]:d1+native[b]:d1+fsdp[c]:d1", "vllm[a]:d1+native[b]:d1+fsdp[c]:d1"),
         ("vllm:d1", "vllm:dNtK+fsdp:dM"),
-        ("native:d1+fsdp:d1c2", "fsdp:d1c2"),
         ("native:d1", "native:dN+fsdp:dM"),
         ("native:d1|fsdp[a]:d1", "native:dN+fsdp:dM"),
         ("fsdp:d1+native:d1", "native:dN+fsdp:dM"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from areal.api.allocation import ParallelDims
 from areal.api.config import RecoverConfig
 from areal.api.metrics import Metric
 from areal.data.balance import balanced_parts
@@ -29,7 +30,7 @@ def run_rank(rank: int, folder: Path) -> None:
         role="trainer", index=rank, world_size=NUM_RANKS, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
         recover=False, device="cpu",
     )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dp_size=DP_SIZE, timeout_s=200)
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=ParallelDims(dp=DP_SIZE, cp=2), timeout_s=200)
     batch = make_batch()
     share = take(batch, balanced_parts(batch.sequence_lengths, DP_SIZE)[mesh.dp_rank])
     engine = make_engine(folder / "models" / "qwen3", mesh, optimizer=SGD)

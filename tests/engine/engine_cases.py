@@ -114,7 +114,8 @@ def rich_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     mask, signs = micro.batch.loss_mask, micro.batch.returns
     terms = signs * outputs.logprobs + signs.cos() * outputs.entropy + signs.sin() * outputs.clamped_entropy
     spread = (outputs.candidate_logprobs * (micro.batch.candidate_ids + 1.0).sqrt()).sum(1)
-    return LossOutput(loss=(terms + 0.1 * spread)[mask].sum(), metrics={"loss": Metric(1.0)})
+    loss = (terms + 0.1 * spread)[mask].sum()
+    return LossOutput(loss=loss, metrics={"loss": Metric(loss.item(), float(mask.sum()))})
 
 
 def make_engine(

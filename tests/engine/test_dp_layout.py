@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from areal.api.allocation import ParallelDims
 from areal.engine.mesh import TrainerMesh
 from tests.engine import dp_cases
 from tests.rank_processes import run_ranks
@@ -47,4 +48,4 @@ def test_losses_metrics_and_weights_are_those_of_one_rank(cases, folder, rank):
 
 def test_data_parallel_ranks_of_unequal_size_are_refused():
     with pytest.raises(ValueError, match=r"4.*3"):
-        TrainerMesh(0, 4, torch.device("cpu"), dp_size=3)
+        TrainerMesh(0, 4, torch.device("cpu"), dims=ParallelDims(dp=3))

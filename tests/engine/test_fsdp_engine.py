@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from areal.api.batch import LossOutput
@@ -17,6 +16,7 @@ from areal.api.config import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, O
 from areal.api.errors import TrainingDiverged
 from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
+from areal.engine.region import whole_tensor
 from areal.weights.stored_form import StoredForm
 from tests.expect import raises_code
 
@@ -148,9 +148,10 @@ def test_bfloat16_computes_like_a_bfloat16_model(cases, models):
     assert 1e-4 < difference < 0.1
     cases.train(engine, batch)
     gathered: list[torch.dtype] = []
-    whole = DTensor.full_tensor
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DTensor, "full_tensor", lambda value: gathered.append(value.dtype) or whole(value))
+        patch.setattr(
+            "areal.engine.fsdp.whole_tensor", lambda value: gathered.append(value.dtype) or whole_tensor(value)
+        )
         sent = cases.weights_of(engine)
     assert set(gathered) == {torch.bfloat16}, "the ranks exchange no float32"
     stored = dict(engine.named_weights(stored=True))

@@ -31,7 +31,7 @@ def with_liger(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
-    monkeypatch.setattr("areal.engine.fsdp_builder.require_liger", lambda device, outputs: None)
+    monkeypatch.setattr("areal.engine.fsdp_builder.require_liger", lambda device, outputs, tensor_ranks: None)
 
 
 @pytest.mark.usefixtures("with_liger")

@@ -9,8 +9,9 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api.batch import OutputSpec
-from areal.engine.linear_logprobs import _clamp, linear_logprobs
+from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.mesh import TrainerMesh
+from areal.engine.vocab_parallel import VocabPart, clamped_entropy
 
 T, H, V = 13, 5, 29
 EVERYTHING = OutputSpec(entropy_grad=True, entropy_clamp=0.3, candidates=4)
@@ -127,11 +128,11 @@ def test_two_tokens_by_hand():
 
 def test_the_bound_of_the_clamp_lies_between_logits():
     """Of 3, 1, 1, 0 two or three stay: limits half way to the next, so that rounding puts nothing on the other side."""
-    low, high, _, part, _ = _clamp(torch.tensor([[3.0, 1.0, 1.0, 0.0]]), 2).flatten().tolist()
+    low, high, _, part, _ = clamped_entropy(torch.tensor([[3.0, 1.0, 1.0, 0.0]]), 2, VocabPart(4)).flatten().tolist()
     assert (low, high, part) == (0.5, 2.0, 0.5)
-    low, high, _, part, _ = _clamp(torch.tensor([[3.0, 1.0, 1.0, 0.0]]), 1).flatten().tolist()
+    low, high, _, part, _ = clamped_entropy(torch.tensor([[3.0, 1.0, 1.0, 0.0]]), 1, VocabPart(4)).flatten().tolist()
     assert (low, high, part) == (0.5, 2.0, 1.0)
-    low, high, _, part, _ = _clamp(torch.tensor([[1.0, 1.0, 1.0, 1.0]]), 1).flatten().tolist()
+    low, high, _, part, _ = clamped_entropy(torch.tensor([[1.0, 1.0, 1.0, 1.0]]), 1, VocabPart(4)).flatten().tolist()
     assert (low, high, part) == (-math.inf, math.inf, 0.75)
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal.api.errors import InputError
-from areal.engine.checkpoint import read_whole_weights
+from areal.engine.recovery import RecoveryReader
 
 WHOLE = {
     "uneven": torch.arange(15.0).reshape(5, 3),
@@ -15,6 +15,11 @@ WHOLE = {
     "replicated": torch.arange(6.0).reshape(2, 3),
 }
 SHAPES = {name: tuple(value.shape) for name, value in WHOLE.items()}
+
+
+def read_whole(folder, shapes):
+    with RecoveryReader(folder) as reader:
+        return {name: reader.weight(name, shape, tuple(map(slice, [0] * 2, shape))) for name, shape in shapes.items()}
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ def folder(tmp_path):
 
 
 def test_the_parts_are_joined(folder):
-    found = dict(read_whole_weights(folder, SHAPES))
+    found = read_whole(folder, SHAPES)
     assert all(torch.equal(found[name], value) for name, value in WHOLE.items())
     assert list(found) == list(SHAPES)
 
@@ -40,9 +45,9 @@ def test_the_parts_are_joined(folder):
 def test_a_missing_rank_or_another_shape_is_an_error(folder):
     for shapes in ({"uneven": (6, 3)}, {"absent": (1,)}):
         with pytest.raises(InputError) as error:
-            dict(read_whole_weights(folder, shapes))
+            read_whole(folder, shapes)
         assert error.value.code == "checkpoint.damaged"
     next(folder.glob("rank-00001*")).unlink()
     with pytest.raises(InputError) as error:
-        dict(read_whole_weights(folder, SHAPES))
+        read_whole(folder, SHAPES)
     assert error.value.code == "checkpoint.damaged"

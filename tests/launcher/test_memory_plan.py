@@ -9,6 +9,7 @@ import torch
 from torch.autograd.profiler import profile
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from areal.api.allocation import ParallelDims
 from areal.api.config import GRPOConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
@@ -61,7 +62,7 @@ def test_the_plan_is_within_a_fifth_of_the_measured_peak(tmp_path, kind, shape, 
         path=str(tmp_path), dtype=dtype, optimizer=OptimizerConfig(), gradient_checkpointing=checkpointing
     )
     size = ModelShape.read(str(tmp_path))
-    found = rank_memory([(config, size)], ranks=1, tokens=TOKENS, on_gpu=False)
+    found = rank_memory([(config, size)], dims=ParallelDims(), tokens=TOKENS, on_gpu=False)
     assert found.peak == pytest.approx(measured_peak(config), rel=0.2)
 
 

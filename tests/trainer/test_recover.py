@@ -219,8 +219,7 @@ def test_what_does_not_fit_is_refused_in_one_line(make_store, make_engine, toolb
     with raises_code("checkpoint.other_run", "['actor'], not ['actor', 'critic']"):
         two_models.load(path)
     two_ranks = RecoverStore(tmp_path, RecoverConfig(), {"actor": FakeEngine("a")}, FakeRanks(0, toolbox.RankGroup(2)))
-    with raises_code("checkpoint.other_run", "trainer ranks is 1, not 2"):
-        two_ranks.load(path)
+    assert two_ranks.load(path).step == 1  # engines read the parts that any number of ranks wrote
     state = json.loads((path / "state.json").read_bytes())
     (path / "state.json").write_text(json.dumps(state | {"format": 1}))
     with raises_code("checkpoint.other_run", "1, not 3"):

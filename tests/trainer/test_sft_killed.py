@@ -126,7 +126,13 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("allocation", "kills"), [("fsdp:d1", ("save", "step", "save", "export", "save")), ("fsdp:d2", ("export", "save"))]
+    ("allocation", "kills"),
+    [
+        ("fsdp:d1", ("save", "step", "save", "export", "save")),
+        ("fsdp:d2", ("export", "save")),
+        ("fsdp:t2", ("step", "save")),
+        ("fsdp:c2", ("save", "step")),
+    ],
 )
 def test_a_run_killed_again_and_again_equals_the_undisturbed_one(folder, allocation, kills):
     name = allocation[-2:]

@@ -127,10 +127,20 @@ class BaseExperimentConfig:
         if self._wants_servers is False and has_servers:
             trainers = "".join(map(str, self.allocation.train)) or "fsdp:d1"
             yield path, f"{text} has servers, but this training generates no answers: use {trainers}"
-        ranks, rows = self.allocation.num_train_ranks, self.train_dataset.batch_size
-        if rows < ranks:
-            text = f"{rows} is below the {ranks} data-parallel ranks of {self.allocation_mode}: raise it"
+        if not self.allocation.train:
+            return
+        dims, rows = self.allocation.train[0].parallel, self.train_dataset.batch_size
+        if rows < dims.dp:
+            text = f"{rows} is below the {dims.dp} data-parallel ranks of {self.allocation_mode}: raise it"
             yield "train_dataset.batch_size", text
+        for key, model in self.models.items():
+            size, sharing = model.fsdp.shard_size, dims.dp * dims.cp
+            if model.lora is not None and dims.tp > 1:
+                yield Problem(f"{key}.lora", f"is not supported with tensor ranks (t{dims.tp})", "config.unsupported")
+            if size is not None and sharing % size:
+                works = " or ".join(str(count) for count in range(1, sharing + 1) if sharing % count == 0)
+                text = f"{size} does not divide the {sharing} data and context ranks of {dims}: use {works}"
+                yield f"{key}.fsdp.shard_size", text
 
 
 def _servers(*backends: str) -> Condition:

@@ -24,15 +24,15 @@ class MicroBatchSpec:
     """The number of micro-batches is rounded up to a multiple of this."""
 
 
-_ADAM, _DECAYS = when("type", "adam"), when("lr_scheduler_type", "linear", "cosine")
+_ADAM, _DECAYS = when("type", "adam", "adam_bf16"), when("lr_scheduler_type", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Optimiser and learning-rate schedule."""
 
-    type: str = choice("adam", "adam", "sgd")
-    """Optimiser: adam = AdamW, sgd = gradient descent without momentum."""
+    type: str = choice("adam", "adam", "adam_bf16", "sgd")
+    """Optimiser: adam = AdamW, adam_bf16 = AdamW with bfloat16 moments, sgd = gradient descent without momentum."""
     lr: float = number(1e-3, above=0, also="verl: actor.optim.lr; ROLL: training_args.learning_rate")
     """Peak learning rate."""
     weight_decay: float = number(0.01, low=0)
@@ -69,6 +69,14 @@ class FSDPEngineConfig:
     """Modules that are sharded separately; null = the model's own list of blocks."""
     offload_params: bool = option(False, also="verl: actor.fsdp_config.param_offload")
     """Keep sharded parameters and optimiser state in CPU memory between uses."""
+    gradient_sync: str = choice("last", "last", "every")
+    """Reduce gradients over ranks after the last micro-batch of a step, or after every: less memory, more traffic."""
+    reshard_after_forward: bool = option(True, also="verl: actor.fsdp_config.reshard_after_forward")
+    """Free the gathered weights of a block after its forward pass; false gathers them once per micro-batch."""
+    prefetch_blocks: int = number(0, low=0, also="verl: actor.fsdp_config.forward_prefetch")
+    """Blocks whose weights are gathered ahead of the one that runs; 0 = torch's order, one in the backward pass."""
+    shard_size: int | None = number(None, low=1)
+    """Ranks that share one copy of the weights (HSDP), a divisor of data x context ranks; null = all."""
 
 
 _SAME_OUTPUTS = ("path", "temperature", "dtype", "head_dtype", "attn_impl", "logprob_kernel")
@@ -96,12 +104,16 @@ class TrainEngineConfig:
         False, relevant=given("optimizer"), also="verl: model.enable_gradient_checkpointing"
     )
     """Recompute activations in the backward pass: less memory, more computation."""
+    checkpointing: str = choice("full", "full", "selective", "offload", relevant=when("gradient_checkpointing", True))
+    """Kept of a block: full = its input, selective = also products of matrices, offload = its input, on the CPU."""
     dtype: str = choice("bfloat16", "bfloat16", "float32")
     """Data type of computation; master weights and optimiser state are float32."""
     head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute; as native.head_dtype."""
     logprob_kernel: str = choice("torch", "torch", "liger")
     """Log-probability kernel: torch = blocks of logits, liger = liger-kernel (CUDA only, no entropies)."""
+    compile: bool = option(False, also="verl: actor.use_torch_compile")
+    """Compile each block with torch.compile; needs a C++ compiler on the CPU."""
     grad_reduce_dtype: str = choice("float32", "bfloat16", "float32", relevant=given("optimizer"))
     """Data type of the gradient reduction over ranks."""
     optimizer: OptimizerConfig | None = None

@@ -1,0 +1,198 @@
+"""What each rank of a mesh does in `test_meshes.py`.
+
+The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder has `mesh.json` with mesh and cases.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from areal.api.allocation import ParallelDims
+from areal.api.batch import TrainBatch
+from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
+from areal.data.balance import balanced_parts
+from areal.data.split import take
+from areal.engine.mesh import TrainerMesh
+from areal.system.file_registry import FileRegistry
+from areal.system.process import ProcessContext
+from tests.engine import engine_cases as cases
+
+VOCAB = 24
+STEPS = ([5, 9, 2, 9, 1, 14], [3, 17, 6], [11, 4, 4, 8, 2])
+"""Lengths of the sequences of three train steps: no mesh divides them evenly."""
+ADAM = OptimizerConfig(lr=1e-2, eps=1e-3, lr_scheduler_type="cosine", gradient_clipping=0.5)
+"""A large eps: with a small one the first steps of Adam are the signs of gradients, so that rounding decides."""
+OPTIONS: dict[str, dict] = {
+    "plain": {},
+    "micro": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=18)},
+    "checkpointed": {"gradient_checkpointing": True, "mb_spec": MicroBatchSpec(max_tokens_per_mb=18)},
+    "selective": {"gradient_checkpointing": True, "checkpointing": "selective"},
+    "kept_on_cpu": {"gradient_checkpointing": True, "checkpointing": "offload"},
+    "rich": {"outputs": cases.RICH, "mb_spec": MicroBatchSpec(max_tokens_per_mb=18)},
+    "bf16": {"dtype": "bfloat16"},
+    "every": {"fsdp": FSDPEngineConfig(gradient_sync="every", reshard_after_forward=False, prefetch_blocks=1)},
+    "adam_bf16": {"optimizer": replace(ADAM, type="adam_bf16")},
+    "offload": {"fsdp": FSDPEngineConfig(offload_params=True)},
+    "compiled": {"compile": True},
+    "critic": {"role": "critic"},
+}
+
+
+SAVED = ("-plain", "-adam_bf16")
+"""Cases that also save and load checkpoints."""
+
+
+def write_models(folder: Path) -> None:
+    """Every family with a plan, with what is special in each: biases, norms of heads, tied embeddings, one KV head."""
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    biased = {"attention_bias": True, "mlp_bias": True}
+    models = {
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8, tie_word_embeddings=False)),
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)),
+        "llama": LlamaForCausalLM(LlamaConfig(**shape, **biased, tie_word_embeddings=False)),
+        "mistral": MistralForCausalLM(MistralConfig(**shape, head_dim=8, sliding_window=None)),
+        "gemma": GemmaForCausalLM(GemmaConfig(**shape, head_dim=8)),
+    }
+    for name, model in models.items():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.15)
+        model.save_pretrained(folder / name)
+
+
+def all_batches() -> list[TrainBatch]:
+    return [cases.make_batch(lengths, seed=seed) for seed, lengths in enumerate(STEPS)]
+
+
+def make_engine(folder: Path, case: str, mesh: TrainerMesh | None = None, shard_size: int | None = None, **changes):
+    """`case`: a model and options, `qwen3-plain`."""
+    model, _, option = case.partition("-")
+    options = {"optimizer": ADAM, "fsdp": FSDPEngineConfig()} | OPTIONS[option] | changes
+    options["fsdp"] = replace(options["fsdp"], shard_size=shard_size)
+    return cases.make_engine(folder / model, mesh, **options)
+
+
+def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list[list[float]]:
+    """Three uneven steps: loss of all ranks and gradient norm of each."""
+    option = case.partition("-")[2]
+    loss_fn = {"rich": cases.rich_loss, "critic": cases.value_loss}.get(option, cases.policy_loss)
+    found = []
+    for batch in batches or all_batches():
+        mine = share(batch)
+        if option == "rich":
+            mine = replace(mine, candidate_ids=engine.forward(mine).candidate_ids)
+        metrics = cases.train(engine, mine, loss_fn=loss_fn)
+        own = metrics["loss"].total if "loss" in metrics else 0.0  # a rank without sequences has no loss
+        loss = engine.all_reduce(torch.tensor([own], dtype=torch.float64)).item()
+        found.append([loss, metrics["grad_norm"].value])
+    return found
+
+
+def outputs_of(engine, batch: TrainBatch, share=lambda batch: batch) -> dict[str, torch.Tensor]:
+    """Of every token, in the order of the batch, on every rank that holds a share."""
+    found = engine.forward(share(batch))
+    names = [*cases.RICH_NAMES, "values"]
+    return {name: value for name in names if (value := getattr(found, name)) is not None}
+
+
+def is_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def run_case(folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None) -> dict[str, object]:
+    def share(batch: TrainBatch) -> TrainBatch:
+        return take(batch, share_indices(batch, mesh.dp_size, mesh.dp_rank))
+
+    def make():
+        return make_engine(folder / "models", case, mesh, shard_size)
+
+    engine = make()
+    save_file(outputs_of(engine, all_batches()[0], share), folder / f"outputs-{case}-{mesh.rank}")
+    facts: dict[str, object] = {
+        "dp_rank": mesh.dp_rank,
+        "dp_size": mesh.dp_size,
+        "steps": steps_of(engine, case, share),
+    }
+    weights = cases.weights_of(engine)
+    save_file(weights, folder / f"weights-{case}-{mesh.rank}")
+    if case.endswith(SAVED):
+        engine.save(folder / f"recover-{case}", with_optimizer=True)
+        engine.save(folder / f"export-{case}", with_optimizer=False)
+        exported = load_file(folder / f"export-{case}" / "model.safetensors")
+        facts["published"] = is_equal({name: exported[name] for name in weights}, weights)
+        last = all_batches()[:1]
+        steps_of(engine, case, share, last)
+        for key, source in (("resumed", folder / f"recover-{case}"), ("resharded", folder / f"one-{case}")):
+            again = make()
+            again.load(source)
+            if key == "resumed":
+                steps_of(again, case, share, last)
+                facts[key] = is_equal(cases.weights_of(again), cases.weights_of(engine))
+            else:
+                facts[key] = is_equal(cases.weights_of(again), load_file(folder / f"one-weights-{case}"))
+                steps_of(again, case, share, last)
+                save_file(cases.weights_of(again), folder / f"resharded-{case}-{mesh.rank}")
+    return facts
+
+
+def share_indices(batch: TrainBatch, dp_size: int, dp_rank: int) -> list[int]:
+    return balanced_parts(batch.sequence_lengths, dp_size)[dp_rank]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    dims: ParallelDims
+    shard_size: int | None = None
+
+
+MESHES = {
+    "d1": Mesh(ParallelDims()),
+    "d2": Mesh(ParallelDims(dp=2)),
+    "t2": Mesh(ParallelDims(tp=2)),
+    "c2": Mesh(ParallelDims(cp=2)),
+    "d4": Mesh(ParallelDims(dp=4)),
+    "d2t2": Mesh(ParallelDims(dp=2, tp=2)),
+    "d2c2": Mesh(ParallelDims(dp=2, cp=2)),
+    "c2t2": Mesh(ParallelDims(cp=2, tp=2)),
+    "c4": Mesh(ParallelDims(cp=4)),
+    "hsdp2x2": Mesh(ParallelDims(dp=4), shard_size=2),
+    "hsdp2t2": Mesh(ParallelDims(dp=2, tp=2), shard_size=1),
+    "d4t2c2": Mesh(ParallelDims(dp=4, tp=2, cp=2)),
+}
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    order = json.loads((folder / "mesh.json").read_text())
+    layout = MESHES[order["mesh"]]
+    context = ProcessContext(
+        role="trainer", index=rank, world_size=layout.dims.world_size, num_servers=0, run_id=0, run_dir=str(folder),
+        num_threads=1, recover=False, device="cpu",
+    )  # fmt: skip
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=layout.dims, timeout_s=60)
+    facts = {case: run_case(folder, case, mesh, layout.shard_size) for case in order["cases"]}
+    (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
+    mesh.close()
+
+
+if __name__ == "areal_mesh_ranks":
+    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))

@@ -1,0 +1,143 @@
+"""Meshes of several ranks against one process: outputs, losses, gradient norms and weights after three uneven steps.
+
+Processes start once for a mesh, which runs all its cases.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine import mesh_cases
+from tests.rank_processes import run_ranks
+
+FAMILIES = [f"{family}-plain" for family in ("qwen3", "qwen2", "llama", "mistral", "gemma")]
+OPTIONS = [f"qwen3-{name}" for name in ("checkpointed", "selective", "kept_on_cpu", "rich", "critic", "every", "bf16")]
+CASES = {
+    "d1": ["qwen3-plain", "qwen3-selective", "qwen3-kept_on_cpu", "qwen3-offload", "qwen3-bf16", "qwen3-compiled"],
+    "d2": ["qwen3-plain", "qwen2-rich", "qwen3-every"],
+    "d4": ["qwen3-plain", "qwen3-micro"],
+    "t2": [*FAMILIES, *OPTIONS, "qwen2-rich", "qwen3-offload"],
+    "c2": [*FAMILIES, *OPTIONS, "qwen2-rich"],
+    "c4": ["qwen3-plain", "qwen2-checkpointed"],
+    "d2t2": ["qwen3-plain", "qwen2-rich", "qwen3-every", "qwen3-bf16", "qwen3-adam_bf16"],
+    "d2c2": ["qwen3-plain", "qwen2-rich"],
+    "c2t2": ["qwen3-plain", "qwen2-rich"],
+    "hsdp2x2": ["qwen3-plain", "qwen2-micro", "qwen3-every", "qwen3-adam_bf16"],
+    "hsdp2t2": ["qwen3-plain"],
+    "d4t2c2": ["qwen3-plain"],
+}
+"""Mesh -> models and options."""
+PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
+START, END = "<!-- equality table: make test-parallel writes it -->", "<!-- end -->"
+
+
+def run_mesh(folder: Path, mesh: str, cases: list[str]) -> list[dict]:
+    """What each rank found. One process trains first, and its state is what the ranks load."""
+    (folder / "models").mkdir(parents=True)
+    mesh_cases.write_models(folder / "models")
+    for case in cases:
+        expected = mesh_cases.make_engine(folder / "models", case.replace("compiled", "plain"))
+        outputs = mesh_cases.outputs_of(expected, mesh_cases.all_batches()[0])
+        steps = mesh_cases.steps_of(expected, case)
+        found = {"outputs": outputs, "weights": mesh_cases.cases.weights_of(expected)}
+        torch.save({"steps": steps, **found}, folder / f"expected-{case}")
+        if case.endswith(mesh_cases.SAVED):
+            expected.save(folder / f"one-{case}", with_optimizer=True)
+            mesh_cases.save_file(found["weights"], folder / f"one-weights-{case}")
+            mesh_cases.steps_of(expected, case, batches=mesh_cases.all_batches()[:1])
+            mesh_cases.save_file(mesh_cases.cases.weights_of(expected), folder / f"one-after-{case}")
+    (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
+    world_size = mesh_cases.MESHES[mesh].dims.world_size
+    run_ranks(mesh_cases.__file__, "areal_mesh_ranks", folder, world_size)
+    return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def largest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max((found[name].double() - value.double()).abs().max().item() for name, value in expected.items())
+
+
+def differences(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
+    """The largest differences from one process over all ranks: relative for losses and norms."""
+    expected = torch.load(folder / f"expected-{case}")
+    batch = mesh_cases.all_batches()[0]
+    found = dict.fromkeys(("outputs", "loss", "grad_norm", "weights"), 0.0)
+    for rank, fact in enumerate(fact[case] for fact in facts):
+        for ours, theirs in zip(fact["steps"], expected["steps"], strict=True):
+            found["loss"] = max(found["loss"], abs(ours[0] - theirs[0]) / max(abs(theirs[0]), 1.0))
+            found["grad_norm"] = max(found["grad_norm"], abs(ours[1] / theirs[1] - 1))
+        found["weights"] = max(
+            found["weights"], largest(load_file(folder / f"weights-{case}-{rank}"), expected["weights"])
+        )
+        bounds = batch.cu_seqlens.tolist()
+        mine = mesh_cases.share_indices(batch, fact["dp_size"], fact["dp_rank"])
+        positions = [t for i in mine for t in range(bounds[i], bounds[i + 1])]
+        outputs = {name: value[positions] for name, value in expected["outputs"].items()}
+        found["outputs"] = max(found["outputs"], largest(load_file(folder / f"outputs-{case}-{rank}"), outputs))
+    return found
+
+
+def check(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
+    found = differences(folder, case, facts)
+    limit = 0.05 if case.endswith("bf16") else 5e-6  # two roundings of a bfloat16 number differ by 0.4%
+    assert max(found.values()) < limit, found
+    if case.endswith(mesh_cases.SAVED):
+        for rank, fact in enumerate(fact[case] for fact in facts):
+            assert (fact["published"], fact["resumed"], fact["resharded"]) == (True, True, True)
+            after = load_file(folder / f"resharded-{case}-{rank}")
+            assert largest(after, load_file(folder / f"one-after-{case}")) < limit
+    return found
+
+
+def table_row(mesh: str, case: str, found: dict[str, float]) -> str:
+    """The differences rounded up to powers of ten."""
+    model, option = case.split("-")
+    figures = [f"1e{math.ceil(math.log10(value)):03d}" if value else "0" for value in found.values()]
+    exact = "yes" if case.endswith(mesh_cases.SAVED) else ""
+    return f"| {' | '.join([mesh, model, option, *figures, exact])} |"
+
+
+def write_table(rows: dict[tuple[str, str], str]) -> None:
+    text = PAGE.read_text()
+    before, rest = text.split(START)
+    head = "| mesh | model | option | log-probabilities | loss | gradient norm | weights | exact |\n" + "|---" * 8 + "|"
+    lines = [rows[key] for mesh, cases in CASES.items() for case in cases if (key := (mesh, case)) in rows]
+    PAGE.write_text("\n".join([before + START, head, *lines, END]) + rest.split(END)[1])
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Filled by the tests; the table is written when all have passed."""
+    found: dict[tuple[str, str], str] = {}
+    yield found
+    if len(found) == sum(map(len, CASES.values())):
+        write_table(found)
+
+
+@pytest.fixture(scope="module")
+def facts_of(tmp_path_factory):
+    """Mesh -> its folder and what its ranks found; each mesh runs once."""
+    done: dict[str, tuple[Path, list[dict]]] = {}
+
+    def run(mesh: str) -> tuple[Path, list[dict]]:
+        if mesh not in done:
+            folder = tmp_path_factory.mktemp(mesh)
+            done[mesh] = folder, run_mesh(folder, mesh, CASES[mesh])
+        return done[mesh]
+
+    return run
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh, cases in CASES.items() for case in cases])
+def test_a_mesh_equals_one_process(facts_of, rows, mesh, case):
+    folder, facts = facts_of(mesh)
+    rows[mesh, case] = table_row(mesh, case, check(folder, case, facts))
+
+
+def test_tensor_and_context_ranks_equal_one_process(tmp_path):
+    check(tmp_path, "qwen3-plain", run_mesh(tmp_path, "c2t2", ["qwen3-plain"]))

@@ -1,0 +1,86 @@
+"""What each rank does in `test_vocab_parallel.py`: the output head in float64, with the vocabulary in parts.
+
+The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder has the inputs.
+"""
+
+from pathlib import Path
+
+import torch
+
+from areal.api.allocation import ParallelDims
+from areal.api.batch import OutputSpec
+from areal.engine import linear_logprobs as head
+from areal.engine.mesh import TrainerMesh
+from areal.system.file_registry import FileRegistry
+from areal.system.process import ProcessContext
+
+NUM_RANKS, T, H, V = 2, 13, 5, 28
+SPECS = {
+    "top": OutputSpec(entropy_grad=True, entropy_clamp=0.3, squared_sums=True, candidates=4),
+    "given": OutputSpec(entropy_grad=True, candidates=4),
+    "whole": OutputSpec(entropy_clamp=0.6, candidates=0),
+    "few": OutputSpec(candidates=20),
+    "plain": OutputSpec(),
+}
+"""`few`: more candidates than a rank has tokens; `whole`: all tokens of the vocabulary."""
+NAMES = ("logprobs", "entropy", "clamped_entropy", "squared_sums", "candidate_logprobs", "candidate_ids")
+
+
+def inputs(dtype: torch.dtype, *, tied: bool = False) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"hidden": (T, H), "weight": (V, H), "bias": (V,)}
+    found = {name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
+    if tied:  # equal logits on both ranks
+        found["weight"][3], found["bias"][3] = found["weight"][20], found["bias"][20]
+    found["labels"] = torch.randint(0, V, (T,), generator=g)
+    found["ids"] = torch.randint(0, V, (T, 4), generator=g)
+    found["valid"] = torch.arange(T) % 5 != 4
+    found["temperature"] = torch.linspace(0.4, 1.7, T, dtype=dtype)
+    return found
+
+
+def run(
+    name: str, given: dict[str, torch.Tensor], ranks=None, max_logits: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Outputs, and the gradients of a weighted sum of them; tokens with an index below 3 have none."""
+    part = slice(0, V) if ranks is None else slice(ranks.rank * V // 2, (ranks.rank + 1) * V // 2)
+    hidden = given["hidden"].clone().requires_grad_()
+    weight, bias = (given[key][part].clone().requires_grad_() for key in ("weight", "bias"))
+    outputs = head.linear_logprobs(
+        hidden, weight, bias, given["labels"], temperature=given["temperature"], outputs=SPECS[name],
+        candidate_ids=given["ids"] if name == "given" else None, valid=given["valid"], max_logits=max_logits,
+        tensor_ranks=ranks,
+    )  # fmt: skip
+    found = {key: value for key in NAMES if (value := getattr(outputs, key)) is not None}
+    total = torch.zeros((), dtype=torch.float64)
+    for place, value in enumerate(found.values()):
+        if value.requires_grad:
+            g = torch.Generator().manual_seed(place)
+            factors = torch.randn(value.shape, generator=g, dtype=torch.float64)
+            factors[:3] = 0.0
+            total = total + (value * factors).sum()
+    total.backward()
+    grads = {"grad_hidden": hidden.grad, "grad_weight": weight.grad, "grad_bias": bias.grad}
+    return {key: value.detach() for key, value in (found | grads).items() if value is not None}
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    context = ProcessContext(
+        role="trainer", index=rank, world_size=NUM_RANKS, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
+        recover=False, device="cpu",
+    )  # fmt: skip
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=ParallelDims(tp=NUM_RANKS), timeout_s=60)
+    found = {}
+    for dtype in (torch.float64, torch.float32):
+        for name in SPECS:
+            for max_logits in (None, 7, 50):
+                found[str(dtype), name, max_logits] = run(
+                    name, inputs(dtype, tied=name == "whole"), mesh.tensor, max_logits
+                )
+    torch.save(found, folder / f"found-{rank}")
+    mesh.close()
+
+
+if __name__ == "areal_vocab_ranks":
+    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
