@@ -39,10 +39,10 @@ def _loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
 
 
 def one_step(
-    config: TrainEngineConfig, device: torch.device, *, tokens: int, repeats: int
+    config: TrainEngineConfig, device: torch.device, *, tokens: int, repeats: int, ranks: int = 1
 ) -> tuple[dict[str, float], int]:
-    """Seconds by phase of the last of `repeats` steps, and the number of parameters."""
-    engine = build_fsdp_engine(config, role="actor", total_steps=repeats, mesh=TrainerMesh(0, 1, device), seed=0)
+    """Seconds by phase of the last of `repeats` steps on rank 0 of `ranks`, and the number of parameters."""
+    engine = build_fsdp_engine(config, role="actor", total_steps=repeats, mesh=TrainerMesh(0, ranks, device), seed=0)
     vocabulary = next(spec.shape[0] for spec in engine.weight_specs())
     rows = [[(7 * place + row) % vocabulary for place in range(tokens // 4)] for row in range(4)]
     batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from areal.api.config import FSDPEngineConfig, TrainEngineConfig
+from areal.algorithm.losses import LOSSES, policy_loss
+from areal.algorithm.policy_loss import PolicyTokens
+from areal.api.config import FSDPEngineConfig, PolicyLossOptions, TrainEngineConfig
 from areal.data.pack import rows_to_train_batch
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.linear_logprobs import linear_logprobs
@@ -25,6 +27,7 @@ from areal.inference.scheduler import Scheduler
 from areal.inference.sequence import SamplingParams, Sequence
 from areal.weights.checksum import WeightsChecksum
 from tests.engine import engine_cases as cases
+from tests.trainer import row_cases
 
 
 class _Module(torch.nn.Module):
@@ -82,12 +85,72 @@ def checksums(device: torch.device, sizes: list[int]) -> tuple[str, str]:
     return found[0].hexdigest(), found[1].hexdigest()
 
 
-def gradient_error(device: torch.device, folder: Path, **options: object) -> float:
+def gradient_error(device: torch.device, folder: Path, *, role: str = "actor", **options: object) -> float:
     """Largest difference of a float32 gradient on `device` from that of a plain model on the CPU."""
-    batch = cases.make_batch()
-    ours = cases.gradients(cases.make_engine(folder, TrainerMesh(0, 1, device), **options), batch)
-    exact = cases.gradients(cases.make_engine(folder, TrainerMesh(0, 1, torch.device("cpu"))), batch)
+    batch, loss = cases.make_batch(), cases.value_loss if role == "critic" else cases.policy_loss
+    ours = cases.gradients(cases.make_engine(folder, TrainerMesh(0, 1, device), role=role, **options), batch, loss)
+    plain = cases.make_engine(folder, TrainerMesh(0, 1, torch.device("cpu")), role=role)
+    exact = cases.gradients(plain, batch, loss)
     return max((ours[name].cpu() - value).abs().max().item() for name, value in exact.items())
+
+
+def loss_errors(device: torch.device) -> dict[str, float]:
+    """By policy loss: the largest difference of its values and gradients on `device` from those on the CPU."""
+    generator, size = torch.Generator().manual_seed(0), 60
+    draws = torch.randn(4, size, generator=generator)
+    index = torch.arange(size) // 12
+    mask, chosen = draws[0] > -1.0, draws[1] > 0.5
+    found: dict[str, float] = {}
+    for name in [name for name in LOSSES if name != "custom"]:  # a function of the user
+        results: list[Tensor] = []
+        for place in (torch.device("cpu"), device):
+            logprobs = (-draws[0].abs()).to(place).requires_grad_()
+            tokens = PolicyTokens(
+                logprobs=logprobs,
+                old_logprobs=(-draws[0].abs() + 0.2 * draws[1]).to(place),
+                rollout_logprobs=(-draws[0].abs() + 0.3 * draws[2]).to(place),
+                advantages=draws[3].to(place),
+                mask=mask.to(place),
+                sequence_index=index.to(place),
+                num_sequences=5,
+                chosen=chosen.to(place),
+            )
+            losses = policy_loss(tokens, PolicyLossOptions(policy_loss=name)).losses
+            losses.sum().backward()
+            assert logprobs.grad is not None
+            results.append(torch.cat([losses.detach(), logprobs.grad]).cpu())
+        found[name] = (results[0] - results[1]).abs().max().item()
+    return found
+
+
+def row_training_error(device: torch.device, folder: Path, kind: str) -> float:
+    """Largest difference of the gradient of SFT, a reward model or DPO on `device`, for every cut into micro-batches,
+    from that of the whole batch on the CPU. `folder`: the models of row_cases."""
+    exact = row_cases.step_of(kind, folder, TrainerMesh(0, 1, torch.device("cpu")), row_cases.CUTS[0])[2]
+    worst = 0.0
+    for cut in row_cases.CUTS:
+        ours = row_cases.step_of(kind, folder, TrainerMesh(0, 1, device), cut)[2]
+        worst = max(worst, *((ours[name].cpu() - value).abs().max().item() for name, value in exact.items()))
+    return worst
+
+
+def offloaded_share(device: torch.device, folder: Path, allocated: Callable[[], int]) -> tuple[float, float]:
+    """With fsdp.offload_params: the share of the training state that is left on `device` after a step, and the largest
+    difference of the weights after two steps from those of an engine without it."""
+    batch, options = cases.make_batch(), {"optimizer": cases.ADAM}
+    before = allocated()
+    offloaded = cases.make_engine(
+        folder, TrainerMesh(0, 1, device), fsdp=FSDPEngineConfig(offload_params=True), **options
+    )
+    cases.train(offloaded, batch)
+    left = allocated() - before
+    state = 16 * sum(value.numel() for _, value in offloaded.named_weights())  # weight, gradient, two moments
+    cases.train(offloaded, batch)
+    plain = cases.make_engine(folder, TrainerMesh(0, 1, device), **options)
+    cases.train(plain, batch, steps=2)
+    ours = dict(offloaded.named_weights(stored=True))
+    gaps = ((value - ours[name]).abs().max().item() for name, value in plain.named_weights(stored=True))
+    return left / state, max(gaps)
 
 
 def recovered_equals_unbroken(device: torch.device, folder: Path, target: Path) -> bool:

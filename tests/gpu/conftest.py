@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.engine import engine_cases
+from tests.trainer import row_cases
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +14,7 @@ def models(tmp_path_factory) -> Path:
     """A folder of tiny random checkpoints, one subfolder each."""
     folder = tmp_path_factory.mktemp("models")
     engine_cases.write_models(folder)
+    row_cases.write_models(folder)
     return folder
 
 

@@ -1,7 +1,11 @@
 """The GPU suite itself: its checks run on the CPU with small sizes."""
 
-import torch
+from pathlib import Path
 
+import torch
+from transformers import Qwen2Config
+
+from areal.api.config import MicroBatchSpec
 from areal.engine.packed_attention import _sdpa_per_sequence
 from tests.gpu import bodies
 from tests.gpu.__main__ import main
@@ -25,6 +29,34 @@ def test_kernels():
 def test_engine(models, tmp_path):
     assert bodies.gradient_error(CPU, models / "qwen3", gradient_checkpointing=True) < 1e-5
     assert bodies.recovered_equals_unbroken(CPU, models / "qwen3", tmp_path / "state")
+
+
+def test_losses_and_training_of_rows(models):
+    assert max(bodies.loss_errors(CPU).values()) == 0.0
+    assert bodies.row_training_error(CPU, models, "dpo") < 1e-5
+    assert (
+        bodies.gradient_error(CPU, models / "qwen2", role="critic", mb_spec=MicroBatchSpec(max_tokens_per_mb=14)) < 1e-5
+    )
+
+
+def test_offload(models):
+    """On the CPU the state stays where it is; that the engine computes the same is checked."""
+    left, gap = bodies.offloaded_share(CPU, models / "qwen3", lambda: 0)
+    assert left == 0.0
+    assert gap < 1e-6
+
+
+def test_a_step_of_one_rank_of_many_in_a_fake_group(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmark"))
+    import gpu_memory
+    import gpu_step
+
+    if torch.distributed.is_initialized():  # by a mesh of another test
+        torch.distributed.destroy_process_group()
+    Qwen2Config(**gpu_step.TINY).save_pretrained(tmp_path)
+    for ranks in (8, 512):
+        assert gpu_memory.fake_rank_peak(tmp_path, CPU, ranks=ranks, tokens=32, checkpointing=True) == 0
+        assert not torch.distributed.is_initialized()
 
 
 def test_sampling_and_the_difference_between_rollout_and_trainer(tmp_path):

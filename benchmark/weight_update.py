@@ -1,0 +1,297 @@
+"""Seconds of a weight update of one native server by part, and how long a streaming request waits for it.
+
+    python benchmark/weight_update.py [--sizes 1M 25M 500M] [--dtypes bfloat16 float32] [--kinds disk collective]
+        [--modes keep_cache keep interrupt] [--updates 5]
+
+The trainer's engine (float32 masters, one rank, on the CPU) publishes through the weight channels of a run and a fleet
+to a server in another process, which streams one answer meanwhile, one token per event. `gather` and `cast` are the
+passes over the engine's weights without and with a change of dtype; `transfer` is writing the folder, or the broadcasts
+including the server's copies; `load` is the fleet's part of an update over the disk. `longest_wait_s` is the longest
+wait between two tokens during an update, less the median wait before it. The stall is this less the same figure of as
+many tokens without an update (`quiet_wait_s`). `swap_s` is the time in which the server's engine could not start a
+step. `memcpy` copies the same bytes from one buffer to another in one thread. Figures are medians over the updates. The
+last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from gpu_step import HALF_BILLION
+from transformers import Qwen2Config
+
+from areal.api.config import GenerationHyperparameters, InferenceEngineConfig, OptimizerConfig, TrainEngineConfig
+from areal.api.data import GenerationRequest, WeightUpdate
+from areal.engine.fsdp import FSDPEngine
+from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.mesh import TrainerMesh
+from areal.fleet.fleet import Fleet
+from areal.fleet.native import NativeReplica
+from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, Replica
+from areal.system.file_registry import FileRegistry
+from areal.system.network import TOKEN_VARIABLE
+from areal.weights.collective import CollectiveChannel
+from areal.weights.disk import DiskChannel
+
+_COMMON: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": 32768}
+SIZES: dict[str, dict[str, Any]] = {
+    "1M": _COMMON
+    | {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "vocab_size": 1024},
+    "25M": _COMMON
+    | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "num_attention_heads": 8}
+    | {"num_key_value_heads": 2, "vocab_size": 8192},
+    "500M": _COMMON | HALF_BILLION,
+}
+TOKEN = "benchmark-benchmark-benchmark"
+PROMPT = [5, 6, 7, 8]
+FIGURES = ("publish_s", "fleet_s", "swap_s", "longest_wait_s", "quiet_wait_s")
+QUIET_TOKENS = 20
+"""Tokens that must arrive before and after an update."""
+
+
+class OneRank:
+    """Implements `areal.api.engine.Ranks` for a single trainer rank."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, values: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return values
+
+
+class TimedReplica(NativeReplica):
+    """Notes when tokens arrive."""
+
+    def __init__(self, name: str, address: str, times: list[float]) -> None:
+        super().__init__(name, address, TOKEN)
+        self._times = times
+
+    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
+        def note(chunk: PartChunk) -> None:
+            if chunk.token_ids and not part.part_id.startswith("canary"):
+                self._times.append(time.perf_counter())
+            on_chunk(chunk)
+
+        await super().generate(part, note)
+
+
+class FleetControl:
+    """The trainer's line to a fleet in another thread. `seconds`: how long the last update took."""
+
+    def __init__(self, fleet: Fleet, loop: asyncio.AbstractEventLoop) -> None:
+        self._fleet, self._loop = fleet, loop
+        self.seconds = 0.0
+
+    def publish(self, update: WeightUpdate) -> None:
+        start_s = time.perf_counter()
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
+        future.result(600)
+        self.seconds = time.perf_counter() - start_s
+
+    def live_replicas(self, version: int) -> list[str]:
+        return self._fleet.live_replicas(version)
+
+
+@dataclass
+class Stream:
+    """A fleet over one server with a request that never ends, in a thread with an event loop."""
+
+    fleet: Fleet
+    loop: asyncio.AbstractEventLoop
+    times: list[float]
+    address: str
+
+    def swap_seconds(self) -> float:
+        """In which the server exchanged weights, since its start."""
+        asked = urllib.request.Request(f"{self.address}/server_info", headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return json.load(answer)["install_seconds_total"]
+
+    def wait_for_tokens(self, count: int) -> None:
+        seen, deadline = len(self.times), time.monotonic() + 300
+        while len(self.times) < seen + count:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the stream ended")
+            time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def running_server(model: Path, dtype: str, logs: Path) -> Iterator[str]:
+    """The address of a native server with one thread."""
+    argv = [sys.executable, "-m", "areal.inference.server", f"--model-path={model}", f"--dtype={dtype}"]
+    argv += ["--device=cpu", "--num-threads=1", "--max-running-requests=4", "--max-total-tokens=32768"]
+    env = os.environ | {TOKEN_VARIABLE: TOKEN}
+    with (
+        open(logs / "server.log", "w") as errors,
+        subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().strip()
+            if not address:
+                sys.exit(f"the server did not start:\n{(logs / 'server.log').read_text()[-2000:]}")
+            yield address
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def streaming(address: str, folder: Path, mode: str, dtype: str) -> Iterator[Stream]:
+    """A fleet that streams one answer from the server."""
+    loop, times = asyncio.new_event_loop(), list[float]()
+    thread = threading.Thread(target=loop.run_forever, name="fleet", daemon=True)
+    thread.start()
+
+    def on_loop(call: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, loop)
+
+    registry = FileRegistry(folder / "names")
+    registry.add("servers/0", json.dumps({"address": address, "pid": 1}), replace=True)
+
+    def connect(name: str, where: str) -> Replica:
+        return TimedReplica(name, where, times)
+
+    config = InferenceEngineConfig(weight_update=mode, stream_interval=1)
+    fleet = Fleet(registry, 1, config, connect, dtype=dtype)
+    on_loop(fleet.start()).result(60)
+    gconfig = GenerationHyperparameters(max_new_tokens=30_000, max_tokens=32_000, ignore_eos=True)
+    request = GenerationRequest(request_id="r", input_ids=PROMPT, gconfig=gconfig)
+    running = on_loop(fleet.agenerate(request))
+    try:
+        yield Stream(fleet, loop, times, address)
+    finally:
+        running.cancel()
+        on_loop(fleet.close()).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+def seconds_of(call: Any, repeats: int = 3) -> float:
+    """The median of `repeats` calls after a first one."""
+    found: list[float] = []
+    for _ in range(repeats + 1):
+        start_s = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start_s)
+    return median(found[1:])
+
+
+def memcpy_seconds(num_bytes: int) -> float:
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    return seconds_of(lambda: target.copy_(source), repeats=7)
+
+
+def measure(engine: FSDPEngine, stream: Stream, kind: str, folder: Path, updates: int, first: int) -> dict[str, float]:
+    """Medians over `updates` publications; the first one, which connects and allocates, is not counted."""
+    control = FleetControl(stream.fleet, stream.loop)
+    if kind == "disk":
+        channel: Any = DiskChannel(engine, OneRank(), control, folder / "weights", model_folder=folder / "model")  # type: ignore[arg-type]
+    else:
+        channel = CollectiveChannel(engine, OneRank(), control, bucket_bytes=2**28, backend="gloo")  # type: ignore[arg-type]
+    found: dict[str, list[float]] = {name: [] for name in FIGURES}
+    num_tokens = QUIET_TOKENS
+    for index in range(updates + 1):
+        stream.wait_for_tokens(num_tokens)
+        quiet, usual = longest_wait(stream.times[-num_tokens:])
+        swapped_s = stream.swap_seconds()
+        mark, start_s = len(stream.times), time.perf_counter()
+        channel.publish(first + index)
+        total_s = time.perf_counter() - start_s
+        stream.wait_for_tokens(3)
+        during = stream.times[mark - 1 :]
+        num_tokens = max(QUIET_TOKENS, len(during))
+        if index:
+            waits = (longest_wait(during)[0] - usual, quiet - usual)
+            swap_s = stream.swap_seconds() - swapped_s
+            for name, value in zip(found, (total_s, control.seconds, swap_s, *waits), strict=True):
+                found[name].append(value)
+    channel.close()
+    return {name: median(values) for name, values in found.items()}
+
+
+def longest_wait(times: list[float]) -> tuple[float, float]:
+    """The longest and the median time between two tokens, in seconds."""
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return max(gaps), median(gaps)
+
+
+def one_model(size: str, dtype: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        Qwen2Config(**SIZES[size]).save_pretrained(folder / "config")
+        config = TrainEngineConfig(
+            path=str(folder / "config"), dtype=dtype, optimizer=OptimizerConfig(), init_from_scratch=True
+        )
+        mesh = TrainerMesh(0, 1, torch.device("cpu"))
+        engine = build_fsdp_engine(config, role="actor", total_steps=1, mesh=mesh, seed=0)
+        engine.save(folder / "model", with_optimizer=False)
+        num_bytes = sum(value.nbytes for _, value in engine.named_weights())
+        gather = seconds_of(lambda: [None for _ in engine.named_weights(stored=True)])
+        cast = seconds_of(lambda: [None for _ in engine.named_weights()]) - gather
+        memcpy = memcpy_seconds(num_bytes)
+        rows: list[dict[str, Any]] = []
+        with running_server(folder / "model", dtype, folder) as address:
+            version = 1
+            for mode in args.modes:
+                for kind in args.kinds:
+                    with streaming(address, folder, mode, dtype) as stream:
+                        found = measure(engine, stream, kind, folder, args.updates, version)
+                    version += args.updates + 1
+                    load = found["fleet_s"] if kind == "disk" else 0.0
+                    row = {"size": size, "dtype": dtype, "kind": kind, "mode": mode, "megabytes": num_bytes / 1e6}
+                    row |= {"memcpy_s": memcpy, "gather_s": gather, "cast_s": max(cast, 0.0)}
+                    row |= {"transfer_s": max(found["publish_s"] - load - gather - cast, 0.0), "load_s": load}
+                    stall = max(found["longest_wait_s"] - found["quiet_wait_s"], 0.0)
+                    row |= {
+                        **found,
+                        "stall_s": stall,
+                        "stall_over_memcpy": stall / memcpy,
+                        "swap_over_memcpy": found["swap_s"] / memcpy,
+                    }
+                    rows.append(rounded(row))
+                    print(json.dumps(rows[-1]), flush=True)
+        return rows
+
+
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in row.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+    parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
+    parser.add_argument("--kinds", nargs="+", choices=("disk", "collective"), default=["disk", "collective"])
+    parser.add_argument("--modes", nargs="+", choices=("keep_cache", "keep", "interrupt"), default=["keep_cache"])
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where weights are written (default: the temporary folder)")
+    args = parser.parse_args()
+    os.environ[TOKEN_VARIABLE] = TOKEN
+    torch.set_num_threads(1)
+    rows = [row for size in args.sizes for dtype in args.dtypes for row in one_model(size, dtype, args)]
+    names = [" ".join((row["size"], row["dtype"], row["kind"], row["mode"])) for row in rows]
+    ratios = ("stall_over_memcpy", "swap_over_memcpy")
+    print(json.dumps({ratio: {name: row[ratio] for name, row in zip(names, rows, strict=True)} for ratio in ratios}))
+
+
+if __name__ == "__main__":
+    main()
