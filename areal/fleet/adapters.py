@@ -63,7 +63,7 @@ class ServedAdapters:
             return
 
         def on_own(chunk: PartChunk) -> None:
-            on_chunk(replace(chunk, versions=[version] * len(chunk.token_ids), part_versions=None))
+            on_chunk(chunk._replace(versions=[version] * len(chunk.token_ids), part_versions=None))
 
         self._users[name] += 1
         try:
