@@ -31,7 +31,7 @@ import uvloop
 from aiohttp import web
 
 from areal.api.config import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
-from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, WeightUpdate
+from areal.api.data import GenerationRequest, GenerationResponse, ProbeScore, Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
@@ -100,6 +100,12 @@ class SimulatedFleet:
         await asyncio.sleep(self._publish_s)
         self._paused_s += self._publish_s
         self.version = update.version
+
+    def probe_tokens(self, version: int) -> None:
+        return None
+
+    async def compare(self, score: ProbeScore) -> None:
+        return None
 
     def live_replicas(self, version: int) -> list[str]:
         return []

@@ -17,7 +17,6 @@ from areal.inference.engine import Engine
 from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits
 from areal.inference.sequence import SamplingParams
 from areal.inference.sequence import Sequence as Request
-from areal.inference.weight_update import ServedWeights
 from areal.ledger.payload import encode_episode
 from areal.rollout.batching import SharePart, build_share
 
@@ -61,7 +60,6 @@ class Generator:
             deliver=lambda finished, progressed: self._finished.extend(finished),
             on_failure=_raise,
         )
-        self._targets = ServedWeights(self._engine.runner.model)
         limits = request_limits(config.native, self._engine.runner.model, load_detokenizer(folder))
         self._stop_ids = limits.default_stop_ids
         self._tokenizer = tokenizer
@@ -71,11 +69,9 @@ class Generator:
     def hold(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         """Use these weights for generation from now on."""
 
-        def write() -> None:
-            for name, value in weights.items():
-                self._targets.copy(name, value)
-
-        self._engine.replace_weights(write, str(version), abort_running=False)
+        for name, value in weights.items():
+            self._engine.weights.receive_value(name, value)
+        self._engine.install_weights(str(version), "retract")
 
     def answer(self, prompts: Sequence[list[int]], samples: int, seed: int, *, greedy: bool = False) -> list[Request]:
         """`samples` answers to each prompt, in the order of the prompts."""

@@ -202,4 +202,26 @@ class CanaryReport:
     tolerance: float
     """Larger differences mean other weights, in nats."""
     differing: list[str]
-    """Names of the replicas whose weights were other ones, and which were updated again."""
+    """Names of the replicas whose weights were other ones, and which were updated again or restarted."""
+    uncompared: list[str] = field(default_factory=list[str])
+    """Names of the replicas that did not answer in time, and serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeTokens:
+    """What replicas with equal weights generated for the canary probe, for the trainer to score."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeScore:
+    """The trainer's log-probabilities of an answer to the canary probe of policy `version`."""
+
+    version: int
+    answer_ids: list[int]
+    logprobs: list[float]
+    """In nats, at temperature 1, one for each id."""
+    dtype: str
+    """In which the trainer computes, for example bfloat16."""

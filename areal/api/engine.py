@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from areal.api.data import CanaryReport, GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
+from areal.api.data import (
+    CanaryReport,
+    GenerationRequest,
+    GenerationResponse,
+    ProbeScore,
+    ProbeTokens,
+    WeightSpec,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,6 +140,18 @@ class InferenceFleet(InferenceEngine, Protocol):
         """Update every live replica to `update.version`; returns when each serves it. Raises WeightSyncError.
 
         The result is None when no answers to the canary probe were compared.
+        """
+        ...
+
+    def probe_tokens(self, version: int) -> ProbeTokens | None:
+        """What the replicas answered to the canary probe of `version`; None without an answer."""
+        ...
+
+    async def compare(self, score: ProbeScore) -> CanaryReport | None:
+        """Compare the answer of the replicas to the canary probe with the trainer's score of it.
+
+        Replicas that differ get no requests until they were updated again, or restarted. None when their answer is
+        another one by now.
         """
         ...
 

@@ -406,8 +406,6 @@ request.not_finite: The model has no finite probabilities for the next token of 
     Look for the first step with an unusual loss, gradient norm or learning rate; the weights of the policy overflow.
 request.not_json: The body of a request is not a JSON object.
     Send a JSON object.
-request.partial_weights: A weight update of the native server is incomplete.
-    Wait for its end; if it failed, send a complete one.
 request.token_id: A request has a token id outside of the vocabulary of the served model.
     Use the tokenizer of the served model, or remove the id.
 request.too_large: The body of a request has more bytes than the server accepts.

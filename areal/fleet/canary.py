@@ -15,6 +15,9 @@ _PROMPT_TOKENS = 8
 _BOUNDS = {"float32": (1e-4, 1e-3)}
 _BOUNDS_16_BIT = (1e-2, 1e-1)
 """Smallest and largest tolerance, in nats."""
+_TRAINER_BOUNDS = {"float32": (1e-3, 1e-2)}
+_TRAINER_BOUNDS_16_BIT = (5e-2, 5e-1)
+"""The same between a server and the trainer, which compute with different kernels."""
 _SPREAD_FACTOR = 4.0
 
 
@@ -72,14 +75,18 @@ def difference(one: ProbeAnswer, other: ProbeAnswer) -> float:
 
 
 class Tolerance:
-    """The difference between replicas with equal weights: learned once, between the bounds of the servers' dtype."""
+    """The difference between equal weights: learned once, between the bounds of the dtype."""
 
-    def __init__(self, dtype: str) -> None:
-        self._low, self.nats = _BOUNDS.get(dtype, _BOUNDS_16_BIT)
+    def __init__(self, dtype: str, *, to_trainer: bool = False) -> None:
+        """`to_trainer`: between a server and the trainer; else between two servers."""
+        if to_trainer:
+            self._low, self.nats = _TRAINER_BOUNDS.get(dtype, _TRAINER_BOUNDS_16_BIT)
+        else:
+            self._low, self.nats = _BOUNDS.get(dtype, _BOUNDS_16_BIT)
         self._is_learned = False
 
     def learn(self, spread: float) -> None:
-        """`spread`: the largest difference in the first exchange in which replicas agreed."""
+        """`spread`: the largest difference in the first exchange without other weights."""
         if not self._is_learned:
             self._is_learned = True
             self.nats = min(self.nats, max(self._low, _SPREAD_FACTOR * spread))

@@ -1,16 +1,17 @@
 """Sends the canary probe to replicas after a weight update and decides which of them may serve.
 
-A replica waits in Weights.UNCHECKED for the comparison. The first different answer makes it DIFFERS: it is updated
-again. The second makes it REJECTED: the launcher restarts its process; without a launcher it waits for the next
-version.
+A replica waits in Weights.UNCHECKED for the comparison with the others. Then it serves, and the trainer scores the
+tokens of the answer (`compare`). The first different answer makes a replica DIFFERS: it is updated again. The second
+makes it REJECTED: the launcher restarts its process; without a launcher it waits for the next version.
 """
 
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from itertools import combinations
 
-from areal.api.data import CanaryReport
+from areal.api.data import CanaryReport, ProbeScore, ProbeTokens
 from areal.api.errors import ArealError
 from areal.fleet.canary import PROBE_TOKENS, ProbeAnswer, Tolerance, agreed, difference, probe
 from areal.fleet.replica import PartChunk
@@ -24,6 +25,16 @@ PROBE_TIMEOUT_S = 10.0
 """A replica that is busy for longer is not compared."""
 
 
+@dataclass(slots=True)
+class _Agreed:
+    """The answer of a majority of replicas to the probe of a version."""
+
+    version: int
+    answer: ProbeAnswer
+    is_confirmed: bool
+    """Two replicas or more gave it, or the trainer agrees."""
+
+
 class CanaryCheck:
     """Compares the replicas of a fleet, one exchange at a time."""
 
@@ -33,14 +44,17 @@ class CanaryCheck:
         """`install_again` stops the requests of replicas and, where that is possible, installs their weights again."""
         self._replicas = replicas
         self._seed = seed
+        self._dtype = dtype
         self._tolerance = Tolerance(dtype)
+        self._trainer_tolerance: Tolerance | None = None
         self._install_again = install_again
         self._lock = asyncio.Lock()
-        self._agreed: tuple[int, ProbeAnswer] | None = None
-        """Version and answer of the last majority."""
+        self._agreed: _Agreed | None = None
         self._report: tuple[int, CanaryReport] | None = None
         """Version and result of its first exchange."""
         self._num_probes = 0
+        self.num_uncompared = 0
+        """Times that a replica serves a version without an answer to its probe."""
 
     @property
     def is_running(self) -> bool:
@@ -53,6 +67,46 @@ class CanaryCheck:
     def report(self, version: int) -> CanaryReport | None:
         """The result of the first exchange of `version`; None without one."""
         return self._report[1] if self._report is not None and self._report[0] == version else None
+
+    def tokens(self, version: int) -> ProbeTokens | None:
+        """The probe and its answer for `version`; None without an answer."""
+        if self._agreed is None or self._agreed.version != version:
+            return None
+        prompt = probe(self._seed, self._replicas.limits.vocab_size, "").input_ids
+        return ProbeTokens(prompt_ids=prompt, answer_ids=list(self._agreed.answer.token_ids))
+
+    async def compare(self, score: ProbeScore) -> CanaryReport | None:
+        """See `areal.api.engine.InferenceFleet.compare`."""
+        async with self._lock:
+            agreed_on, version = self._agreed, score.version
+            by_trainer = ProbeAnswer(tuple(score.answer_ids), tuple(score.logprobs))
+            if agreed_on is None or (agreed_on.version, agreed_on.answer.token_ids) != (version, by_trainer.token_ids):
+                return None
+            gap = difference(agreed_on.answer, by_trainer)
+            if self._trainer_tolerance is None:
+                both = "float32" if self._dtype == score.dtype == "float32" else "bfloat16"
+                self._trainer_tolerance = Tolerance(both, to_trainer=True)
+            tolerance = self._trainer_tolerance.nats
+            slots = [s for s in self._replicas.slots if s.version == version and s.weights is Weights.VALID]
+            is_wrong = gap > tolerance
+            for slot in slots:
+                slot.num_trainer_differences = slot.num_trainer_differences + 1 if is_wrong else 0
+                if is_wrong:
+                    self._reject(slot, is_first=slot.num_trainer_differences == 1)
+            if is_wrong:
+                text = (
+                    "the trainer's log-probabilities of version %d differ from those of %s: %.3g nats, tolerance %.3g"
+                )
+                log.warning(text, version, ", ".join(slot.name for slot in slots), gap, tolerance)
+                self._agreed = None  # its tokens are those of other weights
+            else:
+                self._trainer_tolerance.learn(gap)
+                agreed_on.is_confirmed = True
+        names = [slot.name for slot in slots] if is_wrong else []
+        if is_wrong:
+            await self._install_again(slots)
+            await self.run()
+        return CanaryReport(digest=agreed_on.answer.digest, difference=gap, tolerance=tolerance, differing=names)
 
     async def run(self) -> None:
         """Compare the unchecked replicas of the target version until each serves or is out."""
@@ -74,22 +128,24 @@ class CanaryCheck:
     async def _exchange(self, slots: list[Slot]) -> list[Slot]:
         """Probe `slots` and decide which may serve. Returns those that differ, which may include replicas that serve.
 
-        A replica alone, and one that does not answer, is not compared: it serves.
+        A replica that does not answer serves; a replica alone does until the trainer's comparison.
         """
         version = self._replicas.target_version
-        known = self._agreed[1] if self._agreed is not None and self._agreed[0] == version else None
+        last = self._agreed if self._agreed is not None and self._agreed.version == version else None
+        known = last.answer if last is not None and last.is_confirmed else None
         asked = slots if known is not None else slots + self._replicas.serving
-        answers: dict[str, ProbeAnswer] = {}
-        if known is not None or len(asked) > 1:
-            found = await asyncio.gather(*(self._ask(slot) for slot in asked))
-            answers = {slot.name: answer for slot, answer in zip(asked, found, strict=True) if answer is not None}
-        if known is None and len(answers) < 2:
-            answers = {}
+        found = await asyncio.gather(*(self._ask(slot) for slot in asked))
+        answers = {slot.name: answer for slot, answer in zip(asked, found, strict=True) if answer is not None}
+        silent = sorted(slot.name for slot, answer in zip(asked, found, strict=True) if answer is None)
+        self.num_uncompared += len(silent)
+        if known is None and len(answers) == 1:
+            [alone] = answers.values()
+            self._agreed, answers = _Agreed(version, alone, is_confirmed=False), {}
         right = known if known is not None else agreed(answers, self._tolerance.nats)
         tolerance = self._tolerance.nats
         wrong = {name for name, one in answers.items() if right is None or difference(one, right) > tolerance}
         if answers:
-            self._note(version, answers, right, wrong)
+            self._note(version, answers, right, wrong, silent)
         differing: list[Slot] = []
         for slot in asked:
             if slot.version == version and slot.weights in (Weights.UNCHECKED, Weights.VALID):
@@ -100,28 +156,42 @@ class CanaryCheck:
     def _decide(self, slot: Slot, *, is_wrong: bool, is_compared: bool) -> None:
         if is_wrong:
             slot.num_differences += 1
-            slot.weights = Weights.DIFFERS if slot.num_differences == 1 else Weights.REJECTED
-            if slot.weights is Weights.REJECTED:
-                slot.failed_version = slot.version
-        else:
-            slot.weights = Weights.VALID
-            slot.num_differences = 0 if is_compared else slot.num_differences
+            self._reject(slot, is_first=slot.num_differences == 1)
+            return
+        slot.weights = Weights.VALID
+        slot.num_differences = 0 if is_compared else slot.num_differences
+        if slot.state in (State.STALE, State.SERVING):
+            self._replicas.apply(slot, Event.CHECK_PASSED)
+
+    def _reject(self, slot: Slot, *, is_first: bool) -> None:
+        slot.weights = Weights.DIFFERS if is_first else Weights.REJECTED
+        if not is_first:
+            slot.failed_version = slot.version
         if slot.state in (State.STALE, State.SERVING):
             self._replicas.apply(slot, Event.CHECK_PASSED)
 
     def _note(
-        self, version: int, answers: Mapping[str, ProbeAnswer], right: ProbeAnswer | None, wrong: set[str]
+        self,
+        version: int,
+        answers: Mapping[str, ProbeAnswer],
+        right: ProbeAnswer | None,
+        wrong: set[str],
+        silent: list[str],
     ) -> None:
         """Learn from an exchange without differences, keep the first report of a version, and log."""
         pairs = list(combinations(answers.values(), 2)) or [(one, right) for one in answers.values() if right]
         largest = max((difference(one, other) for one, other in pairs), default=0.0)
         if right is not None:
-            self._agreed = version, right
+            self._agreed = _Agreed(version, right, is_confirmed=True)
         if self.report(version) is None:
             digest = right.digest if right is not None else ""
             nats = self._tolerance.nats
-            report = CanaryReport(digest=digest, difference=largest, tolerance=nats, differing=sorted(wrong))
-            self._report = version, report
+            self._report = (
+                version,
+                CanaryReport(
+                    digest=digest, difference=largest, tolerance=nats, differing=sorted(wrong), uncompared=silent
+                ),
+            )
         if wrong:
             text = "the answers of %s to the canary probe of version %d differ: %.3g nats, tolerance %.3g"
             log.warning(text, ", ".join(sorted(wrong)), version, largest, self._tolerance.nats)

@@ -43,6 +43,8 @@ class Fleet:
         self._replicas = ReplicaSet(registry, num_servers, config, factory, abandoned)
         self._updater = WeightUpdater(self._replicas, config, seed=seed, dtype=dtype)
         self.update_weights = self._updater.update
+        self.probe_tokens = self._updater.canary.tokens
+        self.compare = self._updater.canary.compare
         self._num_waiting = 0
         self._awaited_versions: Counter[int] = Counter()
         """Number of answers that wait until the fleet serves a version again, by version."""
@@ -196,4 +198,5 @@ class Fleet:
             "updating_to": self._updater.updating_to,
             "needs_weights": self._updater.needs_weights(),
             "generated_tokens": self._num_tokens,
+            "uncompared": self._updater.canary.num_uncompared,
         }

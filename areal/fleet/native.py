@@ -1,6 +1,7 @@
 """The native inference server as a backend: its client, its command and its memory."""
 
 import sys
+import uuid
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,11 @@ _CPU_TOKENS_PER_REQUEST = 512
 class NativeReplica(HttpReplica):
     """See `areal.fleet.replica.Replica`. No other class knows the server's URLs and its JSON."""
 
+    def __init__(self, name: str, address: str, token: str = "") -> None:
+        super().__init__(name, address, token)
+        self._received: tuple[WeightUpdate | None, str] = (None, "")
+        """The update whose weights the server has received and not installed, and its id on the server."""
+
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         """See the protocol. A cancelled call drops its connection, which ends the request on the server."""
         if part.adapter:
@@ -47,23 +53,36 @@ class NativeReplica(HttpReplica):
     async def resume(self) -> None:
         await self._client.post("/continue_generation", {})
 
-    async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
+    @property
+    def has_second_copy(self) -> bool:
+        return True
+
+    async def update_weights(self, update: WeightUpdate, *, rank: int, mode: PauseMode) -> None:
+        if self._received[0] is not update:
+            await self.prepare_weights(update, rank=rank)
+        update_id, self._received = self._received[1], (None, "")
+        body = {"weight_version": str(update.version), "mode": mode, "update_id": update_id}
+        await self._client.post("/install_weights", body)
+
+    async def prepare_weights(self, update: WeightUpdate, *, rank: int) -> None:
         if update.kind == "adapter":
             raise _no_adapters()
+        update_id = uuid.uuid4().hex  # a second update of this server may run at the same time
         if update.is_folder:
-            folder = await self._folder_of(update)
-            body = {"model_path": folder, "weight_version": str(update.version), "flush_cache": True}
-            await self._client.post("/update_weights_from_disk", {**body, "abort_all_requests": False})
-            return
+            body = {"model_path": await self._folder_of(update), "update_id": update_id}
+            await self._client.post("/update_weights_from_disk", body)
+        else:
+            await self._receive(update, rank, update_id)
+        self._received = update, update_id
+
+    async def _receive(self, update: WeightUpdate, rank: int, update_id: str) -> None:
         if self._group_name != update.group_name:
             await self.abandon_update()
             await self._client.post("/init_weights_update_group", group_body(update, rank))
             self._group_name = update.group_name
-        last = len(update.buckets) - 1
-        for index, bucket in enumerate(update.buckets):
-            body = flat_bucket(bucket, update.group_name, is_last=index == last)
-            body["weight_version"] = str(update.version) if index == last else None
-            await self._client.post("/update_weights_from_distributed", body)
+        for bucket in update.buckets:
+            body = flat_bucket(bucket, update.group_name, flush_cache=False)
+            await self._client.post("/update_weights_from_distributed", {**body, "update_id": update_id})
 
     async def abandon_update(self) -> None:
         if self._group_name:  # a pending join ends with the trainer's store
@@ -72,7 +91,7 @@ class NativeReplica(HttpReplica):
 
     async def info(self) -> ReplicaInfo:
         status, _ = await self._client.exchange("GET", "/health")
-        if status not in (200, 503):
+        if status != 200:
             raise ServerUnavailable(f"{self.name} answered /health with status {status}", code="server.request_failed")
         answer = await self._client.get("/get_model_info")
         try:
@@ -81,7 +100,7 @@ class NativeReplica(HttpReplica):
                 version=int(model["weight_version"]),
                 vocab_size=int(model["vocab_size"]),
                 context_length=int(model["context_length"]),
-                weights_whole=status == 200,  # 503: alive, but an update failed midway
+                weights_whole=True,
             )
         except (KeyError, TypeError, ValueError) as error:
             text = f"{self.name} is not a native server ({error!r}): name its backend in allocation_mode"
@@ -169,12 +188,14 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
 
 
 def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
-    """On a GPU without native.max_total_tokens only the weights: the cache takes the memory that is left."""
+    """On a GPU without native.max_total_tokens without a cache, which takes the memory that is left."""
     native, shape = config.native, ModelShape.read(NATIVE.model(config))
     if shape is None:
         return None
     tokens = native.max_total_tokens or (0 if on_gpu else native.max_running_requests * _CPU_TOKENS_PER_REQUEST)
-    return (shape.parameters + tokens * shape.kv_values_per_token) * _ELEMENT_BYTES[native.dtype]
+    # A GPU server can have its second copy of the weights in host memory.
+    copies = 1 if on_gpu and native.weight_buffer != "device" else 2
+    return (copies * shape.parameters + tokens * shape.kv_values_per_token) * _ELEMENT_BYTES[native.dtype]
 
 
 NATIVE = ServerBackend(

@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple, Protocol
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import WeightUpdate
 
-PauseMode = Literal["abort", "retract"]
-"""abort: running requests return their tokens so far. retract: they stay and continue later with a new cache."""
+PauseMode = Literal["abort", "retract", "in_place"]
+"""abort: running requests return their tokens so far. retract: they stay and continue later with a new cache.
+in_place: they stay and keep their cache."""
 FinishReason = Literal["stop", "length", "abort"]
 ALL_TOKENS = 100_000_000
 """The default of gconfig.top_k, which means no limit; the servers have other values for it."""
@@ -104,19 +105,29 @@ class Replica(Protocol):
 
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
-    async def pull_weights(self, update: WeightUpdate) -> None:
-        """Copy the folder of an http update to the machine of the server, which generates meanwhile."""
+    @property
+    def has_second_copy(self) -> bool:
+        """Weights are received into a second copy while the server generates, and exchanged between two steps."""
         ...
 
-    async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        """Install `update.version` from a folder, or join the update group if it is new and receive all buckets.
+    async def prepare_weights(self, update: WeightUpdate, *, rank: int) -> None:
+        """The part of an update that needs no pause; the server then serves the weights from before as well.
 
-        `rank` is the first of the server's ranks in the group.
+        Copies the folder of an http update to the machine of the server. A server with a second copy receives the
+        weights. `rank`: as in `update_weights`.
+        """
+        ...
+
+    async def update_weights(self, update: WeightUpdate, *, rank: int, mode: PauseMode) -> None:
+        """Install `update.version`, prepared or not: from a folder, or from the update group, after joining a new one.
+
+        `rank` is the first of the server's ranks in the group. `mode`: what happens to the running requests of a server
+        that was not paused, and with in_place the cache of the old weights is kept. RequestError: nothing has changed.
         """
         ...
 
     async def abandon_update(self) -> None:
-        """End a collective update that waits for a failed peer; its `update_weights` fails."""
+        """End a collective update that waits for a failed peer; its call fails."""
         ...
 
     async def info(self) -> ReplicaInfo:

@@ -318,7 +318,7 @@ class ReplicaSet:
         self.router.prefixes.forget(slot.name)
         if slot.registered != slot.last_registration:
             slot.info = self._limits = None
-            slot.failed_version, slot.num_differences = None, 0
+            slot.failed_version, slot.num_differences, slot.num_trainer_differences = None, 0, 0
             slot.weights = Weights.VALID  # a new process loads complete weights
         if record.get("pid", 0) is None:  # not started by this run, and it may have been restarted since the last time
             slot.weights = Weights.UNKNOWN

@@ -87,7 +87,7 @@ class Weights(StrEnum):
     ABANDONED = "its version is from before the trainer recovered: the same number will mean other weights"
     UNKNOWN = "it was started before this run and waits for the weights of this run"
     UNCHECKED = "its answer to the canary probe is not compared yet"
-    DIFFERS = "its answer to the canary probe differs from that of the other replicas: it is updated again"
+    DIFFERS = "its answer to the canary probe differs from that of the others: it is updated again"
     REJECTED = "its answer to the canary probe differs also after a second update: it must be restarted"
 
 
@@ -139,6 +139,8 @@ class Slot:
         """An update to this version failed while other replicas served it: the next attempt is the next version."""
         self.num_differences = 0
         """Canary probes in sequence whose answer differed."""
+        self.num_trainer_differences = 0
+        """Comparisons with the trainer in sequence in which its answer differed."""
         self.info: ReplicaInfo | None = None
         """From the last health check that passed."""
         self.load: ReplicaLoad | None = None

@@ -180,8 +180,17 @@ class HttpReplica:
         self._pulled = ("", "")
         """Address of the last http update, and the folder of its copy on the server's machine."""
 
-    async def pull_weights(self, update: WeightUpdate) -> None:
-        """See `areal.fleet.replica.Replica`. The native server, or the host of a foreign one, copies the folder."""
+    @property
+    def has_second_copy(self) -> bool:
+        return False
+
+    async def prepare_weights(self, update: WeightUpdate, *, rank: int) -> None:
+        """See `areal.fleet.replica.Replica`."""
+        if update.kind == "http":
+            await self._pull_weights(update)
+
+    async def _pull_weights(self, update: WeightUpdate) -> None:
+        """The native server, or the host of a foreign one, copies the folder."""
         answer = await self._client.post("/pull_weights", {"url": update.path})
         self._pulled = (update.path, self._client.parsed(answer, lambda found: str(found["path"])))
 
@@ -190,7 +199,7 @@ class HttpReplica:
         if update.kind == "disk":
             return update.path
         if self._pulled[0] != update.path:
-            await self.pull_weights(update)
+            await self._pull_weights(update)
         return self._pulled[1]
 
     async def _send_part(
@@ -226,14 +235,14 @@ def group_body(update: WeightUpdate, rank: int) -> dict[str, Any]:
     }
 
 
-def flat_bucket(bucket: list[WeightSpec], group_name: str, *, is_last: bool) -> dict[str, Any]:
+def flat_bucket(bucket: list[WeightSpec], group_name: str, *, flush_cache: bool) -> dict[str, Any]:
     """The body of /update_weights_from_distributed, without the version: it is valid once all weights have arrived."""
     return {
         "names": [spec.name for spec in bucket],
         "dtypes": [spec.dtype for spec in bucket],
         "shapes": [spec.shape for spec in bucket],
         "group_name": group_name,
-        "flush_cache": is_last,
+        "flush_cache": flush_cache,
         "load_format": "flattened_bucket",
     }
 

@@ -156,7 +156,7 @@ class SGLangReplica(HttpReplica):
 
     # Weights
 
-    async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
+    async def update_weights(self, update: WeightUpdate, *, rank: int, mode: PauseMode) -> None:
         if update.kind == "adapter":
             await self._adapters.use(update.path, update.version)
             body = {"new_version": str(update.version), "abort_all_requests": False}
@@ -168,14 +168,14 @@ class SGLangReplica(HttpReplica):
         self._num_updates += 1
         try:
             if update.is_folder:
-                await self._load_folder(update, facts)
+                await self._load_folder(update, facts, keep_cache=mode == "in_place")
             else:
-                await self._receive(update, facts, rank)
+                await self._receive(update, facts, rank, keep_cache=mode == "in_place")
         finally:
             self._is_updating = False
         self._version = update.version
 
-    async def _load_folder(self, update: WeightUpdate, facts: ServerFacts) -> None:
+    async def _load_folder(self, update: WeightUpdate, facts: ServerFacts, *, keep_cache: bool) -> None:
         """RequestError when no weight was changed.
 
         Some folders end SGLang, and it answers 400 for others after it changed weights: that counts as a failure, and a
@@ -191,7 +191,7 @@ class SGLangReplica(HttpReplica):
         body = {
             "model_path": str(folder),
             "load_format": "auto",  # a server that started with dummy weights would load dummy weights again
-            "flush_cache": True,
+            "flush_cache": not keep_cache,
             "abort_all_requests": False,
             "weight_version": str(update.version),
         }
@@ -199,7 +199,7 @@ class SGLangReplica(HttpReplica):
         if status != 200:
             raise ServerUnavailable(str(self._client.refusal(path, status, answer)), code="server.request_failed")
 
-    async def _receive(self, update: WeightUpdate, facts: ServerFacts, rank: int) -> None:
+    async def _receive(self, update: WeightUpdate, facts: ServerFacts, rank: int, *, keep_cache: bool) -> None:
         if self._group_name != update.group_name:
             await self.abandon_update()
             await self._client.post("/init_weights_update_group", group_body(update, rank))
@@ -209,7 +209,8 @@ class SGLangReplica(HttpReplica):
         last = len(update.buckets) - 1
         for index, bucket in enumerate(update.buckets):
             version = update.version if index == last else None
-            await self._client.post("/update_weights_from_distributed", bucket_body(bucket, update.group_name, version))
+            body = bucket_body(bucket, update.group_name, version, keep_cache=keep_cache)
+            await self._client.post("/update_weights_from_distributed", body)
         if facts.has_update_sessions:
             await self._client.post("/end_weight_update", {})
 

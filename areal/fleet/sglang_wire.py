@@ -202,12 +202,14 @@ def parse_vocabulary(refusal: bytes) -> int:
     return int(found[1]) + 1
 
 
-def bucket_body(bucket: list[WeightSpec], group_name: str, version: int | None) -> dict[str, Any]:
+def bucket_body(
+    bucket: list[WeightSpec], group_name: str, version: int | None, *, keep_cache: bool = False
+) -> dict[str, Any]:
     """The body of /update_weights_from_distributed. `version` is given with the last bucket only.
 
     Until then the server has a mixture of weights, which it reports as no version.
     """
-    body = flat_bucket(bucket, group_name, is_last=version is not None)
+    body = flat_bucket(bucket, group_name, flush_cache=version is not None and not keep_cache)
     return {**body, "abort_all_requests": False, "weight_version": str(NO_VERSION if version is None else version)}
 
 

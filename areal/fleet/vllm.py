@@ -105,14 +105,15 @@ class VLLMReplica(HttpReplica):
         return self._client.parsed(answer, lambda found: str(found["prompt"]))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Both modes clear the cache of keys and values of the old weights."""
-        query = urlencode({"mode": "abort" if mode == "abort" else "keep", "clear_cache": "true"})
+        """abort and retract clear the cache of keys and values of the old weights."""
+        clear_cache = "false" if mode == "in_place" else "true"
+        query = urlencode({"mode": "abort" if mode == "abort" else "keep", "clear_cache": clear_cache})
         await self._client.post(f"/pause?{query}", {})
 
     async def resume(self) -> None:
         await self._client.post("/resume", {})
 
-    async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
+    async def update_weights(self, update: WeightUpdate, *, rank: int, mode: PauseMode) -> None:
         if update.kind == "adapter":
             await self._adapters.use(update.path, update.version)
             await self._client.post("/update_weight_version", {"new_version": str(update.version)})
@@ -136,7 +137,7 @@ class VLLMReplica(HttpReplica):
                 await self._call_workers("areal_load_folder", folder)
             else:
                 await self._receive(update)
-            await self._use_weights(update.version)
+            await self._use_weights(update.version, keep_cache=mode == "in_place")
         finally:
             self._is_updating = False
         self._version = update.version
@@ -152,13 +153,14 @@ class VLLMReplica(HttpReplica):
             await self._call_workers("areal_receive", info)
         await self._call_workers("areal_finish_update")
 
-    async def _use_weights(self, version: int) -> None:
-        """Clear the cache, then set the version: no request may continue with keys and values of the old weights."""
+    async def _use_weights(self, version: int, *, keep_cache: bool) -> None:
+        """Clear the cache of the old weights unless it is kept, then set the version."""
         try:
-            answer = await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
-            if not self._client.parsed(answer, lambda found: found["success"]):
-                text = f"{self.name} did not clear the KV cache of the old weights"
-                raise ServerUnavailable(text, code="server.request_failed")
+            if not keep_cache:
+                answer = await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
+                if not self._client.parsed(answer, lambda found: found["success"]):
+                    text = f"{self.name} did not clear the KV cache of the old weights"
+                    raise ServerUnavailable(text, code="server.request_failed")
             await self._client.post("/update_weight_version", {"new_version": str(version)})
         except RequestError as error:  # RequestError would mean that the weights are unchanged
             raise ServerUnavailable(str(error), code="server.request_failed") from error

@@ -24,6 +24,8 @@ log = get_logger(__name__)
 
 PAUSE_TIMEOUT_S = 30.0
 """A replica that does not pause or resume within this time is disconnected."""
+PAUSE_MODES: dict[str, PauseMode] = {"interrupt": "abort", "keep": "retract", "keep_cache": "in_place"}
+"""By rollout.weight_update."""
 GROUP_GRACE_S = 1.0
 """Time that the other replicas of an update group get after one failed: the collective seldom completes then."""
 
@@ -39,7 +41,8 @@ class WeightUpdater:
         """The update that made the target version; None before the first."""
         self.updating_to: int | None = None
         """The version that is being installed."""
-        self._canary = CanaryCheck(replicas, seed=seed, dtype=dtype, install_again=self._install_again)
+        self._mode = PAUSE_MODES[config.weight_update]
+        self.canary = CanaryCheck(replicas, seed=seed, dtype=dtype, install_again=self._install_again)
         replicas.update_stale = self._update_stale
 
     async def update(self, update: WeightUpdate) -> CanaryReport | None:
@@ -60,7 +63,7 @@ class WeightUpdater:
             else:
                 await self._switch(update)
         log.info("version %d is served by %d replicas", update.version, len(self._replicas.serving))
-        return self._canary.report(update.version)
+        return self.canary.report(update.version)
 
     def needs_weights(self) -> bool:
         """Whether a live replica waits for weights that only the trainer can send.
@@ -84,26 +87,22 @@ class WeightUpdater:
 
     async def _switch(self, update: WeightUpdate) -> None:
         """Update the whole fleet from its version to the update's. WeightSyncError when no replica reached it."""
-        self.updating_to, self._replicas.is_switching = update.version, update.kind != "http"
+        self.updating_to = update.version
         self._replicas.announce()
         before = self._replicas.target_version, self._target
         try:
-            slots = await self._members(update)
-            if update.kind == "http":
-                slots = await self._pulled(slots, update)
-                self._replicas.is_switching = True
-                self._replicas.announce()
+            members = await self._members(update)
+            slots, errors = await self._prepare(members, update)
+            _check_failures(update, members, errors, may_load=update.kind in ("disk", "adapter"))
+            self._replicas.is_switching = True
+            self._replicas.announce()
             async with self._paused(slots):
-                errors = await self._update(slots, update)
-                refused = any(isinstance(error, RequestError) for error in errors)
-                if len(errors) == len(slots) and (update.kind == "collective" or refused):
-                    reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
-                    text = f"no replica installed version {update.version}: {reasons}"
-                    raise WeightSyncError(text, code="fleet.update_failed")
-                self._canary.forget()
+                errors += await self._update(slots, update)
+                _check_failures(update, members, errors, may_load=update.is_folder)
+                self.canary.forget()
                 self._set_target(update.version, update)  # before any of them generates a token
             try:
-                await self._canary.run()
+                await self.canary.run()
                 if update.kind == "collective" and any(slot.weights is Weights.DIFFERS for slot in slots):
                     self._require_serving(update)  # only the trainer can send the weights a second time
                 await self._wait_until_served(update)
@@ -124,11 +123,12 @@ class WeightUpdater:
             return
         self.updating_to = update.version
         try:
-            slots = await self._members(update)
+            members = await self._members(update)
+            slots, _ = await self._prepare(members, update)
             async with self._paused(slots):
                 await self._update(slots, update)
-            await self._canary.run()
-            for slot in slots:
+            await self.canary.run()
+            for slot in members:
                 if slot.state is not State.SERVING and slot.weights is not Weights.DIFFERS:
                     slot.failed_version = update.version
         except WeightSyncError as error:
@@ -154,9 +154,10 @@ class WeightUpdater:
 
     @contextlib.asynccontextmanager
     async def _paused(self, slots: list[Slot], *, always_abort: bool = False) -> AsyncIterator[None]:
-        """These replicas generate no token inside the block."""
-        paused = [(slot, slot.replica) for slot in slots if slot.replica is not None]
-        mode: PauseMode = "abort" if always_abort or self._config.weight_update == "interrupt" else "retract"
+        """These replicas generate no token inside the block, except those that can exchange weights between steps."""
+        must_pause = always_abort or self._config.pause_grace_period > 0
+        paused = [(s, s.replica) for s in slots if s.replica and (must_pause or not s.replica.has_second_copy)]
+        mode = "abort" if always_abort else self._mode
         try:
             await asyncio.gather(*(self._control(slot, replica.pause(mode), "pause") for slot, replica in paused))
             if self._config.pause_grace_period:
@@ -179,10 +180,22 @@ class WeightUpdater:
         if update.kind == "collective" and any(slot.replica is None for slot in slots):
             text = f"version {update.version} lost a replica: {self._replicas.describe()}"
             raise WeightSyncError(text, code="fleet.replica_lost")
-        tasks: list[asyncio.Task[None]] = []
-        for index, slot in enumerate(slots):
-            call = self._update_one(slot, update, rank=1 + index * update.ranks_per_replica)
-            tasks.append(asyncio.create_task(call, name=f"update {slot.name}"))
+        calls = [self._update_one(slot, update, rank=rank) for slot, rank in self._with_ranks(slots, update)]
+        errors = await self._together(slots, calls, update)
+        return [error for error in errors if error is not None]
+
+    def _with_ranks(self, slots: list[Slot], update: WeightUpdate) -> list[tuple[Slot, int]]:
+        """With the first rank of each in the update group."""
+        ranks = {name: 1 + index * update.ranks_per_replica for index, name in enumerate(update.replicas)}
+        return [(slot, ranks.get(slot.incarnation, 0)) for slot in slots]
+
+    async def _together(
+        self, slots: list[Slot], calls: list[Coroutine[Any, Any, None]], update: WeightUpdate
+    ) -> list[ArealError | None]:
+        """Run one call for each replica at the same time. The error of each, in order."""
+        tasks = [asyncio.create_task(call, name=f"update {slot.name}") for slot, call in zip(slots, calls, strict=True)]
+        if not tasks:
+            return []
         try:
             if update.kind == "collective":
                 await self._leave_broken_group(slots, tasks)
@@ -191,13 +204,13 @@ class WeightUpdater:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        errors: list[ArealError] = []
+        errors: list[ArealError | None] = []
         for slot, outcome in zip(slots, outcomes, strict=True):
             if isinstance(outcome, ArealError):
                 log.warning("%s did not install version %d: %s", slot.name, update.version, outcome)
-                errors.append(outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
+            errors.append(outcome)
         return errors
 
     async def _leave_broken_group(self, slots: list[Slot], tasks: list[asyncio.Task[None]]) -> None:
@@ -220,28 +233,24 @@ class WeightUpdater:
             async with self._replicas.lateness.timeout(GROUP_GRACE_S):
                 await call
 
-    async def _pulled(self, slots: list[Slot], update: WeightUpdate) -> list[Slot]:
-        """Let all replicas copy the folder of an update; returns those that have it. WeightSyncError when none has."""
+    async def _prepare(self, members: list[Slot], update: WeightUpdate) -> tuple[list[Slot], list[ArealError]]:
+        """The part of an update during which replicas generate. Returns those that are ready, and the errors of the
+        others, which keep their weights."""
 
-        async def pull(slot: Slot) -> str:
+        async def prepare(slot: Slot, rank: int) -> None:
             if slot.replica is None:
-                return f"{slot.name} is {slot.state}: {slot.reason}"
+                raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}", code="fleet.replica_lost")
             try:
                 async with self._replicas.lateness.timeout(self._config.weight_update_timeout_s):
-                    await slot.replica.pull_weights(update)
-            except (ArealError, TimeoutError) as error:
-                limit = f"no copy after {self._config.weight_update_timeout_s:g} s"
-                return f"{slot.name}: {str(error) or limit}"
-            return ""
+                    await slot.replica.prepare_weights(update, rank=rank)
+            except TimeoutError as error:
+                text = f"{slot.name}: no weights after {self._config.weight_update_timeout_s:g} s"
+                raise ServerUnavailable(text, code="fleet.update_failed") from error
 
-        problems = await asyncio.gather(*(pull(slot) for slot in slots))
-        for problem in filter(None, problems):
-            log.warning("version %d was not copied: %s", update.version, problem)
-        pulled = [slot for slot, problem in zip(slots, problems, strict=True) if not problem]
-        if slots and not pulled:
-            text = f"no replica copied version {update.version}: {'; '.join(dict.fromkeys(problems))}"
-            raise WeightSyncError(text, code="fleet.update_failed")
-        return pulled
+        calls = [prepare(slot, rank) for slot, rank in self._with_ranks(members, update)]
+        errors = await self._together(members, calls, update)
+        ready = [slot for slot, error in zip(members, errors, strict=True) if error is None]
+        return ready, [error for error in errors if error is not None]
 
     async def _wait_until_served(self, update: WeightUpdate) -> None:
         """When all replicas died during the update, those that are restarted can still load a folder."""
@@ -266,9 +275,9 @@ class WeightUpdater:
         self._replicas.apply(slot, Event.UPDATE_STARTED, f"installs version {update.version}")
         try:
             async with self._replicas.lateness.timeout(self._config.weight_update_timeout_s):
-                await replica.update_weights(update, rank=rank)
+                await replica.update_weights(update, rank=rank, mode=self._mode)
         except RequestError as error:
-            if update.kind == "collective":
+            if update.kind == "collective" and not replica.has_second_copy:
                 await self._failed_midway(slot, replica, str(error))
             elif slot.replica is replica:  # a folder is checked before the first copy
                 self._replicas.apply(slot, Event.UPDATE_REFUSED, str(error))
@@ -309,11 +318,12 @@ class WeightUpdater:
         update, before = self._target, slot.reason
         if slot.version == self._replicas.target_version:
             if slot.weights is Weights.UNCHECKED:
-                await self._canary.run()
+                await self.canary.run()
                 return
-            if slot.weights is Weights.REJECTED or (slot.weights is Weights.DIFFERS and self._canary.is_running):
+            if slot.weights is Weights.REJECTED or (slot.weights is Weights.DIFFERS and self.canary.is_running):
                 return
-        if update is None or not update.is_folder:
+        is_replaced = self.updating_to not in (None, self._replicas.target_version)  # it gets the next version already
+        if update is None or not update.is_folder or is_replaced:
             return
         try:
             await self._update_one(slot, update, rank=0)
@@ -324,7 +334,17 @@ class WeightUpdater:
                 self._target = None  # the trainer must publish the version again
         else:
             slot.wake.set()  # the target may have changed during the update
-            await self._canary.run()
+            await self.canary.run()
+
+
+def _check_failures(update: WeightUpdate, members: list[Slot], errors: list[ArealError], *, may_load: bool) -> None:
+    """WeightSyncError when all members failed. `may_load`: the servers that replace those that died can load the
+    folder, so only refusals count."""
+    may_load = may_load and not any(isinstance(error, RequestError) for error in errors)
+    if errors and len(errors) == len(members) and not may_load:
+        reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
+        text = f"no replica installed version {update.version}: {reasons}"
+        raise WeightSyncError(text, code="fleet.update_failed")
 
 
 async def _is_missing(update: WeightUpdate, error: ArealError) -> bool:

@@ -1,7 +1,6 @@
 """The engine: one thread that computes the steps of the scheduler and runs commands between two steps.
 
-The thread waits for a command while nothing can be computed (idle, paused, or a weight update is incomplete); `submit`,
-`abort` and `call` wake it.
+The thread waits for a command while nothing can be computed (idle or paused); `submit`, `abort` and `call` wake it.
 """
 
 import math
@@ -49,6 +48,8 @@ class EngineCounters:
     finished: int = 0
     aborted: int = 0
     busy_s: float = 0.0
+    install_s: float = 0.0
+    """Seconds without a step because weights were exchanged."""
 
 
 class Engine:
@@ -63,14 +64,15 @@ class Engine:
         deliver: Delivery,
         on_failure: Callable[[BaseException], None],
         detokenizer: Detokenizer | None = None,
+        weights: ServedWeights | None = None,
     ) -> None:
+        """`weights`: those of the runner's model; None = made here."""
         self.runner = runner
         self.scheduler = scheduler
         self.version = version
         self.counters = EngineCounters()
         self.is_paused = False
-        self.weights = ServedWeights(runner.model)
-        self._is_updating = False
+        self.weights = weights or ServedWeights(runner.model)
         self._deliver = deliver
         self._on_failure = on_failure
         self._detokenizer = detokenizer
@@ -80,11 +82,6 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ---- called from other threads
-
-    @property
-    def has_partial_weights(self) -> bool:
-        """A weight update runs or is incomplete; nothing may be computed until one completes."""
-        return self._is_updating or not self.weights.is_whole
 
     def start(self) -> None:
         self._thread.start()
@@ -126,34 +123,36 @@ class Engine:
         """Stop computing. abort: started requests end with their tokens; retract: they wait without their cache;
         in_place: they keep it."""
         self.is_paused = True
-        if mode == "abort":
-            started = [sequence for sequence in self.scheduler.waiting if sequence.num_output]
-            self._abort([*self.scheduler.running, *started], "the server was paused")
-        elif mode == "retract":
-            self.scheduler.retract_all()
+        self._interrupt(mode, "the server was paused")
 
     def resume(self) -> None:
         self.is_paused = False
 
-    def abort_all(self, message: str = "abort_all was requested") -> None:
+    def abort_all(self, message: str) -> None:
         self._abort([*self.scheduler.running, *self.scheduler.waiting], message)
 
-    def replace_weights(self, write: Callable[[], None], version: str | None, *, abort_running: bool) -> None:
-        """Change `weights` in place with `write`, and discard all keys and values of the old ones.
+    def install_weights(self, version: str, mode: str, update_id: str = "") -> None:
+        """Compute with the weights that `weights` has received for an update. RequestError, without a change, when
+        some lack.
 
-        `version` None: the update is incomplete, and nothing is computed until it completes.
+        `mode`: what happens to started requests, as in `pause`. With in_place they keep the keys and values of the old
+        weights, which no other request uses.
         """
-        if abort_running:
-            self.abort_all("the weights are replaced")
-        self.scheduler.retract_all()
-        self._is_updating = True
-        try:
-            write()
-        finally:
-            self._is_updating = False
-        if version is not None:
-            self.version = version
-            self.weights.commit()
+        start_s = time.perf_counter()
+        self.weights.check_complete(update_id)
+        self._interrupt(mode, "the weights are replaced")
+        if mode == "in_place":
+            self.scheduler.stop_sharing()
+        self.weights.install()
+        self.version = version
+        self.counters.install_s += time.perf_counter() - start_s
+
+    def _interrupt(self, mode: str, message: str) -> None:
+        if mode == "abort":
+            started = [sequence for sequence in self.scheduler.waiting if sequence.num_output]
+            self._abort([*self.scheduler.running, *started], message)
+        elif mode == "retract":
+            self.scheduler.retract_all()
 
     # ---- the thread
 
@@ -169,7 +168,7 @@ class Engine:
 
     @property
     def _is_blocked(self) -> bool:
-        return self.is_paused or self.has_partial_weights or not (self.scheduler.running or self.scheduler.waiting)
+        return self.is_paused or not (self.scheduler.running or self.scheduler.waiting)
 
     def _take_commands(self) -> None:
         """Run all queued commands; wait for one while nothing can be computed."""

@@ -18,12 +18,15 @@ from areal.inference.engine import Delivery, Detokenizer, Engine
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import Scheduler
+from areal.inference.weight_update import ServedWeights, weight_bytes
 
 NO_VERSION = "-1"
 """The version of a server before its first weight update, when it has only initial weights."""
 _CPU_TOKENS_PER_REQUEST = 512
 _CUDA_CACHE_SHARE = 0.85
-"""Share of the free memory after the model is loaded; the rest is for activations."""
+"""Share of the free memory after the model and its second copy are loaded; the rest is for activations."""
+_CUDA_BUFFER_SHARE = 1 / 3
+"""Largest share of the free memory that the second copy of the weights takes with native.weight_buffer=auto."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -45,6 +48,9 @@ def build_engine(
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     model = load_model(model_path, dtype, device, from_scratch=from_scratch)
     runner = ModelRunner(model, head_dtype=config.head_dtype)
+    weights = ServedWeights(model, in_host_memory=not _fits_on_device(config, runner))
+    if runner.device.type == "cuda":
+        weights.allocate()  # before the cache takes the free memory
     capacity = _cache_tokens(config, runner, context_length(config, runner.model))
     num_blocks = -(-capacity // BLOCK_SIZE)
     runner.allocate_cache(num_blocks)
@@ -60,7 +66,16 @@ def build_engine(
         deliver=deliver,
         on_failure=on_failure,
         detokenizer=detokenizer,
+        weights=weights,
     )
+
+
+def _fits_on_device(config: NativeServerConfig, runner: ModelRunner) -> bool:
+    """Whether the second copy of the weights is on the device of the model: native.weight_buffer."""
+    if config.weight_buffer != "auto" or runner.device.type == "cpu":
+        return config.weight_buffer != "host"
+    free_bytes, _ = torch.cuda.mem_get_info(runner.device)
+    return weight_bytes(runner.model) <= free_bytes * _CUDA_BUFFER_SHARE
 
 
 def context_length(config: NativeServerConfig, model: PreTrainedModel) -> int:

@@ -107,7 +107,7 @@ class Scheduler:
         leaders: dict[Sequence, Chunk] = {}
         while self.waiting and len(self.running) < self._max_running and budget > 0:
             sequence = self.waiting[0]
-            source = self._groups[sequence.group_id][0] if sequence.group_id in self._groups else None
+            source = next((one for one in self._groups.get(sequence.group_id, ()) if one.may_share), None)
             leader = leaders.get(source) if source else None
             if leader is not None and leader.is_last and leader.sequence.token_ids == sequence.token_ids:
                 if not self._fork(plan, leader, sequence):
@@ -168,6 +168,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         sequence.num_computed = num_computed
         sequence.num_written = 0
+        sequence.may_share = True
         self.num_shared_tokens += num_computed
         sequence.started_ns = sequence.started_ns or time.perf_counter_ns()
         if sequence.num_retractions == 0:
@@ -198,6 +199,11 @@ class Scheduler:
     def unused(self, blocks: Iterable[int]) -> list[int]:
         """The blocks among these that no sequence holds."""
         return [block for block in blocks if self._pool.is_free(block)]
+
+    def stop_sharing(self) -> None:
+        """No later sequence shares the blocks of those that run now."""
+        for sequence in self.running:
+            sequence.may_share = False
 
     def retract_all(self) -> None:
         """Move all running sequences to the head of the waiting queue in order, and release their blocks."""

@@ -84,6 +84,8 @@ class Sequence:
     """Tokens whose keys and values are in the cache after the planned step."""
     num_written: int = 0
     """A lower bound of the tokens whose keys and values are in the cache before the planned step."""
+    may_share: bool = True
+    """Whether later sequences of its group may use its blocks."""
     num_cached: int = 0
     """Prompt tokens that were taken from the cache at the first start."""
     logprobs: list[float] = field(default_factory=list[float])

@@ -111,9 +111,6 @@ class ServerApp:
         if self._engine.is_stuck:
             message = f"the engine thread has completed no step for {self._engine.stuck_s:.0f} s"
             return error_response(500, message, "request.engine_failed")
-        if self._engine.has_partial_weights:
-            message = "a weight update is incomplete: it runs, or it failed and must be sent again"
-            return error_response(503, message, "request.partial_weights")
         return ok()
 
     async def _model_info(self, request: web.Request) -> web.StreamResponse:
@@ -154,6 +151,7 @@ class ServerApp:
             "preemptions_total": scheduler.num_preemptions,
             "steps_total": counters.steps,
             "busy_seconds_total": round(counters.busy_s, 6),
+            "install_seconds_total": round(counters.install_s, 6),
         }
 
 

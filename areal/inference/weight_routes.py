@@ -1,4 +1,8 @@
-"""HTTP routes for weight updates: from a folder, which may be copied first, or from the trainer's broadcast group."""
+"""HTTP routes for weight updates: from a folder, which may be copied first, or from the trainer's broadcast group.
+
+The engine generates while weights are received. An update without a version is only received; /install_weights makes
+the weights current that were received with the same `update_id`.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,16 +15,18 @@ from aiohttp import web
 
 from areal.api.data import MAX_REPLICAS, WeightSpec
 from areal.api.errors import RequestError
-from areal.inference.engine import Engine
+from areal.inference.engine import PAUSE_MODES, Engine
 from areal.inference.json_answers import json_response, ok, read_json
-from areal.inference.request_parser import bool_field, check_fields, int_field, text_field
+from areal.inference.request_parser import bool_field, check_fields, int_field, shown, text_field
 from areal.observe.spans import track
 from areal.system.folder_puller import FolderPuller
 from areal.system.threads import in_daemon_thread
 
-_FROM_DISK = frozenset({"model_path", "weight_version", "flush_cache", "abort_all_requests"})
+_FROM_DISK = frozenset({"model_path", "weight_version", "flush_cache", "abort_all_requests", "update_id"})
 _INIT_GROUP = frozenset({"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"})
-_DISTRIBUTED = frozenset({"names", "dtypes", "shapes", "group_name", "flush_cache", "weight_version", "load_format"})
+_DISTRIBUTED = frozenset(
+    {"names", "dtypes", "shapes", "group_name", "flush_cache", "weight_version", "load_format", "update_id"}
+)
 JOIN_TIMEOUT_S = 120.0
 _in_thread = partial(in_daemon_thread, name="weight-update")
 
@@ -40,6 +46,7 @@ class WeightRoutes:
             "/update_weights_from_disk": self._update_from_disk,
             "/init_weights_update_group": self._init_group,
             "/update_weights_from_distributed": self._update_from_distributed,
+            "/install_weights": self._install,
             "/destroy_weights_update_group": self._destroy_group,
         }
 
@@ -51,18 +58,30 @@ class WeightRoutes:
     async def _update_from_disk(self, request: web.Request) -> web.StreamResponse:
         body = check_fields(await read_json(request), _FROM_DISK)
         folder = Path(text_field(body, "model_path"))
-        version = text_field(body, "weight_version")
-        abort_running = bool_field(body, "abort_all_requests", False)
-        if not bool_field(body, "flush_cache", True):
-            message = "flush_cache must be true: no cached prefix is valid after an update"
-            raise RequestError(message, code="weights.invalid_request")
+        mode = "abort" if bool_field(body, "abort_all_requests", False) else _cache_mode(body)
+        await self._receive(lambda: self._engine.weights.receive_folder(folder), body, mode)
+        return ok()
+
+    async def _receive(self, receive: Callable[[], None], body: Mapping[str, Any], mode: str) -> None:
+        """Receive weights while the engine computes, and install them if the body has their version."""
+        update_id = text_field(body, "update_id", "")
+        version = None if body.get("weight_version") is None else text_field(body, "weight_version")
 
         def update() -> None:
-            with self._engine.weights.checkpoint(folder) as write:  # the engine continues while it is checked
-                replace = partial(self._engine.replace_weights, write, version, abort_running=abort_running)
-                self._engine.call(replace).result()
+            self._engine.weights.start(update_id)
+            receive()
+            if version is not None:
+                self._engine.call(partial(self._engine.install_weights, version, mode, update_id)).result()
 
         await self._one_at_a_time(_in_thread, update)
+
+    async def _install(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), {"weight_version", "mode", "update_id"})
+        version, mode, update_id = (text_field(body, name) for name in ("weight_version", "mode", "update_id"))
+        if mode not in PAUSE_MODES:
+            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {shown(mode)}"
+            raise RequestError(message, code="request.invalid_field")
+        await self._one_at_a_time(self._engine.call, partial(self._engine.install_weights, version, mode, update_id))
         return ok()
 
     async def _init_group(self, request: web.Request) -> web.StreamResponse:
@@ -86,18 +105,8 @@ class WeightRoutes:
             message = 'load_format must be "flattened_bucket": one broadcast for all names of a request'
             raise RequestError(message, code="weights.invalid_request")
         specs = _specs(body)
-        version = None if body.get("weight_version") is None else text_field(body, "weight_version")
-        bool_field(body, "flush_cache", True)  # the cache is always flushed with every bucket
         self._check_group(text_field(body, "group_name"))
-
-        def write() -> None:
-            self._engine.weights.receive(specs)
-            if version is not None:
-                self._engine.weights.finish()
-
-        await self._one_at_a_time(
-            self._engine.call, lambda: self._engine.replace_weights(write, version, abort_running=False)
-        )
+        await self._receive(lambda: self._engine.weights.receive(specs), body, _cache_mode(body))
         return ok()
 
     async def _destroy_group(self, request: web.Request) -> web.StreamResponse:
@@ -105,7 +114,6 @@ class WeightRoutes:
         self._check_group(text_field(body, "group_name"))
         # Without the lock: leaving also ends a receive that waits for a dead trainer.
         await asyncio.wrap_future(_in_thread(self._engine.weights.leave))
-        await asyncio.wrap_future(self._engine.call(self._engine.weights.roll_back))
         return ok()
 
     async def _one_at_a_time(
@@ -128,6 +136,10 @@ class WeightRoutes:
             here = self._engine.weights.group_name or "none"
             message = f"this server is not in the update group {name!r} (it is in {here})"
             raise RequestError(message, code="weights.no_group")
+
+
+def _cache_mode(body: Mapping[str, Any]) -> str:
+    return "retract" if bool_field(body, "flush_cache", True) else "in_place"
 
 
 def _specs(body: Mapping[str, Any]) -> list[WeightSpec]:

@@ -1,10 +1,9 @@
-"""Weight updates of a server: from a checkpoint folder or a broadcast, in place, by name.
+"""Weight updates of a server: from a checkpoint folder or a broadcast, by name, into a second copy of the weights.
 
-Every weight is checked before the model changes. The caller ensures that no step of the engine runs while weights are
-copied.
+The engine computes with the first copy meanwhile. Between two steps the copies are exchanged.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from areal.api.data import WeightSpec
-from areal.api.errors import RequestError, WeightSyncError
+from areal.api.errors import RequestError
 from areal.system.checkpoint_files import stored_weights, weight_files
 from areal.system.durable import COMPLETE, is_complete
-from areal.weights.stored_form import StoredForm
+from areal.weights.stored_form import StoredForm, StoredPart
 from areal.weights.update_group import (
     UpdateGroup,
     bucket_bytes,
@@ -28,113 +27,112 @@ from areal.weights.update_group import (
 
 
 class ServedWeights:
-    """The tensors of a model that an update may write, by Hugging Face name, and the server's end of an update group.
+    """The tensors of a model that an update may write, by Hugging Face name, a second tensor of each, and the server's
+    end of an update group.
 
-    `is_whole` is false while they are a mixture of two policies. Methods block; they are called one at a time, except
-    `leave`.
+    An update that fails before `install` leaves the weights of the model as they are. Methods block; they are called
+    one at a time, except `leave`. `install` and `check_complete` run in the engine thread, all others in other threads.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.is_whole = True
-        self._tensors: dict[str, Tensor] = {}  # tied weights appear under each name
-        self._needed: dict[int, list[str]] = {}
+    def __init__(self, model: nn.Module, *, in_host_memory: bool = False) -> None:
+        """`in_host_memory`: the second copy of the weights of a GPU is in pinned memory of the host, and `install`
+        copies it to the GPU."""
+        self._places: dict[str, tuple[Tensor, StoredPart]] = {}
+        """Name of a stored weight -> the tensor of the model, and which part of it; tied ones under each name."""
+        self._needed: dict[tuple[int, int], list[str]] = {}
         form = StoredForm(model)
         for own_name, tensor in model.state_dict(keep_vars=True).items():
-            for name, view in form.views(own_name, tensor):
-                self._tensors[name] = view
+            for part in form.parts(own_name):
+                self._places[part.name] = tensor, part
                 if isinstance(tensor, nn.Parameter):  # parameters are required, buffers are optional
-                    self._needed.setdefault(id(view), []).append(name)
-        self._backups: dict[int, Tensor] = {}
-        """By id of the tensor; in host memory, allocated once."""
-        self._kept: dict[int, str] = {}
-        """Id and name of the tensors whose backup is the value before the current update."""
-        self._was_whole = True
-        self._device = next(iter(self._tensors.values())).device
+                    self._needed.setdefault((id(tensor), part.offset), []).append(part.name)
+        self._device = next(iter(self._places.values()))[0].device
+        self._in_host_memory = in_host_memory and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._second: dict[int, Tensor] = {}
+        """The second copy, by id of the model's tensor. Before the first update of a tensor it does not exist."""
+        self._received: dict[str, Tensor] = {}
+        """The tensors of the model whose second copy has new values, by name in the update."""
+        self._update_id = ""
+        """The update that they belong to, as its sender named it."""
         self._group: UpdateGroup | None = None
         self._buffer: Tensor | None = None
-        self._received: set[str] = set()
+
+    def allocate(self) -> None:
+        """Allocate the second copy now; otherwise the first update does it."""
+        for tensor, _ in self._places.values():
+            self._second_of(tensor)
 
     def check(self, name: str, shape: list[int]) -> None:
         """Raise RequestError unless the model has weight `name` of this shape."""
-        target = self._tensors.get(name)
-        if target is None:
+        if name not in self._places:
             raise RequestError(f"the model has no weight {name}", code="weights.do_not_fit")
-        if list(target.shape) != list(shape):
-            message = f"weight {name} has shape {list(shape)}, the model's has {list(target.shape)}"
+        expected = self._places[name][1].shape
+        if list(expected) != list(shape):
+            message = f"weight {name} has shape {list(shape)}, the model's has {list(expected)}"
             raise RequestError(message, code="weights.do_not_fit")
-
-    def check_value(self, name: str, value: Tensor) -> None:
-        """Raise RequestError unless every number of `value` is finite in the dtype of weight `name`."""
-        target = self._tensors[name]
-        if value.is_floating_point() != target.is_floating_point():
-            message = f"weight {name} is {value.dtype}, the model's is {target.dtype}"
-            raise RequestError(message, code="weights.do_not_fit")
-        if not is_finite(value.to(target.dtype)):
-            message = f"weight {name} has numbers that are not finite: the server keeps its weights"
-            raise RequestError(message, code="weights.not_finite")
 
     def missing(self, names: set[str]) -> list[str]:
         """Weights of the model that are not in `names`; one name of a tied pair is enough."""
         return [aliases[0] for aliases in self._needed.values() if not names.intersection(aliases)]
 
-    def copy(self, name: str, value: Tensor) -> None:
-        """Overwrite weight `name` in place, converting device and dtype. The weights are then not whole."""
-        self.is_whole = False
-        with torch.no_grad():
-            self._tensors[name].copy_(value)
+    def receive_value(self, name: str, value: Tensor) -> None:
+        """Copy one weight into the second copy, converting device and dtype.
 
-    def keep(self, name: str) -> None:
-        """Keep the value of weight `name` for `roll_back`, unless this was done since the last `commit`."""
-        if not self._kept:
-            self._was_whole = self.is_whole
-        tensor = self._tensors[name]
-        if id(tensor) in self._kept:
-            return
-        if id(tensor) not in self._backups:  # pinned memory: a GPU copies to it at the speed of the bus
-            self._backups[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        with torch.no_grad():
-            self._backups[id(tensor)].copy_(tensor, non_blocking=True)
-        self._kept[id(tensor)] = name
-
-    def commit(self) -> None:
-        """The weights are those of one policy again."""
-        self.is_whole = True
-        self._kept.clear()
-
-    def roll_back(self) -> None:
-        """Restore the values that were kept since the last `commit`."""
-        if not self._kept:
-            return
-        for tensor_id, name in self._kept.items():
-            self.copy(name, self._backups[tensor_id])
-        self._kept.clear()
-        self.is_whole = self._was_whole
-
-    @contextmanager
-    def checkpoint(self, folder: Path) -> Iterator[Callable[[], None]]:
-        """Open the safetensors checkpoint in `folder`, check every weight, and yield the function that copies them.
-
-        Reads each weight once before that function does. RequestError for a folder that cannot be used.
+        RequestError unless every number is finite in the dtype of the model's weight.
         """
-        with ExitStack() as stack:
-            try:
+        target, part = self._places[name]
+        if value.is_floating_point() != target.is_floating_point():
+            message = f"weight {name} is {value.dtype}, the model's is {target.dtype}"
+            raise RequestError(message, code="weights.do_not_fit")
+        second = part.of(self._second_of(target))
+        with torch.no_grad():
+            second.copy_(value)
+        if not is_finite(second):
+            message = f"weight {name} has numbers that are not finite: the server keeps its weights"
+            raise RequestError(message, code="weights.not_finite")
+        self._received[name] = target
+
+    def start(self, update_id: str) -> None:
+        """What follows belongs to the update `update_id`: values of another one are forgotten."""
+        if update_id != self._update_id:
+            self._update_id, self._received = update_id, {}
+
+    def check_complete(self, update_id: str) -> None:
+        """Raise RequestError, and forget what was received, unless every weight of the update was received."""
+        self.start(update_id)
+        if missing := self.missing(set(self._received)):
+            self._received = {}
+            raise RequestError(f"the update lacks {_listed(missing)}", code="weights.incomplete")
+
+    def install(self) -> None:
+        """Exchange the weights of the model and those received. Without a copy, unless the latter are on the host."""
+        received, self._received = self._received, {}
+        for target_id, target in {id(target): target for target in received.values()}.items():
+            second = self._second[target_id]
+            if self._in_host_memory:
+                target.data.copy_(second, non_blocking=True)
+            else:
+                self._second[target_id] = target.data
+                target.data = second
+        if self._in_host_memory:
+            torch.cuda.synchronize(self._device)  # the next update writes to the second copy
+
+    def receive_folder(self, folder: Path) -> None:
+        """Receive the safetensors checkpoint in `folder`. RequestError for a folder that cannot be used."""
+        try:
+            with ExitStack() as stack, self._on_own_stream():
                 files = [stack.enter_context(safe_open(path, framework="pt")) for path in self._checked_files(folder)]
                 for file in files:
                     for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
-                        self.check_value(name, file.get_tensor(name))
-            except RequestError:
+                        self.receive_value(name, file.get_tensor(name))
+        except BaseException as error:
+            self._received = {}
+            if isinstance(error, RequestError) or not isinstance(error, Exception):
                 raise
-            except Exception as error:  # one request: a file can be wrong in any way
-                message = f"the checkpoint folder cannot be read: {str(error) or type(error).__name__}"
-                raise RequestError(message, code="weights.bad_folder") from error
-
-            def copy_all() -> None:
-                self.roll_back()  # an update over the collective that was not completed
-                for file in files:
-                    for name in file.keys():  # noqa: SIM118
-                        self.copy(name, file.get_tensor(name))
-
-            yield copy_all
+            # One request: a file can be wrong in any way.
+            message = f"the checkpoint folder cannot be read: {str(error) or type(error).__name__}"
+            raise RequestError(message, code="weights.bad_folder") from error
 
     def _checked_files(self, folder: Path) -> list[Path]:
         """The weight files of a checkpoint that has every weight of the model in its shape, by its headers."""
@@ -149,6 +147,26 @@ class ServedWeights:
         if missing := self.missing(set(found)):
             raise RequestError(f"checkpoint folder {folder} lacks {_listed(missing)}", code="weights.incomplete")
         return weight_files(folder)
+
+    def _second_of(self, tensor: Tensor) -> Tensor:
+        second = self._second.get(id(tensor))
+        if second is None:
+            if self._in_host_memory:
+                second = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            else:
+                second = torch.empty_like(tensor.data, memory_format=torch.contiguous_format)
+            self._second[id(tensor)] = second
+        return second
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """On a GPU, copies inside do not wait for the steps of the engine; they are complete afterwards."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     @property
     def group_name(self) -> str:
@@ -180,11 +198,10 @@ class ServedWeights:
         )
 
     def receive(self, specs: list[WeightSpec]) -> None:
-        """Receive one broadcast bucket and copy its weights into the model.
+        """Receive one broadcast bucket.
 
         Raises RequestError for an unknown name, another shape, or numbers that are not finite. After any error the
-        model has the weights from before the update, and the server leaves the group, so that the sender does not wait
-        for it.
+        server leaves the group, so that the sender does not wait for it, and nothing of the update is left.
         """
         group = self._group
         if group is None:
@@ -194,34 +211,19 @@ class ServedWeights:
             for spec in specs:
                 self.check(spec.name, spec.shape)
             buffer = self._buffer_of(bucket_bytes(specs))
-            # `leave` in another thread ends the wait for a dead sender.
-            group.broadcast(buffer, give_up=lambda: self._group is not group)
-            values = bucket_views(buffer, specs)
-            for name, value in values.items():
-                self.check_value(name, value)
-            for name, value in values.items():
-                self.keep(name)
-                self.copy(name, value)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # the engine reads the weights on another stream
+            with self._on_own_stream():
+                # `leave` in another thread ends the wait for a dead sender.
+                group.broadcast(buffer, give_up=lambda: self._group is not group)
+                for name, value in bucket_views(buffer, specs).items():
+                    self.receive_value(name, value)
         except BaseException:
             self.leave()
-            self.roll_back()
             raise
-        self._received.update(spec.name for spec in specs)
-
-    def finish(self) -> None:
-        """Call after the last bucket. Unless every weight was received, restores them and raises WeightSyncError."""
-        missing = self.missing(self._received)
-        self._received = set()
-        if missing:
-            self.roll_back()
-            raise WeightSyncError(f"the update lacks {_listed(missing)}", code="weights.incomplete")
 
     def leave(self) -> None:
-        """Leave the group, if any."""
+        """Leave the group, if any, and forget what was received from it."""
         group, self._group = self._group, None
-        self._received = set()
+        self._received = {}
         if group is not None:
             group.close()
 
@@ -231,6 +233,12 @@ class ServedWeights:
             device = self._device if on_device else torch.device("cpu")
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._buffer[:num_bytes]
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and stored buffers; tied weights count once."""
+    tensors = model.state_dict(keep_vars=True).values()
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def _listed(names: list[str]) -> str:

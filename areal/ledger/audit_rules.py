@@ -343,5 +343,6 @@ class AuditRules:
         "trained_again": _trained_again,
         "committed": _committed,
         "evaluated": lambda rules, event: None,
+        "compared": lambda rules, event: None,
         "group": lambda rules, event: None,  # checked by the reader
     }

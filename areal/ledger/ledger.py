@@ -128,6 +128,10 @@ class Ledger:
             event["canary"] = dataclasses.asdict(canary)
         self._record(event)
 
+    def compared(self, version: int, report: CanaryReport) -> None:
+        """The answer of the servers to the canary probe of `version` was compared with the trainer's score."""
+        self._record({"event": "compared", "version": version, "canary": dataclasses.asdict(report)})
+
     def admit(self, *, version: int) -> int:
         """The next episode starts. Returns its id, which is its position in the prompt stream."""
         episode_id = len(self.state.states)

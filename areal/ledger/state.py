@@ -363,6 +363,7 @@ class LedgerState:
         "committed": _committed,
         "trained_again": _trained_again,
         "group": lambda state, event: None,
+        "compared": lambda state, event: None,
     }
 
 

@@ -18,7 +18,7 @@ import orjson
 
 from areal.api.batch_share import BatchShare
 from areal.api.config import InferenceEngineConfig
-from areal.api.data import WeightUpdate
+from areal.api.data import ProbeScore, ProbeTokens, WeightUpdate
 from areal.api.errors import ArealError, LedgerError, RequestError, ServerUnavailable, WeightSyncError
 from areal.ledger.event_files import PayloadReader
 from areal.observe.log import get_logger
@@ -26,6 +26,7 @@ from areal.rollout.control_requests import (
     AttachRequest,
     BatchRequest,
     CommittedRequest,
+    CompareRequest,
     ConsumedRequest,
     EvaluationRequest,
     FinishRequest,
@@ -160,6 +161,17 @@ class RolloutClient:
             self._call("/publish", request, f"to publish version {update.version}")
         except ControllerError as error:
             raise WeightSyncError(str(error), code=error.code) from error
+
+    def probe_tokens(self, version: int) -> ProbeTokens | None:
+        """What the servers answered to the canary probe of `version`, to be scored; None without an answer."""
+        found = orjson.loads(self._call(f"/probe?version={version}", None, "for the answer to the canary probe"))
+        return ProbeTokens(**found) if found else None
+
+    def compare(self, score: ProbeScore) -> list[str]:
+        """Names of the replicas whose answer differs from the trainer's score; they are updated again meanwhile."""
+        request = CompareRequest(run_id=self._run_id, score=score)
+        answer = self._call("/compare", request, f"to compare version {score.version}")
+        return orjson.loads(answer)["differing"]
 
     def live_replicas(self, version: int) -> list[str]:
         """Ids of the replicas that an update to `version` must reach."""

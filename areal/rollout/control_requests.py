@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from areal.api.data import MAX_REPLICAS, WeightSpec, WeightUpdate
+from areal.api.data import MAX_REPLICAS, ProbeScore, WeightSpec, WeightUpdate
 from areal.api.errors import RequestError
 
 MAX_COUNT = 2**31 - 1
@@ -61,6 +61,16 @@ class PublishRequest(TrainerRequest):
     def problem(self) -> str:
         found = _update_problem(self.update)
         return found and f"update.{found}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareRequest(TrainerRequest):
+    score: ProbeScore
+
+    def problem(self) -> str:
+        score = self.score
+        lengths = {len(score.answer_ids), len(score.logprobs)}
+        return "" if len(lengths) == 1 and len(score.answer_ids) <= _MAX_TEXT else "score: its lists differ in length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@
                                                     409 rollout.weights_needed: publish the weights again first
                                                     412 the ledger lost events that this trainer depends on
     POST /publish      PublishRequest               200 every replica serves it | 204 not ready, repeat the call
+    GET  /probe?version=N                           200 what the servers answered to the canary probe, or {}
+    POST /compare      CompareRequest               200 {"differing": [names]} | 204 not ready, repeat the call
     POST /consumed     ConsumedRequest
     POST /evaluate     EvaluationRequest            200 {"reward", "num", ...} | 204 and 409 as above
     POST /committed    CommittedRequest
@@ -31,6 +33,7 @@ from areal.rollout.control_requests import (
     AttachRequest,
     BatchRequest,
     CommittedRequest,
+    CompareRequest,
     ConsumedRequest,
     EvaluationRequest,
     FinishRequest,
@@ -68,6 +71,8 @@ def make_app(
             web.post("/attach", handlers.attach),
             web.post("/batch", handlers.batch),
             web.post("/publish", handlers.publish),
+            web.get("/probe", handlers.probe),
+            web.post("/compare", handlers.compare),
             web.post("/consumed", handlers.consumed),
             web.post("/evaluate", handlers.evaluate),
             web.post("/committed", handlers.committed),
@@ -141,6 +146,16 @@ class _Handlers:
         update = (await self._allowed(PublishRequest, request)).update
         done = await self._controller.weights.publish(update, timeout_s=self._poll_s)
         return _json({"version": update.version}) if done else web.Response(status=204)
+
+    async def probe(self, request: web.Request) -> web.Response:
+        found = self._controller.weights.probe_tokens(parse_version(request.query.get("version", "")))
+        return _json({} if found is None else {"prompt_ids": found.prompt_ids, "answer_ids": found.answer_ids})
+
+    async def compare(self, request: web.Request) -> web.Response:
+        self._controller.require_running()
+        score = (await self._allowed(CompareRequest, request)).score
+        differing = await self._controller.weights.compare(score, timeout_s=self._poll_s)
+        return web.Response(status=204) if differing is None else _json({"differing": differing})
 
     async def consumed(self, request: web.Request) -> web.Response:
         asked = await self._allowed(ConsumedRequest, request)

@@ -7,7 +7,7 @@ callers that request the same update wait for one shared task.
 import asyncio
 from collections.abc import Callable
 
-from areal.api.data import CanaryReport, WeightUpdate
+from areal.api.data import CanaryReport, ProbeScore, ProbeTokens, WeightUpdate
 from areal.api.engine import InferenceFleet
 from areal.api.errors import ArealError
 from areal.ledger.ledger import Ledger
@@ -27,6 +27,7 @@ class FleetWeights:
         self._on_change = on_change
         self.fleet_ready = asyncio.Event()
         self._task: tuple[WeightUpdate, asyncio.Task[None]] | None = None
+        self._comparison: tuple[ProbeScore, asyncio.Task[CanaryReport | None]] | None = None
         self._is_restoring = False
         self.updating_to: int | None = None
         """The version that the servers are receiving from the trainer."""
@@ -107,6 +108,31 @@ class FleetWeights:
             return False
         return not self._fleet.live_replicas(update.version)
 
+    def probe_tokens(self, version: int) -> ProbeTokens | None:
+        """What the servers answered to the canary probe of `version`; None without an answer."""
+        return self._fleet.probe_tokens(version)
+
+    async def compare(self, score: ProbeScore, *, timeout_s: float) -> list[str] | None:
+        """Compare the servers with the trainer. Returns the replicas that differed; None: still running, call again."""
+        if self._comparison is not None and self._comparison[0] != score:  # of a trainer that died
+            await asyncio.wait([self._comparison[1]], timeout=timeout_s)
+            if not self._comparison[1].done():
+                return None
+            self._comparison = None
+        if self._comparison is None:
+            task = asyncio.create_task(self._fleet.compare(score), name=f"compare-{score.version}")
+            self._comparison = (score, task)
+        task = self._comparison[1]
+        await asyncio.wait([task], timeout=timeout_s)
+        if not task.done():
+            return None
+        self._comparison = None
+        report = task.result()
+        if report is None:
+            return []
+        self._ledger.compared(score.version, report)
+        return report.differing
+
     async def restore(self) -> None:
         """Update the fleet to the ledger's version, and give it the folder for replicas that join later.
 
@@ -127,6 +153,7 @@ class FleetWeights:
             self._is_restoring = False
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task[1].cancel()
-            await asyncio.gather(self._task[1], return_exceptions=True)
+        tasks = [found[1] for found in (self._task, self._comparison) if found is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -17,6 +17,7 @@ from areal.rollout.control_requests import (
     AttachRequest,
     BatchRequest,
     CommittedRequest,
+    CompareRequest,
     ConsumedRequest,
     EvaluationRequest,
     FinishRequest,
@@ -111,6 +112,8 @@ def allowed_run(
             return _after_publish(request, run, state, shape)
         case FinishRequest():
             _check_finish(request.steps, state, shape)
+            return run
+        case CompareRequest():
             return run
         case _:
             trained, known = _position(request, run, state)

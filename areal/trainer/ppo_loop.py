@@ -31,6 +31,7 @@ from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.batch_metrics import batch_metrics
+from areal.trainer.compared_channel import ComparedChannel
 from areal.trainer.process_setup import TrainingRank, announce_ready, training_rank
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.roles import PPORoles, build_roles
@@ -214,6 +215,8 @@ def _join_run(
     """Recover, publish if the servers may hold other weights, and attach to the controller."""
     context, mesh, actor = rank.context, rank.mesh, roles.trained["actor"]
     channel = build_weight_channel(config, actor, mesh, client, context)
+    if config.rollout.canary == "on":
+        channel = ComparedChannel(channel, actor, mesh, client, dtype=config.actor.dtype)
     stack.callback(channel.close)
     evaluator = Evaluator(config.evaluator, client, channel, mesh)
     hooks = StepHooks(

@@ -18,11 +18,20 @@ FIELDS: dict[str, list[str]] = {
     "/pause_generation": ["mode"],
     "/continue_generation": [],
     "/flush_cache": [],
-    "/update_weights_from_disk": ["model_path", "weight_version", "flush_cache", "abort_all_requests"],
+    "/update_weights_from_disk": ["model_path", "weight_version", "flush_cache", "abort_all_requests", "update_id"],
+    "/install_weights": ["weight_version", "mode", "update_id"],
     "/init_weights_update_group": [
         *("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
     ],
-    "/update_weights_from_distributed": ["names", "dtypes", "shapes", "group_name", "weight_version", "load_format"],
+    "/update_weights_from_distributed": [
+        "names",
+        "dtypes",
+        "shapes",
+        "group_name",
+        "weight_version",
+        "load_format",
+        "update_id",
+    ],
     "/destroy_weights_update_group": ["group_name"],
 }
 """Path -> fields."""

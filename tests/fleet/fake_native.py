@@ -11,12 +11,14 @@ from aiohttp import web
 
 from areal.fleet.native import NativeReplica
 from areal.fleet.replica import Replica
-from tests.fleet.fake_server import Asked, FakeServer, spans, tokens
+from tests.fleet.fake_server import Asked, FakeServer, Refused, spans, tokens
 from tests.run_token import TOKEN
 
 
 class FakeNative(FakeServer):
     dialect = "native"
+    received = ""
+    """The update whose weights it has received."""
 
     @staticmethod
     def client(name: str, address: str) -> Replica:
@@ -33,6 +35,7 @@ class FakeNative(FakeServer):
             "update_weights_from_disk",
             "init_weights_update_group",
             "update_weights_from_distributed",
+            "install_weights",
             "destroy_weights_update_group",
         ):
             yield web.post("/" + path, self._control)
@@ -42,7 +45,7 @@ class FakeNative(FakeServer):
 
     async def _health(self, request: web.Request) -> web.Response:
         await self.answers()
-        return web.Response(status=503 if self.torn else 200)
+        return web.Response()
 
     async def _info(self, request: web.Request) -> web.Response:
         await self.answers()
@@ -72,16 +75,20 @@ class FakeNative(FakeServer):
                 self.resume()
             case "update_weights_from_disk":
                 await self.load(body["model_path"])
-                self.commit(int(body["weight_version"]))
+                self.received = body["update_id"]
             case "init_weights_update_group":
                 self.join(group_name=body["group_name"], rank=body["rank_offset"], world_size=body["world_size"])
             case "destroy_weights_update_group":
                 self.leave(body["group_name"])
+            case "install_weights":
+                if body["update_id"] != self.received:
+                    raise Refused(400, "the update lacks weights")
+                self.interrupt(body["mode"])
+                self.keeps_cache = body["mode"] == "in_place"
+                self.commit(int(body["weight_version"]))
             case _:
                 await self.receive()
-                if body["weight_version"] is not None:
-                    assert body["flush_cache"]
-                    self.commit(int(body["weight_version"]))
+                self.received = body["update_id"]
         return web.json_response({"success": True})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -71,6 +71,9 @@ class FakeServer(ABC):
         self.finish_at = finish_at
         """Absolute position after which a "stop" is reported."""
         self.requests: list[Asked] = []
+        """Without the probes."""
+        self.probes: list[Asked] = []
+        """Requests of the weight canary."""
         self.adapter_versions: dict[str, int] = {}
         self.lag = 0
         """The next adapter is loaded as one of this many versions before."""
@@ -86,6 +89,8 @@ class FakeServer(ABC):
         """Does not tell its load."""
         self.torn = False
         """An update stopped midway."""
+        self.keeps_cache = False
+        """The last update left the keys and values of the old weights in the cache."""
         self.num_made: dict[str, int] = {}
         """Tokens by request id, sent or not."""
         self.num_held = 0
@@ -127,6 +132,10 @@ class FakeServer(ABC):
         """abort: running requests return what they have. retract: they stay. New ones wait inside the server."""
         self.calls.append(("pause", {"mode": mode}))
         self._running.clear()
+        self.interrupt(mode)
+
+    def interrupt(self, mode: str) -> None:
+        """What happens to running requests at a pause, or when weights are exchanged between two steps."""
         if mode == "abort":
             aborted, self._aborted = self._aborted, asyncio.Event()
             self._abort_round += 1
@@ -166,7 +175,7 @@ class FakeServer(ABC):
     @contextlib.asynccontextmanager
     async def running(self, asked: Asked) -> AsyncIterator[None]:
         """Around the whole handling of a generation request."""
-        self.requests.append(asked)
+        (self.probes if asked.request_id.startswith("canary-") else self.requests).append(asked)
         await self._awake.wait()
         if self.fail_generate:
             raise Refused(self.fail_generate, "cannot generate this")

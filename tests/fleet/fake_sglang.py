@@ -40,6 +40,8 @@ class FakeSGLang(FakeServer):
         self.adapters: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
         """Laid over what /server_info tells."""
+        self._mode = ""
+        """Of the last pause."""
         self.model_settings: dict[str, Any] = {}
         """Laid over what /model_info tells."""
         self.tells_spans = True
@@ -150,7 +152,8 @@ class FakeSGLang(FakeServer):
 
     async def _pause(self, body: Any) -> Any:
         self.pause(body["mode"])
-        return recorded(f"pause_{body['mode']}")
+        self._mode = body["mode"]
+        return recorded("pause_abort" if self._mode == "abort" else "pause_retract")
 
     async def _continue(self, body: Any) -> Any:
         self.resume()
@@ -158,7 +161,8 @@ class FakeSGLang(FakeServer):
 
     async def _load_folder(self, body: Any) -> Any:
         assert body.keys() == RECORDING["load_folder"]["request"]["body"].keys()
-        assert body["flush_cache"]
+        self.keeps_cache = not body["flush_cache"]
+        assert not (self.keeps_cache and self._mode != "in_place")
         assert not body["abort_all_requests"]
         await self.load(body["model_path"])
         self.commit(int(body["weight_version"]))

@@ -119,8 +119,9 @@ class FakeVLLM(FakeServer):
     # Control
 
     async def _pause(self, body: Any, request: web.Request) -> Any:
-        assert request.query["clear_cache"] == "true"
         mode = request.query["mode"]
+        self.keeps_cache = request.query["clear_cache"] == "false"
+        assert not (self.keeps_cache and mode == "abort")
         self.pause({"abort": "abort", "keep": "retract"}[mode])
         return recorded(f"pause_{mode}")
 
@@ -161,6 +162,7 @@ class FakeVLLM(FakeServer):
 
     async def _reset_cache(self, body: Any, request: web.Request) -> Any:
         assert request.query["reset_running_requests"] == "true"
+        assert not self.keeps_cache
         return recorded("reset_cache") | {"success": not self.fail_cache_reset}
 
     async def _set_version(self, body: Any, request: web.Request) -> Any:

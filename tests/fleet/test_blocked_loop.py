@@ -41,6 +41,7 @@ class SlowReplica:
     """Answers each call after two seconds. During the call `blocked_in` something blocks the loop."""
 
     blocked_in = ""
+    has_second_copy = False
     version = 0
     num_closed = 0
 
@@ -62,7 +63,10 @@ class SlowReplica:
     async def resume(self):
         await self._answer("resume")
 
-    async def update_weights(self, update, *, rank):
+    async def prepare_weights(self, update, *, rank):
+        await self._answer("prepare_weights")
+
+    async def update_weights(self, update, *, rank, mode):
         await self._answer("update_weights")
         self.version = update.version
 
@@ -86,7 +90,7 @@ REQUEST = GenerationRequest(
 )
 
 
-@pytest.mark.parametrize("call", ["info", "pause", "update_weights", "resume", "generate"])
+@pytest.mark.parametrize("call", ["info", "prepare_weights", "pause", "update_weights", "resume", "generate"])
 def test_a_replica_that_answers_in_time_keeps_its_place(tmp_path, call):
     registry, replica = FileRegistry(tmp_path), SlowReplica()
     registry.add("servers/0", json.dumps({"address": "http://fake:1", "pid": 1}))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal.api.data import CanaryReport
+from areal.api.data import CanaryReport, ProbeScore
 from areal.api.errors import WeightSyncError
 from areal.fleet.canary import PROBE_TOKENS, ProbeAnswer, Tolerance, agreed, difference, probe
 from areal.fleet.fleet import Fleet
@@ -111,8 +112,8 @@ async def test_replicas_that_agree_serve_after_one_probe_each(kit: FleetKit) -> 
     report = await fleet.update_weights(kit.disk(1))
     assert report is not None
     assert (report.difference, report.differing, len(report.digest)) == (0.0, [], 16)
-    assert [len(server.requests) for server in kit.servers] == [1, 1]
-    assert kit.servers[0].requests[0].input_ids == kit.servers[1].requests[0].input_ids
+    assert [len(server.probes) for server in kit.servers] == [1, 1]
+    assert kit.servers[0].probes[0].input_ids == kit.servers[1].probes[0].input_ids
     second = await fleet.update_weights(kit.disk(2))
     assert second is not None
     assert second.digest != report.digest
@@ -138,14 +139,15 @@ async def test_a_replica_that_differs_twice_gets_no_request_until_its_process_is
     await fleet.update_weights(kit.disk(1))
     await serving(fleet, "server-0", "server-2")
     assert weights(fleet) == ["valid", "rejected", "valid"]
-    num_probes = len(kit.servers[1].requests)
+    num_probes = len(kit.servers[1].probes)
     for index in range(6):
         assert_whole(await fleet.agenerate(a_request(f"r{index}")))
-    assert (loads(kit)[1], len(kit.servers[1].requests), num_probes) == (2, 2, 2)
+    assert (loads(kit)[1], len(kit.servers[1].probes), num_probes) == (2, 2, 2)
+    assert not kit.servers[1].requests
     again = await kit.server(1)
     await serving(fleet, "server-0", "server-1", "server-2")
     assert again.version == 1
-    assert len(again.requests) == 1, "it was compared with the answer of the others"
+    assert len(again.probes) == 1, "it was compared with the answer of the others"
 
 
 async def test_a_rejected_replica_serves_the_next_version_when_it_agrees(kit: FleetKit) -> None:
@@ -166,10 +168,10 @@ async def test_without_a_majority_both_are_updated_again(kit: FleetKit) -> None:
 
 async def test_a_replica_that_joins_is_compared_with_one_that_serves(kit: FleetKit) -> None:
     fleet = await fleet_of(kit, ())
-    assert await fleet.update_weights(kit.disk(1)) is None
-    assert not kit.servers[0].requests, "a replica alone is not compared"
+    assert await fleet.update_weights(kit.disk(1)) is None, "a replica alone is not compared with others"
+    assert len(kit.servers[0].probes) == 1
     joined = await kit.server(1, shifts=(SWAPPED,))
-    await until(lambda: len(joined.requests) == 2)
+    await until(lambda: len(joined.probes) == 2)
     await serving(fleet, "server-0", "server-1")
     assert loads(kit) == [2, 2]
 
@@ -201,9 +203,71 @@ async def test_a_replica_that_does_not_answer_the_probe_serves(kit: FleetKit) ->
     kit.servers[1].fail_generate = 500
     report = await fleet.update_weights(kit.disk(1))
     assert report is not None
-    assert report.differing == []
+    assert (report.differing, report.uncompared) == ([], ["server-1"])
+    assert fleet.status()["uncompared"] == 1
     assert fleet.version == 1
     assert weights(fleet) == ["valid"] * 3
+
+
+def score(fleet: Fleet, version: int, *, shift: float = 0.0, dtype: str = "float32") -> ProbeScore:
+    """What a trainer with the weights of the fakes (and `shift`) says of the last answer."""
+    found = fleet.probe_tokens(version)
+    assert found is not None
+    places = range(len(found.prompt_ids), len(found.prompt_ids) + len(found.answer_ids))
+    logprobs = [-(place + version / 100) + shift for place in places]
+    return ProbeScore(version=version, answer_ids=found.answer_ids, logprobs=logprobs, dtype=dtype)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+async def test_replicas_are_compared_with_the_trainer(kit: FleetKit, num_servers: int) -> None:
+    fleet = await fleet_of(kit, *[()] * num_servers)
+    await fleet.update_weights(kit.disk(1))
+    assert fleet.probe_tokens(2) is None
+    report = await fleet.compare(score(fleet, 1, shift=2e-3))
+    assert report is not None
+    assert report.difference == pytest.approx(2e-3)
+    assert (report.tolerance, report.differing) == (1e-2, [])
+    await fleet.update_weights(kit.disk(2))
+    report = await fleet.compare(score(fleet, 2))
+    assert report is not None
+    assert report.tolerance == pytest.approx(8e-3), "learned from the first comparison"
+    assert await fleet.compare(replace(score(fleet, 2), version=1)) is None
+
+
+async def test_replicas_that_are_all_wrong_are_updated_again_and_then_rejected(kit: FleetKit) -> None:
+    fleet = await fleet_of(kit, (SWAPPED, SWAPPED, SWAPPED), (SWAPPED, SWAPPED, SWAPPED))
+    report = await fleet.update_weights(kit.disk(1))
+    assert report is not None
+    assert report.differing == [], "they agree with each other"
+    first = await fleet.compare(score(fleet, 1))
+    assert first is not None
+    assert (first.differing, first.difference) == (["server-0", "server-1"], pytest.approx(-SWAPPED))
+    assert loads(kit) == [2, 2]
+    second = await fleet.compare(score(fleet, 1))
+    assert second is not None
+    assert second.differing == ["server-0", "server-1"]
+    assert weights(fleet) == ["rejected"] * 2
+    again = await kit.server(1)
+    await serving(fleet, "server-1")
+    third = await fleet.compare(score(fleet, 1))
+    assert third is not None
+    assert third.differing == []
+    assert again.version == 1
+
+
+async def test_a_replica_alone_with_other_weights_is_healed_by_the_trainers_comparison(kit: FleetKit) -> None:
+    fleet = await fleet_of(kit, (NEVER_APPLIED * 5,))
+    await fleet.update_weights(kit.disk(1))
+    running = asyncio.create_task(fleet.agenerate(a_request()))
+    report = await fleet.compare(score(fleet, 1))
+    assert report is not None
+    assert report.differing == ["server-0"]
+    assert len((await running).output_ids) == 100
+    report = await fleet.compare(score(fleet, 1))
+    assert report is not None
+    assert report.differing == []
+    await serving(fleet, "server-0")
+    assert loads(kit) == [2]
 
 
 async def test_no_request_reaches_a_replica_before_the_comparison(kit: FleetKit) -> None:
@@ -213,7 +277,8 @@ async def test_no_request_reaches_a_replica_before_the_comparison(kit: FleetKit)
     await until(lambda: kit.servers[2].num_held == 1)
     asked = asyncio.create_task(fleet.agenerate(a_request()))
     await until(lambda: fleet.status()["waiting_requests"] == 1)
-    assert [len(server.requests) for server in kit.servers] == [1, 1, 1]
+    assert [len(server.probes) for server in kit.servers] == [1, 1, 1]
+    assert not any(server.requests for server in kit.servers)
     kit.servers[2].release()
     await running
     assert (await asked).output_versions == [1] * 100
@@ -222,5 +287,5 @@ async def test_no_request_reaches_a_replica_before_the_comparison(kit: FleetKit)
 async def test_the_canary_can_be_switched_off(kit: FleetKit) -> None:
     fleet = await fleet_of(kit, (), (SWAPPED,), canary="off")
     assert await fleet.update_weights(kit.disk(1)) is None
-    assert not any(server.requests for server in kit.servers)
+    assert not any(server.probes for server in kit.servers)
     await serving(fleet, "server-0", "server-1")

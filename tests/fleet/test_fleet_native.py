@@ -16,6 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
@@ -265,7 +266,7 @@ async def test_disk_http_and_collective_bring_the_same_weights(
     assert not [path for path in tmp_path.glob("areal-*/*") if path.name.startswith("published")]
 
 
-@pytest.mark.parametrize("mode", ["interrupt", "keep"])
+@pytest.mark.parametrize("mode", ["interrupt", "keep", "keep_cache"])
 async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_path: Path, mode: str) -> None:
     fleet = await native.fleet(1, weight_update=mode)
     old, new = make_model(0), make_model(1)
@@ -286,7 +287,12 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_p
     assert response.output_versions == [0] * split + [1] * (160 - split)
     ids = torch.tensor([PROMPT + response.output_ids])
     with torch.no_grad():
-        by_old, by_new = (torch.log_softmax(model(ids).logits[0].float(), -1) for model in (old, new))
+        logits = [model(ids).logits for model in (old, new)]
+        if mode == "keep_cache":  # the last token of the old version is computed by the new one
+            cache, num_old = DynamicCache(config=old.config), len(PROMPT) + split - 1
+            old(ids[:, :num_old], past_key_values=cache)
+            logits[1][:, num_old:] = new(ids[:, num_old:], past_key_values=cache).logits
+    by_old, by_new = (torch.log_softmax(found[0].float(), -1) for found in logits)
     scores = [(by_old if i < split else by_new)[3 + i, token].item() for i, token in enumerate(response.output_ids)]
     assert response.output_logprobs == pytest.approx(scores, abs=2e-5)
     assert response.num_interruptions == (1 if mode == "interrupt" else 0)

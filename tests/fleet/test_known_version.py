@@ -46,7 +46,7 @@ async def test_a_health_check_from_before_an_update_changes_nothing_after_it(kit
     replica._client.get = late
     checking = asyncio.create_task(replica.info())
     await asked.wait()
-    await replica.update_weights(kit.disk(4), rank=0)
+    await replica.update_weights(kit.disk(4), rank=0, mode="abort")
     may_come.set()
     await checking
     assert set(await first_versions(server, replica)) == {4}

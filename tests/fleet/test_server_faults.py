@@ -202,7 +202,8 @@ async def check_serving(fleet: Fleet, model: nn.Module, version: int, names: set
 
 
 FAULTS = {
-    "stopped before the pause": ("collective", "/pause_generation", 1, signal.SIGSTOP),
+    "stopped before the swap": ("collective", "/install_weights", 1, signal.SIGSTOP),
+    "killed before the swap": ("collective", "/install_weights", 1, signal.SIGKILL),
     "stopped before it joins": ("collective", "/init_weights_update_group", 1, signal.SIGSTOP),
     "stopped between buckets": ("collective", "/update_weights_from_distributed", 2, signal.SIGSTOP),
     "killed between buckets": ("collective", "/update_weights_from_distributed", 2, signal.SIGKILL),

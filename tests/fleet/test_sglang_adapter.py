@@ -91,12 +91,12 @@ async def test_weights_over_http_are_copied_by_the_gateway_and_loaded_from_the_c
     url = source.offer(Path(FleetKit(tmp_path, FakeSGLang).disk(4).path))
     async with gateway(Host(), TOKEN, server.address) as address:
         replica = SGLangReplica("server-0", address, TOKEN)
-        await replica.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0)
+        await replica.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0, mode="abort")
         (copied,) = tmp_path.glob("areal-*/*/v000004-*/model.safetensors")
         assert server.version == 4
-        await replica.pull_weights(WeightUpdate(version=4, kind="http", path=url))
+        await replica.prepare_weights(WeightUpdate(version=4, kind="http", path=url), rank=0)
         with pytest.raises(RequestError) as error:
-            await replica.pull_weights(WeightUpdate(version=5, kind="http", path=url[:-1]))
+            await replica.prepare_weights(WeightUpdate(version=5, kind="http", path=url[:-1]), rank=0)
         assert error.value.code == "weights.unknown_trainer"
         await replica.close()
     assert not copied.exists()
@@ -174,7 +174,7 @@ async def test_versions_come_from_the_server_or_else_are_the_last_known(
     [before] = await chunks_of(replica, a_part(5))
     kit = FleetKit(tmp_path, FakeSGLang)
     server.settings["model_path"] = "org/model"
-    await replica.update_weights(kit.disk(4), rank=0)
+    await replica.update_weights(kit.disk(4), rank=0, mode="abort")
     [after] = await chunks_of(replica, a_part(5))
     assert (before.versions, before.part_versions) == ([3] * 5, None)
     assert (after.versions, after.part_versions) == ([4] * 5, None)
@@ -188,7 +188,7 @@ async def test_tokens_of_a_stream_never_get_a_newer_version_than_their_own(
     running = asyncio.create_task(replica.generate(a_part(20, interval=4), chunks.append))
     await until(lambda: server.num_held == 1)
     await replica.pause("retract")
-    await replica.update_weights(update(1), rank=1)
+    await replica.update_weights(update(1), rank=1, mode="abort")
     await replica.resume()
     server.release()
     await running
@@ -315,7 +315,7 @@ async def test_a_collective_update_is_a_session_from_0_5_21_on(
     server: FakeSGLang, replica: SGLangReplica, version: str, has_sessions: bool
 ) -> None:
     server.settings["version"] = version
-    await replica.update_weights(update(1), rank=1)
+    await replica.update_weights(update(1), rank=1, mode="abort")
     receives = ["/update_weights_from_distributed"] * 3
     around = (["/begin_weight_update"], ["/end_weight_update"]) if has_sessions else ([], [])
     assert server.paths == ["/init_weights_update_group", *around[0], *receives, *around[1]]
@@ -323,18 +323,20 @@ async def test_a_collective_update_is_a_session_from_0_5_21_on(
     assert [body["flush_cache"] for body in buckets] == [False, False, True]
     assert [body["weight_version"] == "1" for body in buckets] == [False, False, True]
     assert server.version == 1
+    await replica.update_weights(update(1), rank=1, mode="in_place")
+    assert not any(body["flush_cache"] for body in [body for body in server.bodies if "names" in body][3:])
     server.paths.clear()
-    await replica.update_weights(update(2, group="g2"), rank=1)
+    await replica.update_weights(update(2, group="g2"), rank=1, mode="abort")
     assert server.paths[:2] == ["/destroy_weights_update_group", "/init_weights_update_group"]
 
 
 async def test_a_session_left_open_is_closed_before_the_next(server: FakeSGLang, replica: SGLangReplica) -> None:
     server.fail_update = "midway"
     with pytest.raises(RequestError):
-        await replica.update_weights(update(1), rank=1)
+        await replica.update_weights(update(1), rank=1, mode="abort")
     server.fail_update = ""
     server.paths.clear()
-    await replica.update_weights(update(2), rank=1)
+    await replica.update_weights(update(2), rank=1, mode="abort")
     assert server.paths[:3] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
     assert server.version == 2
     assert not server.has_session
@@ -347,12 +349,12 @@ async def test_a_bad_folder_is_refused_and_a_failed_disk_update_is_a_failure(
     good = FleetKit(tmp_path, FakeSGLang).disk(1)
     server.fail_update = "midway"
     with pytest.raises(ServerUnavailable) as error:
-        await replica.update_weights(good, rank=0)
+        await replica.update_weights(good, rank=0, mode="abort")
     assert error.value.code == "server.request_failed"
     num_asked = len(server.paths)
     (tmp_path / "bad").mkdir()
     with pytest.raises(RequestError, match="bad") as error:
-        await replica.update_weights(dataclasses.replace(good, path=str(tmp_path / "bad")), rank=0)
+        await replica.update_weights(dataclasses.replace(good, path=str(tmp_path / "bad")), rank=0, mode="abort")
     assert error.value.code == "weights.bad_folder"
     assert len(server.paths) == num_asked
 
@@ -362,7 +364,7 @@ async def test_a_health_check_during_an_update_asks_only_the_http_process(
 ) -> None:
     await replica.info()
     server.fail_update = "hang"
-    updating = asyncio.create_task(replica.update_weights(update(1), rank=1))
+    updating = asyncio.create_task(replica.update_weights(update(1), rank=1, mode="abort"))
     await until(lambda: "receive" in server.acts())
     server.settings["internal_states"] = []  # as if the process that computes were not there
     await replica.info()

@@ -42,11 +42,11 @@ async def test_weights_of_two_versions_have_no_known_version(tmp_path, stops_at:
     replica = server.client("server-0", server.address)
     update = WeightUpdate(version=4, kind="collective", buckets=BUCKETS, group_name="g", replicas=["server-0"])
     with pytest.raises((RequestError, ServerUnavailable)):
-        await replica.update_weights(update, rank=1)
+        await replica.update_weights(update, rank=1, mode="abort")
     await replica.close()
     successor = server.client("server-0", server.address)
     assert (await successor.info()).version == (3 if stops_at == 1 else -1)
-    await successor.update_weights(update, rank=1)
+    await successor.update_weights(update, rank=1, mode="abort")
     assert (await successor.info()).version == 4
     await successor.close()
     await kit.close()
@@ -58,7 +58,7 @@ async def test_an_update_fails_when_its_session_cannot_start(tmp_path) -> None: 
     replica = server.client("server-0", server.address)
     update = WeightUpdate(version=1, kind="collective", buckets=BUCKETS, group_name="g", replicas=["server-0"])
     with pytest.raises(ServerUnavailable, match=r"/begin_weight_update .*500") as error:
-        await replica.update_weights(update, rank=1)
+        await replica.update_weights(update, rank=1, mode="abort")
     assert error.value.code == "server.request_failed"
     assert "receive" not in server.acts()
     await replica.close()

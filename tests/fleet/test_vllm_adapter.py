@@ -142,7 +142,7 @@ async def test_tokens_of_an_uncertain_version_wait_for_the_end(
     running = asyncio.create_task(replica.generate(a_part(9), chunks.append))
     await until(lambda: server.num_held == 1)
     await until(lambda: len(chunks.ids) == 3)
-    await replica.update_weights(disk(1), rank=1)
+    await replica.update_weights(disk(1), rank=1, mode="abort")
     num_sure = len(chunks)
     server.release()
     await running
@@ -199,32 +199,34 @@ async def test_without_a_stop_string_across_it_an_interruption_changes_nothing(
 async def test_a_disk_update_drops_the_cache_before_its_version_counts(
     server: FakeVLLM, replica: VLLMReplica, disk: Callable[[int], WeightUpdate]
 ) -> None:
-    await replica.update_weights(disk(1), rank=1)
+    await replica.update_weights(disk(1), rank=1, mode="abort")
     assert server.acts() == ["load", "commit"]
     server.fail_cache_reset = True
     with pytest.raises(ServerUnavailable) as error:
-        await replica.update_weights(disk(2), rank=1)
+        await replica.update_weights(disk(2), rank=1, mode="abort")
     assert error.value.code == "server.request_failed"
     with pytest.raises(ServerUnavailable) as error:
-        await replica.update_weights(collective(3), rank=1)
+        await replica.update_weights(collective(3), rank=1, mode="abort")
     assert error.value.code == "server.request_failed"
     assert server.version == -1
 
 
 async def test_a_bad_folder_is_not_sent_to_the_server(server: FakeVLLM, replica: VLLMReplica, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as error:
-        await replica.update_weights(WeightUpdate(version=1, kind="disk", path=str(tmp_path / "none")), rank=1)
+        await replica.update_weights(
+            WeightUpdate(version=1, kind="disk", path=str(tmp_path / "none")), rank=1, mode="abort"
+        )
     assert error.value.code == "weights.bad_folder"
     assert server.acts() == []
 
 
 async def test_a_group_is_joined_once_with_the_rank_of_the_first_worker(server: FakeVLLM, replica: VLLMReplica) -> None:
-    await replica.update_weights(collective(1), rank=3)
-    await replica.update_weights(collective(2), rank=3)
+    await replica.update_weights(collective(1), rank=3, mode="abort")
+    await replica.update_weights(collective(2), rank=3, mode="abort")
     assert server.acts() == ["join", *["receive"] * 2, "commit", *["receive"] * 2, "commit"]
     assert server.details("join") == [{"group_name": "g1", "rank": 3, "world_size": 5}]
     await replica.abandon_update()
-    await replica.update_weights(collective(3), rank=3)
+    await replica.update_weights(collective(3), rank=3, mode="abort")
     assert server.acts().count("join") == 2
 
 
@@ -233,7 +235,7 @@ async def test_a_health_check_during_an_update_asks_only_whether_the_server_live
 ) -> None:
     before = await replica.info()
     server.fail_update = "hang"
-    updating = asyncio.create_task(replica.update_weights(collective(1), rank=1))
+    updating = asyncio.create_task(replica.update_weights(collective(1), rank=1, mode="abort"))
     await until(lambda: "receive" in server.acts())
     server.extension_missing = True  # the workers would not answer now
     assert await replica.info() == before
@@ -245,12 +247,12 @@ async def test_weights_are_incomplete_after_a_failed_update_until_one_succeeds(
 ) -> None:
     server.fail_update = "midway"
     with pytest.raises(ServerUnavailable, match="areal_receive") as error:
-        await replica.update_weights(collective(1), rank=1)
+        await replica.update_weights(collective(1), rank=1, mode="abort")
     assert error.value.code == "server.request_failed"
     assert server.version == -1
     assert (await replica.info()).weights_whole is False
     server.fail_update = ""
-    await replica.update_weights(collective(2), rank=1)
+    await replica.update_weights(collective(2), rank=1, mode="abort")
     found = await replica.info()
     assert (found.weights_whole, found.version) == (True, 2)
 
@@ -295,10 +297,10 @@ async def test_weights_over_http_are_copied_by_the_gateway_and_loaded_from_the_c
     url = source.offer(Path(disk(4).path))
     async with gateway(Host(), TOKEN, server.address) as address:
         replica = VLLMReplica("server-0", address, TOKEN)
-        await replica.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0)
+        await replica.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0, mode="abort")
         assert server.version == 4
         source.close()
         again = VLLMReplica("server-0", address, TOKEN)  # of a controller that restarted: the copy is there
-        await again.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0)
+        await again.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0, mode="abort")
         for one in (replica, again):
             await one.close()

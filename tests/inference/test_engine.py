@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from areal.api.errors import RequestError
 from areal.inference.sequence import Sequence, Status
@@ -18,9 +19,9 @@ def answers(driver) -> list[list[int]]:
 
 
 def load(driver, folder: Path, version: str, **options) -> None:
-    engine = driver.engine
-    with engine.weights.checkpoint(folder) as write:
-        engine.replace_weights(write, version, abort_running=options.get("abort_running", False))
+    driver.engine.weights.start("")
+    driver.engine.weights.receive_folder(folder)
+    driver.engine.install_weights(version, options.get("mode", "retract"))
 
 
 def expect_logprobs(sequence, reference, start: int, end: int) -> None:
@@ -183,39 +184,89 @@ def test_a_refused_update_leaves_everything_as_it_was(build_model, drive, prompt
     with pytest.raises(RequestError) as error:
         load(driver, tmp_path / "nothing", "8")
     assert error.value.code == "weights.bad_folder"
-    assert not driver.engine.has_partial_weights
     driver.run()
     assert sequence.version_spans(0, 8) == [("0", 0, 8)]
 
 
-def test_nothing_is_computed_with_partial_weights(build_model, drive, prompts, checkpoint):
-    driver = drive(build_model("qwen3-gqa"))
-    driver.add(prompts[0])
-    name, value = next(iter(driver.engine.runner.model.named_parameters()))
-
-    def write_one() -> None:
-        driver.engine.weights.copy(name, value + 1)
-
-    def fail() -> None:
-        raise OSError
-
-    driver.engine.replace_weights(write_one, None, abort_running=False)  # the first bucket of two
-    assert driver.engine.has_partial_weights
-    with pytest.raises(OSError):  # noqa: PT011 - raised above
-        driver.engine.replace_weights(fail, "8", abort_running=False)
-    assert (driver.engine.has_partial_weights, driver.engine.version) == (True, "0")
-    assert driver.engine._is_blocked
-    load(driver, checkpoint(1), "9")
-    assert not driver.engine._is_blocked
+def test_an_incomplete_update_is_refused_and_a_step_never_sees_it(build_model, drive, prompts, checkpoint):
+    old, driver = build_model("qwen3-gqa"), drive(build_model("qwen3-gqa"))
+    sequence = driver.add(prompts[0])
+    driver.steps(2)
+    weights, new = driver.engine.weights, dict(build_model("qwen3-gqa", 1).named_parameters())
+    weights.start("update-1")
+    for name, value in list(new.items())[:5]:  # the first bucket of two
+        weights.receive_value(name, value)
+    driver.steps(2)
+    with pytest.raises(RequestError) as lacking:
+        driver.engine.install_weights("8", "abort", "update-1")
+    weights.receive_folder(checkpoint(1))
+    with pytest.raises(RequestError) as other:
+        driver.engine.install_weights("8", "abort", "update-2")
+    assert [error.value.code for error in (lacking, other)] == ["weights.incomplete"] * 2
     driver.run()
+    assert sequence.version_spans(0, 8) == [("0", 0, 8)]
+    assert all(torch.equal(value, dict(old.named_parameters())[name]) for name, value in weights_of(driver).items())
+    load(driver, checkpoint(1), "9")
     assert driver.engine.version == "9"
+    assert all(torch.equal(value, new[name]) for name, value in weights_of(driver).items())
+
+
+def weights_of(driver) -> dict[str, torch.Tensor]:
+    return dict(driver.engine.runner.model.named_parameters())
+
+
+@pytest.mark.parametrize("prefill", [512, 16])
+@pytest.mark.parametrize("family", ["qwen3-gqa", "qwen2-tied", "llama"])
+def test_requests_that_keep_their_cache_mix_old_keys_and_values_with_new_weights(
+    prefill, family, build_model, drive, prompts, tmp_path
+):
+    """The reference computes the same with transformers: a cache filled by the old model, continued by the new one."""
+    old, new = build_model(family, 0), build_model(family, 1)
+    new.save_pretrained(tmp_path)
+    driver = drive(old, version="7", max_prefill_tokens=prefill)
+    sequences = [driver.add(prompt, temperature=1.0, seed=n, max_new_tokens=12) for n, prompt in enumerate(prompts[:4])]
+    driver.steps(5)
+    computed = [sequence.num_computed for sequence in sequences]
+    switch = [sequence.num_output for sequence in sequences]
+    load(driver, tmp_path, "8", mode="in_place")
+    assert [sequence.num_computed for sequence in sequences] == computed
+    driver.run()
+    assert any(switch)
+    for sequence, num_old, first_new in zip(sequences, computed, switch, strict=True):
+        assert [sequence.num_retractions, len(sequence.logprobs)] == [0, 12]
+        spans = [("7", 0, first_new), ("8", first_new, 12)]
+        assert sequence.version_spans(0, 12) == [span for span in spans if span[1] < span[2]]
+        ids = torch.tensor([sequence.token_ids])
+        with torch.no_grad():
+            cache = DynamicCache(config=old.config)
+            parts = [old(ids[:, :num_old], past_key_values=cache).logits] if num_old else []
+            parts.append(new(ids[:, num_old:], past_key_values=cache).logits)
+        reference = torch.cat(parts, 1)[0].log_softmax(-1)
+        expect_logprobs(sequence, reference, 0, 12)
+
+
+def test_a_later_request_never_uses_the_keys_and_values_of_old_weights(
+    build_model, drive, prompts, checkpoint, reference_logprobs
+):
+    new, driver = build_model("qwen3-gqa", 1), drive(build_model("qwen3-gqa", 0), version="7")
+    first = driver.add(prompts[3], temperature=1.0, group_id="g", max_new_tokens=30)
+    driver.steps(3)
+    load(driver, checkpoint(1), "8", mode="in_place")
+    before = driver.engine.scheduler.num_shared_tokens
+    later = [driver.add(prompts[3], temperature=1.0, seed=n, group_id="g") for n in (1, 2)]
+    driver.steps(1)
+    assert driver.engine.scheduler.num_shared_tokens == before + len(prompts[3]), "the two share with each other"
+    driver.run()
+    assert first.num_retractions == 0
+    for sequence in later:
+        expect_logprobs(sequence, reference_logprobs(new, sequence.token_ids), 0, 8)
 
 
 def test_an_update_can_abort(build_model, drive, prompts, checkpoint):
     driver = drive(build_model("qwen3-gqa"))
     sequence = driver.add(prompts[0])
     driver.steps(2)
-    load(driver, checkpoint(1), "1", abort_running=True)
+    load(driver, checkpoint(1), "1", mode="abort")
     assert sequence.finish.kind == "abort"
     assert sequence.status is Status.FINISHED
 

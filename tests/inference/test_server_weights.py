@@ -89,8 +89,9 @@ async def test_a_bad_update_is_refused_and_changes_nothing(served, tmp_path, che
     ]:
         assert (await served.post("/update_weights_from_disk", {**body, "model_path": path}, 400))["code"] == code
     closed.chmod(0o700)
-    body["flush_cache"] = False
-    assert (await served.post("/update_weights_from_disk", body, 400))["code"] == "weights.invalid_request"
+    install = {"weight_version": "1", "mode": "abort", "update_id": ""}
+    assert (await served.post("/install_weights", install, 400))["code"] == "weights.incomplete"
+    assert (await served.post("/install_weights", {**install, "mode": "x"}, 400))["code"] == "request.invalid_field"
     assert (await served.get("/get_model_info"))["weight_version"] == "0"
     answer = await served.generate()
     assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (expected["output_ids"], "0")
@@ -144,7 +145,7 @@ async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, 
             },
         )
         if index == 0:
-            await served.get("/health", 503)
+            assert (await served.generate())["meta_info"]["weight_version"] == "0"
     sender.join(200)
     answer = await served.generate()
     assert answer["meta_info"]["weight_version"] == "5"
@@ -172,7 +173,8 @@ async def test_leaving_the_group_ends_a_waiting_receive(served, build_model):
     update = {"names": [name], "dtypes": ["float32"], "shapes": [list(value.shape)], "group_name": "g"}
     update |= {"flush_cache": True, "weight_version": "2", "load_format": "flattened_bucket"}
     waiting = asyncio.create_task(served.post("/update_weights_from_distributed", update, 500))
-    await served.until(lambda: served.engine.has_partial_weights)
+    await served.until(lambda: any(thread.name == "weight-update" for thread in threading.enumerate()))
+    assert (await served.generate())["meta_info"]["weight_version"] == "0", "it generates while it waits"
     await served.post("/destroy_weights_update_group", {"group_name": "g"})
     assert (await asyncio.wait_for(waiting, 200))["code"] == "weights.transfer_failed"
     await served.get("/health")

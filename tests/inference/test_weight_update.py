@@ -49,8 +49,14 @@ def specs_of(weights: dict[str, torch.Tensor]) -> list[WeightSpec]:
 
 
 def load_weights_from_folder(model: nn.Module, folder: Path) -> None:
-    with ServedWeights(model).checkpoint(folder) as copy_all:
-        copy_all()
+    served = ServedWeights(model)
+    served.receive_folder(folder)
+    install(served)
+
+
+def install(served: ServedWeights) -> None:
+    served.check_complete("")
+    served.install()
 
 
 def test_a_model_with_experts_takes_the_weights_of_its_checkpoints(build_model, tmp_path):
@@ -202,7 +208,7 @@ def test_broadcast_weights_are_copied_in_place(dtype: torch.dtype) -> None:
         thread = sender.send()
         receiver.receive(specs_of(sender.weights))
         thread.join()
-        receiver.finish()
+        install(receiver)
         assert_holds(model, sender.weights)
         sender.weights = {n: w + 1 for n, w in sender.weights.items()}
     assert receiver.group_name == "g"
@@ -220,17 +226,16 @@ def test_an_update_without_all_weights_is_an_error() -> None:
     thread = sender.send()
     served.receive(specs_of(weights))
     thread.join()
-    with pytest.raises(WeightSyncError) as error:
-        served.finish()
+    with pytest.raises(RequestError) as error:
+        install(served)
     assert error.value.code == "weights.incomplete"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert served.is_whole
     served.leave()
     sender.group.close()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_broadcast_that_is_not_finite_restores_the_weights(bad: float) -> None:
+def test_a_broadcast_that_is_not_finite_leaves_the_weights(bad: float) -> None:
     model = TiedModel()
     served = ServedWeights(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -238,15 +243,14 @@ def test_a_broadcast_that_is_not_finite_restores_the_weights(bad: float) -> None
     thread = sender.send()
     served.receive(specs_of(sender.weights))  # the first bucket
     thread.join()
-    assert not served.is_whole
-    assert not torch.equal(model.embed.weight, before["embed.weight"])
     sender.weights["middle.bias"][2] = bad
     thread = sender.send()
     with pytest.raises(RequestError) as error:
         served.receive(specs_of(sender.weights))
     thread.join()
     assert error.value.code == "weights.not_finite"
-    assert served.is_whole
+    with pytest.raises(RequestError):
+        install(served)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     sender.group.close()
 

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
-from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, WeightUpdate
+from areal.api.data import (
+    CanaryReport,
+    GenerationRequest,
+    GenerationResponse,
+    ProbeScore,
+    ProbeTokens,
+    Trajectory,
+    TrajectoryGroup,
+    WeightUpdate,
+)
 from areal.api.engine import InferenceEngine
 from areal.api.errors import LedgerError
 from areal.api.workflow import RolloutWorkflow
@@ -59,6 +68,12 @@ class FakeFleet:
     async def update_weights(self, update: WeightUpdate) -> None:
         self.updates.append(update)
         self.version = update.version
+
+    def probe_tokens(self, version: int) -> ProbeTokens | None:
+        return None
+
+    async def compare(self, score: ProbeScore) -> CanaryReport | None:
+        return None
 
     def live_replicas(self, version: int) -> list[str]:
         return ["server-0"]

@@ -70,6 +70,8 @@ async def server(shared_server: RealServer, kit: Kit) -> RealServer:
     replica = kit.replica(shared_server)
     await replica.info()
     await replica.pause("abort")
-    await replica.update_weights(WeightUpdate(version=0, kind="disk", path=str(kit.models["old"])), rank=1)
+    await replica.update_weights(
+        WeightUpdate(version=0, kind="disk", path=str(kit.models["old"])), rank=1, mode="abort"
+    )
     await replica.resume()
     return shared_server

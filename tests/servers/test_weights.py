@@ -112,7 +112,7 @@ async def test_a_bad_folder_is_refused_and_changes_nothing(
     spoil(folder, how)
     fleet, replica = await kit.fleet(server), kit.replica(server)
     with pytest.raises(RequestError):
-        await replica.update_weights(WeightUpdate(version=9, kind="disk", path=str(folder)), rank=1)
+        await replica.update_weights(WeightUpdate(version=9, kind="disk", path=str(folder)), rank=1, mode="abort")
     assert (await replica.info()).version == 0
     response = await fleet.agenerate(a_request(30))
     assert response.output_versions == [0] * 30

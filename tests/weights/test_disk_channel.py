@@ -36,8 +36,10 @@ class DiskReplica:
     def publish(self, update: WeightUpdate) -> None:
         assert is_complete(Path(update.path))
         self.paths.append(update.path)
-        with ServedWeights(self.model).checkpoint(Path(update.path)) as copy_all:
-            copy_all()
+        served = ServedWeights(self.model)
+        served.receive_folder(Path(update.path))
+        served.check_complete("")
+        served.install()
 
 
 @pytest.mark.parametrize("shard_bytes", [2**30, 300])

@@ -111,7 +111,8 @@ class Replicas:
                     self.die_at = None
                     receiver.leave()
                 receiver.receive(bucket)
-            receiver.finish()
+            receiver.check_complete("")
+            receiver.install()
         except Exception as error:  # noqa: BLE001 - a replica that fails is the point of some tests
             errors.append(error)
 
@@ -201,7 +202,8 @@ class TwoRanks:
         receiver.join(*address, rank, update.world_size, update.group_name, update.backend, 60.0)
         for bucket in update.buckets:
             receiver.receive(bucket)
-        receiver.finish()
+        receiver.check_complete("")
+        receiver.install()
 
 
 def test_a_replica_of_two_ranks_has_two_ranks_of_the_group() -> None:

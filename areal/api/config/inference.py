@@ -60,6 +60,8 @@ class NativeServerConfig:
     """Data type of weights and computation."""
     head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute."""
+    weight_buffer: str = choice("auto", "auto", "device", "host", relevant=when("device", "auto", "cuda"))
+    """Second copy of the weights, for updates: device, host = updates wait for a copy, auto = device if it fits."""
     device: str = choice("auto", "auto", "cpu", "cuda")
     """Device of the model; auto = CUDA if available, else CPU."""
     context_length: int | None = number(None, low=2)

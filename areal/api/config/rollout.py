@@ -19,8 +19,8 @@ class InferenceEngineConfig:
     """Maximum staleness, in policy versions, that the admission gate allows; 0 = synchronous RL."""
     on_stale: str = choice("train", "train", "mask", "drop", "wait")
     """Episodes above that staleness: train = use, mask = exclude old tokens, drop; wait = use in admission order."""
-    weight_update: str = choice("interrupt", "interrupt", "keep")
-    """Running requests at a weight update: interrupt = return and continue them, keep = recompute their KV cache."""
+    weight_update: str = choice("interrupt", "interrupt", "keep", "keep_cache")
+    """Requests at a weight update: interrupt = sent again, keep = KV cache recomputed, keep_cache = KV cache kept."""
     canary: str = choice("on", "on", "off")
     """After each weight update compare the replicas' answers to a fixed probe; restart a replica that differs."""
     schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded", "prefix_affinity")
