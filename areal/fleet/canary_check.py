@@ -73,7 +73,7 @@ class CanaryCheck:
         if self._agreed is None or self._agreed.version != version:
             return None
         prompt = probe(self._seed, self._replicas.limits.vocab_size, "").input_ids
-        return ProbeTokens(prompt_ids=prompt, answer_ids=list(self._agreed.answer.token_ids))
+        return ProbeTokens(prompt_ids=list(prompt), answer_ids=list(self._agreed.answer.token_ids))
 
     async def compare(self, score: ProbeScore) -> CanaryReport | None:
         """See `areal.api.engine.InferenceFleet.compare`."""

@@ -6,7 +6,7 @@ until the health check fails (`CHECK_TIMEOUT_INTERVALS`), and for the others of 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class WeightUpdater:
         """The update that made the target version; None before the first."""
         self.updating_to: int | None = None
         """The version that is being installed."""
-        self._mode = PAUSE_MODES[config.weight_update]
+        self._mode: PauseMode = PAUSE_MODES[config.weight_update]
         self.canary = CanaryCheck(replicas, seed=seed, dtype=dtype, install_again=self._install_again)
         replicas.update_stale = self._update_stale
 
@@ -157,7 +157,7 @@ class WeightUpdater:
         """These replicas generate no token inside the block, except those that can exchange weights between steps."""
         must_pause = always_abort or self._config.pause_grace_period > 0
         paused = [(s, s.replica) for s in slots if s.replica and (must_pause or not s.replica.has_second_copy)]
-        mode = "abort" if always_abort else self._mode
+        mode: PauseMode = "abort" if always_abort else self._mode
         try:
             await asyncio.gather(*(self._control(slot, replica.pause(mode), "pause") for slot, replica in paused))
             if self._config.pause_grace_period:
@@ -190,7 +190,7 @@ class WeightUpdater:
         return [(slot, ranks.get(slot.incarnation, 0)) for slot in slots]
 
     async def _together(
-        self, slots: list[Slot], calls: list[Coroutine[Any, Any, None]], update: WeightUpdate
+        self, slots: list[Slot], calls: Sequence[Coroutine[Any, Any, None]], update: WeightUpdate
     ) -> list[ArealError | None]:
         """Run one call for each replica at the same time. The error of each, in order."""
         tasks = [asyncio.create_task(call, name=f"update {slot.name}") for slot, call in zip(slots, calls, strict=True)]

@@ -128,7 +128,7 @@ class Engine:
     def resume(self) -> None:
         self.is_paused = False
 
-    def abort_all(self, message: str) -> None:
+    def abort_all(self, message: str = "abort_all was requested") -> None:
         self._abort([*self.scheduler.running, *self.scheduler.waiting], message)
 
     def install_weights(self, version: str, mode: str, update_id: str = "") -> None:

@@ -17,7 +17,7 @@ import torch
 from areal.api.batch_share import BatchShare
 from areal.api.config import EvaluatorConfig, PPOConfig
 from areal.api.data import StepInfo
-from areal.api.engine import AdapterSource, Ranks, WeightChannel, WeightSource
+from areal.api.engine import AdapterSource, Ranks, TrainEngine, WeightChannel, WeightSource
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import to_train_batch
 from areal.engine.fsdp import FSDPEngine
@@ -214,9 +214,7 @@ def _join_run(
 ) -> PPOLoop:
     """Recover, publish if the servers may hold other weights, and attach to the controller."""
     context, mesh, actor = rank.context, rank.mesh, roles.trained["actor"]
-    channel = build_weight_channel(config, actor, mesh, client, context)
-    if config.rollout.canary == "on":
-        channel = ComparedChannel(channel, actor, mesh, client, dtype=config.actor.dtype)
+    channel = compared_channel(config, actor, mesh, client, context)
     stack.callback(channel.close)
     evaluator = Evaluator(config.evaluator, client, channel, mesh)
     hooks = StepHooks(
@@ -282,6 +280,16 @@ def _record_initial_weights(paths: RunPaths, roles: PPORoles, ranks: Ranks) -> N
 def published_adapter(config: PPOConfig, engine: WeightSource) -> AdapterSource | None:
     """What the servers get in place of the weights of the policy `engine`, if they get adapters alone."""
     return engine.lora if config.publishes_adapters and isinstance(engine, FSDPEngine) else None
+
+
+def compared_channel(
+    config: PPOConfig, actor: TrainEngine, ranks: Ranks, client: RolloutClient, context: ProcessContext
+) -> WeightChannel:
+    """The weight channel of the actor, with the trainer's part of the weight canary."""
+    channel = build_weight_channel(config, actor, ranks, client, context)
+    if config.rollout.canary == "off":
+        return channel
+    return ComparedChannel(channel, actor, ranks, client, dtype=config.actor.dtype)
 
 
 def build_weight_channel(
