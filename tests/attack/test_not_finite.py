@@ -13,14 +13,14 @@ from tests.engine.test_fsdp_engine import (
     test_non_finite_values_end_the_training,
 )
 from tests.inference.test_sampler import test_accepted_parameters_give_finite_logprobs
-from tests.inference.test_weight_update import test_a_broadcast_that_is_not_finite_restores_the_weights
+from tests.inference.test_weight_update import test_a_broadcast_that_is_not_finite_leaves_the_weights
 from tests.test_end_to_end import ROOT, folder
 
 __all__ = [
     "cases",
     "folder",
     "models",
-    "test_a_broadcast_that_is_not_finite_restores_the_weights",
+    "test_a_broadcast_that_is_not_finite_leaves_the_weights",
     "test_a_loss_that_is_not_finite_is_found_even_if_no_gradient_shows_it",
     "test_accepted_parameters_give_finite_logprobs",
     "test_non_finite_values_end_the_training",
