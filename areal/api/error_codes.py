@@ -323,6 +323,8 @@ ledger.other_data: The data settings differ from those with which the ledger of 
     Restore the settings that the message names, or choose a new trial_name.
 ledger.other_run: The recovery checkpoint of the trainer is older than the first batch in the ledger.
     Restore a later checkpoint or the ledger of the earlier steps, or choose a new trial_name.
+ledger.pruned: The payload of an episode was deleted on purpose, as rollout.keep_payloads says.
+    Replay from a recovery checkpoint; for later runs set rollout.keep_payloads=all.
 ledger.unknown_event: The ledger holds an event that this version of areal does not know.
     Continue the run with the version of areal that wrote it, or a newer one.
 

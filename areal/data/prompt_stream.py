@@ -6,8 +6,8 @@ prompts, so a run may exceed its planned epochs: the stream is endless.
 """
 
 from array import array
-from collections.abc import Sequence
-from typing import Generic, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -65,3 +65,18 @@ class PromptStream(Generic[RowT]):
     def row(self, k: int) -> RowT:
         """The row of admission `k`, not a copy: do not change it."""
         return self._rows[self.index(k)]
+
+
+def row_stream(identity: Mapping[str, Any]) -> PromptStream[int] | None:
+    """The stream of row indices of an identity; None when there is none, because the identity is damaged."""
+    try:
+        stream = PromptStream(
+            range(identity["num_rows"]),
+            seed=identity["seed"],
+            batch_size=identity["batch_size"],
+            shuffle=identity["shuffle"],
+            drop_last=identity["rows_per_epoch"] != identity["num_rows"],
+        )
+    except (ConfigError, ArithmeticError, TypeError, ValueError):
+        return None
+    return stream if stream.rows_per_epoch == identity["rows_per_epoch"] else None

@@ -107,6 +107,10 @@ class _Audit:
         report = self.rules.report
         report.counts, report.incomplete = self.rules.counts(), reader.incomplete
         report.num_batches = len(self.rules.batches)
+        if pruned := {segment for segment in self.missing if segment in reader.pruned}:
+            count = sum(len(self.missing.pop(segment)) for segment in pruned)
+            text = f"the payloads of {count} episodes in {len(pruned)} segments were pruned (rollout.keep_payloads)"
+            report.notes.append(text)
         for segment, ids in self.missing.items():
             path = payload_path(self.folder, segment)
             report.violate("payload", f"{path} is missing: it holds episodes {listed(ids)}", episodes=ids)

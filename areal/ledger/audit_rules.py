@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from areal.data.prompt_stream import PromptStream
+from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.audit_report import AuditReport, listed
-from areal.ledger.state import IDENTITY, STATE_NAMES, Event, row_stream
+from areal.ledger.state import IDENTITY, STATE_NAMES, Event
 
 MAX_SKIPPED = 1_000_000
 """Maximum number of skipped ids in one violation: a damaged id may be any number."""
@@ -330,6 +330,13 @@ class AuditRules:
             text = f"a checkpoint after step {step} was committed with {self._trained} steps trained"
             self.report.violate("checkpoint", text, steps=[step])
 
+    def _pruned(self, event: Event) -> None:
+        """The state machine checks that nothing refers to these segments."""
+        first_step = int(event["first_step"])
+        if first_step > self.report.committed_step:
+            text = f"payloads before step {first_step} were pruned, beyond the checkpoint {self.report.committed_step}"
+            self.report.violate("pruned", text, steps=[first_step])
+
     _HANDLERS: ClassVar[dict[Any, Callable[[AuditRules, Event], None]]] = {
         "started": _started,
         "attached": _attached,
@@ -342,6 +349,7 @@ class AuditRules:
         "consumed": _consumed,
         "trained_again": _trained_again,
         "committed": _committed,
+        "pruned": _pruned,
         "evaluated": lambda rules, event: None,
         "compared": lambda rules, event: None,
         "group": lambda rules, event: None,  # checked by the reader

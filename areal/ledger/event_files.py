@@ -110,13 +110,15 @@ class LedgerReader:
         self._folder = folder
         self.numbers = _numbers(folder, _EVENTS)
         """Numbers of the event files."""
-        self.segments = _numbers(folder, _PAYLOAD)
+        self.segments = segment_numbers(folder)
         """Numbers of the payload files."""
         self.next_number = max([0, *self.numbers, *self.segments]) + 1
         """Number for the files of the next writer."""
         self.incomplete: IncompleteTail | None = None
         self.damage = ""
         """Why the pass ended early: durable lines are damaged."""
+        self.pruned: set[int] = set()
+        """Payload segments that were deleted on purpose."""
         self.end = NO_GROUP
 
     def lost(self, *, newest: bool) -> list[Path]:
@@ -131,6 +133,8 @@ class LedgerReader:
     def _is_next_segment(self, number: int) -> bool:
         """Whether the controller with the payload file before this one has filled it."""
         before = payload_path(self._folder, number - 1)
+        if number - 1 in self.pruned and number - 1 not in self.segments:
+            return True
         return before.exists() and before.stat().st_size >= SEGMENT_BYTES
 
     def groups(self) -> Iterator[list[Event]]:
@@ -169,6 +173,9 @@ class LedgerReader:
                 )
                 return
             self.end = GroupEnd(mark["number"], mark["crc"])
+            for event in group[0]:
+                if event.get("event") == "pruned":
+                    self.pruned.update(event["segments"])
             yield group[0]
             offset = group[1]
 
@@ -271,6 +278,11 @@ def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     return sorted(int(match[1]) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name)))
 
 
+def segment_numbers(folder: Path) -> list[int]:
+    """The numbers of the payload files, ascending."""
+    return _numbers(folder, _PAYLOAD)
+
+
 class AppendFile:
     """A new file that only grows, except that an incomplete group may be cut. Its directory entry is durable."""
 
@@ -301,6 +313,7 @@ class PayloadReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: tuple[int, int] | None = None  # segment and descriptor
+        self._pruned: set[int] | None = None  # read when a segment is missing
 
     def read(self, where: tuple[int, int, int]) -> bytes:
         """The bytes of one record. Raises LedgerError when the segment is missing or ends before it."""
@@ -309,16 +322,35 @@ class PayloadReader:
             if self._open is None or self._open[0] != segment:
                 self.close()
                 self._open = (segment, os.open(payload_path(self._folder, segment), os.O_RDONLY | os.O_CLOEXEC))
+        except FileNotFoundError as error:
+            raise self._missing(segment) from error
+        except OSError as error:
+            raise self._unreadable(segment, error) from error
+        try:
             is_there = offset >= 0 and 0 <= size <= os.fstat(self._open[1]).st_size - offset
             data = os.pread(self._open[1], size, offset) if is_there else b""
         except OSError as error:
-            path = payload_path(self._folder, segment)
-            raise LedgerError(f"cannot read {path}: {error.strerror or error}", code="ledger.bad_payload") from error
+            raise self._unreadable(segment, error) from error
         if not is_there or len(data) != size:
             path = payload_path(self._folder, segment)
             message = f"{path} ends before byte {offset + size}: a durable payload is missing"
             raise LedgerError(message, code="ledger.bad_payload")
         return data
+
+    def _missing(self, segment: int) -> LedgerError:
+        if self._pruned is None:
+            reader = LedgerReader(self._folder)
+            for _ in reader.groups():
+                pass
+            self._pruned = reader.pruned
+        name = payload_path(self._folder, segment).name
+        if segment in self._pruned:
+            return LedgerError(f"{name} was pruned (rollout.keep_payloads)", code="ledger.pruned")
+        return LedgerError(f"cannot read {self._folder / name}: it does not exist", code="ledger.bad_payload")
+
+    def _unreadable(self, segment: int, error: OSError) -> LedgerError:
+        path = payload_path(self._folder, segment)
+        return LedgerError(f"cannot read {path}: {error.strerror or error}", code="ledger.bad_payload")
 
     def close(self) -> None:
         if self._open is not None:

@@ -1,5 +1,6 @@
 """The ledger of a run: the single place where an event is applied to the state and appended to the log."""
 
+import asyncio
 import dataclasses
 import fcntl
 import os
@@ -13,9 +14,10 @@ from typing import Any, Self
 from areal.api.data import CanaryReport
 from areal.api.errors import LedgerError
 from areal.data.prompt_stream import PromptStream
-from areal.ledger.event_files import not_writable, read_payload, recover_folder, remedy
+from areal.ledger.event_files import not_writable, read_payload, recover_folder, remedy, segment_numbers
 from areal.ledger.event_log import EventLog, GroupCommitLog, GroupWriter
 from areal.ledger.payload import EncodedEpisode, check_payload
+from areal.ledger.retention import Retention, delete_segments, prunable
 from areal.ledger.state import IDENTITY, BatchRecord, Event, LedgerState
 
 MAX_REASON = 400
@@ -65,33 +67,42 @@ class Ledger:
         clock: Callable[[], float] = time.time,
         lock: LedgerLock | None = None,
         lost: Sequence[Path] = (),
+        folder: Path | None = None,
+        retention: Retention | None = None,
     ) -> None:
-        """`lost`: missing files with the newest events."""
+        """`lost`: missing files with the newest events. `folder` and `retention`: of the payloads, None = all stay."""
         self._log = log
         self._lock = lock
         self.lost = lost
         self._read_payload = read_payload
         self._clock = clock
         self.state = state or LedgerState()
+        self._folder = folder
+        self._retention = retention or Retention()
 
     @classmethod
-    def open(cls, folder: Path, *, keep_rejected: int = 0) -> Self:
+    def open(cls, folder: Path, *, keep_rejected: int = 0, keep_payloads: str = "all") -> Self:
         """Continue the ledger in `folder`, or create it. New events go to new files.
 
-        `keep_rejected`: number of rejected or failed episodes whose payload stays for readers.
+        `keep_rejected`: number of rejected or failed episodes whose payload stays for readers. `keep_payloads`: see
+        `Retention.parse`.
 
         Raises LedgerError when another process writes this ledger.
         """
         lock = LedgerLock(folder)
         try:
             found = recover_folder(folder)
-        except LedgerError:
+            delete_segments(folder, found.state.pruned_segments)
+        except (LedgerError, OSError) as error:
             lock.release()
-            raise
+            raise not_writable(folder, error) if isinstance(error, OSError) else error from None
         writer = GroupWriter(folder, found.next_number, after=found.end, keep_rejected=keep_rejected)
         log = GroupCommitLog(writer, first_segment=found.next_number)
         read = partial(read_payload, folder)
-        return cls(log, state=found.state, read_payload=read, lock=lock, lost=found.lost)
+        retention = Retention.parse(keep_payloads)
+        return cls(
+            log, state=found.state, read_payload=read, lock=lock, lost=found.lost, folder=folder, retention=retention
+        )
 
     def start(self, on_failure: Callable[[LedgerError], None]) -> None:
         """Start writing, on the running loop. `on_failure` is called with a write error immediately."""
@@ -232,6 +243,24 @@ class Ledger:
     def committed(self, *, step: int, path: str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""
         self._record({"event": "committed", "step": step, "path": path, "at": self._clock()})
+
+    async def prune(self) -> None:
+        """Delete the payload segments that rollout.keep_payloads does not keep. Call it after a recovery checkpoint.
+
+        Raises LedgerError when the ledger cannot be written.
+        """
+        first_step = self._retention.first_kept_step(self.state)
+        if self._folder is None or first_step <= 0:
+            return
+        existing = await asyncio.to_thread(segment_numbers, self._folder)
+        segments = prunable(self.state, first_step, existing)
+        if segments:
+            self._record({"event": "pruned", "segments": segments, "first_step": first_step, "at": self._clock()})
+            await self.durable()
+            try:
+                await asyncio.to_thread(delete_segments, self._folder, segments)
+            except OSError as error:
+                raise not_writable(self._folder, error) from error
 
     def payload(self, episode_id: int, where: tuple[int, int, int]) -> bytes:
         """The payload of an accepted episode, which must be durable. Raises LedgerError when it is damaged."""

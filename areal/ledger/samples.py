@@ -12,13 +12,13 @@ import numpy as np
 import orjson
 
 from areal.api.errors import LedgerError
-from areal.data.prompt_stream import PromptStream
+from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.kept import read_kept
 from areal.ledger.payload import payload_head, reward_parts, to_columns
 from areal.ledger.reading_progress import Progress
 from areal.ledger.session_columns import session_columns
-from areal.ledger.state import Event, row_stream
+from areal.ledger.state import Event
 
 
 @dataclass(slots=True, kw_only=True)

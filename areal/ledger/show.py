@@ -8,10 +8,10 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from areal.api.errors import LedgerError
-from areal.data.prompt_stream import PromptStream
+from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.payload import EpisodeColumns, read_columns
-from areal.ledger.state import Event, row_stream
+from areal.ledger.state import Event
 
 
 def timed_events(folder: Path) -> Iterator[tuple[float, Event]]:

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
 
-from areal.api.errors import ConfigError, LedgerError
-from areal.data.prompt_stream import PromptStream
+from areal.api.errors import LedgerError
 from areal.ledger.token_counts import TokenCounts, counts_of_event
 
 
@@ -102,6 +101,12 @@ class LedgerState:
     """Results by (completed train steps, mode)."""
     committed_step: int = 0
     """Train steps in the newest recovery checkpoint."""
+    committed_steps: set[int] = field(default_factory=set[int])
+    """Train steps of all recovery checkpoints so far."""
+    last_segment: int = 0
+    """The highest payload segment that an episode refers to."""
+    pruned_segments: set[int] = field(default_factory=set[int])
+    """Payload segments that were deleted on purpose, see areal.ledger.retention."""
     version: int = 0
     """Policy version of the trainer: the last one published, or the one of its last attach."""
     highest_version: int = 0
@@ -279,6 +284,7 @@ class LedgerState:
     def _accepted(self, event: Event) -> None:
         episode_id: int = event["id"]
         self._end(episode_id, WAITING, "accepted")
+        self.last_segment = max(self.last_segment, event["payload"][0])
         self.waiting[episode_id] = AcceptedEpisode(
             episode_id,
             tuple(event["payload"]),
@@ -348,6 +354,19 @@ class LedgerState:
 
     def _committed(self, event: Event) -> None:
         self.committed_step = event["step"]
+        self.committed_steps.add(self.committed_step)
+
+    def needed_segments(self, first_step: int) -> set[int]:
+        """The payload segments of the waiting episodes, and of the batches from `first_step` on."""
+        recorded = (batch for step, batch in self.batches.items() if step >= first_step)
+        found = {where[0] for batch in recorded for where in batch.payloads}
+        return found | {episode.payload[0] for episode in self.waiting.values()}
+
+    def _pruned(self, event: Event) -> None:
+        segments: set[int] = set(event["segments"])
+        if lost := segments & self.needed_segments(event["first_step"]):
+            raise _broken(f"payload segments {sorted(lost)} pruned, but episodes need them")
+        self.pruned_segments |= segments
 
     _HANDLERS: ClassVar[dict[str, Callable[[LedgerState, Event], None]]] = {
         "started": _started,
@@ -361,6 +380,7 @@ class LedgerState:
         "consumed": _consumed,
         "evaluated": _evaluated,
         "committed": _committed,
+        "pruned": _pruned,
         "trained_again": _trained_again,
         "group": lambda state, event: None,
         "compared": lambda state, event: None,
@@ -369,18 +389,3 @@ class LedgerState:
 
 def _broken(message: str) -> LedgerError:
     return LedgerError(message, code="ledger.broken_rule")
-
-
-def row_stream(identity: Event) -> PromptStream[int] | None:
-    """The stream of row indices of an identity; None when there is none, because the identity is damaged."""
-    try:
-        stream = PromptStream(
-            range(identity["num_rows"]),
-            seed=identity["seed"],
-            batch_size=identity["batch_size"],
-            shuffle=identity["shuffle"],
-            drop_last=identity["rows_per_epoch"] != identity["num_rows"],
-        )
-    except (ConfigError, ArithmeticError, TypeError, ValueError):
-        return None
-    return stream if stream.rows_per_epoch == identity["rows_per_epoch"] else None

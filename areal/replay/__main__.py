@@ -73,6 +73,11 @@ def order_of(request: Request, run: RecordedRun) -> ReplayOrder:
     start, end = request.from_checkpoint, run.end_step if request.until is None else request.until
     if start < run.first_step:
         problem = f"the ledger has no batches before step {run.first_step}: start there with --from-checkpoint STEP"
+    elif start < run.first_kept_step:
+        problem = (
+            f"the trajectories before step {run.first_kept_step} were pruned (rollout.keep_payloads="
+            f"{run.config().rollout.keep_payloads}): start there or later with --from-checkpoint STEP"
+        )
     elif start and not checkpoint_of(run.paths, start).is_dir():
         found = ", ".join(path.name for path in sorted(run.paths.recover.glob("step-*"))) or "none"
         problem = f"--from-checkpoint {start}: there is no such recovery checkpoint; existing ones: {found}"

@@ -12,9 +12,9 @@ from typing import Any, Self
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import InputError
-from areal.data.prompt_stream import PromptStream
+from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import LedgerReader
-from areal.ledger.state import BatchRecord, LedgerState, row_stream
+from areal.ledger.state import BatchRecord, LedgerState
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.progress import TrainingLength
@@ -30,6 +30,8 @@ class RecordedRun:
     """Step -> checksum of the actor's weights after it; the last one if the step was trained again."""
     first_step: int
     """The first step with a recorded batch."""
+    first_kept_step: int
+    """All recorded batches from this step on have their payloads."""
     end_step: int
     """The number of trained steps."""
     num_rows: int
@@ -58,6 +60,7 @@ class RecordedRun:
             batches=state.batches,
             weights=weights,
             first_step=state.skipped_steps,
+            first_kept_step=_first_kept_step(state),
             end_step=max(state.consumed_steps) + 1,
             num_rows=state.identity["num_rows"],
             rows=row_stream(state.identity),
@@ -95,6 +98,12 @@ class RecordedRun:
         except (OSError, ValueError) as error:
             message = f"{self.paths.initial_weights} cannot be read: {error}"
             raise InputError(message, code="replay.damaged_run") from error
+
+
+def _first_kept_step(state: LedgerState) -> int:
+    pruned = state.pruned_segments
+    lost = (step for step, batch in state.batches.items() if any(where[0] in pruned for where in batch.payloads))
+    return max(lost, default=state.skipped_steps - 1) + 1
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> PPOConfig:

@@ -273,6 +273,7 @@ class Controller:
         if self._ledger.state.committed_step != step:  # otherwise a repeated call
             self._ledger.committed(step=step, path=path)
         await self._ledger.durable()
+        await self._ledger.prune()
         self._resume_with_trainer()
 
     @property

@@ -52,7 +52,11 @@ def serve_rollouts(
         workflow.check_rows(rows)
 
     def make_controller() -> Controller:
-        ledger = Ledger.open(RunPaths.of(config).ledger, keep_rejected=config.rollout.keep_rejected)
+        ledger = Ledger.open(
+            RunPaths.of(config).ledger,
+            keep_rejected=config.rollout.keep_rejected,
+            keep_payloads=config.rollout.keep_payloads,
+        )
         abandoned = range(ledger.state.version + 1, ledger.state.highest_version + 1)
         return Controller(
             config,

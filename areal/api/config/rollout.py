@@ -1,10 +1,11 @@
 """Options of the rollout controller: concurrency, staleness, requests."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import Problems, choice, number, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class InferenceEngineConfig:
     """Source of the batches of a rank: files = the ledger folder, http = the controller, auto = files if readable."""
     keep_rejected: int = number(32, low=0)
     """Newest rejected and failed episodes whose answers are kept in the ledger for `areal show`; 0 = none."""
+    keep_payloads: str = option("all")
+    """Trajectories that stay: all; recover = since the second newest recovery checkpoint; N = and newest N steps."""
     server_addrs: list[str] = field(default_factory=list[str])
     """Running servers to use (host:port or http://host:port), one per server of allocation_mode; [] = start servers."""
     setup_timeout: float = number(300.0, above=0)
@@ -55,6 +58,8 @@ class InferenceEngineConfig:
     """Maximum seconds of a weight update on one replica before the replica is treated as failed."""
 
     def problems(self) -> Problems:
+        if not re.fullmatch(r"all|recover|[1-9]\d*", self.keep_payloads):
+            yield "keep_payloads", f"is {self.keep_payloads!r}: write all, recover, or a number of train steps from 1"
         for text, problem in address_problems(self.server_addrs):
             yield "server_addrs", f"{text!r} {problem}"
 
