@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from areal.api.columns import Runs  # noqa: E402
 from areal.api.data import WeightUpdate  # noqa: E402
-from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, ReplicaInfo, ReplicaLoad  # noqa: E402
+from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad  # noqa: E402
 
 VOCABULARY = 150_000
 PAUSE_S = 0.025
@@ -165,6 +165,8 @@ class StreamServer(asyncio.Protocol):
 class InProcessReplica:
     """A replica without a socket: the cost that is measured with it is that of the fleet and the controller."""
 
+    has_second_copy = False
+
     def __init__(self, name: str, *, chunk_tokens: int, chunk_s: float) -> None:
         self.name = name
         self.version = 0
@@ -189,15 +191,16 @@ class InProcessReplica:
             )
             on_chunk(PartChunk(ids, logprobs, versions, None if left else "length"))
 
-    async def pause(self, mode: str) -> None:
-        stopped, self._stopped = self._stopped, asyncio.Event()
-        stopped.set()
+    async def pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            stopped, self._stopped = self._stopped, asyncio.Event()
+            stopped.set()
 
     async def resume(self) -> None: ...
 
-    async def pull_weights(self, update: WeightUpdate) -> None: ...
+    async def prepare_weights(self, update: WeightUpdate, *, rank: int) -> None: ...
 
-    async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
+    async def update_weights(self, update: WeightUpdate, *, rank: int, mode: PauseMode) -> None:
         await asyncio.sleep(0.05)
         self.version = update.version
 

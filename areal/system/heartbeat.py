@@ -24,7 +24,7 @@ from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
 INTERVAL_S = 1.0
-_MEMORY_INTERVAL = 2
+_MEMORY_INTERVAL = 10
 """Heartbeats between two measurements of the memory, which look at all processes of the machine."""
 _MAX_CHARACTERS = 400
 _log = logging.getLogger(__name__)
