@@ -59,7 +59,6 @@ CASES = {
     "bf16": Case(options={"dtype": "bfloat16"}),
     "checkpointed": Case(options={"gradient_checkpointing": True}),
     "offload": Case(options={"fsdp": {"offload_params": True}}),
-    "compiled": Case(options={"compile": True}),
     "d2": Case("d2"),
     "d2_every": Case("d2", options={"fsdp": {"gradient_sync": "every"}}),
     "d2_gathered_once": Case("d2", options={"fsdp": {"reshard_after_forward": False}}),

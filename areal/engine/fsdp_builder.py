@@ -86,7 +86,7 @@ def build_fsdp_engine(
 
 
 def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh) -> Adapters | None:
-    """What is between construction and sharding, in this order: adapters, tensor plan, checkpointing, compilation."""
+    """What is between construction and sharding, in this order: adapters, tensor plan, checkpointing."""
     if config.optimizer is None:
         hf_model.requires_grad_(False)
     adapters = None if config.lora is None else Adapters(hf_model, config.lora)
@@ -94,9 +94,6 @@ def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: Trainer
         apply_tensor_plan(hf_model, mesh.device_mesh(config.fsdp.shard_size)["tensor"])
     if config.optimizer is not None and config.gradient_checkpointing:
         enable_checkpointing(hf_model, is_selective=config.checkpointing == "selective")
-    if config.compile:
-        for unit in _units(hf_model, config):
-            unit.compile()
     return adapters
 
 

@@ -48,7 +48,6 @@ OPTIONS: dict[str, dict] = {
     "every": {"fsdp": FSDPEngineConfig(gradient_sync="every", reshard_after_forward=False, prefetch_blocks=1)},
     "adam_bf16": {"optimizer": replace(ADAM, type="adam_bf16")},
     "offload": {"fsdp": FSDPEngineConfig(offload_params=True)},
-    "compiled": {"compile": True},
     "critic": {"role": "critic"},
 }
 

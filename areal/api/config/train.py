@@ -112,8 +112,6 @@ class TrainEngineConfig:
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute; as native.head_dtype."""
     logprob_kernel: str = choice("torch", "torch", "liger")
     """Log-probability kernel: torch = blocks of logits, liger = liger-kernel (CUDA only, no entropies)."""
-    compile: bool = option(False, also="verl: actor.use_torch_compile")
-    """Compile each block with torch.compile; needs a C++ compiler on the CPU."""
     grad_reduce_dtype: str = choice("float32", "bfloat16", "float32", relevant=given("optimizer"))
     """Data type of the gradient reduction over ranks."""
     optimizer: OptimizerConfig | None = None
