@@ -221,7 +221,7 @@ def controller_of(
             max_concurrent_rollouts=in_flight, max_head_offpolicyness=max(1, -(-in_flight // batch_size)), canary="off"
         ),
     )
-    rows = PromptStream([{"index": index} for index in range(4096)], seed=1, batch_size=batch_size)
+    rows = PromptStream([{"index": index} for index in range(max(4096, batch_size))], seed=1, batch_size=batch_size)
     return Controller(config, fleet=fleet, workflow=workflow, rows=rows, ledger=Ledger.open(folder), total_steps=steps)
 
 
