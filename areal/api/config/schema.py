@@ -145,11 +145,14 @@ def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
     renamed = [name for name, spec in fields_of(below).items() if key in spec.other_names]
     if renamed:
         return f"{section}.{renamed[0]}" if section else renamed[0]
+    paths = [path for path, _ in leaf_paths(root)]
+    same_name = [path for path in paths if path.rpartition(".")[2] == key]
+    inside = [path for path in same_name if path.startswith(f"{section}.")]
+    if inside:
+        return inside[0]
     siblings = difflib.get_close_matches(key, fields_of(below), n=1, cutoff=0.6)
     if siblings:
         return f"{section}.{siblings[0]}" if section else siblings[0]
-    paths = [path for path, _ in leaf_paths(root)]
-    same_name = [path for path in paths if path.rpartition(".")[2] == key]
     if same_name:
         return same_name[0]
     renamed = [path for path, spec in leaf_paths(root) if key in spec.other_names]
