@@ -158,7 +158,7 @@ class NodeAgent:
     def _check_ports(self, message: Listen | Reach, backend: LocalBackend) -> None:
         try:
             if isinstance(message, Listen):
-                self._send(Reply(id=message.id, port=self._probe.listen(message.address)))
+                self._send(Reply(id=message.id, port=self._probe.open_port(message.address)))
                 return
         except ArealError as error:
             self._send(Reply(id=message.id, error=str(error), code=error.code))

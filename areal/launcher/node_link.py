@@ -134,7 +134,7 @@ class NodeLink:
             for path in paths.root.glob(f"{probe.name}*"):
                 path.unlink()
 
-    def listen(self, address: str) -> int:
+    def open_port(self, address: str) -> int:
         """Accept connections there at a free port, which is returned. An empty address ends it. LaunchError if not."""
         number = next(self._ids)
         return self._answer(wire.Listen(id=number, address=address), number, _START_LIMIT_S).port

@@ -27,7 +27,7 @@ def check_ports(nodes: Mapping[str, tuple[NodeLink, str]]) -> None:
     `nodes`: by name, the agent there and the address on which the processes of the run will listen. Each port is open
     during the check only; nothing is read from its connections.
     """
-    targets = [(name, address, link.listen(address)) for name, (link, address) in nodes.items()]
+    targets = [(name, address, link.open_port(address)) for name, (link, address) in nodes.items()]
     asked = [
         (link, link.send_reach([target for target in targets if target[0] != name], _LIMIT_S))
         for name, (link, _) in nodes.items()
@@ -35,7 +35,7 @@ def check_ports(nodes: Mapping[str, tuple[NodeLink, str]]) -> None:
     for link, number in asked:
         link.await_reached(number, _LIMIT_S)
     for link, _ in nodes.values():
-        link.listen("")
+        link.open_port("")
 
 
 class PortProbe:
@@ -44,7 +44,7 @@ class PortProbe:
     def __init__(self) -> None:
         self._bound: socket.socket | None = None
 
-    def listen(self, address: str) -> int:
+    def open_port(self, address: str) -> int:
         """Accept connections on a free port, which is returned; an empty address ends this and returns 0."""
         if self._bound is not None:
             self._bound.close()

@@ -8,6 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from areal.api.allocation import ParallelDims
 from areal.api.config import (
     GenerationHyperparameters,
     OptimizerConfig,
@@ -163,6 +164,6 @@ def test_the_memory_plan_counts_the_parameters_of_the_adapters(cases, models):
         value.numel() for value in every.lora.adapters.trained().values()
     )
     config = TrainEngineConfig(path="x", dtype="bfloat16", optimizer=OptimizerConfig(), lora=LORA)
-    found = rank_memory([(config, shape)], ranks=1, tokens=64, on_gpu=False)
+    found = rank_memory([(config, shape)], dims=ParallelDims(), tokens=64, on_gpu=False)
     assert (found.gradients, found.optimizer) == (4 * count, 8 * count)
     assert found.weights == 2 * shape.parameters + 4 * count

@@ -38,7 +38,7 @@ def test_a_node_whose_port_accepts_nothing_is_named(nodes, monkeypatch):
     with bind_socket() as closed:  # bound, not listening
         port = closed.getsockname()[1]
         link, _ = nodes["node2"]
-        listen = type(link).listen
+        listen = type(link).open_port
         monkeypatch.setattr(
             type(link),
             "listen",
@@ -61,9 +61,9 @@ def test_a_port_that_does_not_answer_is_named_after_the_limit(monkeypatch):
     """The queue of connections is full: the system then drops requests, as many firewalls do."""
     monkeypatch.setattr(port_check, "BACKLOG", 0)
     probe, calls = PortProbe(), []
-    targets = [("node2", LOOPBACK, probe.listen(LOOPBACK))]
+    targets = [("node2", LOOPBACK, probe.open_port(LOOPBACK))]
     assert unreachable(targets, 1.0, lambda: None) == ""
     found = unreachable(targets, 0.2, lambda: calls.append(1))
     assert "node2" in found
     assert calls
-    assert probe.listen("") == 0
+    assert probe.open_port("") == 0

@@ -5,9 +5,10 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from areal.rollout.controller import BatchUnavailable
 from areal.rollout.share_codec import decode_share
 from tests.rollout import rollout_kit
 
@@ -67,7 +68,11 @@ def play(run, on_stale, num_steps=6, workflow_class=None):
         await controller.close()
         return blobs
 
-    blobs = rollout_kit.run_virtual(main())
+    try:
+        blobs = rollout_kit.run_virtual(main())
+    except BatchUnavailable as error:
+        assume(error.code != "rollout.first_failed")  # the first three episodes have failed: another promise
+        raise
     return ledger.state, [[decode_share(blob) for blob in shares] for shares in blobs]
 
 
