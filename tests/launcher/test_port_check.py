@@ -41,7 +41,7 @@ def test_a_node_whose_port_accepts_nothing_is_named(nodes, monkeypatch):
         listen = type(link).open_port
         monkeypatch.setattr(
             type(link),
-            "listen",
+            "open_port",
             lambda self, address: port if address and self.node == "node2" else listen(self, address),
         )
         with pytest.raises(LaunchError) as error:
