@@ -36,7 +36,7 @@ async def run_environment(
     that the budget of the session ends has the rewards so far, 0 without any. Without an environment the first answer
     without a call ends the dialogue, and it has no reward here.
     """
-    messages = list(await environment.reset(row) if environment is not None else _messages_of(row))
+    messages = list(await environment.reset(row) if environment is not None else first_messages(row))
     schemas, turns = [tool_schema(tool) for tool in tools], dict[str, float]()
     for _ in range(MAX_TURNS):
         options = {"tools": schemas} if schemas else {}
@@ -63,12 +63,14 @@ async def run_environment(
     return {"reward": 0.0, "turns": turns} if environment is not None else None
 
 
-def _messages_of(row: dict[str, Any]) -> list[Message]:
+def first_messages(row: dict[str, Any]) -> list[Message]:
+    """Where no environment gives the first messages: those of the row. ConfigError when it has none."""
     if isinstance(row.get("messages"), list):
         return list(row["messages"])
     if isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
     message = f"a row needs `messages` or `prompt` where no environment gives the first messages, not {sorted(row)}"
+    message += ": set train_dataset.map_fn (docs/data.md)"
     raise ConfigError(message, code="agent.no_messages")
 
 

@@ -76,6 +76,7 @@ Exit status: 0 the run completed, 1 it failed, 2 it could not start as configure
 
 """
 _ORPHANS_LIMIT_S = 10.0
+_NO_PROMPT = "no first prompt: the agent makes its prompts itself (areal rehearse, areal test-workflow show them)\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +205,7 @@ def checked_plan(
         card_bytes, host_bytes = gpu_memory_bytes(), host_memory_bytes()
         problems += memory_problems(config, plan, card_bytes=card_bytes, host_bytes=host_bytes)
     tried = _tried(request, line) if tries_row and not problems else TriedRow()
+    raise_problems(tried.problems)
     if request.dry_run and request.as_json:
         facts = dataclasses.asdict(_public(plan)) | {"first_prompt": tried.prompt, "prompt_tokens": tried.num_tokens}
         sys.stdout.write(json.dumps(facts | {"script_keys": list(request.extras), "problems": problems}) + "\n")
@@ -211,11 +213,12 @@ def checked_plan(
         sys.stdout.write(plan_text(plan, earlier_step_s(RunPaths.of(config)), given_step_s=request.step_s))
         if tried.prompt:
             sys.stdout.write(f"the first prompt ({tried.num_tokens} tokens):\n{tried.prompt}\n")
+        elif isinstance(config, PPOConfig) and config.workflow == "agent" and request.script is None:
+            sys.stdout.write(_NO_PROMPT)
         if request.extras:
             sys.stdout.write(f"keys that only the script reads: {', '.join(request.extras)}\n")
     if problems:
         raise ConfigError("\n  ".join(problems), code="launch.missing_inputs")
-    raise_problems(tried.problems)
     return plan
 
 

@@ -68,8 +68,8 @@ def bytes_text(count: int | None) -> str:
 
 
 def _variables(env: Mapping[str, str]) -> str:
-    """In shell syntax, to start such a server by hand. Secrets are not shown."""
-    shown = {name: value for name, value in public_environment(env).items() if name != AREAL_PROCESS}
+    """In shell syntax, to start such a server by hand. Secrets and PATH are not shown."""
+    shown = {name: value for name, value in public_environment(env).items() if name not in (AREAL_PROCESS, "PATH")}
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items()))
 
 

@@ -15,10 +15,12 @@ from typing import Any, Self
 
 import orjson
 
+from areal.agent.environment import first_messages
+from areal.agent.tool_functions import tool_schema
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigProblem, InputError
-from areal.api.functions import REWARD_FUNCTIONS, FunctionRef
+from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, load_function
 from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.dataset import load_rows
@@ -27,6 +29,7 @@ from areal.fleet.backends import backend_named
 from areal.reward.table import reward_table
 from areal.reward.worker import LoadedReward, parsed_result
 from areal.system.model_shape import context_length
+from areal.workflow.agent import agent_job
 from areal.workflow.registry import build_workflow
 from areal.workflow.scored import ScoredWorkflow
 
@@ -77,9 +80,27 @@ class Trial:
         """The prompt of the row; None when the workflow makes it in its own way."""
         if isinstance(self.workflow, ScoredWorkflow):
             return self.workflow.prompt(self.row)
+        if self.config.workflow == "agent":
+            return self._agent_prompt()
         with suppress(InputError):
             return encode_prompt(self.row, self.tokenizer)
         return None
+
+    def _agent_prompt(self) -> EncodedPrompt | None:
+        """The messages of the row with the tools; None for a program or an environment, which makes its messages.
+
+        ConfigError when a function or class of the agent is missing.
+        """
+        job = agent_job(**self.config.workflow_args)
+        if job is None:
+            return None
+        own = [load_function(ref) for ref in (job.agent, job.environment) if ref is not None]
+        tools = [tool_schema(load_function(ref)) for ref in job.tools]
+        if own or job.command:
+            return None
+        row = {"messages": first_messages(self.row)}
+        thinks = self.config.agent.enable_thinking
+        return encode_prompt(row, self.tokenizer, enable_thinking=thinks, tools=tools)
 
 
 def try_first_row(config: PPOConfig) -> FirstRow:

@@ -336,6 +336,14 @@ def test_the_text_of_a_plan_over_nodes_shows_each_node_with_its_processes_and_fr
     }
 
 
+def test_the_text_of_a_plan_leaves_out_the_search_path_of_programs(tmp_path):
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=8, gpus=tuple("01234567"))])
+    servers = [dataclasses.replace(one, env={**one.env, "PATH": "/home/bin"}) for one in plan.processes]
+    text = plan_text(dataclasses.replace(plan, processes=tuple(servers)), None)
+    assert "/home/bin" not in text
+    assert "CUDA_VISIBLE_DEVICES" in text
+
+
 def test_gpu_hours_need_the_steps_and_the_seconds_of_a_step(tmp_path):
     config = rl_config(tmp_path)
     plan = make_plan(config, [Machine(cores=8, gpus=tuple("01234567"))], num_rows=400)

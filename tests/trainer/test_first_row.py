@@ -15,8 +15,9 @@ from areal.api.config import (
     TrainDatasetConfig,
     ValidDatasetConfig,
 )
+from areal.api.errors import ConfigError
 from areal.trainer import first_row
-from areal.trainer.first_row import try_first_row
+from areal.trainer.first_row import Trial, try_first_row
 from tests.workflow.conftest import CharTokenizer
 
 BROKEN = """
@@ -143,3 +144,46 @@ def test_a_held_out_set_without_the_columns_of_the_reward_is_refused(config_of, 
     (problem,) = try_first_row(config).problems
     assert problem.path == "evaluator.sets.hard, row 0"
     assert [problem.code] == codes_of(config_of(rows=[{"prompt": "2+2=", "solution": "4"}]))
+
+
+AGENT = """
+def stock(item: str) -> str:
+    return "57"
+
+async def run(row, client, session):
+    return 1.0
+"""
+
+
+class ToolTokenizer(CharTokenizer):
+    """A chat template that shows the names of the tools."""
+
+    def apply_chat_template(self, conversation, *, tools=(), **options):
+        return f"{[tool['function']['name'] for tool in tools]}" + super().apply_chat_template(conversation, **options)
+
+
+def agent_prompt(config, row):
+    return Trial(config=config, tokenizer=ToolTokenizer(), workflow=None, row=row).prompt()
+
+
+def test_the_first_prompt_of_tools_is_the_row_with_the_tools_and_other_agents_have_none(config_of, tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text(AGENT)
+    tools = config_of(workflow="agent", workflow_args={"tools": [f"{path}:stock"]})
+    assert agent_prompt(tools, {"prompt": "gdi?"}).text == "['stock']<s>user\ngdi?<e>\n<s>assistant\n"
+    own = config_of(workflow="agent", workflow_args={"agent": f"{path}:run"})
+    assert agent_prompt(own, {"prompt": "gdi?"}) is None
+    command = config_of(workflow="agent", workflow_args={"command": ["true"]})
+    assert agent_prompt(command, {"prompt": "gdi?"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "code"),
+    [("missing", {"prompt": "gdi?"}, "config.bad_reference"), ("stock", {"question": "gdi?"}, "agent.no_messages")],
+)
+def test_a_missing_tool_or_message_of_an_agent_is_found_before_the_start(config_of, tmp_path, name, row, code):
+    (tmp_path / "agent.py").write_text(AGENT)
+    config = config_of(workflow="agent", workflow_args={"tools": [f"{tmp_path / 'agent.py'}:{name}"]})
+    with pytest.raises(ConfigError) as error:
+        agent_prompt(config, row)
+    assert error.value.code == code
