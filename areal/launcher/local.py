@@ -48,11 +48,11 @@ from areal.launcher.preflight import (
     run_lock,
     stored_bytes,
 )
-from areal.launcher.result import facts_text
+from areal.launcher.result import facts_text, goal_text
 from areal.launcher.resume_text import changes_text, how_to_continue, read_tree, saved_tree
 from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import nccl_versions, notices, server_problems
-from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
+from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource, last_record
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
 from areal.system.device import cpu_count, gpu_memory_bytes, host_memory_bytes, visible_gpus
 from areal.system.discovery import NameRegistry, registry_of
@@ -270,8 +270,11 @@ def _launch(request: Launch, cluster: Cluster) -> int:
                 message = f"the launcher cannot write its files and has ended all processes: {cause}"
                 raise LaunchError(message, code="launch.cannot_write") from error
             line.end(None)
+            is_complete = outcome.status == "completed"
+            goal = goal_text(last_record(paths.metrics), config.evaluator, numbers.total_steps) if is_complete else ""
             summary = {
                 "status": outcome.status,
+                "goal_reached": goal,
                 "cause": outcome.cause,
                 "server_error": outcome.server_error,
                 "started_at": started_at,
@@ -289,7 +292,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         if outcome.status == "interrupted" and interruptions.may_wait and config.recover.mode != "disabled":
             line.say(how_to_continue(newest_checkpoint(paths), config.recover.mode, sys.orig_argv))
         _print_summary(request, paths, summary)
-        return _report(outcome, paths, line)
+        return _report(outcome, paths, line, goal)
 
 
 def _print_summary(request: Launch, paths: RunPaths, summary: Mapping[str, Any]) -> int:
@@ -347,8 +350,8 @@ def _run(
     ).run()
 
 
-def _report(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
-    facts = facts_text(outcome.episodes, outcome.alarms)
+def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str) -> int:
+    facts = "; ".join(filter(None, (goal, facts_text(outcome.episodes, outcome.alarms))))
     text, exit_status = {
         "completed": (f"run completed: {paths.root} ({facts})", 0),
         "interrupted": (f"interrupted, all processes have ended: {paths.root} ({facts})", 130),

@@ -305,9 +305,11 @@ def check_not_complete(
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     is_trained = newest is not None and total_steps is not None and step_of(newest) >= total_steps
-    if not is_complete or not (is_trained or (goal and goal == config.evaluator.stop_at)):
+    has_goal = config.evaluator.goals_reached(goal)
+    if not is_complete or not (is_trained or has_goal):
         return ""
-    text = f"the run in {paths.root} is complete: a higher total_train_steps continues it, {_OTHER_WAYS}"
+    way = "a higher evaluator.stop_at, or none," if has_goal and not is_trained else "a higher total_train_steps"
+    text = f"the run in {paths.root} is complete: {way} continues it, {_OTHER_WAYS}"
     if changes:
         raise ConfigError("\n  ".join([text, *changes]), code="launch.earlier_run")
     return text

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal.api.config import EvaluatorConfig
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
 from areal.observe.trackers import StepLines, read_step_lines
 from areal.system.run_paths import RunPaths
@@ -57,6 +59,19 @@ def episodes_of(paths: RunPaths, last_status: Mapping[str, Any] | None) -> dict[
     if found is None or "admitted" not in found:  # an evaluation without training admits none
         return None
     return {name: found[name] for name in EPISODES if name in found}
+
+
+def goal_text(record: Mapping[str, Any] | None, config: EvaluatorConfig, total_steps: int | None) -> str:
+    """Which goals in evaluator.stop_at ended a run before its last step; empty when none did.
+
+    `record`: the last one of the metrics.
+    """
+    record = record or {}
+    rewards = {mode: record.get(f"eval/{mode}/reward", -math.inf) for mode in config.stop_at}
+    if record.get("step") == total_steps or not config.goals_reached(rewards):
+        return ""
+    reached = ", ".join(f"{mode} {rewards[mode]:.3f} >= {goal:g}" for mode, goal in config.stop_at.items())
+    return f"stopped at step {record['step']}: {reached}"
 
 
 def facts_text(episodes: Mapping[str, Any] | None, alarms: list[Alarm]) -> str:

@@ -178,8 +178,9 @@ class Evaluator:
 
     def goal_reached(self, values: dict[str, float]) -> bool:
         """Whether every mode in evaluator.stop_at has reached its reward."""
-        goals = self._config.stop_at
-        return bool(goals) and all(values.get(f"eval/{mode}/reward", -math.inf) >= goal for mode, goal in goals.items())
+        return self._config.goals_reached(
+            {mode: values.get(f"eval/{mode}/reward", -math.inf) for mode in self._config.modes}
+        )
 
 
 def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLength, *, has_valid: bool) -> None:

@@ -52,7 +52,7 @@ class RecoverPoint:
 
     def ends(self, config: BaseExperimentConfig) -> bool:
         """Whether the goal in `config` is reached, so that no step remains."""
-        return bool(self.goal_reached) and self.goal_reached == config.evaluator.stop_at
+        return config.evaluator.goals_reached(self.goal_reached)
 
 
 class RecoverStore:

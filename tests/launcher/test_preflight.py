@@ -1,3 +1,4 @@
+import dataclasses
 import fcntl
 import json
 import os
@@ -10,6 +11,7 @@ import pytest
 
 from areal.api.config import (
     ClusterSpecConfig,
+    EvaluatorConfig,
     OptimizerConfig,
     PPOActorConfig,
     PPOConfig,
@@ -180,6 +182,18 @@ def test_a_complete_run_is_not_trained_again_and_other_options_are_refused(tmp_p
     with pytest.raises(ConfigError) as error:
         check_not_complete(config, paths, total_steps=8, changes=["seed: 1 -> 2"])
     assert error.value.code == "launch.earlier_run"
+
+
+@pytest.mark.parametrize(("goal", "continues"), [(0.97, False), (0.88, False), (0.98, True), (None, True)])
+def test_a_run_that_reached_its_goal_is_complete_for_this_goal_and_lower_ones(tmp_path, goal, continues):
+    paths = RunPaths(tmp_path / "run")
+    evaluator = EvaluatorConfig(stop_at={} if goal is None else {"sampled": goal})
+    config = dataclasses.replace(sft_config(tmp_path), evaluator=evaluator)
+    (paths.recover / "next").mkdir(parents=True)
+    (paths.recover / "next" / "state.json").write_text('{"point": {"goal_reached": {"sampled": 0.97}}}')
+    publish_folder(paths.recover / "next", paths.recover / "step-000008")
+    paths.summary.write_text('{"status": "completed"}')
+    assert (check_not_complete(config, paths, total_steps=9, changes=[]) == "") == continues
 
 
 def test_a_launch_that_ended_before_the_first_episode_may_be_repeated(tmp_path):

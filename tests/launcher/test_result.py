@@ -2,8 +2,8 @@
 
 import json
 
-from areal.api.config import AlarmsConfig
-from areal.launcher.result import RunAlarmLines, episodes_of, facts_text
+from areal.api.config import AlarmsConfig, EvaluatorConfig
+from areal.launcher.result import RunAlarmLines, episodes_of, facts_text, goal_text
 from areal.observe.trackers import JsonlTracker
 from areal.system.run_paths import RunPaths
 from areal.trainer.run_alarms import RunAlarms
@@ -66,3 +66,12 @@ def test_the_last_line_names_failures_rejections_and_alarms(tmp_path):
     paths = RunPaths(tmp_path)
     train(paths, 1, [HIGH] * 3)
     assert "grad_norm" in facts_text(None, RunAlarmLines(paths, steps_done=9).all())
+
+
+def test_a_run_that_a_goal_ended_names_the_step_the_reward_and_the_goal():
+    config, record = EvaluatorConfig(stop_at={"sampled": 0.97}), {"step": 25, "eval/sampled/reward": 0.9766}
+    assert goal_text(record, config, 60) == "stopped at step 25: sampled 0.977 >= 0.97"
+    assert goal_text(record, config, 25) == "", "it was the last step"
+    assert goal_text(record | {"eval/sampled/reward": 0.9}, config, 60) == ""
+    assert goal_text(record, EvaluatorConfig(), 60) == ""
+    assert goal_text(None, config, 60) == ""

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -55,7 +56,11 @@ class EvaluatorConfig(Cadence):
     answer_fn: str = option("", relevant=_GENERATES)
     """Final answer of a completion for the majority vote: number, choice, text or a function; empty = by reward_fn."""
     stop_at: dict[str, float] = section(dict[str, float], relevant=_GENERATES)
-    """End training once the mean reward of every mode listed here reaches its value ({greedy: 0.95}); {} = never."""
+    """End training at these mean rewards by mode ({greedy: 0.95}); {} = never. Use 1000 answers: noise stops early."""
+
+    def goals_reached(self, rewards: Mapping[str, float]) -> bool:
+        """Whether there are goals in stop_at, and `rewards` by mode reach all of them."""
+        return bool(self.stop_at) and all(rewards.get(mode, -math.inf) >= goal for mode, goal in self.stop_at.items())
 
     def problems(self) -> Problems:
         for mode in self.modes:
