@@ -49,7 +49,7 @@ from areal.launcher.preflight import (
     stored_bytes,
 )
 from areal.launcher.result import facts_text, goal_text
-from areal.launcher.resume_text import changes_text, how_to_continue, read_tree, saved_tree
+from areal.launcher.resume_text import changes_text, how_to_continue, keep_changes, read_tree, saved_tree
 from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import nccl_versions, notices, server_problems
 from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource, last_record
@@ -260,9 +260,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         with counted_interruptions() as interruptions, closing(registry_of(config)) as registry:
             try:
-                for change in (
-                    changes_text(before, read_tree(paths.config)) if config.recover.mode != "disabled" else ()
-                ):
+                for change in keep_changes(paths, before) if config.recover.mode != "disabled" else ():
                     line.say(change)
                 outcome = _run(request, cluster, machines, paths, numbers.rows, line, interruptions, secrets, registry)
             except OSError as error:
@@ -272,19 +270,8 @@ def _launch(request: Launch, cluster: Cluster) -> int:
             line.end(None)
             is_complete = outcome.status == "completed"
             goal = goal_text(last_record(paths.metrics), config.evaluator, numbers.total_steps) if is_complete else ""
-            summary = {
-                "status": outcome.status,
-                "goal_reached": goal,
-                "cause": outcome.cause,
-                "server_error": outcome.server_error,
-                "started_at": started_at,
-                "seconds": round(time.monotonic() - began_s, 3),
-                "peak_rss_gib": round(outcome.peak_rss_bytes / 2**30, 4),
-                "exit_codes": outcome.exit_codes,
-                "restarts": outcome.restarts,
-                "episodes": outcome.episodes,
-                "alarms": [dataclasses.asdict(alarm) for alarm in outcome.alarms],
-            }
+            times = {"started_at": started_at, "seconds": round(time.monotonic() - began_s, 3)}
+            summary = _summary(outcome) | times | {"goal_reached": goal}
             try:
                 write_atomic(paths.summary, json.dumps(summary, indent=1).encode())
             except OSError as error:
@@ -293,6 +280,20 @@ def _launch(request: Launch, cluster: Cluster) -> int:
             line.say(how_to_continue(newest_checkpoint(paths), config.recover.mode, sys.orig_argv))
         _print_summary(request, paths, summary)
         return _report(outcome, paths, line, goal)
+
+
+def _summary(outcome: Outcome) -> dict[str, Any]:
+    """How the run ended, JSON-ready."""
+    return {
+        "status": outcome.status,
+        "cause": outcome.cause,
+        "server_error": outcome.server_error,
+        "peak_rss_gib": round(outcome.peak_rss_bytes / 2**30, 4),
+        "exit_codes": outcome.exit_codes,
+        "restarts": outcome.restarts,
+        "episodes": outcome.episodes,
+        "alarms": [dataclasses.asdict(alarm) for alarm in outcome.alarms],
+    }
 
 
 def _print_summary(request: Launch, paths: RunPaths, summary: Mapping[str, Any]) -> int:

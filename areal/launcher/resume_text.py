@@ -1,5 +1,6 @@
 """A run that its user stops and continues: the requests to stop, what would be lost, and what the user reads."""
 
+import json
 import shlex
 import signal
 import tempfile
@@ -15,6 +16,8 @@ from areal.api.config.redaction import public_command
 from areal.launcher.preflight import newest_checkpoint, step_of
 from areal.launcher.status import last_record
 from areal.system.run_paths import RunPaths
+
+_CHANGED = "areal: changed since the earlier run: "
 
 
 class Interruptions:
@@ -80,7 +83,15 @@ def changes_text(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     missing = object()
     names = [name for name in dict.fromkeys([*before, *after]) if name != "recover.mode"] if before else []
     changed = [name for name in names if before.get(name, missing) != after.get(name, missing)]
-    return [
-        f"areal: changed since the earlier run: {name}: {before.get(name, 'unset')} -> {after.get(name, 'unset')}"
-        for name in changed
-    ]
+    return [f"{_CHANGED}{name}: {before.get(name, 'unset')} -> {after.get(name, 'unset')}" for name in changed]
+
+
+def keep_changes(paths: RunPaths, before: Mapping[str, Any]) -> list[str]:
+    """The lines for options that differ from the earlier run. Where it has trained, a file keeps them with its step."""
+    lines, last = changes_text(before, read_tree(paths.config)), last_record(paths.metrics)
+    if lines and last is not None:
+        newest = newest_checkpoint(paths)
+        row = {"step": step_of(newest) if newest else 0, "changes": [line.removeprefix(_CHANGED) for line in lines]}
+        with open(paths.option_changes, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    return lines

@@ -1,6 +1,10 @@
+import json
+
 import yaml
 
-from areal.launcher.resume_text import changes_text, how_to_continue, read_tree
+from areal.launcher.resume_text import changes_text, how_to_continue, keep_changes, read_tree
+from areal.system.durable import publish_folder
+from areal.system.run_paths import RunPaths
 
 COMMAND = ["python", "-m", "areal", "run", "--config", "my file.yaml", "--overwrite", "seed=3"]
 
@@ -32,3 +36,16 @@ def test_without_an_earlier_run_nothing_changed(tmp_path):
     (tmp_path / "broken").write_text("a: [")
     assert read_tree(tmp_path / "none") == read_tree(tmp_path / "broken") == {}
     assert changes_text({}, {"seed": 1}) == []
+
+
+def test_changes_of_a_run_that_has_trained_are_kept(tmp_path):
+    paths = RunPaths(tmp_path)
+    paths.config.write_text("seed: 2")
+    assert keep_changes(paths, {"seed": 1}) == changes_text({"seed": 1}, {"seed": 2})
+    assert not paths.option_changes.exists(), "nothing was trained"
+    paths.metrics.write_text('{"step": 25}\n')
+    (paths.recover / "next").mkdir(parents=True)
+    publish_folder(paths.recover / "next", paths.recover / "step-000025")
+    keep_changes(paths, {"seed": 1})
+    keep_changes(paths, {"seed": 2})
+    assert json.loads(paths.option_changes.read_text()) == {"step": 25, "changes": ["seed: 1 -> 2"]}
