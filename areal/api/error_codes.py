@@ -171,7 +171,7 @@ data.no_datasets_library: A hub dataset or a saved folder needs the `datasets` l
 data.no_rows: A dataset has no usable rows.
     Check its path, split, map_fn and max_length.
 data.no_tokenizer: There is no tokenizer at the given path or hub name, or it cannot be loaded.
-    Correct tokenizer_path, or the model's path.
+    Correct tokenizer_path, or the model's path. If a run makes the folder, such as a warm-up, start that run first.
 data.no_traces: A run folder contains no trace files.
     Run with perf_tracer.enabled=true, or name another folder.
 data.not_found: A dataset file, hub dataset or split does not exist or cannot be loaded.

@@ -15,6 +15,7 @@ from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public
 from areal.api.errors import ConfigError, InputError
 from areal.cli.compare_page import html_page
+from areal.observe.trackers import read_step_lines
 from areal.replay.recorded import read_metrics
 from areal.system.durable import write_atomic
 from areal.system.run_paths import RunPaths, run_folder
@@ -59,6 +60,8 @@ class Comparison:
     """Option -> its value in each run, where they differ; None = it does not have this option."""
     curves: dict[str, list[Curve | None]]
     """Metric -> its curve in each run; None = the run has not recorded it."""
+    changes: dict[str, list[dict[str, Any]]]
+    """Run -> the options that later launches changed: `step` (train steps done before) and `changes`."""
 
 
 def compare(words: Sequence[str]) -> int:
@@ -77,8 +80,12 @@ def compare(words: Sequence[str]) -> int:
         write_atomic(given.html, html_page(found.runs, found.config, _points(found)).encode())
     if given.png is not None:
         _write_png(found, given.png)
-    text = json.dumps(asdict(found), indent=1) if given.json else "\n".join(_lines(found))
-    sys.stdout.write(text + "\n")
+    written = [path for path in (given.html, given.png) if path is not None]
+    if given.json:
+        lines = [json.dumps(asdict(found), indent=1)]
+    else:
+        lines = [f"wrote {path}" for path in written] or _lines(found)
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
@@ -100,7 +107,9 @@ def read_runs(folders: Sequence[Path], patterns: Sequence[str]) -> Comparison:
     curves = {key: [_curve(rows, key) for rows in metrics] for key in dict.fromkeys(chosen)}
     if not curves:
         raise ConfigError(f"no metric matches {', '.join(patterns)}", code="command.no_metric")
-    return Comparison(names, _differences([_options(path) for path in folders]), curves)
+    recorded = [read_step_lines(RunPaths(path).option_changes) for path in folders]
+    changes = {name: lines for name, lines in zip(names, recorded, strict=True) if lines}
+    return Comparison(names, _differences([_options(path) for path in folders]), curves, changes)
 
 
 def _curve(rows: dict[int, dict[str, Any]], key: str) -> Curve | None:
@@ -134,17 +143,21 @@ def _lines(found: Comparison) -> list[str]:
     lines = [f"options that differ: {len(found.config)}"]
     for name, values in found.config.items():
         lines.append(f"  {name}: " + " | ".join(json.dumps(value, default=repr) for value in values))
+    for run, launches in found.changes.items():
+        lines += [f"  {run}: changed after step {one['step']}: {'; '.join(one['changes'])}" for one in launches]
     width = max(map(len, found.runs))
     for metric, curves in found.curves.items():
         shown = [curve.values for curve in curves if curve is not None]
         low, high = min(map(min, shown)), max(map(max, shown))
-        lines += ["", f"{metric} ({low:.4g} to {high:.4g})"]
+        steps = [step for curve in curves if curve is not None for step in curve.steps]
+        first, end = min(steps), max(steps)
+        lines += ["", f"{metric} ({low:.4g} to {high:.4g}), steps {first} to {end}"]
         for name, curve in zip(found.runs, curves, strict=True):
             if curve is None:
                 lines.append(f"  {name:<{width}}  not recorded")
                 continue
             facts = f"last {curve.values[-1]:.4g}, last tenth {curve.tail_mean():.4g}, {len(curve.values)} values"
-            lines.append(f"  {name:<{width}}  {sparkline(curve.values, low, high)}  {facts}")
+            lines.append(f"  {name:<{width}}  {bars_by_step(curve, (first, end), low, high)}  {facts}")
     return lines
 
 
@@ -153,8 +166,27 @@ def sparkline(values: Sequence[float], low: float, high: float, *, width: int = 
     count = min(width, len(values))
     edges = [round(place * len(values) / count) for place in range(count + 1)]
     means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return "".join(_bar(mean, low, high) for mean in means)
+
+
+def bars_by_step(curve: Curve, steps: tuple[int, int], low: float, high: float) -> str:
+    """At most `_WIDTH` bars for the steps from the first to the last one, each the mean of its values.
+
+    Between two steps of the curve its last bar is repeated; where it has not begun or has ended there are spaces.
+    """
+    first, end = steps
+    count, num_steps = min(_WIDTH, end - first + 1), end - first + 1
+    columns: list[list[float]] = [[] for _ in range(count)]
+    for step, value in zip(curve.steps, curve.values, strict=True):
+        columns[(step - first) * count // num_steps].append(value)
+    bars, last = "", max(place for place, values in enumerate(columns) if values)
+    for values in columns[: last + 1]:
+        bars += _bar(math.fsum(values) / len(values), low, high) if values else bars[-1:] or " "
+    return bars.ljust(count)
+
+
+def _bar(value: float, low: float, high: float) -> str:
+    return _BARS[round((value - low) * (len(_BARS) - 1) / (high - low))] if high > low else _BARS[0]
 
 
 def _points(found: Comparison) -> dict[str, list[list[tuple[int, float]]]]:

@@ -52,8 +52,12 @@ def _parse(words: Sequence[str]) -> Question:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--episode", type=int, metavar="N", help="one episode with its history")
     what.add_argument("--step", type=int, metavar="N", help="the batch of a train step, counted from 0")
-    what.add_argument("--best", type=_count, metavar="K", help="the K accepted answers with the highest rewards")
-    what.add_argument("--worst", type=_count, metavar="K", help="the K accepted answers with the lowest rewards")
+    what.add_argument(
+        "--best", type=_count, metavar="K", help="K accepted answers with the highest rewards, one per episode"
+    )
+    what.add_argument(
+        "--worst", type=_count, metavar="K", help="K accepted answers with the lowest rewards, one per episode"
+    )
     what.add_argument("--rejected", action="store_true", help="rejected and failed episodes")
     parser.add_argument("--reason", metavar="TEXT", help="only rejected and failed ones whose reason has TEXT")
     parser.add_argument("--grep", metavar="TEXT", help="only those whose prompt or answer has TEXT")
@@ -125,6 +129,15 @@ def _trajectories(samples: Samples, records: Iterable[EpisodeRecord]) -> Iterato
         yield from ((record, sample) for sample in found or [None])
 
 
+def _first_of_each_episode(found: Iterable[Found]) -> Iterator[Found]:
+    """One answer of each episode: the answers to one row are often alike."""
+    seen = set[int]()
+    for record, sample in found:
+        if record.episode not in seen:
+            seen.add(record.episode)
+            yield record, sample
+
+
 def _limit(question: Question) -> int | None:
     chosen = question.limit or question.best or question.worst
     return chosen or (None if question.episode is not None else _LIMIT)
@@ -140,6 +153,8 @@ def show(words: Sequence[str]) -> int:
         found = (
             entry for entry in found if entry[1] and question.grep in run.tokenizer.decode(list(entry[1].token_ids))
         )
+    if question.best or question.worst:
+        found = _first_of_each_episode(found)
     limit = _limit(question)
     chosen = list(itertools.islice(found, None if limit is None else limit + 1))
     is_more, chosen = limit is not None and len(chosen) > limit, chosen[:limit]

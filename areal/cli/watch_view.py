@@ -60,7 +60,7 @@ def _row(panels: Sequence[Panel], width: int) -> RenderableType:
 
 
 def _head(found: RunView) -> Text:
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text(overflow="fold")
     text.append("/".join(Path(found.run).parts[-2:]), style="bold")
     text.append(f"  {found.state}", style=f"bold {_STATES.get(found.state, 'white')}")
     share = min(1.0, found.step / found.total_steps) if found.total_steps else 0.0
@@ -68,10 +68,10 @@ def _head(found: RunView) -> Text:
     text.append(f"  {'━' * filled}", style="cyan").append("━" * (_BAR - filled), style="bright_black")
     text.append(f" step {found.step}/{found.total_steps or '?'}")
     for name, value in (
+        ("ETA ", _duration(found.eta_s)),
         ("", None if found.step_s is None else f"{found.step_s:.3g} s/step"),
         ("", None if found.tokens_per_s is None else f"{found.tokens_per_s:,.0f} tokens/s"),
         ("trained for ", _duration(found.elapsed_s)),
-        ("ETA ", _duration(found.eta_s)),
     ):
         if value is not None:
             text.append(f"  {name}{value}")

@@ -48,6 +48,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return _load(str(folder), folder / _TOKENIZER_FILE, folder / "tokenizer_config.json")
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         message = f"there is no tokenizer folder {name}: correct tokenizer_path, or the model's path"
+        message += "; if a run makes this folder, such as a warm-up, start that run first"
         raise InputError(message, code="data.no_tokenizer")
     return _load(name, hub_file(name, _TOKENIZER_FILE), hub_file(name, "tokenizer_config.json"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.errors import ConfigError, InputError
-from areal.cli.compare import sparkline
+from areal.cli.compare import Curve, bars_by_step, sparkline
 from areal.cli.main import run_command
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "grpo.yaml"
@@ -47,8 +47,22 @@ def test_the_text_has_a_line_per_run_and_metric(runs, capsys):
     assert run_command(["compare", *runs]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  actor.optimizer.lr: 0.0004 | 0.0008" in lines
-    assert lines[lines.index("rollout/reward (0.1 to 0.9)") + 2].split()[:2] == ["fast", "▁▅█"]
+    assert lines[lines.index("rollout/reward (0.1 to 0.9), steps 1 to 3") + 2].split()[:2] == ["fast", "▁▅█"]
     assert lines[-2].split() == ["slow", "not", "recorded"]
+
+
+def test_the_bars_of_all_runs_have_one_axis_of_steps(runs, capsys):
+    assert bars_by_step(Curve([1, 2], [0.0, 1.0]), (0, 4), 0.0, 1.0) == " ▁█  "
+    assert bars_by_step(Curve([0, 3], [0.0, 1.0]), (0, 4), 0.0, 1.0) == "▁▁▁█ "
+    assert len(bars_by_step(Curve([1000], [2.0]), (1, 1000), 2.0, 2.0)) == 40
+    assert run_command(["compare", *runs]) == 0
+    assert "  slow  ▁▂   last 0.2" in capsys.readouterr().out
+
+
+def test_options_that_changed_during_a_run_are_marked(runs, capsys):
+    Path(runs[0], "option_changes.jsonl").write_text('{"step": 2, "changes": ["seed: 1 -> 2"]}\n')
+    assert run_command(["compare", *runs]) == 0
+    assert "  slow: changed after step 2: seed: 1 -> 2" in capsys.readouterr().out.splitlines()
 
 
 def test_a_long_curve_fits_the_line():
@@ -58,9 +72,10 @@ def test_a_long_curve_fits_the_line():
     assert sparkline([2.0, 2.0], 2.0, 2.0) == "▁▁"
 
 
-def test_the_page_needs_nothing_else(runs, tmp_path):
+def test_the_page_needs_nothing_else(runs, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert run_command(["compare", *runs, "--html", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"wrote {page}"]
     text = page.read_text()
     assert "http" not in text
     assert "<script" not in text

@@ -109,6 +109,7 @@ def test_a_running_run_has_what_it_waits_for_and_an_eta(run, monkeypatch):
         found = watched.look()
         assert (found.state, found.waiting_for, found.tokens_per_s) == ("running", "the trainer", 70.0)
         assert found.eta_s == 18.0
+        assert "ETA 0:00:18" in text_of(found, 80).splitlines()[0]
         assert found.episodes["reasons"] == {"failed: KeyError": 1}
         assert found.processes[0].silent_s is not None
         assert found.processes[0].node == "node-b", "a server that moved is shown where it was planned"
