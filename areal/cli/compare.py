@@ -172,7 +172,7 @@ def sparkline(values: Sequence[float], low: float, high: float, *, width: int = 
 def bars_by_step(curve: Curve, steps: tuple[int, int], low: float, high: float) -> str:
     """At most `_WIDTH` bars for the steps from the first to the last one, each the mean of its values.
 
-    Between two steps of the curve its last bar is repeated; where it has not begun or has ended there are spaces.
+    Between two steps of the curve its last bar is repeated; where it has not started or has ended there are spaces.
     """
     first, end = steps
     count, num_steps = min(_WIDTH, end - first + 1), end - first + 1
