@@ -58,6 +58,17 @@ def _mismatch(*, code: str, value: str, side: Literal["above", "below"], limit: 
 
 ALARM_RULES: tuple[AlarmRule, ...] = (
     AlarmRule(
+        code="alarm.agent_errors",
+        value="`rollout/agent_errors` as a share of the episodes that ended in the last 20 steps, from the third on",
+        side="above",
+        limit=0.02,
+        steps=1,
+        meaning="agents fail in some sessions, and the policy learns only from the others: it may learn to avoid what "
+        "fails, for example a tool call",
+        causes="an exception in the agent, its tools or its environment; a process of an agent that dies",
+        look_at="areal show RUN --reason agent_error; the first failure in summary.json; areal rehearse",
+    ),
+    AlarmRule(
         code="alarm.budget_stops",
         value="`rollout/episode/budget_stops`: share of agents' sessions that used their budget of turns or tokens",
         side="above",
@@ -97,7 +108,7 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         limit=0.02,
         steps=1,
         meaning="episodes fail, and other prompts replace them",
-        causes="an exception in the workflow or the reward function; reward.timeout_s; servers that fail",
+        causes="an exception in the workflow, the agent or the reward function; reward.timeout_s; servers that fail",
         look_at="the reasons in summary.json and in logs/controller.log",
     ),
     _mismatch(

@@ -114,6 +114,8 @@ class TrajectoryGroup:
     """JSON text that is recorded with sessions, for reward functions of a replay (areal.replay.regrade)."""
     rejected: str = ""
     """Why the workflow rejects the episode; the trajectories, if any, stay for readers. Empty = it does not."""
+    agent_error: str = ""
+    """Why the agent failed in the first of the sessions without a reward; empty = it did not fail."""
     turn_ids: list[str] = field(default_factory=list[str])
     """Turns of agents in the trajectories. Accepting the episode adopts them."""
 

@@ -28,7 +28,7 @@ agent.cut_not_invariant: An option of the actor would make the update depend on 
 agent.drift: A request continues an answer whose rendered tokens differ, and agent.on_drift is reject.
     Set agent.on_drift to fork or realign, or have the agent send back messages unchanged.
 agent.failed: No session of an episode has a reward, because the agent raised an error or its process ended.
-    Correct the agent at the line that the message names; `areal test-workflow` runs one episode.
+    Correct the agent, or the rows, as the message says; `areal test-workflow` runs one episode.
 agent.generation_failed: The servers failed to answer a turn of a session.
     Read the message and the logs of the servers.
 agent.invalid_field: A field of a request to a session has a wrong type or value, or is missing.
@@ -532,7 +532,7 @@ weights.update_ended: The servers ended a weight update before the new version w
     Read the logs of controller and servers for the cause.
 
 workflow.episode_rejected: The workflow rejected an episode of an evaluation, for example without a reward.
-    Read the reason; docs/agents.md explains no_reward.
+    Read the reason; docs/agents.md explains agent_error and no_reward.
 workflow.invalid_args: workflow_args has a missing, unknown or invalid argument for the constructor of the workflow.
     Correct the argument that the message names.
 workflow.loss_mask: A loss_mask has values other than 0 and 1, has no 1, or has a 1 at the first token.

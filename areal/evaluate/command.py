@@ -37,10 +37,11 @@ def run_eval(words: Sequence[str]) -> int:
     config = evaluation_config(_requested(given), scores=True)
     if status := _make_answers(config, given):
         return status
-    if not given.dry_run:
-        report = _report(config, given.k)
-        sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n" if given.json else table(report))
-    return 0
+    if given.dry_run:
+        return 0
+    report = _report(config, given.k)
+    sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n" if given.json else table(report))
+    return int(0 < report.num_failed == report.num_answers)
 
 
 def run_generate(words: Sequence[str]) -> int:

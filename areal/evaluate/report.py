@@ -37,6 +37,8 @@ class Report:
 
     correct_reward: float
     results: Sequence[SetResult]
+    first_error: str = ""
+    """Of the first answer that failed, in the order of their keys; empty = none failed."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,17 +47,24 @@ class Report:
     def num_failed(self) -> int:
         return sum(one.failed for one in self.results if not one.source)
 
+    @property
+    def num_answers(self) -> int:
+        """With the failed ones."""
+        return self.num_failed + sum(one.samples for one in self.results if not one.source)
+
 
 def make_report(samples: Iterable[Sample], *, correct_reward: float, ks: Sequence[int] = ()) -> Report:
     """The report of scored samples. `ks`: as in `answer_metrics`; those above the number of samples are left out."""
     groups: dict[tuple[str, str, str], list[list[Sample]]] = {}
+    first_error = ""
     for row in rows_of(samples):
+        first_error = first_error or next((one.error for one in row if one.error), "")
         mode, set_name, source = *row[0].key[:2], row[0].source
         groups.setdefault((mode, set_name, ""), []).append(row)
         if source:
             groups.setdefault((mode, set_name, source), []).append(row)
     results = [_result(*key, rows, correct_reward, ks) for key, rows in sorted(groups.items())]
-    return Report(correct_reward=correct_reward, results=results)
+    return Report(correct_reward=correct_reward, results=results, first_error=first_error)
 
 
 def _result(
@@ -83,9 +92,14 @@ def _result(
 
 
 def table(report: Report) -> str:
-    """A table for each mode, with a line for each set and source. A metric is shown with its standard error."""
+    """A table for each mode, with a line for each set and source. A metric is shown with its standard error. The last
+    line is a warning when answers failed."""
     modes = dict.fromkeys(one.mode for one in report.results)
-    return "\n".join(_table(mode, [one for one in report.results if one.mode == mode]) for mode in modes)
+    text = "\n".join(_table(mode, [one for one in report.results if one.mode == mode]) for mode in modes)
+    if report.num_failed:
+        counts = f"{report.num_failed} of {report.num_answers} answers failed and count in no mean"
+        text += f"warning: {counts}; the first: {report.first_error}\n"
+    return text
 
 
 def _table(mode: str, results: Sequence[SetResult]) -> str:

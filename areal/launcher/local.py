@@ -353,9 +353,11 @@ def _run(
 
 def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str) -> int:
     facts = "; ".join(filter(None, (goal, facts_text(outcome.episodes, outcome.alarms))))
+    first = (outcome.episodes or {}).get("first_failure", "")
+    first = f"; first failure: {first}" if first else ""
     text, exit_status = {
-        "completed": (f"run completed: {paths.root} ({facts})", 0),
-        "interrupted": (f"interrupted, all processes have ended: {paths.root} ({facts})", 130),
+        "completed": (f"run completed: {paths.root} ({facts}{first})", 0),
+        "interrupted": (f"interrupted, all processes have ended: {paths.root} ({facts}{first})", 130),
         "failed": (f"{facts}\nareal: error: run failed: {outcome.cause}", 1),
     }[outcome.status]
     line.say(f"areal: {text}")

@@ -14,8 +14,8 @@ from areal.observe.alarms import Alarm, alarms_text, by_meaning
 from areal.observe.trackers import StepLines, read_step_lines
 from areal.system.run_paths import RunPaths
 
-EPISODES = ("admitted", "running", "waiting", "batched", "consumed", "rejected", "failed", "reasons")
-"""What is known about the episodes of a run: numbers by state, and by reason."""
+EPISODES = ("admitted", "running", "waiting", "batched", "consumed", "rejected", "failed", "reasons", "first_failure")
+"""What is known about the episodes of a run: numbers by state, and by reason; and the first failure."""
 _FIELDS = {field.name for field in dataclasses.fields(Alarm)}
 
 

@@ -150,14 +150,19 @@ def entropy(rows: Sequence[Row]) -> float | None:
     return row.get("actor/entropy")
 
 
-def failed_share(rows: Sequence[Row]) -> float | None:
-    """The share of failed episodes among those that ended; 0 below MIN_FAILURES."""
-    newest = [row for row in rows[-FAILURE_WINDOW:] if "rollout/failed" in row]
-    failed = sum(row["rollout/failed"] for row in newest)
-    ended = failed + sum(row.get("rollout/accepted", 0.0) + row["rollout/rejected"] for row in newest)
-    if not newest or ended == 0:
-        return None
-    return failed / ended if failed >= MIN_FAILURES else 0.0
+def share_of_ended(key: str) -> Measure:
+    """The share of the episodes that `key` counts among those that ended; 0 below MIN_FAILURES."""
+
+    def share(rows: Sequence[Row]) -> float | None:
+        newest = [row for row in rows[-FAILURE_WINDOW:] if key in row]
+        found = sum(row[key] for row in newest)
+        outcomes = ("rollout/accepted", "rollout/rejected", "rollout/failed")
+        ended = sum(row.get(outcome, 0.0) for row in newest for outcome in outcomes)
+        if ended == 0:
+            return None
+        return found / ended if found >= MIN_FAILURES else 0.0
+
+    return share
 
 
 def memory_growth(rows: Sequence[Row]) -> float | None:
@@ -217,9 +222,10 @@ def slowest_replica(rows: Sequence[Row]) -> float | None:
 
 
 MEASURES: dict[str, Measure] = {
+    "agent_errors": share_of_ended("rollout/agent_errors"),
     "effective_sample_size": latest("batch/mismatch/ess_token"),
     "entropy_collapse": entropy,
-    "failed_episodes": failed_share,
+    "failed_episodes": share_of_ended("rollout/failed"),
     "fresh_logprob_gap": fresh_logprob_gap,
     "grad_norm": latest("actor/grad_norm", "grad_norm"),
     "logprob_gap": latest("batch/prox_rollout_gap_abs"),

@@ -308,9 +308,10 @@ class Controller:
             await self._fleet.close()
 
     def episodes(self) -> dict[str, Any]:
-        """The numbers of episodes by state and reason, JSON-ready."""
-        state = self._ledger.state
-        return {"admitted": state.num_admitted, **state.counts_by_name(), "reasons": dict(state.reasons)}
+        """The numbers of episodes by state and reason, and the first failure, JSON-ready."""
+        state, first = self._ledger.state, self._executor.first_failure
+        counts = {"admitted": state.num_admitted, **state.counts_by_name()}
+        return {**counts, "reasons": dict(state.reasons), "first_failure": first}
 
     def status(self) -> dict[str, Any]:
         """The state of the run, JSON-ready."""
@@ -325,7 +326,6 @@ class Controller:
             "catching_up": self._is_catching_up,
             "updating_to": self.weights.updating_to,
             **self.episodes(),
-            "first_failure": self._executor.first_failure,
             "accepted": state.num_accepted,
             "staleness_mean": stats.get("staleness_mean"),
             "staleness_max": stats.get("staleness_max"),

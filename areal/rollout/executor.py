@@ -87,7 +87,7 @@ class Executor:
         self._dropped: list[asyncio.Task[None]] = []  # cancelled; their episodes run again
         self._to_restart = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
         self.first_failure = ""
-        """Id and cause of the first episode that failed in this process; empty = none failed."""
+        """Id and cause of the first episode in this process that failed, or in which an agent failed; empty = none."""
         self._first_failures: dict[int, str] = {}
         self._failed_in_a_row = 0
         self._failing_since_s = 0.0
@@ -171,6 +171,11 @@ class Executor:
             else:
                 if task.cancelling():
                     return  # the workflow ignored the cancellation; the episode runs again
+                if group is not None and group.agent_error:
+                    self._producer.num_agent_errors += 1
+                    failure = f"the agent failed in episode {episode_id}: {group.agent_error}"
+                    _log.warning("%s", failure)
+                    self.first_failure = self.first_failure or failure
                 stats = logged.means() | ({} if group is None else group.stats)
                 stats = {name: float(value) for name, value in stats.items()}
                 self._ended(episode_id, verdict, stats, engine, loop.time() - start_s)

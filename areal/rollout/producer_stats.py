@@ -13,8 +13,8 @@ class ProducerStats:
     def __init__(self) -> None:
         self.generated_tokens = 0
         """Tokens generated since this process started, for training and evaluation."""
-        self.num_accepted = self.num_rejected = self.num_failed = 0
-        """Episodes since the last batch; dropped ones count as rejected."""
+        self.num_accepted = self.num_rejected = self.num_failed = self.num_agent_errors = 0
+        """Episodes since the last batch; dropped ones count as rejected. Those with agent errors did not fail."""
         self._replica_tokens: Counter[str] = Counter()
         self._replica_seconds: defaultdict[str, float] = defaultdict(float)
         self._dropped_lengths: list[int] = []
@@ -41,6 +41,7 @@ class ProducerStats:
             "accepted": float(self.num_accepted),
             "rejected": float(self.num_rejected),
             "failed": float(self.num_failed),
+            "agent_errors": float(self.num_agent_errors),
             "dropped": float(len(self._dropped_lengths)),
         }
         if self.num_accepted + self.num_rejected:
@@ -58,7 +59,7 @@ class ProducerStats:
                 stats[f"replica_tokens_per_s/{name}"] = self._replica_tokens[name] / seconds
         self._replica_tokens.clear()
         self._replica_seconds.clear()
-        self.num_accepted = self.num_rejected = self.num_failed = 0
+        self.num_accepted = self.num_rejected = self.num_failed = self.num_agent_errors = 0
         self._dropped_lengths = []
         return stats
 

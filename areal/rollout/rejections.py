@@ -62,6 +62,11 @@ class Rejections:
 
     @property
     def _advice(self) -> str:
+        agent_errors = sum(count for reason, count in self._reasons.items() if reason.startswith("agent_error"))
+        if 2 * agent_errors > self._reasons.total():
+            return (
+                "To fix this, correct the agent: `areal show RUN --reason agent_error` has its errors and their lines."
+            )
         changes = ["use prompts that the policy solves sometimes, neither always nor never"]
         if self._filter_name:
             changes.append(f"choose a rollout.should_accept_fn that accepts more (now {self._filter_name})")

@@ -1,6 +1,7 @@
 """Finished sessions of one row become a group of trajectories with statistics, or a rejected one."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,6 +17,7 @@ from areal.observe.log import get_logger
 from areal.workflow.scoring import Score
 
 _log = get_logger(__name__)
+_EXCEPTION = re.compile(r"[A-Za-z_]\w*(?=: )")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +89,13 @@ class FinishedSession:
     def is_usable(self) -> bool:
         return self.reward is not None and self.session.counts.generated_tokens > 0
 
+    @property
+    def agent_error(self) -> str:
+        """Why there is no reward, where the cause is the agent: no time-out, used budget or failure of a server."""
+        if self.is_usable or self.outcome.status in ("ok", "timeout") or self.has_ended_well:
+            return ""
+        return "" if self.session.counts.failures else " ".join(self.outcome.message.split())
+
     def facts(self) -> dict[str, Any]:
         """For readers of the journal, JSON-ready."""
         counts = self.session.counts
@@ -123,7 +132,8 @@ class FinishedSession:
 
 
 def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> TrajectoryGroup:
-    """The group of the sessions of one row. Rejected when a session has no reward (agent.missing_reward).
+    """The group of the sessions of one row. Rejected when a session has no reward (agent.missing_reward): with the
+    reason `agent_error` and the kind of error where the agent failed, else `no_reward`.
 
     Raises RewardError when no session has a reward and an agent failed.
     """
@@ -133,9 +143,11 @@ def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> Trajec
             _log.debug("session %s: %s", one.session.session_id, one.outcome.message)
     failed = next((one.outcome for one in found if one.outcome.status in ("error", "unusable", "died")), None)
     if not usable and failed is not None:
-        raise RewardError(f"no session has a reward: the agent failed: {failed.message}", code="agent.failed")
+        raise RewardError(f"no session has a reward: {failed.message}", code="agent.failed")
     least = len(found) if config.missing_reward == "reject" else min(2, len(found))
-    rejected = "no_reward" if len(usable) < least else ""
+    agent_error = next((one.agent_error for one in found if one.agent_error), "")
+    missing = _reason(agent_error) if agent_error else "no_reward"
+    rejected = missing if len(usable) < least else ""
     rows: list[Trajectory] = []
     for number, one in enumerate(usable):
         rows += _trajectories(one, number, config)
@@ -145,9 +157,16 @@ def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> Trajec
         trajectories=rows,
         stats=_stats(found, usable),
         rejected=rejected,
+        agent_error=agent_error,
         turn_ids=[turn_id for one in usable for turn_id in one.session.transcript.turns],
         record=json.dumps({"sessions": [one.recorded() for one in sorted(found, key=lambda one: not one.is_usable)]}),
     )
+
+
+def _reason(agent_error: str) -> str:
+    """Why a group is rejected: the name of the exception, if the message begins with one, without its text."""
+    kind = _EXCEPTION.match(agent_error)
+    return f"agent_error: {kind[0]}" if kind else "agent_error"
 
 
 def _trajectories(one: FinishedSession, number: int, config: AgentConfig) -> list[Trajectory]:

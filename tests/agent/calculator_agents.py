@@ -57,6 +57,13 @@ async def raises(row: dict[str, Any], client: Any, session: Any) -> float:
     raise LookupError("no such page")
 
 
+async def raises_after_two(row: dict[str, Any], client: Any, session: Any) -> float:
+    answer = await ask(row, client)
+    if answer.choices[0].message.content == "2":
+        raise LookupError("no such page")
+    return 1.0
+
+
 async def hangs(row: dict[str, Any], client: Any, session: Any) -> float:
     await ask(row, client)
     await asyncio.Event().wait()

@@ -100,6 +100,24 @@ async def test_an_agent_that_always_fails_fails_its_episode_with_its_line(make) 
     assert "calculator_agents.py" in str(caught.value)
 
 
+@pytest.mark.parametrize(("missing_reward", "rejected"), [("reject", "agent_error: LookupError"), ("leave_out", "")])
+async def test_an_agent_that_fails_in_one_session_is_named_as_the_cause(make, missing_reward, rejected) -> None:
+    answers = iter(["1", "2", "1"])
+    workflow = make("raises_after_two", n_samples=3, missing_reward=missing_reward)
+    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: next(answers)), dict(ROW))
+    assert group.rejected == rejected
+    assert "LookupError: no such page" in group.agent_error
+    assert "calculator_agents.py:" in group.agent_error
+
+
+async def test_a_row_without_messages_names_the_option_that_adds_them(make) -> None:
+    workflow = make(tools=[f"{AGENTS}:calculator"], reward_fn="exact", n_samples=1)
+    with pytest.raises(RewardError, match=r"train_dataset\.map_fn") as caught:
+        await workflow.arun_episode(ScriptedEngine(use_tool), dict(ROW))
+    assert caught.value.code == "agent.failed"
+    assert "the agent" not in str(caught.value)
+
+
 async def test_an_agent_that_hangs_is_cancelled_and_has_no_reward(make) -> None:
     group = await make("hangs", timeout_s=0.3).arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
     assert group.rejected == "no_reward"

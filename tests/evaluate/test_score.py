@@ -112,3 +112,19 @@ def test_the_table_of_an_agent_has_its_turns_and_tool_calls():
     ).splitlines()
     assert head.split()[-4:] == ["tokens", "finished", "num_turns", "tool_calls"]
     assert row.split()[-2:] == ["2", "1"]
+
+
+def test_the_last_line_of_the_table_names_the_failed_answers_and_the_first_error():
+    keys = [SampleKey("sampled", "held_out", row, 0) for row in range(3)]
+    errors = ["", "KeyError: 'itm' (bad.py:28)", "ValueError: 1"]
+    samples = [
+        Sample(key=key, data={}, reward=None if error else 1.0, error=error)
+        for key, error in zip(keys, errors, strict=True)
+    ]
+    report = make_report(samples, correct_reward=1.0)
+    assert (report.num_failed, report.num_answers, report.first_error) == (2, 3, errors[1])
+    last = table(report).splitlines()[-1]
+    assert "warning" in last
+    assert "2 of 3" in last
+    assert errors[1] in last
+    assert "warning" not in table(make_report(samples[:1], correct_reward=1.0))

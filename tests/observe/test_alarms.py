@@ -104,6 +104,16 @@ def test_failures_count_over_twenty_steps_and_from_the_third_on():
     assert first_alarm("failed_episodes", [row_of_episodes(0, 0)]) is None
 
 
+def test_agent_errors_count_among_the_episodes_that_ended():
+    def row(errors, failed=0):
+        return {**row_of_episodes(failed, 100, 50 - failed), "rollout/agent_errors": errors}
+
+    assert first_alarm("agent_errors", [row(3)]) is None  # 3 of 150 are 2%
+    assert first_alarm("agent_errors", [row(4, failed=1)]) == 1
+    assert first_alarm("agent_errors", [row(2)]) is None
+    assert first_alarm("agent_errors", [row_of_episodes(9)] * 3) is None
+
+
 def test_the_eleven_failures_of_fifty_nine_episodes_are_seen():
     rows = [row_of_episodes(2, 8), row_of_episodes(1, 8), row_of_episodes(2, 8), row_of_episodes(6, 24)]
     assert first_alarm("failed_episodes", rows) == 2

@@ -1,5 +1,7 @@
 """An error that every episode repeats ends the run after its first three episodes."""
 
+from dataclasses import replace
+
 import pytest
 
 from areal.api.errors import ServerUnavailable
@@ -56,6 +58,29 @@ async def test_other_failures_do_not_end_the_run(error_of):
     controller = await started(Fails(error_of), ledger)
     assert await controller.next_batch(0, timeout_s=60.0) is not None
     assert not controller.is_over
+    await controller.close()
+
+
+class PartlyFails(rollout_kit.ScriptedWorkflow):
+    """In the episodes of every second row an agent fails in some of the sessions."""
+
+    async def arun_episode(self, engine, data):
+        group = await super().arun_episode(engine, data)
+        assert group is not None
+        if data["index"] % 2:
+            return group
+        return replace(group, agent_error="KeyError: 'itm' (bad.py:28)", rejected="agent_error: KeyError")
+
+
+async def test_an_agent_error_in_some_sessions_is_the_first_failure_and_is_counted():
+    controller = await started(PartlyFails(), rollout_kit.memory_ledger())
+    batch = await controller.next_batch(0, timeout_s=60.0)
+    status = controller.status()
+    assert status["first_failure"].endswith("KeyError: 'itm' (bad.py:28)")
+    assert controller.episodes()["first_failure"] == status["first_failure"]
+    assert status["failed"] == 0
+    assert status["reasons"]["rejected: agent_error: KeyError"] == status["rejected"]
+    assert batch.stats["agent_errors"] == batch.stats["rejected"] >= 1
     await controller.close()
 
 

@@ -35,6 +35,14 @@ def test_the_limit_is_what_one_train_step_may_reject():
     assert "mixed_rewards" in message
 
 
+def test_groups_without_a_reward_because_an_agent_failed_point_at_the_agent():
+    rejections = counts(limit=1)
+    for reason in ("agent_error: KeyError", "agent_error: ValueError", "filter"):
+        rejections.count_rejected(reason)
+    assert "areal show RUN --reason agent_error" in rejections.exceeded_limit()
+    assert "prompts" not in rejections.exceeded_limit()
+
+
 def test_each_train_step_has_its_own_count():
     rejections = counts(limit=3)
     for _ in range(5):

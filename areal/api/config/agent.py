@@ -36,7 +36,7 @@ class AgentConfig:
     turn_discount: float = number(1.0, above=0, high=1)
     """Factor per later turn by which a reward counts for an earlier turn of the session; 1 = all turns alike."""
     missing_reward: str = choice("reject", "reject", "leave_out")
-    """A session without a reward: reject = its episode is rejected as no_reward; leave_out = train on the others."""
+    """A session without a reward: reject = its episode is rejected; leave_out = train on the others."""
     reward_window_s: float = number(0.0, low=0)
     """Seconds that a finished session waits for a reward by POST; 0 = it must come before the agent ends."""
     inline: bool = False
