@@ -16,6 +16,7 @@ BIN := .venv/bin
 TORCH_INDEX ?=
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "areal needs Python 3.11 or newer; choose one: make PYTHON=python3.12 ...")'
+	@echo "installing packages into .venv: some minutes on the first call"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
