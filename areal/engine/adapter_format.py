@@ -11,7 +11,8 @@ from torch import Tensor
 from areal.api.config import TrainEngineConfig
 from areal.api.data import WeightSpec
 from areal.api.errors import InputError
-from areal.engine.lora import Adapters, assign, whole
+from areal.engine.lora import Adapters, assign
+from areal.engine.region import whole_tensor
 from areal.system.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -46,13 +47,13 @@ class PeftAdapter:
     def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Full weights, gathered one by one; a collective. `stored` changes nothing."""
         for name, layer in self.adapters.layers.items():
-            down, up = [whole(layer.lora_A)], [whole(layer.lora_B)]
+            down, up = [whole_tensor(layer.lora_A.detach())], [whole_tensor(layer.lora_B.detach())]
             if layer.start_A is not None and layer.start_B is not None:
-                down, up = [*down, whole(layer.start_A)], [*up, -whole(layer.start_B)]
+                down, up = [*down, whole_tensor(layer.start_A.detach())], [*up, -whole_tensor(layer.start_B.detach())]
             yield f"{PREFIX}{name}{DOWN}", torch.cat(down)
             yield f"{PREFIX}{name}{UP}", torch.cat(up, 1)
         for name, weight in self.adapters.trained_whole().items():
-            yield f"{PREFIX}{name}", whole(weight)
+            yield f"{PREFIX}{name}", whole_tensor(weight.detach())
 
     def weight_specs(self) -> list[WeightSpec]:
         factor = self._rank_factor

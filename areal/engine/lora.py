@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from areal.api.config import LoRAConfig
 from areal.api.config.lora import ALL_LINEAR, is_target
 from areal.api.errors import ConfigError
-from areal.engine.region import local_part
+from areal.engine.region import local_part, whole_tensor
 from areal.engine.sharded_load import seed_of
 from areal.system.adapter_files import is_saved, prefixes, require_targets
 
@@ -82,7 +82,7 @@ class LoRALinear(nn.Linear):
 
     def _product(self, down: Tensor, up: Tensor) -> Tensor:
         """The rows of B A that this rank has of W: B is split as W is, in dimension 0."""
-        return local_part(up) @ whole(down)
+        return local_part(up) @ whole_tensor(down)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -180,12 +180,6 @@ class Adapters:
                 own.copy_(self._set_aside.pop(name))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, without gradients; a collective for such."""
-    detached = tensor.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
-
-
 @torch.no_grad()
 def assign(target: Tensor | None, value: Tensor) -> None:
     """Copy a full tensor into `target`, if there is one; a sharded one gets its part of rank 0's value."""
@@ -206,7 +200,7 @@ def _initial(layer: LoRALinear, config: LoRAConfig, seed: int) -> tuple[Tensor, 
         else:
             nn.init.normal_(down, std=1 / config.rank, generator=generator)
         return down, up
-    weight, rank = whole(layer.weight).float().cpu(), config.rank
+    weight, rank = whole_tensor(layer.weight.detach()).float().cpu(), config.rank
     if config.init == "olora":
         left, right = torch.linalg.qr(weight)
         return right[:rank].contiguous(), left[:, :rank].contiguous()
