@@ -57,21 +57,27 @@ def test_every_key_is_classified_and_the_result_can_start(path, files, tmp_path,
     assert all(option["origin"] for option in report["options"].values())
     unknown = [entry["key"] for entry in report["keys"] if entry["text"] == "no counterpart is known"]
     assert unknown == EXPECTED_UNKNOWN.get(path.stem, [])
-    monkeypatch.setattr(local, "server_problems", lambda *given: [])  # SGLang and vLLM are not installed
-    plan = dry_run(output, monkeypatch)
-    assert plan.num_servers >= 1
+    assert dry_run(output, monkeypatch, tries_row=False).num_servers >= 1
 
 
 EXPECTED_UNKNOWN = {"roll_rlvr": ["advantage_clip"]}
 
 
-def dry_run(path: Path, monkeypatch):
+@pytest.mark.slow  # each starts a process
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_reward_of_each_can_be_called_on_row_0(path, files, tmp_path, capsys, monkeypatch):
+    output, _ = imported(path, files, tmp_path, capsys)
+    assert dry_run(output, monkeypatch, tries_row=True).num_servers >= 1
+
+
+def dry_run(path: Path, monkeypatch, tries_row: bool):
+    monkeypatch.setattr(local, "server_problems", lambda *given: [])  # SGLang and vLLM are not installed
     request = read_command_line(["--config", str(path), "--dry-run"], on_one_machine=False)
     cluster = request.config.cluster
     gpus = tuple(map(str, range(cluster.n_gpus_per_node)))
     machines = [Machine(cores=64, gpus=gpus, host=Host(node=f"n{n}")) for n in range(cluster.n_nodes)]
     monkeypatch.setattr(local, "_nccl_of", lambda *given: None)
-    return checked_plan(request, machines, StatusLine(), tries_row=True)
+    return checked_plan(request, machines, StatusLine(), tries_row=tries_row)
 
 
 def options_of(name: str, files, tmp_path, capsys) -> tuple[dict, dict]:
