@@ -10,6 +10,7 @@ from tests.reward.backends import use_backend
 
 CALLS = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
 CHECK = "def check(candidate):\n    assert abs(candidate(1, 2) - 3) < 1e-6\n"
+pytestmark = pytest.mark.slow  # 180 sandboxes; the fast tier has those of test_code.py
 FORMS = [(["assert add(1, 2) == 3"], {}), (CHECK, {"entry_point": "add"}), (CALLS, {})]
 
 
