@@ -167,6 +167,8 @@ class WeightUpdate:
     path: str = ""
     """disk: the complete checkpoint folder of this version. http: the address where trainer rank 0 serves it; it ends
     with the checksum of the folder. adapter: the folder of a LoRA adapter, whose name is never used again."""
+    mirrors: list[str] = field(default_factory=list[str])
+    """http: addresses of the same folder on servers that have it, asked before `path`. Set by the fleet."""
     master_address: str = ""
     """collective: host of the trainer's store (rank 0 of the update group)."""
     master_port: int = 0

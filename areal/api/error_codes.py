@@ -520,7 +520,7 @@ weights.not_served: A server asked trainer rank 0 for weights that it does not s
     Nothing, when the trainers have just started again; else start all processes with one token.
 weights.not_written: A policy version could not be written to the shared folder.
     Free disk space or correct the permissions of cluster.fileroot.
-weights.pull_failed: A server could not copy weights from trainer rank 0 (weight_update_mode: http).
+weights.pull_failed: A server could not copy weights from trainer rank 0 or another server (weight_update_mode: http).
     Check the network between the machines, and the free space in TMPDIR of the servers.
 weights.transfer_failed: A process did not join the update group, or did not answer in time.
     Read the logs of the servers, and check the network between trainer and servers.

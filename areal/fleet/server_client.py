@@ -191,7 +191,7 @@ class HttpReplica:
 
     async def _pull_weights(self, update: WeightUpdate) -> None:
         """The native server, or the host of a foreign one, copies the folder."""
-        answer = await self._client.post("/pull_weights", {"url": update.path})
+        answer = await self._client.post("/pull_weights", {"url": update.path, "mirrors": update.mirrors})
         self._pulled = (update.path, self._client.parsed(answer, lambda found: str(found["path"])))
 
     async def _folder_of(self, update: WeightUpdate) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -17,6 +18,7 @@ from aiohttp.typedefs import Handler
 from areal.api.errors import ArealError, RequestError, WeightSyncError
 from areal.observe.http_log import HttpLogger
 from areal.system.folder_puller import FolderPuller
+from areal.system.folder_server import PULLED_WEIGHTS, folder_routes
 from areal.system.http_guard import RequestGuard, guarded, read_body
 from areal.system.network import Host, http_address, listen
 from areal.system.threads import in_daemon_thread
@@ -43,6 +45,7 @@ async def gateway(
         app = web.Application(middlewares=[guarded(RequestGuard(token, host), _error)], client_max_size=0)
         puller = FolderPuller(token)
         app.router.add_post("/pull_weights", _pulls(puller, session, token, parts))
+        app.add_routes(folder_routes(puller.offered, PULLED_WEIGHTS, _error))
         app.router.add_route("*", "/{path:.*}", _passes_on(session, server))
         http_log = HttpLogger()
         runner = web.AppRunner(app, access_log=None, logger=http_log, handler_cancellation=True, shutdown_timeout=1.0)
@@ -64,8 +67,8 @@ def _error(status: int, message: str, code: str) -> web.Response:
 def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, parts: Callable[[], list[str]]) -> Handler:
     headers = {"Authorization": f"Bearer {token}"}
 
-    async def pull_by(part: str, url: str) -> str:
-        async with session.post(f"{part}/pull_weights", json={"url": url}, headers=headers) as answer:
+    async def pull_by(part: str, body: dict[str, Any]) -> str:
+        async with session.post(f"{part}/pull_weights", json=body, headers=headers) as answer:
             found = await answer.json()
             if answer.status == 200:
                 return str(found["path"])
@@ -74,10 +77,11 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
 
     async def pull(request: web.Request) -> web.StreamResponse:
         try:
-            url = str(json.loads(await read_body(request))["url"])
+            body = json.loads(await read_body(request))
+            body = {"url": str(body["url"]), "mirrors": [str(mirror) for mirror in body.get("mirrors", ())]}
             others = await asyncio.to_thread(parts)
-            own = asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(url), "pull weights"))
-            folder, *elsewhere = await asyncio.gather(own, *(pull_by(part, url) for part in others))
+            own = asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(**body), "pull weights"))
+            folder, *elsewhere = await asyncio.gather(own, *(pull_by(part, body) for part in others))
             if different := set(elsewhere) - {str(folder)}:
                 text = f"the parts of this server keep weights in {folder} and {', '.join(different)}: set one TMPDIR"
                 raise WeightSyncError(text, code="weights.pull_failed")
@@ -85,7 +89,7 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
             return _error(500, f"another part of this server does not answer: {error}", "weights.pull_failed")
         except ArealError as error:
             return _error(400 if isinstance(error, RequestError) else 500, str(error), error.code)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return _error(400, "the body is not an object with a field url", "weights.invalid_request")
         return web.json_response({"path": str(folder)})
 

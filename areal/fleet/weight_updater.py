@@ -6,7 +6,9 @@ until the health check fails (`CHECK_TIMEOUT_INTERVALS`), and for the others of 
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet
 from areal.fleet.replica_states import Event, Slot, State, Weights, reported
 from areal.observe.log import get_logger
 from areal.system.durable import is_complete
+from areal.system.folder_server import PULLED_WEIGHTS
 
 log = get_logger(__name__)
 
@@ -26,6 +29,8 @@ PAUSE_TIMEOUT_S = 30.0
 """A replica that does not pause or resume within this time is disconnected."""
 PAUSE_MODES: dict[str, PauseMode] = {"interrupt": "abort", "keep": "retract", "keep_cache": "in_place"}
 """By rollout.weight_update."""
+MAX_MIRRORS = 3
+"""Servers that one server asks for weights before it asks the trainer."""
 GROUP_GRACE_S = 1.0
 """Time that the other replicas of an update group get after one failed: the collective seldom completes then."""
 
@@ -275,7 +280,7 @@ class WeightUpdater:
         self._replicas.apply(slot, Event.UPDATE_STARTED, f"installs version {update.version}")
         try:
             async with self._replicas.lateness.timeout(self._config.weight_update_timeout_s):
-                await replica.update_weights(update, rank=rank, mode=self._mode)
+                await replica.update_weights(self._with_mirrors(update, slot), rank=rank, mode=self._mode)
         except RequestError as error:
             if update.kind == "collective" and not replica.has_second_copy:
                 await self._failed_midway(slot, replica, str(error))
@@ -292,6 +297,16 @@ class WeightUpdater:
         slot.version = update.version
         slot.weights = Weights.UNCHECKED if self._config.canary == "on" else Weights.VALID
         self._replicas.apply(slot, Event.UPDATE_DONE)
+
+    def _with_mirrors(self, update: WeightUpdate, joiner: Slot) -> WeightUpdate:
+        """An http update with the servers that have the version already, in random order: the trainer may be busy or
+        away when a server joins late."""
+        if update.kind != "http":
+            return update
+        others = [slot for slot in self._replicas.serving if slot is not joiner and slot.version == update.version]
+        name = update.path.rpartition("/")[2]
+        mirrors = [f"{slot.address}{PULLED_WEIGHTS}/{name}" for slot in random.sample(others, len(others))]
+        return replace(update, mirrors=mirrors[:MAX_MIRRORS])
 
     async def _install_again(self, slots: list[Slot]) -> None:
         """Requests leave replicas that differ from the others. Those that differ for the first time get the folder of

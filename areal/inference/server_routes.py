@@ -23,6 +23,7 @@ from areal.inference.request_parser import RequestLimits, bool_field, check_fiel
 from areal.inference.weight_routes import WeightRoutes
 from areal.observe.log import get_logger
 from areal.system.folder_puller import FolderPuller
+from areal.system.folder_server import PULLED_WEIGHTS, folder_routes
 from areal.system.http_guard import RequestGuard, guarded
 
 _LOG = get_logger(__name__)
@@ -71,6 +72,7 @@ class ServerApp:
             application.router.add_post(path, handler)
         for path, handler in gets.items():
             application.router.add_get(path, handler)
+        application.add_routes(folder_routes(self._puller.offered, PULLED_WEIGHTS, error_response))
         return application
 
     # ---- control

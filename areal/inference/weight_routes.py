@@ -51,8 +51,11 @@ class WeightRoutes:
         }
 
     async def _pull(self, request: web.Request) -> web.StreamResponse:
-        url = text_field(check_fields(await read_json(request), {"url"}), "url")
-        folder = await asyncio.wrap_future(in_daemon_thread(lambda: self._puller.pull(url), "pull weights"))
+        body = check_fields(await read_json(request), {"url", "mirrors"})
+        url, mirrors = text_field(body, "url"), body.get("mirrors", [])
+        if not isinstance(mirrors, list) or any(not isinstance(mirror, str) for mirror in mirrors):
+            raise RequestError("mirrors must be a list of addresses", code="weights.invalid_request")
+        folder = await asyncio.wrap_future(in_daemon_thread(lambda: self._puller.pull(url, mirrors), "pull weights"))
         return json_response({"path": str(folder)})
 
     async def _update_from_disk(self, request: web.Request) -> web.StreamResponse:

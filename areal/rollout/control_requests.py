@@ -151,6 +151,7 @@ def _update_problem(update: WeightUpdate) -> str:
             )
         ),
         "path: a collective update has none": update.is_folder or not update.path,
+        "mirrors: only the fleet knows them": not update.mirrors,
         "path: not an http:// address": update.kind != "http" or update.path.startswith("http://"),
         "replicas: an update from a folder addresses all replicas": not (update.is_folder and update.replicas),
     }

@@ -1,7 +1,8 @@
-"""Copies folders from a `FolderServer` to this machine: continues where a cut transfer stopped, verifies every block.
+"""Copies folders from a `FolderServer`, or from a server that has a copy, to this machine.
 
-A transfer waits for the server at most `_SILENCE_S` at a time, and ends after `_MAX_FAILURES` attempts without a new
-verified block.
+A cut transfer continues where it stopped, from the same server or another one; every block is verified. A transfer
+waits for a server at most `_SILENCE_S` at a time. It leaves a mirror after `_MIRROR_FAILURES` attempts without a new
+verified block, and ends after `_MAX_FAILURES` such attempts with the server of the trainer.
 """
 
 import http.client
@@ -10,7 +11,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from areal.api.errors import RequestError, WeightSyncError
 from areal.system.durable import is_complete, publish_folder
 from areal.system.folder_list import FolderList, ListedFile, new_sum, sum_of
+from areal.system.folder_server import PULLED_WEIGHTS, OfferedFolder
 from areal.system.local_folder import LocalFolder, exclusive
 from areal.system.network import is_trainer, store_prefix
 
@@ -25,14 +27,20 @@ KEPT = 2
 """Folders that stay: the newest, and the one before, which another server of this machine may still read."""
 _NAME = re.compile(r"[A-Za-z0-9_]+-([0-9a-f]{64})")
 _SILENCE_S = 30.0
-_MAX_FAILURES = 8
+_MAX_FAILURES, _MIRROR_FAILURES = 8, 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _POLL_S = 0.05
+_LIST = ".list"
+"""File in a copy: the list by which other servers verify what they copy from here."""
 _READ_BYTES = 2**20
 
 
 class _Cut(Exception):
     """A transfer ended early or a block was wrong; the next attempt continues."""
+
+
+class _NotServed(_Cut):
+    """The server does not have the folder: there is no second attempt with it."""
 
 
 class FolderPuller:
@@ -44,10 +52,13 @@ class FolderPuller:
         self._environ = os.environ if environ is None else environ
         self._lock = threading.Lock()
         self._local: LocalFolder | None = None
+        self._offered: dict[str, OfferedFolder] = {}
+        """The folder that was requested last."""
 
-    def pull(self, url: str) -> Path:
+    def pull(self, url: str, mirrors: Sequence[str] = ()) -> Path:
         """The local copy of the folder at `url`, complete and verified. Processes of one machine share it.
 
+        `mirrors`: addresses of the same folder on other servers of the run, which are asked first.
         RequestError when the address is not one of this run or serves the folder no more; WeightSyncError when the
         transfer does not succeed.
         """
@@ -55,6 +66,7 @@ class FolderPuller:
         if match is None or parts.scheme != "http" or not is_trainer(parts.hostname or "", self._environ):
             message = f"{url[:200]} is no folder of a trainer of this run"
             raise RequestError(message, code="weights.unknown_trainer")
+        usable = [mirror for mirror in mirrors if self._is_copy(mirror, match[0])]
         with self._lock:
             if self._local is None:
                 self._local = LocalFolder(store_prefix(self._token, "pulled weights")[:24])
@@ -62,11 +74,30 @@ class FolderPuller:
             while not is_complete(final):
                 with exclusive(self._local.path / ".pulling") as is_held:
                     if is_held and not is_complete(final):
-                        _Transfer(parts.netloc, match[0], match[1], self._token).run(final)
+                        _Transfer([*usable, url], match[0], match[1], self._token).run(final)
                 if not is_held:
                     time.sleep(_POLL_S)  # another process of this machine pulls it
             _remove_old(self._local.path, final)
         return final
+
+    def _is_copy(self, mirror: str, name: str) -> bool:
+        """Whether an address is that of a folder `name` on a machine of this run."""
+        parts = urlsplit(mirror)
+        is_known = parts.scheme == "http" and is_trainer(parts.hostname or "", self._environ)
+        return is_known and parts.path == f"{PULLED_WEIGHTS}/{name}"
+
+    def offered(self, name: str) -> OfferedFolder | None:
+        """The copy with this name for `folder_routes`; None when it is not here or not complete."""
+        if self._local is None or not _NAME.fullmatch(name) or not is_complete(folder := self._local.path / name):
+            return None
+        if (known := self._offered.get(name)) is None:
+            try:
+                data = (folder / _LIST).read_bytes()
+            except OSError:
+                return None  # it was removed meanwhile
+            known = OfferedFolder(folder, FolderList.from_bytes(data), data)
+            self._offered = {name: known}
+        return known
 
     def close(self) -> None:
         """Remove the copies, unless another process of the run uses them. A pull that runs is not waited for."""
@@ -85,8 +116,9 @@ def _remove_old(root: Path, newest: Path) -> None:
 class _Transfer:
     """One folder."""
 
-    def __init__(self, server: str, name: str, list_sum: str, token: str) -> None:
-        self._server, self._name, self._list_sum = server, name, list_sum
+    def __init__(self, addresses: list[str], name: str, list_sum: str, token: str) -> None:
+        """`addresses`: of the folder, in the order in which they are asked."""
+        self._addresses, self._name, self._list_sum = addresses, name, list_sum
         self._headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity", "Connection": "close"}
         self._failures = 0
 
@@ -94,22 +126,24 @@ class _Transfer:
         partial = final.with_name(f".{final.name}")
         try:
             partial.mkdir(exist_ok=True)
-            listed = self._list()
+            data = self._list()
+            listed = FolderList.from_bytes(data)
             for index, file in enumerate(listed.files):
                 with open(partial / file.name, "ab+") as copy:
                     self._copy(index, file, listed.block_bytes, copy)
+            (partial / _LIST).write_bytes(data)
             publish_folder(partial, final, sum_up=False)
         except OSError as error:
             message = f"the weights cannot be written to {final.parent}: {error.strerror or error}"
             raise WeightSyncError(message, code="weights.pull_failed") from error
 
-    def _list(self) -> FolderList:
+    def _list(self) -> bytes:
         while True:
             try:
                 with self._get("", 0) as answer:
                     data = b"".join(_pieces(answer))
                 if sum_of(data) == self._list_sum:
-                    return FolderList.from_bytes(data)
+                    return data
                 raise _Cut("the list of files has a wrong checksum")
             except _Cut as error:
                 self._failed(error)
@@ -132,16 +166,16 @@ class _Transfer:
                 self._failed(error)
 
     def _get(self, path: str, start: int) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection(self._server, timeout=_SILENCE_S)
+        folder = urlsplit(self._addresses[0])
+        connection = http.client.HTTPConnection(folder.netloc, timeout=_SILENCE_S)
         headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
         try:
-            connection.request("GET", f"/{self._name}{path}", headers=headers)
+            connection.request("GET", f"{folder.path}{path}", headers=headers)
             answer = connection.getresponse()  # it holds the socket
         except (OSError, http.client.HTTPException) as error:
             raise _Cut(str(error) or type(error).__name__) from error
         if answer.status in (401, 403, 404):
-            message = f"{self._server} does not serve {self._name} (status {answer.status})"
-            raise RequestError(message, code="weights.not_served")
+            raise _NotServed(f"{folder.netloc} does not serve {self._name} (status {answer.status})")
         if answer.status != (206 if start else 200) or (
             start and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-")
         ):
@@ -149,11 +183,18 @@ class _Transfer:
         return answer
 
     def _failed(self, error: _Cut) -> None:
-        """Wait before the next attempt; WeightSyncError when it was the last."""
+        """Wait before the next attempt, or turn to the next address; after the last one RequestError when it does not
+        have the folder, else WeightSyncError."""
         self._failures += 1
-        if self._failures >= _MAX_FAILURES:
+        if len(self._addresses) > 1:
+            if isinstance(error, _NotServed) or self._failures >= _MIRROR_FAILURES:
+                self._addresses, self._failures = self._addresses[1:], 0
+                return
+        elif isinstance(error, _NotServed):
+            raise RequestError(str(error), code="weights.not_served") from error
+        elif self._failures >= _MAX_FAILURES:
             text = f"{self._failures} attempts without progress, the last: {error}"
-            message = f"the weights {self._name[:60]} could not be pulled from {self._server}: {text}"
+            message = f"the weights {self._name[:60]} could not be pulled from {self._addresses[0]}: {text}"
             raise WeightSyncError(message, code="weights.pull_failed") from error
         time.sleep(min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S))
 

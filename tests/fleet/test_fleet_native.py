@@ -256,14 +256,17 @@ async def test_disk_http_and_collective_bring_the_same_weights(
     engine.model = make_model(5)
     await asyncio.to_thread(http.publish, 5)
     await check_scores(fleet, engine.model, 5)
+    http.close()
+    assert not [path for path in tmp_path.glob("areal-*/*") if path.name.startswith("published")]
+    (tmp_path / "late").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "late"))  # a machine without a copy
     await native.servers[1].die()
     late = await native.server(1)
     second = fleet._replicas.slots[1]
-    await until(lambda: second.address == late.address and second.state == "serving")  # without the trainer
+    await until(lambda: second.address == late.address and second.state == "serving")  # from the other server
     await check_scores(fleet, engine.model, 5)
     assert all(torch.equal(late.engine.runner.model.state_dict()[n], v) for n, v in engine.model.state_dict().items())
-    http.close()
-    assert not [path for path in tmp_path.glob("areal-*/*") if path.name.startswith("published")]
+    assert list(tmp_path.glob("late/areal-*/*/v000005-*"))
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "keep", "keep_cache"])

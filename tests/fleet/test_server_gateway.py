@@ -177,5 +177,7 @@ async def test_the_gateways_of_all_parts_pull_the_weights(tmp_path, monkeypatch)
         (copy,) = tmp_path.glob("areal-*/*/v000001-*")
         answers.append((200, {"path": str(copy)}))
         assert await pull() == (200, {"path": str(copy)})
-        assert asked == [("/pull_weights", {"url": url}, f"Bearer {TOKEN}")] * 4
+        async with session.get(f"{address}/pulled_weights/{copy.name}/0") as answer:
+            assert (answer.status, await answer.read()) == (200, b"weights")
+        assert asked == [("/pull_weights", {"url": url, "mirrors": []}, f"Bearer {TOKEN}")] * 4
     source.close()

@@ -44,7 +44,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "COMPLETE"}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("COMPLETE", ".list")}
 
 
 class FaultyServer:
@@ -60,7 +60,7 @@ class FaultyServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                parts = self.path.split("/")
+                parts = self.path.removeprefix("/pulled_weights").split("/")
                 assert (parts[1], self.headers["Authorization"]) == (name, "Bearer secret")
                 if len(parts) == 2:
                     self.send(200, faulty.listed.to_bytes(), faulty.listed.to_bytes(), 0)
@@ -146,6 +146,26 @@ def test_a_deleted_folder_is_not_served(source: Path, puller: FolderPuller) -> N
         puller.pull(url)
     assert error.value.code == "weights.not_served"
     server.close()
+
+
+def test_a_copy_comes_from_the_mirrors_while_the_trainer_does_not_answer(
+    source: Path, puller: FolderPuller, faulty: FaultyServer
+) -> None:
+    """The first that has the folder dies after 2345 bytes; the transfer continues there with the next one."""
+    dying, without = FaultyServer(source), FolderServer(Host(), "secret")
+    dying.answer = lambda start, data: b"" if start else data[:2345]
+    name = faulty.url.rpartition("/")[2]
+    closed, foreign = "http://127.0.0.1:9", "http://10.9.9.9:9"
+    bases = [foreign, closed, without.address, *(one.url.rpartition("/")[0] for one in (dying, faulty))]
+    found = puller.pull(f"{closed}/{name}", [f"{base}/pulled_weights/{name}" for base in bases])
+    assert contents(found) == CONTENT
+    assert (dying.starts, faulty.starts) == ([0, 2345], [2345])
+    offered = puller.offered(name)
+    assert offered is not None
+    assert offered.listed == faulty.listed
+    assert puller.offered(name[:-1] + "0") is puller.offered("../" + name) is None
+    dying.close()
+    without.close()
 
 
 def test_a_cut_transfer_continues_where_it_stopped(faulty: FaultyServer, puller: FolderPuller) -> None:
