@@ -122,8 +122,8 @@ class AllocationMode:
 
 
 def check_supported(mode: AllocationMode) -> None:
-    """Raise ConfigError unless this version can launch `mode`: servers + fsdp:dMtKcL (RL), fsdp:dMtKcL alone (SFT), or
-    servers + eval (an evaluation without training).
+    """Raise ConfigError unless this version can launch `mode`: servers + fsdp:dMtKcLeJ (RL), fsdp:dMtKcLeJ alone
+    (SFT), or servers + eval (an evaluation without training).
 
     Servers are native:dN, sglang:dNtK or vllm:dNtK: N servers, each of K devices.
     """
@@ -193,9 +193,9 @@ def _allocation(text: str, part: Part, shares_with: int | None) -> ModelAllocati
     backend = part.backend or ("megatron" if needs_megatron else "fsdp")
     if experts is not None:
         _check_experts(text, part, dims, experts)
-    if backend == "fsdp" and (dims.pp > 1 or dims.ep > 1 or dims.etp > 1):
-        hint = f"write megatron:{dims} or leave out p and e"
-        raise AllocationError(text, part.column, "fsdp has no pipeline and no expert parallelism", hint)
+    if backend == "fsdp" and (dims.pp > 1 or dims.etp > 1):
+        hint = f"write megatron:{dims} or leave out p, and t of experts"
+        raise AllocationError(text, part.column, "fsdp has no pipeline and does not split an expert", hint)
     if dims.world_size % (dims.pp * dims.etp * dims.ep):
         problem = f"{dims.world_size} devices cannot be split into p{dims.pp} x expert t{dims.etp} x e{dims.ep}"
         raise AllocationError(text, part.column, problem, "choose e so that it divides d x c x t")

@@ -13,6 +13,7 @@ from areal.api.config import TrainEngineConfig
 from areal.api.engine import ModelRole
 from areal.api.errors import ConfigError
 from areal.engine.adapter_format import with_values
+from areal.engine.expert_parallel import apply_expert_plan, expert_modules
 from areal.engine.fsdp import FSDPEngine
 from areal.engine.hf_model import enable_checkpointing, fill_model, load_model, resolve_model_folder, shard_units
 from areal.engine.liger_head import require_liger
@@ -62,7 +63,7 @@ def build_fsdp_engine(
     model = _token_model(hf_model, config, role, mesh, outputs)
     model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"
     if is_sharded:
-        _shard(model, config, mesh.device_mesh(config.fsdp.shard_size), compute=compute, stored=stored)
+        _shard(model, config, mesh, compute=compute, stored=stored)
         device = torch.device("cpu") if config.fsdp.offload_params else mesh.device
         fill_model(hf_model, model.form, folder, config, **kind, device=device)
     else:
@@ -92,6 +93,8 @@ def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: Trainer
     adapters = None if config.lora is None else Adapters(hf_model, config.lora)
     if mesh.tensor.size > 1:
         apply_tensor_plan(hf_model, mesh.device_mesh(config.fsdp.shard_size)["tensor"])
+    if mesh.dims.ep > 1:
+        apply_expert_plan(hf_model, mesh.expert_mesh(config.fsdp.shard_size)["expert"])
     if config.optimizer is not None and config.gradient_checkpointing:
         enable_checkpointing(hf_model, is_selective=config.checkpointing == "selective")
     return adapters
@@ -114,14 +117,11 @@ def _token_model(
 
 
 def _shard(
-    model: TokenModel, config: TrainEngineConfig, device_mesh: DeviceMesh, *, compute: torch.dtype, stored: torch.dtype
+    model: TokenModel, config: TrainEngineConfig, mesh: TrainerMesh, *, compute: torch.dtype, stored: torch.dtype
 ) -> None:
-    """Apply FSDP2 to every block, to a critic's head (in float32), and to the rest, which holds a policy's head.
-
-    `device_mesh`: (replicate, shard, tensor).
-    """
-    has_copies = device_mesh.size(0) > 1
-    device_mesh = device_mesh["replicate", "shard"] if has_copies else device_mesh["shard"]
+    """Apply FSDP2 to experts that ranks split, to every block, to a critic's head (in float32), and to the rest, which
+    holds a policy's head."""
+    device_mesh = _sharing(mesh.device_mesh(config.fsdp.shard_size))
     reduce = _DTYPES[config.grad_reduce_dtype]
     policy = MixedPrecisionPolicy(param_dtype=None if compute == stored else compute, reduce_dtype=reduce)
     offload: OffloadPolicy = OffloadPolicy()
@@ -135,6 +135,10 @@ def _shard(
     head = model.model.get_output_embeddings()
     head_weights = [] if head is None else [id(weight) for weight in head.parameters()]
     sharded: list[FSDPModule] = []
+    if mesh.dims.ep > 1:
+        expert_options: dict[str, Any] = options | {"mesh": _sharing(mesh.expert_mesh(config.fsdp.shard_size))}
+        for experts in expert_modules(model.model):
+            fully_shard(experts, mp_policy=policy, **expert_options)
     for unit in _units(model.model, config):
         # the head, and what is tied to it, belong to the outermost unit: they are whole whenever the model runs
         if not any(id(weight) in head_weights for weight in unit.parameters()):
@@ -144,6 +148,12 @@ def _shard(
         fully_shard(model.model.get_submodule("score"), mp_policy=exact, **options)
     fully_shard(model, mp_policy=policy, **options)
     _prefetch(sharded, config.fsdp.prefetch_blocks)
+
+
+def _sharing(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions of (replicate, shard, ...) over which FSDP works."""
+    replicate, shard, _ = mesh.mesh_dim_names or ("", "", "")
+    return mesh[replicate, shard] if mesh.size(0) > 1 else mesh[shard]
 
 
 def _prefetch(blocks: list[FSDPModule], count: int) -> None:

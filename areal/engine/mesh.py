@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal.api.allocation import ParallelDims
 from areal.api.engine import ReduceOp
-from areal.api.errors import LaunchError, ServerUnavailable
+from areal.api.errors import ConfigError, LaunchError, ServerUnavailable
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry
 from areal.system.network import TOKEN_VARIABLE, Host, bind_collectives, listen, required_token, run_token, store_prefix
@@ -65,7 +65,7 @@ class TrainerMesh:
         self._store = store  # rank 0 serves it to the others: it must live as long as the mesh
         self._owns_group = False
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._device_meshes: dict[int, DeviceMesh] = {}
+        self._device_meshes: dict[tuple[int, str], DeviceMesh] = {}
 
     @classmethod
     def open(
@@ -95,18 +95,30 @@ class TrainerMesh:
 
         Each parameter is sharded over `shard_size` data and context ranks (None: all), which hold one copy of it.
         """
+        return self._device_mesh(shard_size, "shard", "tensor", self.dims.tp)
+
+    def expert_mesh(self, shard_size: int | None = None) -> DeviceMesh:
+        """The ranks as (replicate, expert_shard, expert): the experts of each layer are split over the last dimension,
+        and the parameters of the same experts over the second. Neighbouring ranks have different experts."""
+        return self._device_mesh(shard_size, "expert_shard", "expert", self.dims.ep)
+
+    def _device_mesh(self, shard_size: int | None, shard: str, split: str, parts: int) -> DeviceMesh:
+        """`parts`: ranks that split the layers of the model before FSDP splits the parts."""
         sharing = self.dims.dp * self.dims.cp
         size = shard_size or sharing
         if sharing % size:
             raise ValueError(f"copies of {size} ranks do not divide the {sharing} data and context ranks")
-        if size not in self._device_meshes:
+        if size % parts and split == "expert":
+            message = f"e{parts} does not divide the {size} ranks that share the weights: change e or fsdp.shard_size"
+            raise ConfigError(message, code="model.cannot_split")
+        if (size, shard) not in self._device_meshes:
             if self.world_size == 1 and not dist.is_initialized():
                 bind_collectives(Host())
                 self._join(HashStore(), timeout_s=60.0)
-            shape = (sharing // size, size, self.dims.tp)
-            names = ("replicate", "shard", "tensor")
-            self._device_meshes[size] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        return self._device_meshes[size]
+            shape = (sharing // size, size * self.dims.tp // parts, parts)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", shard, split))
+            self._device_meshes[size, shard] = mesh
+        return self._device_meshes[size, shard]
 
     @property
     def context(self) -> RankGroup:

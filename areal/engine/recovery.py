@@ -50,7 +50,7 @@ def save_recovery(final: Path, state: RecoveryState, mesh: TrainerMesh, shard_si
             facts: dict[str, object] = {
                 "format": _FORMAT,
                 "world_size": mesh.world_size,
-                "mesh": {"replicate": copies, "shard": shard_size, "tensor": mesh.dims.tp},
+                "mesh": {"replicate": copies, "shard": shard_size, "tensor": mesh.dims.tp, "expert": mesh.dims.ep},
                 "weights": {name: [list(value.shape), splits_of(value)] for name, value in state.weights.items()},
                 "num_steps": state.num_steps,
             }
@@ -84,6 +84,7 @@ class RecoveryReader:
         self._num_ranks = int(facts["world_size"])
         self.num_steps = int(facts["num_steps"])
         self._sizes: dict[str, int] = facts.get("mesh") or {"replicate": 1, "shard": self._num_ranks, "tensor": 1}
+        self._sizes["expert_shard"] = self._sizes["shard"] // self._sizes.setdefault("expert", 1)
         self._layouts: dict[str, list[Any]] | None = facts.get("weights")
         self._stack = contextlib.ExitStack()
         self._files: dict[int, Any] = {}
@@ -160,7 +161,9 @@ class RecoveryReader:
     def _places(self, rank: int) -> dict[str, int]:
         rest, tensor = divmod(rank, self._sizes["tensor"])
         replicate, shard = divmod(rest, self._sizes["shard"])
-        return {"replicate": replicate, "shard": shard, "tensor": tensor}
+        expert_shard, expert = divmod(shard, self._sizes["expert"])
+        places = {"replicate": replicate, "shard": shard, "tensor": tensor}
+        return places | {"expert_shard": expert_shard, "expert": expert}
 
     def _file(self, rank: int) -> Any:
         if rank not in self._files:

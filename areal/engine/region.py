@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 Region = tuple[slice, ...]
 Splits = tuple[tuple[str, int], ...]
-"""(dimension of the mesh, dimension of the tensor that it splits), in the order of splitting: tensor ranks split a
-weight first, the data and context ranks split the part of each."""
+"""(dimension of the mesh, dimension of the tensor that it splits), in the order of splitting: tensor or expert ranks
+split a weight first, the data and context ranks split the part of each."""
 
 
 def splits_of(tensor: Tensor) -> Splits:
@@ -23,7 +23,7 @@ def splits_of(tensor: Tensor) -> Splits:
         for name, placement in zip(names, tensor.placements, strict=True)
         if not isinstance(placement, Replicate)
     ]
-    return tuple(sorted(found, key=lambda split: split[0] != "tensor"))
+    return tuple(sorted(found, key=lambda split: split[0] not in ("tensor", "expert")))
 
 
 def region_in(shape: Sequence[int], splits: Splits, sizes: Mapping[str, int], places: Mapping[str, int]) -> Region:

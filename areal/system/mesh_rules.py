@@ -17,6 +17,8 @@ def mesh_problem(shape: ModelShape, dims: ParallelDims) -> str | None:
             f"{shape.family} models have no tensor-parallel plan (t{dims.tp}), only {', '.join(TENSOR_FAMILIES)}: "
             "leave t out"
         )
+    if dims.ep > 1 and (problem := _expert_problem(shape, dims)):
+        return problem
     counts = {
         "attention heads": shape.heads,
         "key and value heads": shape.kv_heads,
@@ -30,6 +32,18 @@ def mesh_problem(shape: ModelShape, dims: ParallelDims) -> str | None:
         works = [size for size in range(1, heads + 1) if heads % size == 0]
         each = f"{heads} attention heads" + (" of a tensor rank" if dims.tp > 1 else "")
         return f"c{dims.cp} does not divide the {each}: use {_sizes('c', works)}"
+    return None
+
+
+def _expert_problem(shape: ModelShape, dims: ParallelDims) -> str | None:
+    if not shape.experts:
+        return f"{shape.family} models have no experts (e{dims.ep}): leave e out"
+    if dims.tp > 1:
+        return f"experts and tensors cannot both be split (e{dims.ep}, t{dims.tp}): leave t out"
+    if shape.experts % dims.ep:
+        ranks = dims.dp * dims.cp
+        works = [size for size in range(1, ranks + 1) if ranks % size == 0 and shape.experts % size == 0]
+        return f"e{dims.ep} does not divide the {shape.experts} experts of a layer: use {_sizes('e', works)}"
     return None
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts of a layer in config.json."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -31,7 +34,7 @@ class ModelShape:
             found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
             kind = str(found.get("model_type", ""))
             heads = int(found["num_attention_heads"])
-            experts = int(found.get("num_experts") or found.get("num_local_experts") or 0)
+            experts = int(next((found[name] for name in _EXPERTS if found.get(name)), 0))
             width = found.get("moe_intermediate_size") if experts else None
             return cls(
                 family=kind,

@@ -18,6 +18,8 @@ from areal.api.errors import ConfigError
         ("d2p2", "megatron:d2p2", 4),
         ("d4e2", "megatron:d4e2", 4),
         ("fsdp:d2c2", "fsdp:d2c2", 4),
+        ("fsdp:d4e2", "fsdp:d4e2", 4),
+        ("fsdp:(attn:d4|ffn:d2e2)", "fsdp:d4e2", 4),
         ("[actor]:d2", "fsdp[actor]:d2", 2),
         ("native:d2+fsdp:d1", "native:d2+fsdp:d1", 3),
         (" native : d 2 + fsdp : d1 ", "native:d2+fsdp:d1", 3),
@@ -100,9 +102,9 @@ def test_expert_layers_fold_over_the_same_devices() -> None:
         ("native:d1+fsdp:d1+fsdp:d1", 1, "with three or more parts each needs one"),
         ("d4+d4", 1, "two trainers without backend need names"),
         ("fsdp[a]:d1+fsdp[a]:d2", 12, "'a'"),
-        ("fsdp:d4p2", 1, "fsdp has no pipeline and no expert parallelism; write megatron:d4p2"),
-        ("fsdp:d4e2", 1, "fsdp has no pipeline and no expert"),
-        ("fsdp:(attn:d4|ffn:d2t2)", 1, "fsdp has no pipeline and no expert"),
+        ("fsdp:d4p2", 1, "fsdp has no pipeline and does not split an expert; write megatron:d4p2"),
+        ("fsdp:d4e3", 1, "choose e so that it divides d x c x t"),
+        ("fsdp:(attn:d4|ffn:d2t2)", 1, "does not split an expert"),
         ("megatron:d3e2", 1, "3 devices cannot be split"),
         ("megatron:d2p2e4", 1, "4 devices cannot be split"),
         ("attn:d2c2|ffn:e4", 1, "d2 x e4"),
@@ -187,9 +189,9 @@ def parts(draw, name: str, world: int) -> ModelAllocation:
     cp, ep, etp = 1, 1, 1
     if backend in ("fsdp", "megatron"):
         cp = draw(st.sampled_from([size for size in (1, 2) if world // tp // pp % size == 0]))
-    if backend == "megatron":
+    if backend in ("fsdp", "megatron"):
         ep = draw(st.sampled_from([size for size in (1, 2, 4) if world // pp % size == 0]))
-        if not name:
+        if not name and backend == "megatron":
             etp = draw(st.sampled_from([size for size in (1, 2) if world // pp // ep % size == 0]))
     dims = ParallelDims(dp=world // tp // pp // cp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
     return ModelAllocation(backend=backend, name=name, parallel=dims)

@@ -3,6 +3,7 @@
 The two ranks run this file through runpy with `RANK` and `FOLDER` set; tests load it as a module.
 """
 
+import copy
 import json
 from dataclasses import replace
 from functools import partial
@@ -51,8 +52,8 @@ LORA = LoRAConfig(rank=3, alpha=4, init="pissa", modules_to_save=["norm"])
 
 def write_models(folder: Path) -> None:
     """qwen2: tied embeddings, biases, grouped heads; qwen3: untied, norms on q and k; llama: plain. Experts, three of
-    them so that two shards are uneven: qwen3_moe; mixtral: stored under other names; deepseek_v3: latent attention, a
-    dense block and a shared expert."""
+    them so that two shards are uneven: qwen3_moe; mixtral, of four: stored under other names; deepseek_v3: latent
+    attention, a dense block and a shared expert."""
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 16,
@@ -71,8 +72,8 @@ def write_models(folder: Path) -> None:
         "qwen3_moe": Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**shape, head_dim=8, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8)
         ),
-        "mixtral": MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=3, sliding_window=None)),
-        "deepseek_v3": DeepseekV3ForCausalLM(_deepseek(shape)),
+        "mixtral": MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, sliding_window=None)),
+        "deepseek_v3": DeepseekV3ForCausalLM(deepseek(shape, num_experts=3)),
     }
     for name, model in models.items():
         with torch.no_grad():
@@ -82,11 +83,11 @@ def write_models(folder: Path) -> None:
         (folder / name / "tokenizer.json").write_text("{}")
 
 
-def _deepseek(shape: dict[str, int]) -> DeepseekV3Config:
+def deepseek(shape: dict[str, int], *, num_experts: int) -> DeepseekV3Config:
     attention = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-    experts = {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    experts = {"n_routed_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     own = shape | {"num_key_value_heads": 4}
-    return DeepseekV3Config(**own, **attention, **experts, n_group=1, topk_group=1)
+    return DeepseekV3Config(**own, **attention, **experts, first_k_dense_replace=1, n_group=1, topk_group=1)
 
 
 def make_batch(lengths: list[int] = LENGTHS, seed: int = 0) -> TrainBatch:
@@ -164,8 +165,10 @@ VARIANTS = {
     "bf16": {"dtype": "bfloat16"},
     "lora": {"lora": LORA, "gradient_checkpointing": True},
     "lora_bf16": {"lora": LORA, "dtype": "bfloat16"},
+    "expert_ranks": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=14), "gradient_checkpointing": True},
 }
-ON_TWO_RANKS = [*product(("qwen2", "qwen3"), VARIANTS), ("qwen3_moe", "plain"), ("deepseek_v3", "checkpointed")]
+SPARSE = [("qwen3_moe", "plain"), ("deepseek_v3", "checkpointed"), ("mixtral", "expert_ranks")]
+ON_TWO_RANKS = [*product(("qwen2", "qwen3"), list(VARIANTS)[:-1]), *SPARSE]
 """(model, variant)"""
 
 
@@ -173,8 +176,10 @@ def two_rank_scenarios(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
     """Everything both ranks do; tensors go to files in `folder`, the rest is returned."""
     models, batch = folder / "models", make_batch()
     facts: dict[str, object] = {"world_size": mesh.world_size}
+    split = copy.copy(mesh)
+    split.dims = replace(mesh.dims, ep=2)
     for model, variant in ON_TWO_RANKS:
-        engine = make_engine(models / model, mesh, **VARIANTS[variant])
+        engine = make_engine(models / model, split if variant == "expert_ranks" else mesh, **VARIANTS[variant])
         mine = share_of(batch, mesh)
         outputs = engine.forward(mine)
         save_file({"logprobs": outputs.logprobs}, folder / f"forward-{model}-{variant}-{mesh.rank}")

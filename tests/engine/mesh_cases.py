@@ -10,16 +10,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV3ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from areal.api.allocation import ParallelDims
@@ -70,6 +75,11 @@ def write_models(folder: Path) -> None:
         "llama": LlamaForCausalLM(LlamaConfig(**shape, **biased, tie_word_embeddings=False)),
         "mistral": MistralForCausalLM(MistralConfig(**shape, head_dim=8, sliding_window=None)),
         "gemma": GemmaForCausalLM(GemmaConfig(**shape, head_dim=8)),
+        "qwen3_moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**shape, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+        ),
+        "mixtral": MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, sliding_window=None)),
+        "deepseek_v3": DeepseekV3ForCausalLM(cases.deepseek(shape, num_experts=4)),
     }
     for name, model in models.items():
         with torch.no_grad():
@@ -175,6 +185,10 @@ MESHES = {
     "c4": Mesh(ParallelDims(cp=4)),
     "hsdp2x2": Mesh(ParallelDims(dp=4), shard_size=2),
     "hsdp2t2": Mesh(ParallelDims(dp=2, tp=2), shard_size=1),
+    "d2e2": Mesh(ParallelDims(dp=2, ep=2)),
+    "d4e2": Mesh(ParallelDims(dp=4, ep=2)),
+    "d2c2e4": Mesh(ParallelDims(dp=2, cp=2, ep=4)),
+    "hsdp2x2e2": Mesh(ParallelDims(dp=4, ep=2), shard_size=2),
     "d4t2c2": Mesh(ParallelDims(dp=4, tp=2, cp=2)),
 }
 

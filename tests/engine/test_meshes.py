@@ -16,10 +16,11 @@ from tests.rank_processes import run_ranks
 
 FAMILIES = [f"{family}-plain" for family in ("qwen3", "qwen2", "llama", "mistral", "gemma")]
 OPTIONS = [f"qwen3-{name}" for name in ("checkpointed", "selective", "kept_on_cpu", "rich", "critic", "every", "bf16")]
+EXPERTS = [f"{family}-plain" for family in ("qwen3_moe", "mixtral", "deepseek_v3")]
 CASES = {
-    "d1": ["qwen3-plain", "qwen3-selective", "qwen3-kept_on_cpu", "qwen3-offload", "qwen3-bf16"],
-    "d2": ["qwen3-plain", "qwen2-rich", "qwen3-every"],
-    "d4": ["qwen3-plain", "qwen3-micro"],
+    "d1": ["qwen3-plain", "qwen3-selective", "qwen3-kept_on_cpu", "qwen3-offload", "qwen3-bf16", *EXPERTS],
+    "d2": ["qwen3-plain", "qwen2-rich", "qwen3-every", *EXPERTS, "qwen3_moe-checkpointed"],
+    "d4": ["qwen3-plain", "qwen3-micro", "qwen3_moe-plain"],
     "t2": [*FAMILIES, *OPTIONS, "qwen2-rich", "qwen3-offload"],
     "c2": [*FAMILIES, *OPTIONS, "qwen2-rich"],
     "c4": ["qwen3-plain", "qwen2-checkpointed"],
@@ -29,6 +30,10 @@ CASES = {
     "hsdp2x2": ["qwen3-plain", "qwen2-micro", "qwen3-every", "qwen3-adam_bf16"],
     "hsdp2t2": ["qwen3-plain"],
     "d4t2c2": ["qwen3-plain"],
+    "d2e2": [*EXPERTS, "qwen3_moe-checkpointed", "qwen3_moe-selective", "qwen3_moe-every", "qwen3_moe-bf16"],
+    "d4e2": [*EXPERTS, "qwen3_moe-micro"],
+    "d2c2e4": ["qwen3_moe-plain", "deepseek_v3-plain"],
+    "hsdp2x2e2": ["qwen3_moe-plain"],
 }
 """Mesh -> models and options."""
 CHANGING = ("rich", "critic", "bf16", "adam_bf16")
