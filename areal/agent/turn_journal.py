@@ -40,10 +40,6 @@ class TurnJournal:
     def delivered(self, turn_ids: Sequence[str]) -> None:
         self._write({"event": "delivered", "turns": turn_ids})
 
-    def ended(self, session_id: str, facts: dict[str, Any]) -> None:
-        """A session ended. For readers only."""
-        self._write({"event": "ended", "session": session_id, **facts})
-
     def _write(self, event: dict[str, Any]) -> None:
         os.write(self._file, orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
         self._num_written += 1

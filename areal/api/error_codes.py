@@ -381,6 +381,8 @@ replay.no_run: The folder is not that of a run that trained on rollouts.
     Name the folder of a run with a ledger and at least one train step.
 replay.no_such_step: The run has no batches or checkpoint at the given step.
     Choose a step that the message names.
+replay.old_record: An episode of an agent does not record the dialogues of its sessions, which reward functions get.
+    An earlier version of areal made the run: replay it with that version, or without new reward functions.
 replay.other_weights: The initial model differs from that of the run.
     Restore the old model, or use --from-checkpoint STEP.
 replay.override: An override has no effect in a replay, or would need other data.

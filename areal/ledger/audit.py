@@ -16,8 +16,9 @@ from areal.ledger.audit_report import AuditReport, listed
 from areal.ledger.audit_rules import AuditRules
 from areal.ledger.event_files import LedgerReader, PayloadReader, open_reader, payload_path
 from areal.ledger.kept import kept_names, read_kept
-from areal.ledger.payload import EpisodeColumns, read_columns
+from areal.ledger.payload import EpisodeColumns, to_columns
 from areal.ledger.reading_progress import Progress
+from areal.ledger.session_columns import session_columns
 from areal.ledger.state import FAILED, REJECTED, Event, LedgerState
 from areal.ledger.turn_audit import TurnRules
 
@@ -62,9 +63,9 @@ class _Audit:
     def take(self, event: Event) -> None:
         max_version = None
         if event.get("event") == "accepted":
-            columns = None if self.payloads is None else self._payload(self.payloads, event)
+            columns, record = (None, "") if self.payloads is None else self._payload(self.payloads, event)
             max_version = None if columns is None else self._check_payload(event, columns)
-            self.turns.accepted(event, columns)
+            self.turns.accepted(event, columns, record)
         self.rules.take(self.num_events, event, max_version=max_version)
         if not self.refusal:
             try:
@@ -73,19 +74,25 @@ class _Audit:
                 self.refusal = f"a controller would refuse event {self.num_events}: {error}"
         self.num_events += 1
 
-    def _payload(self, payloads: PayloadReader, event: Event) -> EpisodeColumns | None:
-        """The trajectories of an accepted episode; None when they cannot be read, which is a finding."""
+    def _payload(self, payloads: PayloadReader, event: Event) -> tuple[EpisodeColumns | None, str]:
+        """The trajectories of an accepted episode, and what its workflow recorded of its sessions.
+
+        None when they cannot be read, which is a finding.
+        """
         try:
-            return read_columns(payloads, event)
+            segment, offset, size = event["payload"]
+            payload = payloads.read((segment, offset, size))
+            columns, sessions = to_columns(event["id"], payload), session_columns(payload)
+            return columns, "" if sessions is None else sessions.record
         except LedgerError as error:
-            segment: int = event["payload"][0]
+            segment = event["payload"][0]
             if payload_path(self.folder, segment).exists():
                 self.rules.report.violate("payload", f"episode {event['id']}: {error}", episodes=[event["id"]])
             else:
                 self.missing.setdefault(segment, []).append(event["id"])
         except (KeyError, TypeError, ValueError, IndexError):
             pass  # AuditRules reports a malformed event
-        return None
+        return None, ""
 
     def _check_payload(self, event: Event, columns: EpisodeColumns) -> int | None:
         """Compare the event with its payload. Returns the newest version of its tokens."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from areal.api.errors import LedgerError
 from areal.data.prompt_stream import PromptStream, row_stream
@@ -17,7 +16,7 @@ from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.kept import read_kept
 from areal.ledger.payload import payload_head, reward_parts, to_columns
 from areal.ledger.reading_progress import Progress
-from areal.ledger.session_columns import session_columns
+from areal.ledger.session_columns import recorded_sessions, session_columns
 from areal.ledger.state import Event
 
 
@@ -187,7 +186,7 @@ def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
     names = payload_head(payload).reward_names
     parts = reward_parts([payload], names)
     sessions = session_columns(payload)
-    recorded = _recorded("" if sessions is None else sessions.record)
+    recorded = [] if sessions is None else recorded_sessions(sessions.record)
     numbers: list[int] = [] if sessions is None else sessions.sessions.tolist()
     samples: list[Sample] = []
     end = 0
@@ -211,9 +210,3 @@ def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
             )
         )
     return samples
-
-
-def _recorded(record: str) -> list[Mapping[str, Any]]:
-    """The sessions of an agent in the text that its workflow recorded; those without trajectories are last."""
-    found: list[Mapping[str, Any]] = orjson.loads(record).get("sessions", []) if record else []
-    return found

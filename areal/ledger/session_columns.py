@@ -1,10 +1,11 @@
 """Columns that few payloads have: which trajectories are one session, the order of its answers, temperatures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.ledger.payload import (
@@ -52,6 +53,12 @@ def session_columns(payload: bytes) -> SessionColumns | None:
     text = start + integers.nbytes + rewards.nbytes + 4
     end = len(payload) - (4 * t if has_temperatures(payload) else 0)
     return SessionColumns(integers[:n], integers[n:], rewards, payload[text:end].decode())
+
+
+def recorded_sessions(record: str) -> list[Mapping[str, Any]]:
+    """The sessions of an agent in the text that its workflow recorded; those without trajectories are last."""
+    found: list[Mapping[str, Any]] = orjson.loads(record).get("sessions", []) if record else []
+    return found
 
 
 def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:

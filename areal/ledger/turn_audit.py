@@ -1,11 +1,11 @@
 """The rules of an audit for the turns of agents: each is sampled once, and trained on once or never.
 
 The journal of turns (areal.agent.turn_journal) has their stages intent, generated and delivered; the event `accepted`
-of the ledger adopts the turns of its episode, and its payload has their tokens.
+of the ledger adopts the turns of its episode, and its payload has their tokens and the facts of their sessions.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import orjson
 from areal.api.data import tokens_checksum
 from areal.ledger.audit_report import AuditReport
 from areal.ledger.payload import EpisodeColumns
+from areal.ledger.session_columns import recorded_sessions
 from areal.ledger.state import Event
 
 
@@ -32,6 +33,8 @@ class _Adoption:
     turns: list[str]
     spans: list[_Generated] | None
     """The runs of trained tokens in its payload; None = the payload was not read."""
+    overwritten: int | None
+    """Generated tokens that its transcripts overwrote (agent.on_drift: realign); None = not recorded."""
 
 
 @dataclass(slots=True)
@@ -43,14 +46,15 @@ class TurnRules:
     _intended: set[str] = field(default_factory=set[str])
     _generated: dict[str, _Generated] = field(default_factory=dict[str, _Generated])
     _delivered: set[str] = field(default_factory=set[str])
-    _overwritten: dict[str, int] = field(default_factory=dict[str, int])
-    """Session -> generated tokens that its transcript overwrote (agent.on_drift: realign)."""
 
-    def accepted(self, event: Event, columns: EpisodeColumns | None) -> None:
-        """Take an `accepted` event, with its payload where that was read."""
+    def accepted(self, event: Event, columns: EpisodeColumns | None, record: str) -> None:
+        """Take an `accepted` event, with its trajectories and the record of its sessions where they were read."""
         if turns := event.get("turns"):
             spans = None if columns is None else list(_trained_spans(columns))
-            self._adoptions.append(_Adoption(episode=event["id"], turns=list(turns), spans=spans))
+            overwritten = _num_overwritten(record, turns)
+            self._adoptions.append(
+                _Adoption(episode=event["id"], turns=list(turns), spans=spans, overwritten=overwritten)
+            )
 
     def check(self, report: AuditReport, folder: Path) -> None:
         """Add what breaks a rule to `report`. `folder`: that of the journal, which a run without agents does not have.
@@ -89,10 +93,8 @@ class TurnRules:
             case {"event": "delivered", "turns": [*turns]}:
                 for turn in turns:
                     self._delivered.add(turn)
-            case {"event": "ended", "session": str(session), "overwritten": int(count)}:
-                self._overwritten[session] = count
             case {"event": "ended"}:
-                pass  # of a version of areal that did not count them
+                pass  # of an earlier version: the payload has the facts of a session
             case _:
                 report.violate("form", f"{event!r} is not an event of a journal of turns")
 
@@ -117,11 +119,9 @@ class TurnRules:
         if twice or num_trained > num_wanted:
             text = f"episode {episode} trains on {num_trained} tokens of turns with {num_wanted} tokens"
             report.violate("turn trained twice", text, episodes=[episode])
-        sessions = {turn.rpartition(".")[0] for turn in adoption.turns}
-        overwritten = sum(self._overwritten.get(session, num_wanted) for session in sessions)
-        if num_trained < num_wanted - overwritten:
+        if adoption.overwritten is not None and num_trained < num_wanted - adoption.overwritten:
             text = f"episode {episode} trains on {num_trained} of the {num_wanted} tokens of its turns"
-            report.violate("turn lost", f"{text}, and {overwritten} were overwritten", episodes=[episode])
+            report.violate("turn lost", f"{text}, and {adoption.overwritten} were overwritten", episodes=[episode])
 
 
 def _trained_spans(columns: EpisodeColumns) -> Iterator[_Generated]:
@@ -133,6 +133,13 @@ def _trained_spans(columns: EpisodeColumns) -> Iterator[_Generated]:
         for low, high in edges.reshape(-1, 2).tolist():
             yield _Generated(high - low, tokens_checksum(columns.token_ids[start + low : start + high].tolist()))
         start += length
+
+
+def _num_overwritten(record: str, turns: Sequence[str]) -> int | None:
+    """None: a workflow of the user, or an earlier version, did not record it for all sessions of these turns."""
+    counts = {one.get("session"): one.get("overwritten") for one in recorded_sessions(record)}
+    found = [counts.get(session) for session in {turn.rpartition(".")[0] for turn in turns}]
+    return None if None in found else sum(count for count in found if count is not None)
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ memory/PROCESS: GiB: Resident memory of a process with all that it started, a fe
 rollout/accepted: episodes: Accepted episodes.
 rollout/rejected: episodes: Rejected episodes, dropped ones included.
 rollout/failed: episodes: Failed episodes.
-rollout/agent_errors: episodes: Accepted or rejected episodes with a session without a reward because its agent failed.
+rollout/agent_errors: episodes: Ended episodes with a session without a reward because its agent failed.
 rollout/dropped: episodes: Accepted episodes that were dropped as stale.
 rollout/accepted_frac: share: Accepted among accepted and rejected episodes.
 rollout/dropped_tokens_mean: tokens: Mean tokens of the dropped episodes.

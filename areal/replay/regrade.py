@@ -21,7 +21,7 @@ from areal.data.dataset import load_rows
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.payload import check_payload, encode_episode, payload_head
-from areal.ledger.session_columns import group_of_payload
+from areal.ledger.session_columns import group_of_payload, recorded_sessions
 from areal.ledger.state import BatchRecord
 from areal.replay.recorded import RecordedRun
 from areal.rollout.batching import build_share, share_parts
@@ -121,7 +121,7 @@ async def _scores(
 
 
 async def _scores_of(scorer: Scorer, tokenizer: Tokenizer, row: dict[str, Any], group: TrajectoryGroup) -> list[Score]:
-    messages = [one["messages"] for one in json.loads(group.record)["sessions"]] if group.record else []
+    messages = messages_of(group)
     calls: list[Any] = []
     for rows in _sessions(group.trajectories):
         context_ids, answer_ids = last_answer(rows)
@@ -129,6 +129,15 @@ async def _scores_of(scorer: Scorer, tokenizer: Tokenizer, row: dict[str, Any], 
         answer = (tokenizer.decode(answer_ids, skip_special_tokens=True), answer_ids)
         calls.append(scorer.score(tokenizer.decode(context_ids), context_ids, [answer], columns))
     return [score for (score,) in await asyncio.gather(*calls)]
+
+
+def messages_of(group: TrajectoryGroup) -> list[Any]:
+    """The dialogue of each session; empty for workflows without sessions. InputError for a run of earlier versions."""
+    found = [one.get("messages") for one in recorded_sessions(group.record)]
+    if None in found or (not found and any(row.session >= 0 for row in group.trajectories)):
+        text = "an episode does not record the dialogues of its sessions, which reward functions get as `messages`"
+        raise InputError(f"{text}: an earlier version of areal made this run", code="replay.old_record")
+    return found
 
 
 def last_answer(rows: Sequence[Trajectory]) -> tuple[list[int], list[int]]:

@@ -231,6 +231,7 @@ class Executor:
         without_traceback = isinstance(error, ArealError) or self._failed_in_a_row > 0
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if without_traceback else error)
         self._producer.num_failed += 1
+        self._producer.num_agent_errors += isinstance(error, ArealError) and error.code == "agent.failed"
         self._ledger.fail(episode_id, reason, payload=_answers_of(episode_id, engine))
         self.first_failure = self.first_failure or f"episode {episode_id} failed: {reason}"
         if why := self._repeated(episode_id, error):

@@ -14,7 +14,7 @@ class ProducerStats:
         self.generated_tokens = 0
         """Tokens generated since this process started, for training and evaluation."""
         self.num_accepted = self.num_rejected = self.num_failed = self.num_agent_errors = 0
-        """Episodes since the last batch; dropped ones count as rejected. Those with agent errors did not fail."""
+        """Episodes since the last batch; dropped ones count as rejected. Those with agent errors are counted twice."""
         self._replica_tokens: Counter[str] = Counter()
         self._replica_seconds: defaultdict[str, float] = defaultdict(float)
         self._dropped_lengths: list[int] = []

@@ -109,18 +109,16 @@ class AgentWorkflow(RolloutWorkflow):
         run = self._run_online if self._job is None else partial(self._run_session, self._job)
         finished = await gather_or_cancel([run(engine, data, group_id) for _ in range(self._num_samples)])
         if journal is not None:
-            for one in finished:
-                journal.ended(one.session.session_id, one.facts())
             await journal.durable()
+        gaps = {} if self._is_evaluation else self._blamed(finished)
         group = agent_group(finished, self._config)
-        if not self._is_evaluation:
-            group.stats.update(self._blamed(finished))
+        group.stats.update(gaps)
         return group
 
     def _blamed(self, finished: Sequence[FinishedSession]) -> dict[str, float]:
         """By how much zero rewards are more frequent under load, over the newest sessions; 0 = not beyond chance. And
-        the differences for each kind of load."""
-        for one in finished:
+        the differences for each kind of load. A session whose agent failed has no reward, so it is in no rate."""
+        for one in (one for one in finished if not one.agent_error):
             self._blame.add(is_zero=one.is_zero, reward=one.reward, version=one.session.version, loads=one.loads)
         gaps = self._blame.gaps()
         gap, kind = blamed(gaps)

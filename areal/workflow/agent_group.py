@@ -12,7 +12,7 @@ from areal.agent.session import BUDGET_CODES, Session
 from areal.agent.session_directory import SessionReward
 from areal.api.config import AgentConfig
 from areal.api.data import Trajectory, TrajectoryGroup
-from areal.api.errors import RewardError
+from areal.api.errors import RewardError, ServerUnavailable
 from areal.observe.log import get_logger
 from areal.workflow.scoring import Score
 
@@ -96,20 +96,6 @@ class FinishedSession:
             return ""
         return "" if self.session.counts.failures else " ".join(self.outcome.message.split())
 
-    def facts(self) -> dict[str, Any]:
-        """For readers of the journal, JSON-ready."""
-        counts = self.session.counts
-        return {
-            "status": self.outcome.status,
-            "reward": self.reward,
-            "turns": counts.turns,
-            "tool_calls": counts.tool_calls,
-            "retries": counts.retries,
-            "forks": self.session.transcript.num_forks,
-            "overwritten": self.session.transcript.num_overwritten,
-            "refused": dict(counts.refused),
-        }
-
     def recorded(self) -> dict[str, Any]:
         """For readers of the episode, JSON-ready: what is known besides the tokens. `turns` is in the order of time."""
         counts, transcript, rewards = self.session.counts, self.session.transcript, self.turn_rewards
@@ -121,12 +107,14 @@ class FinishedSession:
             "session": self.session.session_id,
             "status": self.outcome.status,
             "message": self.outcome.message,
+            "reward": self.reward,
             "turns": turns,
             "malformed_calls": counts.malformed_calls,
+            "retries": counts.retries,
+            "forks": transcript.num_forks,
             "drifts": transcript.num_drifts,
-            **{
-                name: value for name, value in self.facts().items() if name in ("reward", "retries", "forks", "refused")
-            },
+            "overwritten": transcript.num_overwritten,
+            "refused": dict(counts.refused),
             "messages": self.session.last_messages,
         }
 
@@ -135,17 +123,19 @@ def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> Trajec
     """The group of the sessions of one row. Rejected when a session has no reward (agent.missing_reward): with the
     reason `agent_error` and the kind of error where the agent failed, else `no_reward`.
 
-    Raises RewardError when no session has a reward and an agent failed.
+    When no session has a reward, raises RewardError if an agent failed, and ServerUnavailable if the servers did.
     """
     usable = [one for one in found if one.is_usable]
     for one in found:
         if one.outcome.message:
             _log.debug("session %s: %s", one.session.session_id, one.outcome.message)
-    failed = next((one.outcome for one in found if one.outcome.status in ("error", "unusable", "died")), None)
-    if not usable and failed is not None:
-        raise RewardError(f"no session has a reward: {failed.message}", code="agent.failed")
-    least = len(found) if config.missing_reward == "reject" else min(2, len(found))
     agent_error = next((one.agent_error for one in found if one.agent_error), "")
+    if not usable and agent_error:
+        raise RewardError(f"no session has a reward: {agent_error}", code="agent.failed")
+    unserved = next((one.outcome for one in found if one.outcome.status == "error" and not one.has_ended_well), None)
+    if not usable and unserved is not None:
+        raise ServerUnavailable(f"no session has a reward: {unserved.message}", code="agent.no_server")
+    least = len(found) if config.missing_reward == "reject" else min(2, len(found))
     missing = _reason(agent_error) if agent_error else "no_reward"
     rejected = missing if len(usable) < least else ""
     rows: list[Trajectory] = []

@@ -1,6 +1,7 @@
 """`workflow: agent` with the real openai SDK and a scripted policy."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ from openai import AsyncOpenAI
 
 from areal.api.alarm_rules import ALARM_RULES
 from areal.api.config import AgentConfig, GenerationHyperparameters
-from areal.api.errors import RewardError
+from areal.api.errors import RewardError, ServerUnavailable
 from areal.workflow.agent import AgentWorkflow
 from tests.agent.policies import ScriptedEngine, tool_tokenizer
 
@@ -98,6 +99,31 @@ async def test_an_agent_that_always_fails_fails_its_episode_with_its_line(make) 
         await make("raises").arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
     assert caught.value.code == "agent.failed"
     assert "calculator_agents.py" in str(caught.value)
+
+
+async def test_sessions_that_the_servers_failed_are_no_error_of_the_agent(make) -> None:
+    def fails(prompt: str) -> str:
+        raise ServerUnavailable("no server", code="fleet.no_live_replica")
+
+    with pytest.raises(ServerUnavailable) as caught:
+        await make("run").arun_episode(ScriptedEngine(fails), dict(ROW))
+    assert caught.value.code == "agent.no_server"
+
+
+async def test_a_used_up_budget_without_a_reward_is_no_error_of_the_agent(make) -> None:
+    group = await make("too_many_turns", max_turns=2).arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
+    assert (group.rejected, group.agent_error) == ("no_reward", "")
+
+
+@pytest.mark.parametrize("in_all", [False, True])
+async def test_sessions_whose_agent_failed_count_in_no_rate_under_load(make, in_all) -> None:
+    answers = itertools.cycle("2" if in_all else "21")
+    workflow = make("raises_after_two", missing_reward="leave_out")
+    for _ in range(2):
+        with contextlib.suppress(RewardError):
+            await workflow.arun_episode(ScriptedEngine(lambda prompt: next(answers)), dict(ROW))
+    found = [one for sessions in workflow._blame._newest.values() for one in sessions]
+    assert {one.reward for one in found} == (set() if in_all else {1.0})
 
 
 @pytest.mark.parametrize(("missing_reward", "rejected"), [("reject", "agent_error: LookupError"), ("leave_out", "")])

@@ -107,6 +107,13 @@ def test_the_last_answer_of_a_session_is_found_in_every_cut(cut):
         assert answer[-len(node.token_ids) :] == node.token_ids
 
 
+@pytest.mark.parametrize("record", ["", '{"messages": [[], [], []]}', '{"sessions": [{}, {}, {}]}'])
+def test_a_run_of_an_earlier_version_has_no_dialogues_for_reward_functions(record):
+    group = replace(group_of("tree", 0.5, rewards_of), record=record)
+    with raises_code("replay.old_record"):
+        regrade.messages_of(group)
+
+
 def test_a_workflow_with_its_own_reward_keeps_it(recorded, tmp_path):
     run = RecordedRun.read(recorded.folder)
     config = replace(recorded.config, workflow="multi_turn")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal.api.errors import ServerUnavailable
+from areal.api.errors import RewardError, ServerUnavailable
 from areal.rollout.executor import FIRST_FAILURES, ProducerStopped
 from tests.rollout import rollout_kit
 
@@ -61,26 +61,37 @@ async def test_other_failures_do_not_end_the_run(error_of):
     await controller.close()
 
 
-class PartlyFails(rollout_kit.ScriptedWorkflow):
-    """In the episodes of every second row an agent fails in some of the sessions."""
+AGENT_ERROR = "KeyError: 'itm' (bad.py:28)"
+
+
+class AgentFails(rollout_kit.ScriptedWorkflow):
+    """In the episodes of every second row an agent fails, in some or in all of the sessions."""
+
+    def __init__(self, *, in_all):
+        super().__init__()
+        self.in_all = in_all
 
     async def arun_episode(self, engine, data):
         group = await super().arun_episode(engine, data)
         assert group is not None
         if data["index"] % 2:
             return group
-        return replace(group, agent_error="KeyError: 'itm' (bad.py:28)", rejected="agent_error: KeyError")
+        if self.in_all:
+            raise RewardError(AGENT_ERROR, code="agent.failed")
+        return replace(group, agent_error=AGENT_ERROR, rejected="agent_error: KeyError")
 
 
-async def test_an_agent_error_in_some_sessions_is_the_first_failure_and_is_counted():
-    controller = await started(PartlyFails(), rollout_kit.memory_ledger())
+@pytest.mark.parametrize("in_all", [False, True])
+async def test_an_agent_error_is_the_first_failure_and_is_counted(in_all):
+    controller = await started(AgentFails(in_all=in_all), rollout_kit.memory_ledger())
     batch = await controller.next_batch(0, timeout_s=60.0)
     status = controller.status()
-    assert status["first_failure"].endswith("KeyError: 'itm' (bad.py:28)")
+    assert status["first_failure"].endswith(AGENT_ERROR)
     assert controller.episodes()["first_failure"] == status["first_failure"]
-    assert status["failed"] == 0
-    assert status["reasons"]["rejected: agent_error: KeyError"] == status["rejected"]
-    assert batch.stats["agent_errors"] == batch.stats["rejected"] >= 1
+    assert not status["rejected" if in_all else "failed"]
+    assert batch.stats["agent_errors"] == batch.stats["failed" if in_all else "rejected"] >= 1
+    if not in_all:
+        assert status["reasons"]["rejected: agent_error: KeyError"] == status["rejected"]
     await controller.close()
 
 
