@@ -182,7 +182,8 @@ def text_of(facts: dict[str, Any], *, color: bool) -> str:
         lines.append(f"reward: {one['reward']}")
         lines += [f"  {name}: {value}" for name, value in one["reward_parts"].items()]
         lines += [f"warning: {remark['text']} [{remark['code']}]" for remark in one["warnings"]]
-    lines.append("statistics: " + ", ".join(f"{name} {value:g}" for name, value in facts["stats"].items()))
+    shown = [f"{name} {value:g}" for name, value in facts["stats"].items() if value]
+    lines.append(f"statistics that are not 0: {', '.join(shown) or 'none'}")
     if facts["error"]:
         lines.append(f"error: {facts['error']}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Prompts: chat templates and plain text to token ids, and the tokens between two turns."""
+"""Prompts: chat templates and plain text to token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,6 @@ from typing import Any
 
 from areal.api.columns import packed_ids
 from areal.api.errors import InputError
-from areal.data.answer_tail import tail_ids
-from areal.data.chat_template import ChatTemplate
 from areal.data.tokenizer import Tokenizer
 
 
@@ -80,17 +78,6 @@ def render_chat(
     return tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking, **more
     )
-
-
-def tokens_after_answer(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], *, enable_thinking: bool = False
-) -> list[int]:
-    """Tokens between an assistant's answer and the next one: end of the answer, `messages`, the next header.
-
-    Taken from a rendering with a placeholder as the answer, so that real answers are never tokenised again.
-    """
-    history = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    return tail_ids(ChatTemplate(tokenizer, enable_thinking=enable_thinking), history, messages)
 
 
 def _shown(value: Any) -> str:

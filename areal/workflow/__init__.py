@@ -2,7 +2,7 @@
 
 from areal.agent.tool_functions import tool_schema
 from areal.observe.episode_metrics import log_metric
-from areal.workflow.conversation import Answer, Conversation
+from areal.workflow.conversation import Answer, Conversation, tokens_after_answer
 from areal.workflow.conversing import ConversationWorkflow, Episode, chat_prompt, generate, score
 from areal.workflow.scoring import Score
 from areal.workflow.tools import ToolCall, call_tool, parse_tool_calls, use_tools
@@ -20,6 +20,7 @@ __all__ = [
     "log_metric",
     "parse_tool_calls",
     "score",
+    "tokens_after_answer",
     "tool_schema",
     "use_tools",
 ]

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from areal.agent.bridge import BridgeGap, TemplateScenario, template_bridge
 from areal.agent.samples import row_of
 from areal.agent.token_tree import TokenTree, path_to, tokens_to
 from areal.api.data import GenerationResponse, Trajectory
 from areal.api.errors import InputError
-from areal.data.chat import EncodedPrompt, tokens_after_answer
+from areal.data.chat import EncodedPrompt
 from areal.data.tokenizer import Tokenizer
 
 
@@ -26,8 +27,27 @@ class Answer:
     """False if a length limit cut it."""
 
 
+_HISTORY = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+
+
+def tokens_after_answer(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], *, enable_thinking: bool = False
+) -> list[int]:
+    """Tokens between an answer and the next one: the end token of the answer, `messages`, the header of the next one.
+
+    They are those of sessions of agents, with a placeholder as the history, so that real answers are never tokenised
+    again. InputError when the chat template supports no further turns.
+    """
+    bridge = template_bridge(tokenizer, TemplateScenario(enable_thinking=enable_thinking))
+    found = bridge.tail(_HISTORY, messages, may_edit=True)
+    if isinstance(found, BridgeGap):
+        message = f"the chat template supports no further turns: {found.detail}"
+        raise InputError(message, code="data.chat_template")
+    return found
+
+
 class Conversation:
-    """One branch of a tree of tokens, as sessions of agents have it, and the text of it.
+    """One branch of the tree of tokens that the transcript of a session has, and the text of it.
 
     A token is *fixed* (given from outside, not trained on) or *generated* (by the policy, trained on). The tokens
     of a request are a prefix of those of every later request of the same conversation.
@@ -103,7 +123,7 @@ class Conversation:
         return self.add_turn(tokens_after_answer(self._tokenizer, messages, enable_thinking=self._enable_thinking))
 
     def add_turn(self, token_ids: Sequence[int]) -> bool:
-        """Append the tokens of a chat template between two answers, as `areal.data.chat.tokens_after_answer` has them.
+        """Append the tokens of a chat template between two answers, as `tokens_after_answer` returns them.
 
         They begin with the end token of the answer before, which is left out when the policy generated it.
         Returns False and appends nothing when `max_tokens` would leave no room for another answer.

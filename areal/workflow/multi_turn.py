@@ -5,9 +5,9 @@ from typing import Any
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.errors import ConfigError, InputError
 from areal.api.workflow import RewardFn
-from areal.data.chat import EncodedPrompt, tokens_after_answer
+from areal.data.chat import EncodedPrompt
 from areal.data.tokenizer import Tokenizer
-from areal.workflow.conversation import Conversation
+from areal.workflow.conversation import Conversation, tokens_after_answer
 from areal.workflow.conversing import ConversationWorkflow, Episode, generate, score
 from areal.workflow.scoring import Score
 

@@ -27,6 +27,8 @@ ENVIRONMENT = [
 ]
 BLACK_BOX = [OTHER, f'workflow_args.command=[python, {EXAMPLES}/black_box.py, "{{question}}"]', "reward_fn=exact"]
 HTTP = [OTHER, f'workflow_args.command=[python, {EXAMPLES}/black_box_http.py, "{{question}}", "{{answer}}"]']
+OPENAI = [OTHER, f'workflow_args.command=[python, {EXAMPLES}/black_box_http.py, "{{question}}", --openai]']
+OPENAI += ["reward_fn=exact"]
 SEARCH = [f"workflow_args.agent={EXAMPLES}/search.py:Search"]
 PRIVATE = [f"workflow_args.agent={OBSERVED}:run"]
 PRIVATE_COMMAND = [OTHER, f'workflow_args.command=[python, {OBSERVED}, "{{question}}"]', "reward_fn=exact"]
@@ -51,10 +53,11 @@ def data(tmp_path_factory) -> dict[str, Path]:
         ("calculator", ["--config", CONFIG, *ENVIRONMENT]),
         ("calculator", ["--config", CONFIG, *BLACK_BOX]),
         ("calculator", ["--config", CONFIG, *HTTP]),
+        ("calculator", ["--config", CONFIG, *OPENAI]),
         ("calculator", ["--online", f"python {EXAMPLES}/online.py {{run}}"]),
         ("search", [f"{EXAMPLES}/search.py:Search"]),
     ],
-    ids=["calculator", "environment", "black_box", "black_box_http", "online", "search"],
+    ids=["calculator", "environment", "black_box", "black_box_http", "black_box_openai", "online", "search"],
 )
 def test_an_example_loses_nothing_in_its_rehearsal(data, capsys, monkeypatch, task, words):
     monkeypatch.chdir(ROOT)
@@ -63,6 +66,20 @@ def test_an_example_loses_nothing_in_its_rehearsal(data, capsys, monkeypatch, ta
     assert {one["scenario"]: one["problems"] for one in report["scenarios"] if one["problems"]} == {}
     assert all(one["is_reached"] for one in report["scenarios"])
     assert (status, report["good_reward"]) == (0, 1.0)
+
+
+def test_a_black_box_over_the_variables_of_openai_learns(data, tmp_path):
+    """Scored by a function over the finished session: after the warm-up, the policy learns to use the tool."""
+    common = [f"cluster.fileroot={tmp_path}", f"train_dataset.path={data['calculator']}/warm_up.jsonl"]
+    launch = [sys.executable, "-m", "areal.launcher.local", "--config"]
+    warm_up = [*launch, str(EXAMPLES / "warm_up.yaml"), *common, f"model.path={data['calculator']}/model"]
+    subprocess.run(warm_up, cwd=ROOT, check=True)
+    common[1] = f"train_dataset.path={data['calculator']}/train.jsonl"
+    more = [f"valid_dataset.path={data['calculator']}/held_out.jsonl", "total_train_steps=15"]
+    subprocess.run([*launch, CONFIG, *common, *more, *OPENAI], cwd=ROOT, check=True)
+    lines = map(json.loads, (tmp_path / "agents" / "calculator" / "metrics.jsonl").read_text().splitlines())
+    rewards = [line["eval/sampled/reward"] for line in lines if "eval/sampled/reward" in line]
+    assert rewards[-1] >= max(rewards[0] + 0.3, 0.8), rewards
 
 
 def trained(data: Path, folder: Path, *words: str, program: tuple[str, ...] = ()) -> list[dict]:

@@ -4,9 +4,11 @@ import io
 import json
 import os
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from areal.api.batch_share import BatchShare
 from areal.api.errors import InputError
 from areal.cli import watch_facts
 from areal.cli.main import run_command
@@ -14,9 +16,12 @@ from areal.cli.watch_facts import Watched
 from areal.cli.watch_view import view
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusSource
+from areal.observe.trackers import JsonlTracker
 from areal.system.heartbeat import Heartbeat
 from areal.system.run_paths import RunPaths
+from areal.trainer.sample_table import sample_rows
 from tests.cli.test_command import QUICKSTART
+from tests.trainer.test_sample_table import Letters
 
 
 def row(step, **values):
@@ -87,6 +92,34 @@ def test_the_picture_fits_the_terminal_and_has_no_control_characters(run, width)
     assert "\x1b" not in text
     for part in ("exp/trial", "dead", "step 4/10", "greedy 0.4", "KL", "update", "answer 0.5", "server-0", "grad_norm"):
         assert part in text
+
+
+def test_a_dialogue_is_shown_with_what_was_inserted_and_its_last_answer(run):
+    dialogue = "ask(57)" + "<|tool|>a result with \x1b[2J<|assistant|>" + "ok 57"
+    text, versions = "Stock?" + dialogue, [-1] * len("Stock?") + [3] * 7 + [-1] * (len(dialogue) - 12) + [4] * 5
+    share = BatchShare(
+        step=5,
+        version=4,
+        token_ids=np.array([ord(letter) for letter in text], np.int32),
+        lengths=np.array([len(text)], np.int32),
+        loss_mask=(np.array(versions) >= 0).astype(np.uint8),
+        rollout_logprobs=np.zeros(len(text), np.float32),
+        output_versions=np.array(versions, np.int32),
+        rewards=np.ones(1, np.float32),
+        group_index=np.zeros(1, np.int32),
+        finished=np.ones(1, np.uint8),
+        baselines=np.full(1, np.nan, np.float32),
+    )
+    tracker = JsonlTracker(run.metrics, first_step=5)
+    tracker.log_samples(5, sample_rows(share, Letters(), 1))
+    tracker.close()
+    found = Watched(run.root).look()
+    (sample,) = found.samples
+    assert (sample["prompt"], sample["num_generated"], sample["versions"]) == ("Stock?", 12, [3, 4])
+    shown = text_of(found, 140)
+    assert "ask(57)<|tool|>a result" in shown
+    assert "ok 57" in shown
+    assert "\x1b" not in shown
 
 
 def test_the_summary_counts_unless_a_later_launch_has_died(run):

@@ -1,4 +1,4 @@
-from areal.data.chat import encode_prompt, tokens_after_answer
+from areal.data.chat import encode_prompt
 from tests.expect import raises_code
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -21,18 +21,3 @@ def test_a_tokenizer_without_template_is_refused(tokenizer_folder, tmp_path):
     plain = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_folder / "tokenizer.json"))
     with raises_code("data.chat_template"):
         encode_prompt({"messages": CHAT}, plain)
-
-
-def test_tokens_after_an_answer(tokenizer):
-    ids = tokens_after_answer(tokenizer, [{"role": "user", "content": "again"}])
-    assert tokenizer.decode(ids) == "<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
-    assert ids[0] == tokenizer.eos_token_id
-
-
-def test_a_template_that_hides_answers_is_refused(tokenizer_folder):
-    from areal.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(tokenizer_folder)
-    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    with raises_code("data.chat_template"):
-        tokens_after_answer(tokenizer, [{"role": "user", "content": "again"}])

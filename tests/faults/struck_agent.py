@@ -42,11 +42,12 @@ class StruckAgent(AgentWorkflow):
         tokenizer: Tokenizer,
         *,
         agent_config: AgentConfig,
-        agent: str,
         target: str,
         folder: str,
+        agent: str = "",
+        online: bool = False,
     ) -> None:
-        super().__init__(gconfig, tokenizer, agent_config=agent_config, agent=agent)
+        super().__init__(gconfig, tokenizer, agent_config=agent_config, agent=agent, online=online)
         self._target, self._folder = target, Path(folder)
         self._folder.mkdir(exist_ok=True)
         self._num_ended = 0
@@ -68,11 +69,12 @@ class StruckAgent(AgentWorkflow):
         assert journal is not None
         if not isinstance(journal, _StruckJournal):
             self._services.journal = _StruckJournal(journal, self)  # pyright: ignore[reportAttributeAccessIssue]
-        return await super().arun_episode(engine, data)
-
-    def ended(self, session_id: str) -> None:
-        self._num_ended += 1
-        self._open.discard(self._group_of[session_id])
+        group = await super().arun_episode(engine, data)
+        for session_id in {turn_id.partition(".")[0] for turn_id in group.turn_ids}:
+            self._num_ended += 1
+            self._open.discard(self._group_of[session_id])
+        self.reached("ended")
+        return group
 
     def reached(self, stage: str) -> None:
         """Strike if it is the turn of this stage. No session is struck twice: agents and SDKs give up after some."""
@@ -93,7 +95,7 @@ class StruckAgent(AgentWorkflow):
 
     def _strike(self) -> None:
         match self._target:
-            case "controller":
+            case "controller" | "online":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "agent":
                 for worker in self._services.pool._workers:
@@ -123,11 +125,6 @@ class _StruckJournal:
     def delivered(self, turn_ids: Sequence[str]) -> None:
         self._journal.delivered(turn_ids)
         self._workflow.reached("delivered")
-
-    def ended(self, session_id: str, facts: dict[str, Any]) -> None:
-        self._journal.ended(session_id, facts)
-        self._workflow.ended(session_id)
-        self._workflow.reached("ended")
 
     async def durable(self) -> None:
         await self._journal.durable()

@@ -9,7 +9,9 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import yaml
 
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.payload import read_columns
-from areal.ledger.session_columns import group_of_payload
+from areal.ledger.session_columns import group_of_payload, recorded_sessions, session_columns
 from areal.replay.recorded import RecordedRun, read_metrics
 from areal.replay.regrade import RegradedPayloads
 from tests.faults.driver import ROOT, Run
@@ -37,7 +39,7 @@ total_train_epochs: 1
 total_train_steps: 24
 train_dataset: {path: DATA/train.jsonl, batch_size: 4}
 workflow: WORKFLOW:StruckAgent
-workflow_args: {agent: "WORKFLOW:run", target: TARGET, folder: RUNS/strikes}
+workflow_args: {PROGRAM, target: TARGET, folder: RUNS/strikes}
 agent: {workers: 1}
 gconfig: {n_samples: 2, max_new_tokens: 40, max_tokens: 128, min_new_tokens: 20}
 rollout: {max_head_offpolicyness: 2, weight_update: RUNNING}
@@ -84,6 +86,32 @@ def check_turns(run: Run) -> None:
             assert int(np.sum(columns.loss_mask)) == sum(generated[turn] for turn in event["turns"])
 
 
+def adopted_sessions(run: Run) -> list[Mapping[str, Any]]:
+    """What the accepted episodes recorded of their sessions."""
+    found: list[Mapping[str, Any]] = []
+    with PayloadReader(run.folder / "ledger") as payloads:
+        for event in raw_events(run.folder / "ledger"):
+            if event["event"] == "accepted":
+                columns = session_columns(payloads.read(tuple(event["payload"])))
+                assert columns is not None
+                found += recorded_sessions(columns.record)
+    return found
+
+
+def check_reports(run: Run, log: Path) -> None:
+    """Each session that a program from outside reported is trained once, unless a controller died after its turns."""
+    reported = {one["session"]: one["turns"] for one in map(json.loads, log.read_text().splitlines())}
+    adopted = [one["session"] for one in adopted_sessions(run)]
+    assert len(adopted) == len(set(adopted)), "a session is trained on twice"
+    events = [event for event in raw_events(run.folder / "ledger") if event["event"] == "accepted"]
+    of_adopted = {turn for event in events for turn in event["turns"]}
+    assert all(set(reported[one]) <= of_adopted for one in adopted if one in reported)
+    journals = sorted((run.folder / "turns").glob("*.jsonl"))
+    killed = "".join(path.read_text() for path in journals[:-1])
+    assert len(journals) == len(STAGES) + 1
+    assert [one for one in reported if one not in adopted and f'"{one}.' not in killed] == []
+
+
 def versions_in_answers(run: Run) -> set[int]:
     """How many policy versions generated one answer, over all adopted answers."""
     found: set[int] = set()
@@ -98,8 +126,9 @@ def versions_in_answers(run: Run) -> set[int]:
 
 
 def config_of(data: Path, folder: Path, target: str) -> str:
-    mode, running = MODES[target]
+    mode, running = MODES.get(target, ("xccl", "interrupt"))
     config = CONFIG.replace("MODE", mode).replace("RUNNING", running).replace("TARGET", target)
+    config = config.replace("PROGRAM", "online: true" if target == "online" else 'agent: "WORKFLOW:run"')
     config = config.replace("WORKFLOW", str(ROOT / "tests/faults/struck_agent.py"))
     return config.replace("DATA", str(data)).replace("RUNS", str(folder))
 
@@ -112,15 +141,21 @@ def run_to_the_end(folder: Path, config: str, target: str) -> Run:
         log_path=folder / "launcher.log",
     )
     run.start()
+    program = [str(Path(__file__).parent / "outside_program.py"), str(run.folder), str(folder / "reported")]
+    outside = subprocess.Popen([sys.executable, *program]) if target == "online" else None
     try:
         assert run.wait_for_the_end(280) == 0, run.log_path.read_text()[-3000:]
     finally:
+        if outside is not None:
+            outside.kill()
+            outside.wait()
         run.abandon()
     return run
 
 
-@pytest.mark.parametrize("target", MODES)
+@pytest.mark.parametrize("target", [*MODES, "online"])
 def test_struck_at_every_stage_of_a_turn(target, data, tmp_path):
+    """online: the controller dies while a program from outside has sessions."""
     run = run_to_the_end(tmp_path, config_of(data, tmp_path, target), target)
     struck = sorted(path.name for path in (tmp_path / "strikes").iterdir())
     assert struck == [f"{number}-{stage}" for number, stage in enumerate(STAGES)]
@@ -135,16 +170,18 @@ def test_struck_at_every_stage_of_a_turn(target, data, tmp_path):
     check_turns(run)
     assert run.left_behind() == []
 
-    sessions = [line for line in journal_of(run) if line["event"] == "ended"]
-    assert {line["status"] for line in sessions} == {"ok"}
-    assert not any(line["refused"] for line in sessions), "a weight update or a strike reached the agent"
+    sessions = adopted_sessions(run)
+    assert {one["status"] for one in sessions} == {"ok"}
+    assert not any(one["refused"] for one in sessions), "a weight update or a strike reached the agent"
     assert max(versions_in_answers(run)) > 1, "no weight update was made in the middle of an answer"
     if target == "connection":
-        retried = [line for line in sessions if line["retries"]]
+        retried = [one for one in sessions if one["retries"]]
         assert len(retried) >= 2
-        assert {line["turns"] for line in retried} == {TURNS}, "a retry was sampled again"
+        assert {len(one["turns"]) for one in retried} == {TURNS}, "a retry was sampled again"
     starts = sum(event["event"] == "started" for event in events)
-    assert starts == (len(STAGES) + 1 if target == "controller" else 1)
+    assert starts == (len(STAGES) + 1 if target in ("controller", "online") else 1)
+    if target == "online":
+        check_reports(run, tmp_path / "reported")
 
 
 GRADE = """

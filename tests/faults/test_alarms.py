@@ -97,6 +97,37 @@ class Stragglers(RLVRWorkflow):
         return group
 '''
 
+AGENT = '''"""An agent whose service serves 16 sessions at the same time, and which does much else wrong."""
+
+import zlib
+
+from openai import BadRequestError
+
+OPEN, FAILED = set(), set()
+
+
+async def run(row, client, session):
+    """It changes the answers in its history, takes turns until its budget ends, and fails in a session of some rows."""
+    OPEN.add(session.key)
+    is_served = len(OPEN) <= 16
+    messages = [{"role": "user", "content": row["question"]}]
+    try:
+        while True:
+            completion = await client.chat.completions.create(model="policy", messages=messages)
+            changed = {"role": "assistant", "content": f"{completion.choices[0].message.content} "}
+            messages += [changed, {"role": "user", "content": "?"}]
+    except BadRequestError as error:
+        if error.code != "agent.turn_budget":
+            raise
+    finally:
+        OPEN.remove(session.key)
+    question = row["question"]
+    if zlib.crc32(question.encode()) % 4 == 0 and question not in FAILED:
+        FAILED.add(question)
+        raise LookupError("no such page")
+    return float(is_served)
+'''
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -214,6 +245,28 @@ def test_a_slow_replica_and_stragglers(folder):
             brake.join()
     assert started.returncode == 0, text
     assert {"slow_replica", "stale_tokens"} <= {name for _, name in alarms_of(run)}
+
+
+def test_an_agent_that_fails_uses_its_budget_changes_its_history_and_suffers_under_load(folder):
+    data, example = folder / "agents", ROOT / "examples" / "agents"
+    subprocess.run([sys.executable, str(example / "prepare.py"), str(data)], check=True)
+    (folder / "agent.py").write_text(AGENT)
+    words = [
+        *("--config", str(example / "calculator.yaml"), "experiment_name=alarms", "trial_name=agents"),
+        *(f"cluster.fileroot={folder}/runs", f"workflow_args.agent={folder}/agent.py:run"),
+        *(f"actor.path={data}/model", f"train_dataset.path={data}/train.jsonl", "valid_dataset=null"),
+        *("evaluator.stop_at={}", "evaluator.eval_before_train=false", "total_train_steps=4"),
+        *("train_dataset.batch_size=8", "gconfig.n_samples=4", "gconfig.max_new_tokens=4"),
+        *("~rollout.should_accept_fn", "rollout.max_head_offpolicyness=0"),
+        *("agent.inline=true", "agent.max_turns=2", "agent.missing_reward=leave_out"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "areal.launcher.local", *words], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    names = {name for _, name in alarms_of(folder / "runs" / "alarms" / "agents")}
+    assert {"agent_errors", "budget_stops", "drifts", "zeros_by_load"} <= names
+    assert "failed_episodes" not in names
 
 
 def slow_down(run: Path, ended: threading.Event) -> None:

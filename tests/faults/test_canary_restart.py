@@ -9,6 +9,7 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 900.0
 SMALL = ["allocation_mode=native:d3+fsdp:d1", "evaluator.freq_steps=null", "total_train_steps=60"]
+SMALL += ["evaluator.eval_before_train=false"]
 SMALL += ["rollout.setup_timeout=600", "launcher.ready_timeout_s=900", "rollout.schedule_policy=round_robin"]
 SWAPPED_LAYERS = '''
 """Python imports this module at its start: the first process of server-1 swaps two layers after each weight update."""
@@ -18,7 +19,7 @@ import os
 import pathlib
 import sys
 
-if "areal.inference.server" in sys.orig_argv and json.loads(os.environ["AREAL_PROCESS"])["name"] == "server-1":
+if "areal.inference.server" in sys.orig_argv and json.loads(os.environ["AREAL_PROCESS"])["index"] == 1:
     from areal.inference.weight_update import ServedWeights
 
     install = ServedWeights.install

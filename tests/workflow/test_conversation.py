@@ -5,6 +5,7 @@ from areal.api.data import GenerationResponse
 from areal.api.errors import InputError, RewardError
 from areal.rollout.episode import check_trajectory
 from areal.workflow import Conversation, ConversationWorkflow, chat_prompt, generate, score
+from tests.expect import raises_code
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 FIRST = "<s>user\n2+2?<e>\n<s>assistant\n"
@@ -76,6 +77,18 @@ class TestTokens:
         conversation.add_answer(response(tokenizer.encode("12")))
         conversation.add_text("2=")
         assert tokenizer.decode(conversation.token_ids) == FIRST + "122="
+
+    def test_a_message_cannot_write_control_tokens(self, conversation, tokenizer):
+        conversation.add_answer(response(tokenizer.encode("5<e>")))
+        conversation.add_messages([{"role": "tool", "content": "1<e>2"}])
+        assert conversation.text == "<s>user\n2+2?<e>\n<s>assistant\n5\n<s>tool\n1<e>2<e>\n<s>assistant\n"
+        written = tokenizer.encode("1") + [ord(character) + 3 for character in "<e>"] + tokenizer.encode("2<e>")
+        assert str(written)[1:-1] in str(list(conversation.token_ids))
+
+    def test_a_template_that_hides_answers_has_no_further_turns(self, conversation, tokenizer):
+        tokenizer.apply_chat_template = lambda messages, **options: messages[0]["content"]
+        with raises_code("data.chat_template"):
+            conversation.add_messages([{"role": "user", "content": "again"}])
 
     def test_a_turn_that_leaves_no_room_changes_nothing(self, tokenizer):
         prompt = chat_prompt(ROW, tokenizer)

@@ -101,14 +101,28 @@ class TemplateBridge:
     def extension(
         self, history: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> list[int] | BridgeGap:
+        found = self.tail(history, new_messages, tools)
+        if isinstance(found, BridgeGap):
+            return found
+        return self._local_gaps.get((shape_of(history[-1]), next_of(new_messages))) or found
+
+    def tail(
+        self,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        may_edit: bool = False,
+    ) -> list[int] | BridgeGap:
+        """The tokens after the last answer of `history`. `may_edit`: also where the template edits the history."""
         marks = self._spans.marks_for([*history, *new_messages])
         old, new = ([self._spans.marked(message, marks) for message in part] for part in (history, new_messages))
-        tail = answer_tail(self.template, old, new, tools, stops=self.facts.stops)
-        if isinstance(tail, BridgeGap):
-            return tail
-        if gap := tail.edit or self._local_gaps.get((shape_of(history[-1]), next_of(new_messages))):
-            return gap
-        token_ids = self._spans.encode(tail.text, marks)
+        found = answer_tail(self.template, old, new, tools, stops=self.facts.stops)
+        if isinstance(found, BridgeGap):
+            return found
+        if found.edit is not None and not may_edit:
+            return found.edit
+        token_ids = self._spans.encode(found.text, marks)
         if token_ids[0] not in self.stop_token_ids:  # text of a message that looks like an end token
             return BridgeGap(reason="no_stop", detail="no end token follows the answer")
         return token_ids
