@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import aiohttp
 import orjson
@@ -24,7 +25,7 @@ from aiohttp.typedefs import Handler
 
 from areal.agent.bridge import TemplateBridge, template_bridge
 from areal.agent.dialects import chat_completions
-from areal.agent.dialects.dialect import Attempt, Sent
+from areal.agent.dialects.dialect import Sent
 from areal.agent.directory import Sessions
 from areal.agent.session import Session, SessionLimits, SessionSetup
 from areal.agent.session_routes import SessionServer
@@ -72,8 +73,8 @@ class Client:
         """One turn without HTTP. Returns its CPU seconds in the server."""
         body = orjson.loads(orjson.dumps({"model": "policy", "messages": self.messages}))
         began = time.process_time()
-        asked = chat_completions.DIALECT.parse(body, Attempt(str(len(self.messages)), 0))
-        answers = await self.session.answer(asked.turn)
+        asked = chat_completions.DIALECT.parse(body)
+        answers = await self.session.answer(replace(asked.turn, fingerprint=str(len(self.messages))))
         orjson.dumps(chat_completions.DIALECT.reply(asked, answers, Sent(created_s=0, token_text=str)))
         self.session.delivered(answers)
         seconds = time.process_time() - began

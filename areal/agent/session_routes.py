@@ -13,12 +13,13 @@ docs/agent_http.md has the fields and the errors. No line of a log contains a ke
 
 import asyncio
 import functools
+import hashlib
 import logging
 import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import orjson
@@ -26,7 +27,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from areal.agent.dialects import chat_completions, completions, messages, responses
-from areal.agent.dialects.dialect import Asked, Attempt, Dialect, Sent, openai_error
+from areal.agent.dialects.dialect import Asked, Dialect, Sent, openai_error
 from areal.agent.dialects.fields import Fields, invalid
 from areal.agent.session_directory import OpenRequest, SessionDirectory, SessionReward
 from areal.agent.turns import SessionTurns, TurnAnswer, TurnRefused
@@ -49,7 +50,7 @@ RETRY_S = 1.0
 KEY_PATTERN = "[A-Za-z0-9_-]{1,128}"
 _KEY = f"{{key:{KEY_PATTERN}}}"
 _NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
-Parse = Callable[[dict[str, Any], Attempt], Asked]
+Parse = Callable[[dict[str, Any]], Asked]
 _DIALECTS = {
     "/chat/completions": chat_completions.DIALECT,
     "/completions": completions.DIALECT,
@@ -141,7 +142,10 @@ class SessionServer:
     async def _asked(self, request: web.Request, dialect: Dialect, parse: Parse) -> tuple[SessionTurns, Asked]:
         session = self._session(request)
         body, canonical = await _json_body(request)
-        return session, parse(body, _attempt(request, dialect.name, canonical))
+        fingerprint = hashlib.sha256(dialect.name.encode() + b"\0" + canonical).hexdigest()
+        retry_count = _retry_count(request)
+        asked = parse(body)
+        return session, replace(asked, turn=replace(asked.turn, fingerprint=fingerprint, retry_count=retry_count))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         dialect = messages.DIALECT
@@ -334,8 +338,8 @@ async def _json_body(request: web.Request) -> tuple[dict[str, Any], bytes]:
     return body, canonical
 
 
-def _attempt(request: web.Request, dialect: str, canonical: bytes) -> Attempt:
+def _retry_count(request: web.Request) -> int:
     count = request.headers.get("x-stainless-retry-count", "0")
     if not re.fullmatch(r"[0-9]{1,9}", count):
         raise invalid("x-stainless-retry-count", "must be a number")
-    return Attempt.of(dialect, canonical, int(count))
+    return int(count)

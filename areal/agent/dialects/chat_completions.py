@@ -9,21 +9,11 @@ from areal.agent.dialects.chat_messages import (
     MAX_SEED,
     MAX_TOKENS,
     chat_messages,
-    chat_tool_choice,
-    chat_tools,
+    openai_tool_choice,
+    openai_tools,
     stops,
 )
-from areal.agent.dialects.dialect import (
-    DONE,
-    KEEP_ALIVE,
-    Asked,
-    Attempt,
-    Dialect,
-    Sent,
-    data_event,
-    openai_error,
-    openai_error_event,
-)
+from areal.agent.dialects.dialect import DONE, Asked, Dialect, Sent, data_event
 from areal.agent.dialects.fields import Fields, FieldTable, Json, Kind
 from areal.agent.turns import TurnAnswer, TurnRequest, TurnSettings
 
@@ -40,6 +30,18 @@ NO_EFFECT: Mapping[str, tuple[Kind, str]] = {
     "parallel_tool_calls": ("flag", "the policy decides how many tools it calls"),
 }
 """Fields that chat completions and responses accept and that change nothing."""
+SAMPLING: Mapping[str, str] = {
+    "temperature": "0 to 2; 0 is greedy",
+    "top_p": "above 0, at most 1",
+    "top_k": "extension: at least 1",
+    "frequency_penalty": "-2 to 2",
+    "seed": "0 to 2^63 - 1",
+    "stop": "one text or at most 16",
+    "n": "1 to 128 answers; each is a leaf of the transcript",
+    "stream": "the whole answer is computed first, then sent as events",
+    "stream_options": "`include_usage`; `include_obfuscation` has no effect",
+}
+"""Fields of chat completions and completions."""
 FIELDS = FieldTable(
     read={
         "messages": "roles system, developer (read as system), user, assistant, tool; content is text or text parts, "
@@ -47,15 +49,7 @@ FIELDS = FieldTable(
         "model": "required; every name means the policy, and the reply repeats it",
         "max_tokens": "limit of generated tokens; at least 1",
         "max_completion_tokens": "as max_tokens; the smaller one counts",
-        "temperature": "0 to 2; 0 is greedy",
-        "top_p": "above 0, at most 1",
-        "top_k": "extension: at least 1",
-        "frequency_penalty": "-2 to 2",
-        "seed": "0 to 2^63 - 1",
-        "stop": "one text or at most 16",
-        "n": "1 to 128 answers; each is a leaf of the transcript",
-        "stream": "the whole answer is computed first, then sent as events",
-        "stream_options": "`include_usage`; `include_obfuscation` has no effect",
+        **SAMPLING,
         "logprobs": "log-probabilities of the generated tokens, also of reasoning and tool calls",
         "tools": "of type `function`; `strict` has no effect",
         "tool_choice": "auto, none, required, or one function",
@@ -82,26 +76,18 @@ FIELDS = FieldTable(
 )
 
 
-def parse(body: Json, attempt: Attempt) -> Asked:
+def parse(body: Json) -> Asked:
     given = Fields(body)
     model = given.required_text("model")
     messages = chat_messages(given.items("messages"))
-    tools = chat_tools(given.items("tools"))
-    choice = chat_tool_choice(given.take("tool_choice"), tools)
+    tools = openai_tools(given.items("tools"), nested=True)
+    choice = openai_tool_choice(given.take("tool_choice"), tools, nested=True)
     settings = openai_settings(given, ("max_tokens", "max_completion_tokens"))
     num_answers = given.integer("n", 1, MAX_ANSWERS) or 1
     stream, include_usage = stream_fields(given)
     logprobs = given.flag("logprobs")
     given.finish(FIELDS)
-    turn = TurnRequest(
-        messages=messages,
-        tools=tools,
-        tool_choice=choice,
-        num_answers=num_answers,
-        settings=settings,
-        fingerprint=attempt.fingerprint,
-        retry_count=attempt.retry_count,
-    )
+    turn = TurnRequest(messages=messages, tools=tools, tool_choice=choice, num_answers=num_answers, settings=settings)
     return Asked(turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=logprobs)
 
 
@@ -199,12 +185,4 @@ def _deltas(answer: TurnAnswer) -> list[dict[str, Any]]:
     return [*found, {}]
 
 
-DIALECT = Dialect(
-    name="chat_completions",
-    parse=parse,
-    reply=reply,
-    events=events,
-    error=openai_error,
-    error_event=openai_error_event,
-    keep_alive=KEEP_ALIVE,
-)
+DIALECT = Dialect(name="chat_completions", parse=parse, reply=reply, events=events)

@@ -117,13 +117,10 @@ def _tool_call(given: Fields) -> Json:
         raise unsupported(given.name("type"), f"calls of type {kind[:80]!r} are not supported, only 'function'")
     given.skip(index="number")  # of a call that was put together from a stream
     call_id = given.required_text("id")
-    function = given.fields("function")
-    if function is None:
-        raise invalid(given.name("function"), "is required")
+    function = _nested(given)
     name = tool_name(function)
     arguments = checked_arguments(function.text("arguments"), function.name("arguments"))
     function.finish()
-    given.finish()
     return function_call(call_id, name, arguments)
 
 
@@ -162,20 +159,25 @@ def function_tool(given: Fields, parameters: str = "parameters") -> Json:
     return {"type": "function", "function": function}
 
 
-def chat_tools(values: list[Any]) -> tuple[Json, ...]:
-    """The tools of a chat completion."""
+def openai_tools(values: list[Any], *, nested: bool) -> tuple[Json, ...]:
+    """The tools of a request in OpenAI's dialects; `nested`: each in its field `function`, as in chat completions."""
     tools: list[Json] = []
     for index, value in enumerate(values):
         given = Fields(value, f"tools[{index}]")
         kind = given.required_text("type")
         if kind != "function":
             raise unsupported(given.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'function'")
-        function = given.fields("function")
-        if function is None:
-            raise invalid(given.name("function"), "is required")
-        given.finish()
-        tools.append(function_tool(function))
+        tools.append(function_tool(_nested(given) if nested else given))
     return unique_tools(tools)
+
+
+def _nested(given: Fields) -> Fields:
+    """The field `function`, which ends an object."""
+    function = given.fields("function")
+    if function is None:
+        raise invalid(given.name("function"), "is required")
+    given.finish()
+    return function
 
 
 def unique_tools(tools: list[Json]) -> tuple[Json, ...]:
@@ -201,8 +203,8 @@ def checked_choice(choice: str, tools: tuple[Json, ...], *, is_name: bool = Fals
     return choice
 
 
-def chat_tool_choice(value: Any, tools: tuple[Json, ...]) -> str:
-    """The field `tool_choice` of a chat completion."""
+def openai_tool_choice(value: Any, tools: tuple[Json, ...], *, nested: bool) -> str:
+    """The field `tool_choice` of OpenAI's dialects; `nested` as in `openai_tools`."""
     if value is None:
         return "auto"
     if isinstance(value, str):
@@ -210,13 +212,11 @@ def chat_tool_choice(value: Any, tools: tuple[Json, ...]) -> str:
             raise invalid("tool_choice", "must be auto, none, required or an object that names a tool")
         return checked_choice(value, tools)
     given = Fields(value, "tool_choice")
-    kind = given.required_text("type")
-    function = given.fields("function")
-    if kind != "function" or function is None:
+    if given.required_text("type") != "function":
         raise unsupported("tool_choice.type", "only the choice of one tool of type 'function' is supported")
+    function = _nested(given) if nested else given
     name = tool_name(function)
     function.finish()
-    given.finish()
     return checked_choice(name, tools, is_name=True)
 
 

@@ -4,19 +4,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from areal.agent.dialects.chat_completions import openai_settings, stream_fields, usage
+from areal.agent.dialects.chat_completions import SAMPLING, openai_settings, stream_fields, usage
 from areal.agent.dialects.chat_messages import MAX_ANSWERS, MAX_TOKENS
-from areal.agent.dialects.dialect import (
-    DONE,
-    KEEP_ALIVE,
-    Asked,
-    Attempt,
-    Dialect,
-    Sent,
-    data_event,
-    openai_error,
-    openai_error_event,
-)
+from areal.agent.dialects.dialect import DONE, Asked, Dialect, Sent, data_event
 from areal.agent.dialects.fields import Fields, FieldTable, Json, invalid, unsupported
 from areal.agent.turns import TurnAnswer, TurnRequest
 
@@ -28,15 +18,7 @@ FIELDS = FieldTable(
         "prompt": "required: a text or a list of token ids, or a list with one of them",
         "model": "required; every name means the policy, and the reply repeats it",
         "max_tokens": f"limit of generated tokens; at least 1; without it {DEFAULT_MAX_TOKENS}",
-        "temperature": "0 to 2; 0 is greedy",
-        "top_p": "above 0, at most 1",
-        "top_k": "extension: at least 1",
-        "frequency_penalty": "-2 to 2",
-        "seed": "0 to 2^63 - 1",
-        "stop": "one text or at most 16",
-        "n": "1 to 128 answers; each is a leaf of the transcript",
-        "stream": "the whole answer is computed first, then sent as events",
-        "stream_options": "`include_usage`; `include_obfuscation` has no effect",
+        **SAMPLING,
         "logprobs": "0: log-probabilities of the generated tokens; others are refused",
     },
     ignored={"user": ("text", "metadata")},
@@ -50,7 +32,7 @@ FIELDS = FieldTable(
 )
 
 
-def parse(body: Json, attempt: Attempt) -> Asked:
+def parse(body: Json) -> Asked:
     given = Fields(body)
     model = given.required_text("model")
     prompt = _prompt(given.take("prompt"))
@@ -61,13 +43,7 @@ def parse(body: Json, attempt: Attempt) -> Asked:
     if top:
         raise unsupported("logprobs", "only the log-probability of the sampled token is known: use 0")
     given.finish(FIELDS)
-    turn = TurnRequest(
-        prompt=prompt,
-        num_answers=num_answers,
-        settings=settings,
-        fingerprint=attempt.fingerprint,
-        retry_count=attempt.retry_count,
-    )
+    turn = TurnRequest(prompt=prompt, num_answers=num_answers, settings=settings)
     return Asked(turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=top == 0)
 
 
@@ -118,12 +94,4 @@ def events(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> list[byte
     return [*found, DONE]
 
 
-DIALECT = Dialect(
-    name="completions",
-    parse=parse,
-    reply=reply,
-    events=events,
-    error=openai_error,
-    error_event=openai_error_event,
-    keep_alive=KEEP_ALIVE,
-)
+DIALECT = Dialect(name="completions", parse=parse, reply=reply, events=events)

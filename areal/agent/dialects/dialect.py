@@ -1,25 +1,12 @@
 """What every dialect offers: parse a body, write a reply, its stream of events, and a refusal."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import orjson
 
 from areal.agent.turns import TurnAnswer, TurnRefused, TurnRequest
-
-
-class Attempt(NamedTuple):
-    """How a retry is recognised: fields of `TurnRequest`."""
-
-    fingerprint: str = ""
-    retry_count: int = 0
-
-    @classmethod
-    def of(cls, dialect: str, canonical: bytes, retry_count: int = 0) -> Self:
-        """`canonical`: the body as JSON with sorted keys."""
-        return cls(hashlib.sha256(dialect.encode() + b"\0" + canonical).hexdigest(), retry_count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +34,6 @@ class Sent:
     """Text of a token id, for log-probabilities."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """The functions of one dialect. Those that parse raise TurnRefused."""
-
-    name: str
-    parse: Callable[[dict[str, Any], Attempt], Asked]
-    reply: Callable[[Asked, Sequence[TurnAnswer], Sent], dict[str, Any]]
-    events: Callable[[Asked, Sequence[TurnAnswer], Sent], list[bytes]]
-    """The whole stream, server-sent events in their order."""
-    error: Callable[[TurnRefused], dict[str, Any]]
-    error_event: Callable[[TurnRefused], bytes]
-    """A refusal after the head of a stream was sent."""
-    keep_alive: bytes
-    """What is sent while a stream waits for its answers."""
-
-
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which every client of server-sent events skips."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -93,3 +62,19 @@ def openai_error(refused: TurnRefused) -> dict[str, Any]:
 
 def openai_error_event(refused: TurnRefused) -> bytes:
     return data_event(openai_error(refused))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """The functions of one dialect. Those that parse raise TurnRefused."""
+
+    name: str
+    parse: Callable[[dict[str, Any]], Asked]
+    reply: Callable[[Asked, Sequence[TurnAnswer], Sent], dict[str, Any]]
+    events: Callable[[Asked, Sequence[TurnAnswer], Sent], list[bytes]]
+    """The whole stream, server-sent events in their order."""
+    error: Callable[[TurnRefused], dict[str, Any]] = openai_error
+    error_event: Callable[[TurnRefused], bytes] = openai_error_event
+    """A refusal after the head of a stream was sent."""
+    keep_alive: bytes = b": keep-alive\n\n"
+    """What is sent while a stream waits for its answers: a comment, which every client of server-sent events skips."""

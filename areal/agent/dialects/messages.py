@@ -18,7 +18,7 @@ from areal.agent.dialects.chat_messages import (
     tool_name,
     unique_tools,
 )
-from areal.agent.dialects.dialect import Asked, Attempt, Dialect, Sent, named_event
+from areal.agent.dialects.dialect import Asked, Dialect, Sent, named_event
 from areal.agent.dialects.fields import MAX_ITEMS, Fields, FieldTable, Json, invalid, unsupported
 from areal.agent.turns import Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings
 
@@ -55,16 +55,16 @@ FIELDS = FieldTable(
 )
 
 
-def parse(body: Json, attempt: Attempt) -> Asked:
-    return _parse(body, attempt, needs_limit=True)
+def parse(body: Json) -> Asked:
+    return _parse(body, needs_limit=True)
 
 
-def parse_count(body: Json, attempt: Attempt) -> Asked:
+def parse_count(body: Json) -> Asked:
     """A request of `/v1/messages/count_tokens`."""
-    return _parse(body, attempt, needs_limit=False)
+    return _parse(body, needs_limit=False)
 
 
-def _parse(body: Json, attempt: Attempt, *, needs_limit: bool) -> Asked:
+def _parse(body: Json, *, needs_limit: bool) -> Asked:
     given = Fields(body)
     model = given.required_text("model")
     max_tokens = given.integer("max_tokens", 1, MAX_TOKENS)
@@ -90,14 +90,7 @@ def _parse(body: Json, attempt: Attempt, *, needs_limit: bool) -> Asked:
     )
     stream = given.flag("stream")
     given.finish(FIELDS)
-    turn = TurnRequest(
-        messages=tuple(messages),
-        tools=tools,
-        tool_choice=choice,
-        settings=settings,
-        fingerprint=attempt.fingerprint,
-        retry_count=attempt.retry_count,
-    )
+    turn = TurnRequest(messages=tuple(messages), tools=tools, tool_choice=choice, settings=settings)
     return Asked(turn=turn, model=model, stream=stream)
 
 

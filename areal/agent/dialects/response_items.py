@@ -6,11 +6,9 @@ from areal.agent.dialects.chat_messages import (
     assistant_message,
     checked_arguments,
     function_call,
-    function_tool,
     joined_text,
     refused_part,
     tool_name,
-    unique_tools,
 )
 from areal.agent.dialects.fields import MAX_ITEMS, Fields, Json, invalid, unsupported
 from areal.agent.turns import Message
@@ -118,15 +116,3 @@ def _reasoning(given: Fields) -> str:
     if given.text("encrypted_content"):
         raise unsupported(given.name("encrypted_content"), "reasoning is not encrypted here")
     return content or summary or ""
-
-
-def response_tools(values: list[Any]) -> tuple[Json, ...]:
-    """The tools of a request, in OpenAI's chat form."""
-    tools: list[Json] = []
-    for index, value in enumerate(values):
-        given = Fields(value, f"tools[{index}]")
-        kind = given.required_text("type")
-        if kind != "function":
-            raise unsupported(given.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'function'")
-        tools.append(function_tool(given))
-    return unique_tools(tools)

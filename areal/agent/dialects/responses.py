@@ -1,13 +1,12 @@
 """The dialect of `/v1/responses` (OpenAI)."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from areal.agent.dialects.chat_completions import NO_EFFECT, token_logprobs
-from areal.agent.dialects.chat_messages import MAX_TOKENS, checked_choice, tool_name
-from areal.agent.dialects.dialect import KEEP_ALIVE, Asked, Attempt, Dialect, Sent, named_event, openai_error
-from areal.agent.dialects.fields import Fields, FieldTable, Json, invalid, unsupported
-from areal.agent.dialects.response_items import input_messages, response_tools
+from areal.agent.dialects.chat_messages import MAX_TOKENS, openai_tool_choice, openai_tools
+from areal.agent.dialects.dialect import Asked, Dialect, Sent, named_event, openai_error
+from areal.agent.dialects.fields import Fields, FieldTable, Json, unsupported
+from areal.agent.dialects.response_items import input_messages
 from areal.agent.turns import TurnAnswer, TurnRefused, TurnRequest, TurnSettings
 
 _RUN = "the configuration of the run decides"
@@ -48,12 +47,12 @@ FIELDS = FieldTable(
 )
 
 
-def parse(body: Json, attempt: Attempt) -> Asked:
+def parse(body: Json) -> Asked:
     given = Fields(body)
     model = given.required_text("model")
     messages = input_messages(given.take("input"), given.text("instructions"))
-    tools = response_tools(given.items("tools"))
-    choice = _tool_choice(given.take("tool_choice"), tools)
+    tools = openai_tools(given.items("tools"), nested=False)
+    choice = openai_tool_choice(given.take("tool_choice"), tools, nested=False)
     settings = TurnSettings(
         max_new_tokens=given.integer("max_output_tokens", 1, MAX_TOKENS),
         temperature=given.number("temperature", 0, 2),
@@ -69,14 +68,7 @@ def parse(body: Json, attempt: Attempt) -> Asked:
             raise unsupported("include", f"{str(one)[:80]!r} is not supported")
     metadata = given.object("metadata")
     given.finish(FIELDS)
-    turn = TurnRequest(
-        messages=messages,
-        tools=tools,
-        tool_choice=choice,
-        settings=settings,
-        fingerprint=attempt.fingerprint,
-        retry_count=attempt.retry_count,
-    )
+    turn = TurnRequest(messages=messages, tools=tools, tool_choice=choice, settings=settings)
     repeated = {
         "instructions": body.get("instructions"),
         "max_output_tokens": settings.max_new_tokens,
@@ -88,21 +80,6 @@ def parse(body: Json, attempt: Attempt) -> Asked:
         "top_p": settings.top_p,
     }
     return Asked(turn=turn, model=model, stream=stream, logprobs=_LOGPROBS in include, repeated=repeated)
-
-
-def _tool_choice(value: Any, tools: tuple[Json, ...]) -> str:
-    if value is None:
-        return "auto"
-    if isinstance(value, str):
-        if value not in ("auto", "none", "required"):
-            raise invalid("tool_choice", "must be auto, none, required or an object that names a tool")
-        return checked_choice(value, tools)
-    given = Fields(value, "tool_choice")
-    if given.required_text("type") != "function":
-        raise unsupported("tool_choice.type", "only the choice of one tool of type 'function' is supported")
-    name = tool_name(given)
-    given.finish()
-    return checked_choice(name, tools, is_name=True)
 
 
 def _items(asked: Asked, answer: TurnAnswer, sent: Sent) -> list[Json]:
@@ -205,12 +182,4 @@ def error_event(refused: TurnRefused) -> bytes:
     return named_event({**event, "sequence_number": 0, **body})
 
 
-DIALECT = Dialect(
-    name="responses",
-    parse=parse,
-    reply=reply,
-    events=events,
-    error=openai_error,
-    error_event=error_event,
-    keep_alive=KEEP_ALIVE,
-)
+DIALECT = Dialect(name="responses", parse=parse, reply=reply, events=events, error_event=error_event)
