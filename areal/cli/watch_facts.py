@@ -5,7 +5,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +22,7 @@ from areal.launcher.result import episodes_of, recorded_alarms
 from areal.launcher.status import StatusSource
 from areal.observe.alarms import Alarm
 from areal.system.discovery import registry_of
-from areal.system.heartbeat import read_beat
+from areal.system.heartbeat import Beat, read_beats
 from areal.system.run_paths import RunPaths
 
 WINDOW = 20
@@ -178,6 +177,7 @@ class Watched:
         step, step_s = int(last.get("step", 0)), _step_s(rows)
         samples_step, samples = _samples(paths)
         now_s = self._clock.now_s(newest_s(paths), time.monotonic())
+        beats, since_beats_s = read_beats(paths.alive), max(0.0, now_s - written_s(paths.alive))
         return RunView(
             run=str(paths.root),
             state="running" if is_running else summary.get("status", "dead"),
@@ -200,7 +200,10 @@ class Watched:
             samples=samples,
             samples_step=samples_step,
             restarts=summary.get("restarts", {}),
-            processes=[_process(paths, process, last, now_s) for process in plan.get("processes", ())],
+            processes=[
+                _process(process, beats.get(process["name"]), last, since_beats_s)
+                for process in plan.get("processes", ())
+            ],
         )
 
     def _status(self, plan: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -314,11 +317,15 @@ def _samples(paths: RunPaths) -> tuple[int | None, list[dict[str, Any]]]:
 
 def newest_s(paths: RunPaths) -> float:
     """When the newest file that running processes write was written, by the clock of the file system; 0 without one."""
-    found = [0.0]
-    for path in (paths.metrics, paths.ledger, *paths.alive.glob("[!.]*.json"), *paths.logs.glob("*.log")):
-        with suppress(OSError):
-            found.append(path.stat().st_mtime)
-    return max(found)
+    return max(map(written_s, (paths.metrics, paths.ledger, paths.alive, *paths.logs.glob("*.log"))))
+
+
+def written_s(path: Path) -> float:
+    """When a file was written, by the clock of its file system; 0 when it does not exist."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 class RunClock:
@@ -337,17 +344,16 @@ class RunClock:
         return self._newest_s + local_s - self._seen_s
 
 
-def _process(paths: RunPaths, planned: Mapping[str, Any], last: Mapping[str, Any], now_s: float) -> WatchedProcess:
-    path = paths.alive_of(planned["name"])
-    beat, silent_s = read_beat(path), None
+def _process(
+    planned: Mapping[str, Any], beat: Beat | None, last: Mapping[str, Any], since_beats_s: float
+) -> WatchedProcess:
+    """`beat`: None of a process that has ended. `since_beats_s`: seconds since the launcher wrote the heartbeats."""
     in_metrics: float | None = last.get(f"memory/{planned['name']}")
-    with suppress(OSError):  # it has ended
-        silent_s = max(0.0, now_s - path.stat().st_mtime)
     return WatchedProcess(
         name=planned["name"],
         node=beat.node if beat and beat.node else planned["host"]["node"],
         device=f"GPU {','.join(planned['gpus'])}" if planned["gpus"] else planned["device"],
         doing=f"{beat.doing} ({beat.for_s:.0f} s)" if beat else "",
         memory_gib=beat.resident_bytes / 2**30 if beat and beat.resident_bytes else in_metrics,
-        silent_s=silent_s,
+        silent_s=beat.silent_s + since_beats_s if beat else None,
     )

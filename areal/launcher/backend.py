@@ -1,6 +1,7 @@
 """How a launcher starts and observes the processes of a run: the protocol, and its implementation for this machine."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import psutil
 
 from areal.launcher.job import LaunchPlan, PlannedProcess
 from areal.launcher.placement import Machine
+from areal.system.heartbeat import Beat, NodeBeats
 from areal.system.network import Host
 from areal.system.process import ERROR_PREFIX, kill_trees, spawn
 from areal.system.run_paths import RunPaths
@@ -70,6 +72,11 @@ class ProcessBackend(Protocol):
         """Resident memory of the launcher and of all processes of the run together."""
         ...
 
+    def beats(self) -> dict[str, Beat]:
+        """The last heartbeat of each process that has sent one since its start, with its memory at the last call of
+        `resident_bytes`."""
+        ...
+
     def place_of(self, planned: PlannedProcess) -> tuple[Host, tuple[str, ...]]:
         """The machine and the GPUs with which a process of this name was last started; as planned before that."""
         return planned.host, planned.gpus
@@ -113,6 +120,8 @@ class LocalBackend(ProcessBackend):
         self._logs: dict[str, tuple[Path, int]] = {}  # with the size at the process's start
         self._memory_kills = _memory_kills()
         """Of which the process is known, or was not of this run."""
+        self._beats = NodeBeats()
+        self._resident: dict[str, int] = {}
         self._out_of_memory = set[str]()
         """Processes that the kernel ended at a limit of memory."""
 
@@ -120,10 +129,9 @@ class LocalBackend(ProcessBackend):
         log = Path(planned.log_path)
         self._logs[planned.name] = (log, log.stat().st_size if log.exists() else 0)
         self._out_of_memory.discard(planned.name)
-        process = self._processes[planned.name] = spawn(
-            planned.argv, {**os.environ, **planned.env, **self._secrets}, log
-        )
-        return process.pid
+        env = {**os.environ, **planned.env, **self._secrets, **self._beats.slot(planned.name)}
+        self._processes[planned.name] = spawn(planned.argv, env, log, descriptors=(self._beats.descriptor,))
+        return self._processes[planned.name].pid
 
     def poll(self, name: str) -> int | None:
         return self._processes[name].poll()
@@ -180,11 +188,25 @@ class LocalBackend(ProcessBackend):
 
     def resident_bytes(self) -> int:
         own = psutil.Process()
-        total = own.memory_info().rss
+        parents, sizes = dict[int, int](), dict[int, int]()
         for process in own.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-        return total
+                parents[process.pid] = process.ppid()
+                sizes[process.pid] = process.memory_info().rss
+        names = {process.pid: name for name, process in self._processes.items()}
+        self._resident = {}
+        for pid, size in sizes.items():
+            while pid not in names and pid in parents:
+                pid = parents[pid]
+            if name := names.get(pid):
+                self._resident[name] = self._resident.get(name, 0) + size
+        return own.memory_info().rss + sum(sizes.values())
+
+    def beats(self) -> dict[str, Beat]:
+        return {
+            name: dataclasses.replace(beat, resident_bytes=self._resident.get(name))
+            for name, beat in self._beats.read().items()
+        }
 
 
 def _memory_kills() -> int:

@@ -1,11 +1,13 @@
 """Liveness of a run's processes: what each one does according to its heartbeat, and which ones hang."""
 
+import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.units import Child
-from areal.system.heartbeat import Beat, read_beat
+from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
 
 _LOOK_INTERVAL_S = 0.5
@@ -36,7 +38,7 @@ class SilenceTimer:
 
 
 class LivenessWatch:
-    """Reads the heartbeats of a run's processes and finds those that hang."""
+    """Reads the heartbeats of a run's processes, finds those that hang, and writes RUN/alive.json for readers."""
 
     def __init__(self, paths: RunPaths, backend: ProcessBackend, hang_s: float) -> None:
         self.beats: dict[str, Beat] = {}
@@ -63,6 +65,8 @@ class LivenessWatch:
         self._looked_s = now_s
         self.beats, self.silent_s = {}, {}
         found = list(self._hung(children, since_s))
+        with contextlib.suppress(OSError):  # a full disk ends the run elsewhere
+            write_beats(self._paths.alive, self.beats)
         return found + list(self._rejected(children, status))
 
     @property
@@ -71,14 +75,17 @@ class LivenessWatch:
         return max((beat.step for beat in self.beats.values() if beat.step is not None), default=None)
 
     def _hung(self, children: Iterable[Child], since_s: float) -> Iterator[tuple[Child, str]]:
+        beats = self._backend.beats()
         for child in children:
             if not child.is_running or child.pid is None:
                 continue
-            beat = read_beat(self._paths.alive_of(child.name))
+            beat = beats.get(child.name)
             silent_s = self._silences.look(child.name, child.pid, beat, since_last_look_s=since_s)
             if beat is None or beat.pid != child.pid:
                 continue
-            self.beats[child.name], self.silent_s[child.name] = beat, silent_s
+            host, _ = self._backend.place_of(child.planned)
+            self.beats[child.name] = dataclasses.replace(beat, node=host.node, silent_s=round(silent_s, 1))
+            self.silent_s[child.name] = silent_s
             if silent_s < self._hang_s or child.killed_s is not None:
                 continue
             if silent_s < self._hang_s + _DUMP_S and self._dumps_stacks(child.name, child.pid):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -330,13 +329,13 @@ def _run(
         wait_until_all_answer(plan.attached, limit_s, line.say, token=token, hurry=lambda: interruptions.count > 0)
         register(registry, plan.attached)
     RequestBox(paths).clear()
-    shutil.rmtree(paths.alive, ignore_errors=True)
+    paths.alive.unlink(missing_ok=True)
     total_steps = plan.numbers.total_steps
     source: Source = StatusSource(
         registry, paths.metrics, has_controller=plan.num_servers > 0, total_steps=total_steps, token=token
     )
     if config.allocation.evaluation:
-        source = EvaluationSource(paths.alive_of("controller"))
+        source = EvaluationSource(paths.alive)
     return Supervisor(
         plan,
         config.launcher,

@@ -52,6 +52,8 @@ from areal.system.run_paths import RunPaths
 
 _LOOK_S = 0.05
 _HELLO_LIMIT_S = 30.0
+_REPORT_S = 1.0
+"""The longest time between two reports, which contain the heartbeats."""
 
 
 class NodeAgent:
@@ -193,9 +195,12 @@ class NodeAgent:
         self._show_life(backend)
 
     def _show_life(self, backend: LocalBackend | None) -> None:
-        if time.monotonic() - self._reported_s >= self._silence_s / 10:
+        if time.monotonic() - self._reported_s >= min(self._silence_s / 10, _REPORT_S):
             self._reported_s = time.monotonic()
-            self._send(Alive(resident_bytes=0 if backend is None else backend.resident_bytes()))
+            if backend is None:
+                self._send(Alive(resident_bytes=0))
+            else:
+                self._send(Alive(resident_bytes=backend.resident_bytes(), beats=backend.beats()))
 
     def _send(self, message: FromAgent) -> None:
         data = memoryview(FROM_AGENT.dump_json(message) + b"\n")

@@ -19,6 +19,7 @@ from areal.launcher import node_messages as wire
 from areal.launcher.backend import LogTail
 from areal.launcher.job import PlannedProcess
 from areal.launcher.transport import Transport
+from areal.system.heartbeat import Beat
 from areal.system.process import ERROR_PREFIX, TRANSIENT_EXIT
 from areal.system.run_paths import RunPaths
 
@@ -57,6 +58,8 @@ class NodeLink:
         self.lost = ""
         """Why the node is lost; empty while it is connected."""
         self.resident_bytes = 0
+        self.beats: dict[str, Beat] = {}
+        """The last heartbeat of each process there."""
         self.clock_s = 0.0
         """How many seconds the clock of the node is ahead of the launcher's, as seen when it connected."""
         self.folder_s = (0.0, 0.0)
@@ -262,7 +265,7 @@ class NodeLink:
                     tail = LogTail(list(message.lines), message.written_ns)
                     self._ended[message.name] = Ended(message.code, tail)
                 case wire.Alive():
-                    self.resident_bytes = message.resident_bytes
+                    self.resident_bytes, self.beats = message.resident_bytes, message.beats
             self._changed.notify_all()
 
     def _lose(self, cause: str, heard_s: float) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from areal.launcher.job import PlannedProcess
+from areal.system.heartbeat import Beat
 
 HELLO_ID = -1
 """In a Reply to Hello."""
@@ -159,6 +160,8 @@ class Alive:
 
     do: Literal["alive"] = "alive"
     resident_bytes: int
+    beats: dict[str, Beat] = field(default_factory=dict[str, Beat])
+    """The last heartbeat of each process there, by its name."""
 
 
 ToAgent = Annotated[

@@ -24,6 +24,7 @@ from areal.launcher.port_check import check_ports
 from areal.launcher.restart_rules import Role
 from areal.launcher.status import StatusLine
 from areal.launcher.transport import CommandTransport
+from areal.system.heartbeat import Beat
 from areal.system.network import Host
 from areal.system.process import ERROR_PREFIX, TRANSIENT_EXIT
 from areal.system.run_paths import RunPaths
@@ -180,3 +181,6 @@ class NodesBackend(ProcessBackend):
 
     def resident_bytes(self) -> int:
         return psutil.Process().memory_info().rss + sum(link.resident_bytes for link in set(self._links.values()))
+
+    def beats(self) -> dict[str, Beat]:
+        return {name: link.beats[name] for name, link in self._links.items() if name in link.beats}

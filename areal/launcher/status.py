@@ -23,7 +23,7 @@ from areal.launcher.result import RunAlarmLines
 from areal.launcher.stall import StallWatch
 from areal.launcher.units import Child
 from areal.system.discovery import NameRegistry
-from areal.system.heartbeat import read_beat
+from areal.system.heartbeat import read_beats
 
 _TIMEOUT_S = 0.5
 _PLAIN_INTERVAL_S = 10.0
@@ -170,10 +170,10 @@ class StatusSource:
 class EvaluationSource:
     """Reads the state of an evaluation without training from the heartbeat of its process."""
 
-    heartbeat: Path
+    heartbeats: Path
 
     def status(self) -> dict[str, Any] | None:
-        beat = read_beat(self.heartbeat)
+        beat = read_beats(self.heartbeats).get("controller")
         return None if beat is None else {"awaited": beat.doing}
 
     def text(self, status: dict[str, Any] | None) -> str | None:

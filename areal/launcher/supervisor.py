@@ -202,7 +202,7 @@ class Supervisor:
         """Kill hung processes, which are then handled as crashes. Returns why the run ends."""
         for child, text in self._liveness.look(self._children, self._clock(), self._status.last):
             self._disk_problem = disk_problem(self._paths)
-            if self._disk_problem:  # heartbeats cannot be written
+            if self._disk_problem:  # it may wait for room
                 return f"{child.name} {text}"
             child.kill(text)
         if self._liveness.step is not None:
@@ -290,12 +290,11 @@ class Supervisor:
         unit.start(num_servers=self._replicas.num_servers, recover=recover)
 
     def _unregister(self, unit: Unit) -> None:
-        """Remove the entries by which others find the processes of a unit, and their heartbeats."""
+        """Remove the entries by which others find the processes of a unit."""
         for child in unit.children:
             child.is_ready = False
             for name in child.registered_names:
                 self._registry.remove(name)
-            self._paths.alive_of(child.name).unlink(missing_ok=True)
 
     def _removed(self, unit: Unit) -> None:
         self._unregister(unit)

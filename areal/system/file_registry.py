@@ -7,12 +7,17 @@ import re
 import shutil
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal.api.errors import LaunchError, RequestError, ServerUnavailable
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _POLL_S = 0.05
+_MAX_POLL_S = 1.0
+"""Hundreds of ranks may wait for the same name: the longer they have waited, the less often they look."""
+_SETTLED_S = 2.0
+"""File systems record times with a coarse clock: only a folder unchanged for this long is known by its time."""
 _STALE_ATTEMPTS = 5
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR)
 
@@ -37,6 +42,7 @@ class FileRegistry:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._listings: dict[str, _Listing] = {}
 
     def _path(self, name: str) -> Path:
         *folders, last = name_segments(name)
@@ -74,20 +80,31 @@ class FileRegistry:
         return value
 
     def list(self, prefix: str) -> dict[str, str]:
-        paths = sorted(self._folder.joinpath(prefix).rglob("*.json"))
+        """As the protocol says. A folder that has not changed is not read again: each `add` and `remove` changes it."""
+        folder = self._folder.joinpath(prefix)
+        changed_ns, now_s = _changed_ns(folder), time.monotonic()
+        last = self._listings.get(prefix)
+        if last is not None and last.changed_ns == changed_ns and last.read_s - last.first_s > _SETTLED_S:
+            return dict(last.found)
+        first_s = last.first_s if last is not None and last.changed_ns == changed_ns else now_s
+        paths = sorted(folder.rglob("*.json"))
         names = [path.relative_to(self._folder).as_posix().removesuffix(".json") for path in paths]
-        return {name: value for name, path in zip(names, paths, strict=True) if (value := _read(path)) is not None}
+        found = {name: value for name, path in zip(names, paths, strict=True) if (value := _read(path)) is not None}
+        if not changed_ns or not any(entry.is_dir() for entry in os.scandir(folder)):  # whose changes it does not show
+            self._listings[prefix] = _Listing(changed_ns, first_s, now_s, found)
+        return dict(found)
 
     def remove(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
 
     def wait(self, name: str, timeout_s: float) -> str:
-        deadline = time.monotonic() + timeout_s
+        began_s = time.monotonic()
         while (value := self.get(name)) is None:
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= timeout_s:
                 message = f"{name} was not registered in {self._folder} within {timeout_s:g} s"
                 raise ServerUnavailable(message, code="process.not_registered")
-            time.sleep(_POLL_S)
+            time.sleep(min(max(_POLL_S, waited_s / 10), _MAX_POLL_S, timeout_s - waited_s))
         return value
 
     def clear(self) -> None:
@@ -95,6 +112,30 @@ class FileRegistry:
 
     def close(self) -> None:
         """Nothing is open between two calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What a folder without subfolders contained."""
+
+    changed_ns: int
+    """When the folder last changed, by the clock of its file system."""
+    first_s: float
+    """When this change was first seen."""
+    read_s: float
+    found: dict[str, str]
+
+
+def _changed_ns(folder: Path) -> int:
+    """When a folder last changed; 0 when it does not exist. An NFS client asks the server when a folder is opened."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return 0
+    try:
+        return os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
 
 
 def _read(path: Path) -> str | None:

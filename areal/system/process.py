@@ -181,8 +181,13 @@ def raise_open_file_limit(wanted: int = 65536) -> int:
     return soft
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:
-    """Start a child as the leader of a new process group, output appended to `log_path`. It dies with this process."""
+def spawn(
+    argv: Sequence[str], env: Mapping[str, str], log_path: Path, *, descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a child as the leader of a new process group, output appended to `log_path`. It dies with this process.
+
+    It inherits `descriptors`.
+    """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(log_path, "ab", opener=partial(os.open, mode=0o600)) as log:
@@ -192,6 +197,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subpro
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                pass_fds=descriptors,
                 process_group=0,  # Ctrl-C reaches the launcher only, which ends the children in order
                 preexec_fn=tied_to_this_process(),
             )

@@ -71,8 +71,8 @@ class RunPaths:
     episodes = _Below("episodes.json")
     """Numbers of episodes by outcome, written by the controller when it ends."""
     trace = _Below("trace")
-    alive = _Below("alive")
-    """Heartbeats, one file for each process of the launcher."""
+    alive = _Below("alive.json")
+    """The last heartbeat of each running process, written by the launcher."""
     stacks = _Below("stacks")
     """Stack dumps, one file for each process."""
     requests = _Below("requests")
@@ -93,9 +93,6 @@ class RunPaths:
         """The absolute run folder of a configuration."""
         fileroot = Path(config.cluster.fileroot).expanduser().absolute()
         return cls(fileroot / config.experiment_name / config.trial_name)
-
-    def alive_of(self, process_name: str) -> Path:
-        return self.alive / f"{process_name}.json"
 
     def stacks_of(self, process_name: str) -> Path:
         return self.stacks / f"{process_name}.txt"

@@ -19,7 +19,7 @@ from areal.api.metrics import Metrics, metric_values
 from areal.observe.log import get_logger
 from areal.observe.trackers import SampleRow, Tracker, build_trackers
 from areal.system.durable import finish_interrupted_writes, remove_folder
-from areal.system.heartbeat import resident_bytes
+from areal.system.heartbeat import read_beats
 from areal.system.run_paths import RunPaths
 from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 from areal.trainer.reduce import reduce_metrics
@@ -177,8 +177,8 @@ class AfterStep:
         values |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         values |= {"epoch": float(info.epoch), "seconds/elapsed": elapsed_s}
         if self._ranks.rank == 0:
-            sizes = resident_bytes(self._paths.alive)
-            values |= {f"memory/{name}": size / 2**30 for name, size in sizes.items()}
+            sizes = {name: beat.resident_bytes for name, beat in read_beats(self._paths.alive).items()}
+            values |= {f"memory/{name}": size / 2**30 for name, size in sizes.items() if size is not None}
         ends = False
         if "evaluate" in due and self._hooks.evaluate is not None:
             found = self._hooks.evaluate(info.step + 1)

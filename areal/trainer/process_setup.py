@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import orjson
@@ -18,7 +17,7 @@ from areal.observe.phase import PhaseClock
 from areal.observe.trace import open_tracer
 from areal.system.device import CudaClock, bind_to_gpu_node
 from areal.system.discovery import NameRegistry, registry_of
-from areal.system.heartbeat import Heartbeat, beating_thread
+from areal.system.heartbeat import Heartbeat, beating_thread, launched_heartbeat
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -66,8 +65,7 @@ def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iter
     tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
     with contextlib.ExitStack() as stack:
         stack.callback(tracer.flush if tracer else lambda: None)
-        alive = RunPaths(Path(context.run_dir)).alive_of(context.name)
-        heartbeat = stack.enter_context(beating_thread(Heartbeat(alive, context.host.node)))
+        heartbeat = stack.enter_context(beating_thread(launched_heartbeat()))
         clock = PhaseClock(tracer, heartbeat, CudaClock() if context.device.startswith("cuda") else None)
         stack.enter_context(clock.active())
         heartbeat.doing("meets the other ranks")

@@ -1,5 +1,6 @@
 """`areal watch`: the facts of running, finished and dead runs, and the picture."""
 
+import dataclasses
 import io
 import json
 import os
@@ -17,11 +18,13 @@ from areal.cli.watch_view import view
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusSource
 from areal.observe.trackers import JsonlTracker
-from areal.system.heartbeat import Heartbeat
+from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
 from areal.trainer.sample_table import sample_rows
 from tests.cli.test_command import QUICKSTART
 from tests.trainer.test_sample_table import Letters
+
+BEAT = Beat(pid=1, beats=1, doing="work", for_s=0.0, step=None, node="node-b")
 
 
 def row(step, **values):
@@ -36,7 +39,6 @@ def run(tmp_path):
     """A run that has trained 4 of 10 steps."""
     paths = RunPaths(tmp_path / "exp" / "trial")
     paths.samples.mkdir(parents=True)
-    paths.alive.mkdir()
     with open(QUICKSTART) as file:
         paths.config.write_text(file.read())
     process = {"role": "server", "host": {"node": "node-a"}, "gpus": [], "device": "cpu"}
@@ -136,7 +138,7 @@ def test_a_running_run_has_what_it_waits_for_and_an_eta(run, monkeypatch):
     status |= {"admitted": 9, "running": 3, "failed": 1, "reasons": {"failed: KeyError": 1}}
     monkeypatch.setattr(StatusSource, "status", lambda source: status)
     run.token.write_text("secret-token")
-    Heartbeat(run.alive_of("server-0"), "node-b").beat()
+    write_beats(run.alive, {"server-0": BEAT})
     watched = Watched(run.root)
     with run_lock(run):
         found = watched.look()
@@ -161,9 +163,8 @@ def test_silence_is_measured_with_the_times_of_the_files(run, monkeypatch):
     local_s = [50.0]
     monkeypatch.setattr(watch_facts.time, "monotonic", lambda: local_s[0])
     monkeypatch.setattr(watch_facts.time, "time", lambda: pytest.fail("the local clock was read"))
-    for name, written_s in (("server-0", 9000.0), ("controller", 9030.0)):
-        Heartbeat(run.alive_of(name), "").beat()
-        os.utime(run.alive_of(name), (written_s, written_s))
+    write_beats(run.alive, {"server-0": dataclasses.replace(BEAT, silent_s=30.0), "controller": BEAT})
+    os.utime(run.alive, (9030.0, 9030.0))
     os.utime(run.metrics, (9020.0, 9020.0))
     watched = Watched(run.root)
 
@@ -173,8 +174,9 @@ def test_silence_is_measured_with_the_times_of_the_files(run, monkeypatch):
     assert silences() == {"server-0": 30.0, "controller": 0.0}
     local_s[0] += 2.0  # nothing new
     assert silences() == {"server-0": 32.0, "controller": 2.0}
-    os.utime(run.alive_of("server-0"), (9033.0, 9033.0))
-    assert silences()["server-0"] == 0.0
+    write_beats(run.alive, {"server-0": BEAT})
+    os.utime(run.alive, (9033.0, 9033.0))
+    assert silences() == {"server-0": 0.0}
 
 
 def test_without_a_terminal_the_picture_is_printed_once(run, capsys):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from areal.system.file_registry import FileRegistry
-from areal.system.heartbeat import read_beat
+from areal.system.heartbeat import NodeBeats
 from areal.system.process import AREAL_PROCESS, ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -95,11 +95,17 @@ class Host:
             device="cpu",
         )
         context = replace(given, **context)
+        self._node, self._name = NodeBeats(), context.name
         self.log_path = paths.log_of(context.name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                argv, env=os.environ | context.to_env(), stdout=log, stderr=log, process_group=process_group
+                argv,
+                env=os.environ | context.to_env() | self._node.slot(context.name),
+                stdout=log,
+                stderr=log,
+                process_group=process_group,
+                pass_fds=[self._node.descriptor],
             )
 
     @property
@@ -127,7 +133,7 @@ class Host:
         return code
 
     def beat(self):
-        return read_beat(self.paths.alive_of("server-4"))
+        return self._node.read().get(self._name)
 
     def wait_beat(self, words):
         """A beat that says so."""

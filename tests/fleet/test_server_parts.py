@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 
-from areal.system.heartbeat import read_beat
 from areal.system.network import Host as NetHost
 from tests.fleet.foreign_host import Host, host_argv, processes_of, run_paths, wait_until
 
@@ -33,7 +32,7 @@ def test_all_parts_of_a_server_get_the_port_that_part_0_reserved(tmp_path, monke
         server.bind(("0.0.0.0", meeting["port"]))
         server.listen()  # as torch's store does, on all addresses
     assert follower.registry.list("servers").keys() == {"servers/4"}
-    assert wait_until(lambda: read_beat(paths.alive_of("server-4-part-1")))
+    assert wait_until(follower.beat)
     for host in (leader, follower):
         os.kill(host.pid, signal.SIGTERM)
         assert host.wait_end() in (0, None) if host is follower else host.process.wait(timeout=200) == 0

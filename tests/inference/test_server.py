@@ -90,9 +90,10 @@ async def test_a_stuck_engine_is_not_healthy(served, monkeypatch):
     await waiting
 
 
-async def test_a_stuck_engine_sends_no_heartbeat(options, serve_with, monkeypatch, tmp_path):
-    path, reported, activity = tmp_path / "alive.json", [], server._activity
-    monkeypatch.setattr(server, "launched_heartbeat", lambda: heartbeat.Heartbeat(path))
+async def test_a_stuck_engine_sends_no_heartbeat(options, serve_with, monkeypatch):
+    node, reported, activity = heartbeat.NodeBeats(), [], server._activity
+    own = heartbeat.Heartbeat(node.slot("server-0")[heartbeat.HEARTBEAT])
+    monkeypatch.setattr(server, "launched_heartbeat", lambda: own)
     monkeypatch.setattr(server, "_activity", lambda engine: reported.append(activity(engine)) or reported[-1])
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     monkeypatch.setattr(engine, "STUCK_S", 0.2)
@@ -102,13 +103,13 @@ async def test_a_stuck_engine_sends_no_heartbeat(options, serve_with, monkeypatc
         one.engine.step = lambda: (go_on.wait(200), step())
         running = asyncio.create_task(one.generate())
         await one.until(lambda: reported[-2:] == [None, None])
-        before, num_reported = heartbeat.read_beat(path).beats, len(reported)
+        before, num_reported = node.read()["server-0"].beats, len(reported)
         await one.until(lambda: len(reported) >= num_reported + 5)
         assert reported[num_reported:] == [None] * (len(reported) - num_reported)
-        assert heartbeat.read_beat(path).beats == before
+        assert node.read()["server-0"].beats == before
         go_on.set()
         await running
-        await one.until(lambda: heartbeat.read_beat(path).beats > before)
+        await one.until(lambda: node.read()["server-0"].beats > before)
 
     async for one in serve_with(options):
         await check(one)

@@ -17,7 +17,7 @@ import pytest
 from areal.api.config.load import load_experiment
 from areal.inference.server import parse_options
 from areal.system.discovery import registry_of
-from areal.system.heartbeat import read_beat
+from areal.system.heartbeat import NodeBeats
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.system.stacks import request_stacks
@@ -83,10 +83,11 @@ def contains_soon(read, text: str) -> bool:
 def test_a_process_registers_serves_and_ends(config_file, tmp_path):
     paths = RunPaths(tmp_path)
     context = dataclasses.replace(CONTEXT, run_dir=str(tmp_path))
-    env = {**os.environ, **context.to_env(), "OMP_NUM_THREADS": "1"}
+    node = NodeBeats()
+    env = {**os.environ, **context.to_env(), **node.slot("server-1"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "areal.inference.server", "--config", str(config_file)]
     with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, pass_fds=[node.descriptor])
     try:
         registry = registry_of(load_experiment(["--config", str(config_file)]))
         registry.wait("ready/server-1", 200)
@@ -96,8 +97,8 @@ def test_a_process_registers_serves_and_ends(config_file, tmp_path):
         request = urllib.request.Request(record["address"] + "/generate", json.dumps(body).encode(), HEADERS)
         with urllib.request.urlopen(request, timeout=200) as response:
             assert len(json.loads(response.read())["output_ids"]) == 3
-        assert contains_soon(lambda: str(read_beat(paths.alive_of("server-1"))), "runs 0 requests, 0 queued, version 0")
-        assert read_beat(paths.alive_of("server-1")).pid == process.pid
+        assert contains_soon(lambda: str(node.read()), "runs 0 requests, 0 queued, version 0")
+        assert node.read()["server-1"].pid == process.pid
         request_stacks(paths.stacks_of("server-1"), process.pid, "nothing has moved")
         assert contains_soon(paths.stacks_of("server-1").read_text, " tasks\n")
         assert "inference/server.py" in paths.stacks_of("server-1").read_text()

@@ -47,6 +47,7 @@ class FakeBackend(ProcessBackend):
         self.signals = []
         self.stopped = []
         self.stacks = []
+        self.heartbeats = {}
         self.on_start = lambda name, count: None
         self._ends_on = ends_on
 
@@ -82,3 +83,6 @@ class FakeBackend(ProcessBackend):
 
     def resident_bytes(self):
         return 123
+
+    def beats(self):
+        return self.heartbeats

@@ -3,9 +3,9 @@
 import ast
 import dataclasses
 import io
-import json
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from areal.launcher.job import LaunchPlan
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
 from areal.system.file_registry import FileRegistry
+from areal.system.heartbeat import Beat
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import FakeBackend, planned_process
 from tests.launcher.fake_run import NUMBERS
@@ -133,11 +134,10 @@ def test_a_hung_process_writes_its_stacks_and_is_killed(fake):
     processes = fake(hang_s=2.0)
 
     def script(name, start):
-        path = processes.paths.alive_of(name)
-        path.parent.mkdir(exist_ok=True)
         if name == "controller" and start == 1:
             pid = 1000 + len(processes.backend.starts)
-            path.write_text(json.dumps({"pid": pid, "beats": 1, "doing": "x", "for_s": 0.0, "step": None}))
+            beat = Beat(pid=pid, beats=1, doing="x", for_s=0.0, step=None)
+            processes.backend.heartbeats["controller"] = beat
         elif name == "controller":
             processes.end_trainers()
 
@@ -158,6 +158,35 @@ def test_a_process_that_cannot_be_started_ends_the_run_with_its_code(fake):
     outcome = processes.run(script)
     assert (outcome.status, outcome.cause) == ("failed", "no node is free [process.cannot_start]")
     assert processes.backend.stopped == ["controller", "server-0"]
+
+
+def test_the_memory_of_a_process_contains_what_it_started(tmp_path):
+    made = backend.LocalBackend(RunPaths(tmp_path))
+    code = """
+import subprocess, sys, zlib, os
+inner = subprocess.Popen([sys.executable, "-S", "-c", "held = b'x' * 80_000_000; input()"], stdin=subprocess.PIPE)
+record = b'{"pid": 1, "beats": 1, "doing": "", "for_s": 0, "step": null}'
+descriptor, _, offset = map(int, os.environ["AREAL_HEARTBEAT"].split(":"))
+os.pwrite(descriptor, zlib.crc32(record).to_bytes(4) + len(record).to_bytes(2) + record, offset)
+inner.wait()
+"""
+    for name, text in (("server-0", code), ("server-1", code.replace("80_", "0_"))):
+        made.start(
+            dataclasses.replace(planned_process(name, run_dir=tmp_path), argv=(sys.executable, "-S", "-c", text))
+        )
+
+    def sizes():
+        made.resident_bytes()
+        return {name: beat.resident_bytes or 0 for name, beat in made.beats().items()}
+
+    try:
+        deadline = time.monotonic() + 200.0
+        while len(found := sizes()) < 2 or found["server-0"] < 80e6 or not found["server-1"]:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
+        assert found["server-0"] - found["server-1"] > 60e6
+    finally:
+        made.stop(["server-0", "server-1"], 0.0, hurry=lambda: True)
 
 
 def test_a_process_that_the_kernel_ended_for_its_memory_is_told_apart(tmp_path, monkeypatch):

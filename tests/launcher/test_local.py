@@ -15,6 +15,7 @@ from areal.launcher.__main__ import launcher_of
 from areal.launcher.local import read_command_line
 from areal.launcher.placement import Machine
 from areal.system.durable import publish_folder
+from areal.system.heartbeat import Beat, read_beats, write_beats
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from tests.expect import raises_code
@@ -234,14 +235,13 @@ def test_after_a_kill_of_all_processes_the_same_command_continues(folder):
     publish_folder(paths.recover / "next", paths.recover / "step-000003")
     paths.requests.mkdir()
     (paths.requests / "1.request.json").write_text("{}")
-    paths.alive.mkdir(exist_ok=True)
-    paths.alive_of("trainer-7").write_text("{}")
+    write_beats(paths.alive, {"trainer-7": Beat(pid=1, beats=1, doing="", for_s=0.0, step=None)})
     done = launch(folder, *recover, behaviour="end")
     assert done.returncode == 0, done.stderr
     assert json.loads(paths.plan.read_text())["recover"]
     assert f"areal: continues the run in {paths.root}, trainers from step-000003" in done.stderr
     assert not paths.requests.exists()
-    assert not paths.alive_of("trainer-7").exists()
+    assert "trainer-7" not in read_beats(paths.alive)
     again = launch(folder, *recover, behaviour="leave")  # a run that was complete: its trainers end at once
     assert again.returncode == 0, again.stderr
 

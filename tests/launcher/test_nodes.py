@@ -165,6 +165,22 @@ def test_a_killed_agent_ends_its_processes_and_its_node_is_connected_again(backe
     assert backend.poll("server-0") is None
 
 
+BEATS = """
+import time
+from areal.system.heartbeat import beating_thread, launched_heartbeat
+with beating_thread(launched_heartbeat()) as heartbeat:
+    heartbeat.doing("trains", 3)
+    time.sleep(600)
+"""
+
+
+def test_the_heartbeat_of_a_process_on_a_node_comes_through_its_connection(backend, tmp_path):
+    pid = backend.start(program(tmp_path, BEATS))
+    beat = wait_for(lambda: (found := backend.beats().get("server-0")) and found.doing == "trains" and found)
+    assert (beat.pid, beat.step) == (pid, 3)
+    assert wait_for(lambda: backend.beats()["server-0"].resident_bytes) > 2**20
+
+
 def test_a_frozen_agent_is_lost_after_a_silence(backend, tmp_path):
     agent = agent_of(backend.start(program(tmp_path, SLEEPS)))
     agent.suspend()

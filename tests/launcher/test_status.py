@@ -20,7 +20,7 @@ from areal.launcher.status import (
 )
 from areal.launcher.units import Child
 from areal.system.file_registry import FileRegistry
-from areal.system.heartbeat import Heartbeat
+from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import FakeBackend, planned_process
 
@@ -174,10 +174,8 @@ def test_a_restarted_process_is_waited_for_since_its_restart():
 
 def test_an_evaluation_without_training_shows_what_its_process_does_and_has_no_episodes(tmp_path):
     paths = RunPaths(tmp_path)
-    source = EvaluationSource(paths.alive_of("controller"))
+    source = EvaluationSource(paths.alive)
     assert source.text(source.status()) is None
-    heartbeat = Heartbeat(paths.alive_of("controller"))
-    heartbeat.doing("3 of 8 answers")
-    heartbeat.beat()
+    write_beats(paths.alive, {"controller": Beat(pid=1, beats=1, doing="3 of 8 answers", for_s=0.0, step=None)})
     assert source.text(source.status()) == "3 of 8 answers"
     assert episodes_of(paths, source.status()) is None

@@ -10,7 +10,7 @@ from areal.api.config import PerfTracerConfig
 from areal.observe.log import configure_logging, get_logger
 from areal.observe.phase import PhaseClock, phase
 from areal.observe.trace import ChromeTracer, join_traces, open_tracer
-from areal.system.heartbeat import Heartbeat, read_beat
+from areal.system.heartbeat import HEARTBEAT, Heartbeat, NodeBeats
 from areal.system.run_paths import RunPaths
 
 
@@ -113,13 +113,13 @@ def test_log_lines_carry_the_process_and_leave_others_alone(capsys):
     ours.propagate = True
 
 
-def test_the_heartbeat_tells_the_innermost_phase_and_its_step(tmp_path):
-    path = tmp_path / "trainer-0.json"
-    heartbeat = Heartbeat(path)
+def test_the_heartbeat_tells_the_innermost_phase_and_its_step():
+    node = NodeBeats()
+    heartbeat = Heartbeat(node.slot("trainer-0")[HEARTBEAT])
 
     def told():
         heartbeat.beat()
-        beat = read_beat(path)
+        beat = node.read()["trainer-0"]
         return beat.doing, beat.step
 
     clock = PhaseClock(heartbeat=heartbeat)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import ClusterSpecConfig, NameResolveConfig, SFTConfig
+from areal.system import file_registry
 from areal.system.discovery import registry_of
 from areal.system.file_registry import FileRegistry
 from tests.expect import raises_code
@@ -127,3 +128,41 @@ def test_a_name_that_vanishes_after_the_listing_is_left_out(registry, monkeypatc
 
     monkeypatch.setattr(Path, "rglob", listed)
     assert registry.list("servers") == {"servers/1": "b"}
+
+
+def test_a_folder_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch):
+    now_s, reads = [0.0], []
+    monkeypatch.setattr(file_registry.time, "monotonic", lambda: now_s[0])
+    read = file_registry._read
+    monkeypatch.setattr(file_registry, "_read", lambda path: reads.append(path.name) or read(path))
+    registry, writer = file_registry.FileRegistry(tmp_path), file_registry.FileRegistry(tmp_path)
+    assert registry.list("servers") == {}
+    writer.add("servers/0", "a")
+
+    def listed():
+        reads.clear()
+        return registry.list("servers"), len(reads)
+
+    for at_s in (10.0, 11.0, 12.5):  # the time of the folder says little before two seconds
+        now_s[0] = at_s
+        assert listed() == ({"servers/0": "a"}, 1)
+    now_s[0] = 13.0
+    assert listed() == ({"servers/0": "a"}, 0)
+    writer.add("servers/0", "b", replace=True)
+    assert listed()[0] == {"servers/0": "b"}
+    now_s[0] = 20.0
+    listed()
+    assert listed() == ({"servers/0": "b"}, 0)
+    writer.remove("servers/0")
+    assert listed() == ({}, 0)
+
+
+def test_names_in_a_folder_within_a_folder_are_seen(tmp_path, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(file_registry.time, "monotonic", lambda: now_s[0])
+    registry = file_registry.FileRegistry(tmp_path)
+    registry.add("trainer/store/0", "a")
+    for now_s[0] in (1.0, 5.0, 9.0):
+        assert registry.list("trainer") == {"trainer/store/0": "a"}
+    registry.add("trainer/store/1", "b")
+    assert len(registry.list("trainer")) == 2

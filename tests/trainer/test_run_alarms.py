@@ -1,5 +1,6 @@
 """Alarms of a run: their file, a trainer that starts again, and the end of a run by an alarm."""
 
+import dataclasses
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from areal.api.config import (
 )
 from areal.api.metrics import Metric
 from areal.observe.trackers import JsonlTracker
+from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
 from areal.trainer.run_alarms import AlarmStop, RunAlarms, chosen_alarms
 from tests.trainer.test_after_step import LENGTH, make, no_hooks
@@ -94,12 +96,9 @@ def test_an_alarm_ends_the_run_on_every_rank_after_a_recovery_checkpoint(toolbox
 
 
 def test_metrics_contain_the_memory_of_every_process(toolbox, tmp_path):
-    beat = {"pid": 1, "beats": 1, "doing": "x", "for_s": 0.0, "step": None}
-    alive = RunPaths(tmp_path).alive
-    alive.mkdir()
-    (alive / "server-0.json").write_text(json.dumps(beat | {"resident_bytes": 3 * 2**29}))
-    (alive / "server-1.json").write_text(json.dumps(beat))
-    (alive / ".server-2.json.tmp").write_text("{")
+    beat = Beat(pid=1, beats=1, doing="x", for_s=0.0, step=None)
+    beats = {"server-0": dataclasses.replace(beat, resident_bytes=3 * 2**29), "server-1": beat}
+    write_beats(RunPaths(tmp_path).alive, beats)
     after, _, _, records = make(toolbox.RankGroup(1), 0, tmp_path, no_hooks())
     after(LENGTH.info(0), {}, {})
     found = {name: value for name, value in records.lines[0][1].items() if name.startswith("memory/")}
