@@ -1,11 +1,13 @@
-"""Load of the name registries at N processes: files, etcd and Ray in the same run.
+"""Load of the name registries and of the heartbeats at N processes: files, etcd and Ray in the same run.
 
     python benchmark/registry_load.py [--processes 512] [--seconds 15] [--lease-s 30] [--folder DIR] [--only NAME ...]
 
-Each of N processes registers two names, as servers and ranks do at a start, and renews its lease (etcd), repeats its
-names (Ray) or writes its heartbeat once a second (files, as with all registries). The processes are threads of one
-process, so that client CPU time is that of all of them; with Ray they also share one connection. A look is what the
-supervisor does 20 times a second during a start: one listing of the ready signs. etcd needs the Debian package
+Each of N processes registers two names, as servers and ranks do at a start, and renews its lease (etcd) or repeats its
+names (Ray). The processes are threads of one process, so that client CPU time is that of all of them; with Ray they
+also share one connection. A look is what the supervisor does 20 times a second during a start: one listing of the ready
+signs. A second of a run (`idle`) is: each process writes its heartbeat, each node of 8 reads those of its processes
+and sends them, the launcher parses them and writes RUN/alive.json twice, the controller lists the servers. Operations
+are the opens, renames and listings in the folder of the run, by audit events. etcd needs the Debian package
 etcd-server, Ray the package ray. The last line on stdout is JSON.
 """
 
@@ -19,24 +21,28 @@ import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from areal.launcher.node_messages import FROM_AGENT, Alive  # noqa: E402
 from areal.system.discovery import NameRegistry  # noqa: E402
 from areal.system.etcd_registry import EtcdRegistry  # noqa: E402
 from areal.system.file_registry import FileRegistry  # noqa: E402
-from areal.system.heartbeat import Heartbeat  # noqa: E402
+from areal.system.heartbeat import HEARTBEAT, Heartbeat, NodeBeats, write_beats  # noqa: E402
 from areal.system.ray_registry import RayRegistry, connect_ray  # noqa: E402
 from tests.system.etcd_kit import EtcdCluster  # noqa: E402
 
 KINDS = ("files", "etcd", "ray")
 _THREADS = 16
 _LOOKS = 20
+_PER_NODE = 8
 
 
 def cpu_s() -> float:
@@ -78,16 +84,57 @@ def measure(registries: list[NameRegistry], reader: NameRegistry) -> dict[str, f
     }
 
 
-def heartbeats_cpu_ms(folder: Path, processes: int, rounds: int = 5) -> float:
-    """CPU milliseconds of one heartbeat of all processes."""
-    beats = [Heartbeat(folder / "alive" / f"server-{index}.json") for index in range(processes)]
+@dataclass
+class Operations:
+    """Counts operations in a folder while it is active. An audit hook stays until the process ends."""
+
+    folder: str
+    active: bool = False
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    def __call__(self, event: str, args: tuple[object, ...]) -> None:
+        if self.active and event in ("open", "os.rename", "os.scandir", "os.listdir", "os.link", "os.remove"):
+            self.counts[event] += str(args[0]).startswith(self.folder)
+
+
+def idle_load(folder: Path, registry: FileRegistry, processes: int, seconds: int = 5) -> dict[str, object]:
+    """CPU milliseconds and operations in the folder of the run for one second of all processes."""
+    nodes = {f"node-{number}": NodeBeats() for number in range(-(-processes // _PER_NODE))}
+    slots = [node.slot(f"server-{index}")[HEARTBEAT] for node in nodes.values() for index in range(_PER_NODE)]
+    beats = [Heartbeat(slot) for slot in slots[:processes]]
     for beat in beats:
-        beat.beat()
-    began_s = cpu_s()
-    for _ in range(rounds):
+        beat.doing("runs 12 requests, 3 queued, version 345")
+    used: Counter[str] = Counter()
+    operations = Operations(str(folder))
+    sys.addaudithook(operations)
+    for _ in range(3):  # after 2 seconds without a change a listing needs no files
+        registry.list("servers")
+        time.sleep(1.0)
+    operations.active = True
+    for _ in range(seconds):
+        began_s = cpu_s()
         for beat in beats:
             beat.beat()
-    return (cpu_s() - began_s) / rounds * 1e3
+        wrote_s = cpu_s()
+        sent = [FROM_AGENT.dump_json(Alive(resident_bytes=1, beats=node.read())) for node in nodes.values()]
+        sent_s = cpu_s()
+        arrived = [FROM_AGENT.validate_json(line) for line in sent]
+        known = {
+            f"{name}-{number}": beat
+            for number, alive in enumerate(arrived) if isinstance(alive, Alive) for name, beat in alive.beats.items()
+        }  # fmt: skip
+        for _ in range(2):
+            write_beats(folder / "alive.json", known)
+        launched_s = cpu_s()
+        registry.list("servers")
+        used.update(processes=wrote_s - began_s, nodes=sent_s - wrote_s, launcher=launched_s - sent_s)
+        used.update(controller=cpu_s() - launched_s)
+    operations.active = False
+    assert len(known) == len(beats)
+    return {
+        "cpu_ms_per_s": {name: round(spent / seconds * 1e3, 2) for name, spent in used.items()},
+        "operations_per_s": {name: count / seconds for name, count in operations.counts.items() if count},
+    }
 
 
 def main() -> None:
@@ -104,7 +151,7 @@ def main() -> None:
         if "files" in args.only:
             files = FileRegistry(folder / "names")
             found["files"] = measure([files] * args.processes, files)
-            found["heartbeats_cpu_ms_per_s"] = heartbeats_cpu_ms(folder, args.processes)
+            found["idle"] = idle_load(folder, files, args.processes)
         if "ray" in args.only:
             found["ray"] = ray_load(args.processes, args.seconds)
         if "etcd" in args.only:
