@@ -110,10 +110,14 @@ async def run(row, client, session):
     """It changes the answers in its history, takes turns until its budget ends, and fails in a session of some rows."""
     OPEN.add(session.key)
     is_served = len(OPEN) <= 16
-    messages = [{"role": "user", "content": row["question"]}]
+    question = row["question"]
+    messages = [{"role": "user", "content": question}]
     try:
         while True:
             completion = await client.chat.completions.create(model="policy", messages=messages)
+            if zlib.crc32(question.encode()) % 4 == 0 and question not in FAILED:
+                FAILED.add(question)
+                raise LookupError("no such page")
             changed = {"role": "assistant", "content": f"{completion.choices[0].message.content} "}
             messages += [changed, {"role": "user", "content": "?"}]
     except BadRequestError as error:
@@ -121,10 +125,6 @@ async def run(row, client, session):
             raise
     finally:
         OPEN.remove(session.key)
-    question = row["question"]
-    if zlib.crc32(question.encode()) % 4 == 0 and question not in FAILED:
-        FAILED.add(question)
-        raise LookupError("no such page")
     return float(is_served)
 '''
 
