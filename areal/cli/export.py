@@ -19,19 +19,7 @@ from areal.system.run_paths import RunPaths, run_folder
 _STEP = re.compile(r"step-(\d{6,})")
 
 
-class Request(argparse.Namespace):
-    """The arguments of the command line."""
-
-    run: Path
-    step: int | None
-    recover: bool
-    adapter: bool
-    role: str | None
-    output: Path | None
-    json: bool
-
-
-def _parse(words: Sequence[str]) -> Request:
+def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="areal export",
         description="Write a model of a run as a Hugging Face folder: weights, configuration, tokenizer.",
@@ -45,7 +33,7 @@ def _parse(words: Sequence[str]) -> Request:
     parser.add_argument("--role", metavar="NAME", help="the model, for example critic (default: the trained policy)")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="default: RUN/export/ROLE-step-N")
     parser.add_argument("--json", action="store_true", help="print source, step and folder as JSON")
-    return parser.parse_args(words, Request())
+    return parser.parse_args(words)
 
 
 def export(words: Sequence[str]) -> int:
@@ -82,7 +70,7 @@ def source_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def _source(paths: RunPaths, request: Request, role: str) -> tuple[int, Path]:
+def _source(paths: RunPaths, request: argparse.Namespace, role: str) -> tuple[int, Path]:
     """Step and folder of the checkpoint. InputError when there is none, with what there is."""
     saved, recovery = _steps(paths.checkpoints / role, ""), _steps(paths.recover, role)
     found, others = (recovery, saved) if request.recover else (saved, recovery)

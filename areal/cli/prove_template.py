@@ -25,22 +25,7 @@ _SCOPES: dict[Scope, str] = {
 }
 
 
-class Request(argparse.Namespace):
-    """The arguments of the command line."""
-
-    model: str
-    tokenizer: str | None
-    thinking: str
-    option: list[str]
-    stop: list[str]
-    scope: Scope
-    answers: int
-    dialogues: int
-    seed: int
-    json: bool
-
-
-def _parse(words: Sequence[str]) -> Request:
+def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="areal prove-template",
         description="Prove for which dialogues the tokens of a chat template only grow (docs/templates.md).",
@@ -57,7 +42,7 @@ def _parse(words: Sequence[str]) -> Request:
     parser.add_argument("--dialogues", type=int, default=200, metavar="N", help="random dialogues (default: 200)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random dialogues (default: 0)")
     parser.add_argument("--json", action="store_true", help="print facts as JSON")
-    return parser.parse_args(words, Request())
+    return parser.parse_args(words)
 
 
 def prove_template(words: Sequence[str]) -> int:
@@ -81,7 +66,7 @@ def prove_template(words: Sequence[str]) -> int:
     return 0 if proved else 1
 
 
-def _tokenizer(request: Request) -> Tokenizer:
+def _tokenizer(request: argparse.Namespace) -> Tokenizer:
     path = Path(request.model)
     if path.suffix != ".jinja":
         if request.tokenizer is not None:
@@ -122,7 +107,9 @@ def _unexpected(rows: Sequence[Row], found: Comparison) -> list[str]:
     return [f"{shape} {following}" for shape, following in found.gaps if (shape, following) in proved]
 
 
-def _facts(request: Request, bridge: TemplateBridge, rows: Sequence[Row], found: Comparison) -> dict[str, Any]:
+def _facts(
+    request: argparse.Namespace, bridge: TemplateBridge, rows: Sequence[Row], found: Comparison
+) -> dict[str, Any]:
     facts = bridge.facts
     return {
         "template": bridge.template.digest,
@@ -155,7 +142,7 @@ def _facts(request: Request, bridge: TemplateBridge, rows: Sequence[Row], found:
     }
 
 
-def _lines(request: Request, facts: dict[str, Any]) -> list[str]:
+def _lines(request: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
     forms, found = facts["forms"], facts["random"]
     takes = [name for name, does in facts["takes"].items() if does]
     lines = [

@@ -38,22 +38,6 @@ from areal.workflow.scoring import Scorer
 _KEEP_ALIVE_S = 0.25
 
 
-class Request(argparse.Namespace):
-    """The arguments of the command line."""
-
-    words: list[str]
-    command: str | None
-    online: str | None
-    config: str | None
-    data: str | None
-    row: int
-    answer: str | None
-    call: str
-    scenario: list[str]
-    timeout: float
-    json: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """What is rehearsed."""
@@ -66,7 +50,7 @@ class Target:
     """The reward functions for sessions without another reward."""
 
 
-def _parse(words: Sequence[str]) -> Request:
+def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="areal rehearse",
         usage="%(prog)s (AGENT | --command TEXT | --online TEXT | --config FILE [key=value ...]) [--data FILE] ...",
@@ -88,7 +72,7 @@ def _parse(words: Sequence[str]) -> Request:
     )
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="of one scenario (default: 30)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    return parser.parse_intermixed_args(words, Request())
+    return parser.parse_intermixed_args(words)
 
 
 def rehearse(words: Sequence[str]) -> int:
@@ -99,7 +83,7 @@ def rehearse(words: Sequence[str]) -> int:
     return 1 if any(one["problems"] for one in facts["scenarios"]) else 0
 
 
-def _target(request: Request) -> Target:
+def _target(request: argparse.Namespace) -> Target:
     """What the command line names, and what the policy knows of its row."""
     given = [request.command, request.online, request.config, request.words[0] if request.words else None]
     if sum(one is not None for one in given[:3]) + (request.config is None and len(request.words)) != 1:
@@ -142,7 +126,7 @@ def _config(file: str, overrides: Sequence[str]) -> PPOConfig:
     return config
 
 
-def _row(request: Request, config: PPOConfig | None) -> dict[str, Any]:
+def _row(request: argparse.Namespace, config: PPOConfig | None) -> dict[str, Any]:
     if request.data is not None:
         dataset = DatasetConfig(path=request.data)
     elif config is not None:

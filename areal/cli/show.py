@@ -25,25 +25,7 @@ Found = tuple[EpisodeRecord, Sample | None]
 """An episode with one of its trajectories; None when none is recorded."""
 
 
-class Question(argparse.Namespace):
-    """The arguments of the command line."""
-
-    run: Any
-    episode: int | None
-    step: int | None
-    best: int | None
-    worst: int | None
-    rejected: bool
-    reason: str | None
-    grep: str | None
-    limit: int | None
-    tokens: bool
-    row: bool
-    tokenizer: str | None
-    json: bool
-
-
-def _parse(words: Sequence[str]) -> Question:
+def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="areal show",
         description="Print prompts, answers and rewards of a run, the newest first; without a choice the last ones.",
@@ -66,7 +48,7 @@ def _parse(words: Sequence[str]) -> Question:
     parser.add_argument("--row", action="store_true", help="the other columns of the dataset row, such as the solution")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the tokenizer in the configuration of the run")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    found = parser.parse_args(words, Question())
+    found = parser.parse_args(words)
     if found.reason is not None and {found.episode, found.step, found.best, found.worst} != {None}:
         parser.error("--reason selects rejected and failed episodes: not with --episode, --step, --best or --worst")
     return found
@@ -82,7 +64,7 @@ def _count(text: str) -> int:
 class _Run:
     """The parts of a run that are read when they are needed."""
 
-    question: Question
+    question: argparse.Namespace
 
     @cached_property
     def config(self) -> PPOConfig:
@@ -111,7 +93,7 @@ class _Run:
         return {name: value for name, value in row.items() if name not in ("messages", "prompt", "input_ids")}
 
 
-def _select(samples: Samples, question: Question) -> Iterable[Found]:
+def _select(samples: Samples, question: argparse.Namespace) -> Iterable[Found]:
     if question.episode is not None:
         return _trajectories(samples, [samples.episode(question.episode)])
     if question.step is not None:
@@ -138,7 +120,7 @@ def _first_of_each_episode(found: Iterable[Found]) -> Iterator[Found]:
             yield record, sample
 
 
-def _limit(question: Question) -> int | None:
+def _limit(question: argparse.Namespace) -> int | None:
     chosen = question.limit or question.best or question.worst
     return chosen or (None if question.episode is not None else _LIMIT)
 
@@ -182,10 +164,10 @@ def show(words: Sequence[str]) -> int:
     return 0
 
 
-def _history(folder: Any, question: Question) -> list[str]:
+def _history(folder: Any, question: argparse.Namespace) -> list[str]:
     """What happened to the episode or the batch."""
     if question.episode is not None:
-        return show_episode(folder, question.episode, tokens=False)
+        return show_episode(folder, question.episode)
     return show_step(folder, question.step) if question.step is not None else []
 
 

@@ -1,4 +1,4 @@
-"""The command `python -m areal.ledger audit|show|stats RUN`. It only reads, also while the run is in progress."""
+"""The command `python -m areal.ledger audit|stats RUN`. It only reads, also while the run is in progress."""
 
 import argparse
 import os
@@ -9,7 +9,6 @@ import orjson
 
 from areal.api.errors import LedgerError
 from areal.ledger.audit import audit, ledger_folder
-from areal.ledger.show import show_episode, show_step
 from areal.ledger.stats import ledger_stats
 from areal.system.run_paths import run_folder
 
@@ -27,24 +26,12 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     run.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or its ledger folder")
     commands.add_parser("audit", parents=[run, as_json], help="check that no episode was lost or trained on twice")
     commands.add_parser("stats", parents=[run, as_json], help="histograms, reasons of rejections and failures, rates")
-    show = commands.add_parser("show", parents=[run], help="the history of one episode, or the batch of one train step")
-    what = show.add_mutually_exclusive_group(required=True)
-    what.add_argument("episode", type=int, nargs="?", help="id of an episode: its admission number")
-    what.add_argument("--step", type=int, help="train step, counted from 0")
-    show.add_argument("--tokens", action="store_true", help="also print all tokens: id, version, logprob")
-    arguments = parser.parse_args(argv)
-    if arguments.command == "show" and arguments.tokens and arguments.episode is None:
-        parser.error("--tokens requires an episode")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     """The output and the exit status."""
     folder = ledger_folder(arguments.run)
-    if arguments.command == "show":
-        if arguments.step is not None:
-            return "\n".join(show_step(folder, arguments.step)), 0
-        return "\n".join(show_episode(folder, arguments.episode, tokens=arguments.tokens)), 0
     if arguments.command == "audit":
         found = audit(folder)
         status = 0 if found.is_clean else 1

@@ -2,15 +2,15 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from areal.api.errors import LedgerError
 from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import PayloadReader, open_reader
-from areal.ledger.payload import EpisodeColumns, read_columns
+from areal.ledger.payload import read_columns
 from areal.ledger.state import Event
 
 
@@ -144,8 +144,8 @@ def _accepted_line(event: Event) -> str:
     )
 
 
-def show_episode(folder: Path, episode_id: int, *, tokens: bool) -> list[str]:
-    """The history of one episode; `tokens` adds every token. Raises LedgerError when there is no such episode."""
+def show_episode(folder: Path, episode_id: int) -> list[str]:
+    """The history of one episode. Raises LedgerError when there is no such episode."""
     history = _EpisodeHistory(episode_id)
     for at, event in timed_events(folder):
         history.take(at, event)
@@ -157,36 +157,10 @@ def show_episode(folder: Path, episode_id: int, *, tokens: bool) -> list[str]:
         return lines
     try:
         with PayloadReader(folder) as reader:
-            columns = read_columns(reader, history.accepted)
+            read_columns(reader, history.accepted)
     except LedgerError as error:
-        return [*lines, f"the trajectories cannot be read: {error}"]
-    return lines + _trajectory_lines(columns, tokens=tokens)
-
-
-def _trajectory_lines(columns: EpisodeColumns, *, tokens: bool) -> list[str]:
-    lines: list[str] = []
-    end = 0
-    for number, size in enumerate(columns.lengths.tolist()):
-        begin, end = end, end + size
-        versions: list[int] = columns.output_versions[begin:end].tolist()
-        ending = "finished" if columns.finished[number] else "truncated"
-        lines.append(
-            f"trajectory {number}: {size} tokens ({_spans(versions)}), reward {columns.rewards[number]:g}, {ending}"
-        )
-        if tokens:
-            lines.append(f"{'place':>7} {'token_id':>9} {'version':>8} {'in loss':>8} {'logprob':>10}")
-            lines.extend(
-                f"{place:>7} {columns.token_ids[begin + place]:>9} {version:>8} {columns.loss_mask[begin + place]:>8} "
-                f"{columns.rollout_logprobs[begin + place]:>10.5f}"
-                for place, version in enumerate(versions)
-            )
+        lines.append(f"the trajectories cannot be read: {error}")
     return lines
-
-
-def _spans(versions: Sequence[int]) -> str:
-    """The numbers of consecutive tokens with the same version."""
-    runs = [(version, len(list(run))) for version, run in groupby(versions)]
-    return ", ".join(f"{size} {'not generated' if version < 0 else f'by version {version}'}" for version, size in runs)
 
 
 def show_step(folder: Path, step: int) -> list[str]:

@@ -3,4 +3,4 @@
 import sys
 
 if __name__ == "__main__":
-    sys.exit("areal: error: the command is now `python -m areal.ledger audit|show|stats RUN`")
+    sys.exit("areal: error: the command is now `python -m areal.ledger audit|stats RUN`")

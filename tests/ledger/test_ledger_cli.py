@@ -1,4 +1,4 @@
-"""The ledger's command line: exit status, show, stats, progress. For people and for programs."""
+"""The ledger's command line and what it prints: exit status, histories, stats, progress."""
 
 import io
 import json
@@ -10,7 +10,9 @@ import pytest
 from areal.ledger.__main__ import main
 from areal.ledger.event_files import events_path, payload_path
 from areal.ledger.reading_progress import Progress
+from areal.ledger.show import show_episode, show_step
 from areal.ledger.stats import Histogram, ledger_stats
+from tests.expect import raises_code
 
 
 def run(capsys, *arguments):
@@ -56,8 +58,8 @@ def test_exit_status_of_clean_broken_and_missing_ledgers(forge, capsys, tmp_path
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in forge.folder.iterdir()}
     (tmp_path / "empty").mkdir()
     for nothing in (tmp_path / "none", tmp_path / "empty", events_path(forge.folder, 1)):
-        for command in (["audit"], ["stats"], ["show", 0]):
-            status, out, err = run(capsys, command[0], nothing, *command[1:])
+        for command in ("audit", "stats"):
+            status, out, err = run(capsys, command, nothing)
             assert (status, out) == (2, "")
             assert err.startswith("areal: error: ")
             assert err.endswith("[ledger.not_found]\n")
@@ -81,11 +83,9 @@ def test_json_output_is_complete(forge, capsys, tmp_path):
     assert (status, found["clean"], found["num_admitted"], found["trained_again"]) == (0, True, 7, [1])
 
 
-def test_show_prints_the_history_of_an_episode(forge, capsys, tmp_path):
+def test_the_history_of_an_episode(forge):
     a_life(forge)
-    status, out, _ = run(capsys, "show", tmp_path, 3)
-    assert status == 0
-    lines = [line.partition(" s  ")[2] or line for line in out.splitlines()]
+    lines = [line.partition(" s  ")[2] or line for line in show_episode(forge.folder, 3)]
     assert lines[0] == "episode 3: consumed"
     assert lines[1].startswith("admitted at policy version 0: row ")
     assert lines[1].endswith(" of the dataset, epoch 0, position 3")
@@ -100,32 +100,21 @@ def test_show_prints_the_history_of_an_episode(forge, capsys, tmp_path):
         "the trainer recovered at step 1: batch 1 is trained on again",
         "trained on again in step 1; the weights differ",
         "included in the checkpoint after 2 steps (recover/step2)",
-        "trajectory 0: 2 tokens (1 not generated, 1 by version 0), reward 3, finished",
     ]
-    _, out, _ = run(capsys, "show", tmp_path, 5)
+    out = "\n".join(show_episode(forge.folder, 5))
     assert "the controller restarted: this attempt is lost" in out
     assert "admitted at policy version 2, attempt 1: row " in out
     assert "0.250 s on server-0, server-1, 3 interruptions" in out
-    _, out, _ = run(capsys, "show", tmp_path, 6)
-    assert out.splitlines()[0] == "episode 6: failed"
-    assert "failed: ValueError: no" in out
-    _, out, _ = run(capsys, "show", tmp_path, 3, "--tokens")
-    assert [line.split() for line in out.splitlines()[-3:]] == [
-        ["place", "token_id", "version", "in", "loss", "logprob"],
-        ["0", "3", "-1", "0", "0.00000"],
-        ["1", "7", "0", "1", "-0.50000"],
-    ]
+    lines = show_episode(forge.folder, 6)
+    assert lines[0] == "episode 6: failed"
+    assert lines[-1].endswith("failed: ValueError: no")
     payload_path(forge.folder, 1).unlink()
-    status, out, _ = run(capsys, "show", tmp_path, 3)
-    assert status == 0
-    assert "the trajectories cannot be read: " in out
+    assert show_episode(forge.folder, 3)[-1].startswith("the trajectories cannot be read: ")
 
 
-def test_show_prints_the_batch_of_a_step(forge, capsys, tmp_path):
+def test_the_history_of_the_batch_of_a_step(forge):
     a_life(forge)
-    status, out, _ = run(capsys, "show", tmp_path, "--step", 2)
-    assert status == 0
-    lines = out.splitlines()
+    lines = show_step(forge.folder, 2)
     assert lines[0] == "batch of step 2"
     assert [line.partition(" s  ")[2] for line in lines[1:4]] == [
         "composed of 2 episodes for policy version 2",
@@ -134,22 +123,15 @@ def test_show_prints_the_batch_of_a_step(forge, capsys, tmp_path):
     ]
     assert [line.split()[:2] for line in lines[5:]] == [["1", "4"], ["2", "5"]]
     assert lines[5].endswith(" 4        2  0 to 0")
-    _, out, _ = run(capsys, "show", tmp_path, "--step", 1)
-    assert "trained on again; the weights differ" in out
+    assert any("trained on again; the weights differ" in line for line in show_step(forge.folder, 1))
 
 
-def test_missing_episodes_and_steps_are_one_line_errors(forge, capsys, tmp_path):
+def test_missing_episodes_and_steps_name_the_known_ones(forge):
     a_life(forge)
-    status, _, err = run(capsys, "show", tmp_path, 7)
-    assert status == 2
-    assert err.endswith(f"no episode 7 in {forge.folder}: its ids are 0 to 6 [ledger.not_found]\n")
-    status, _, err = run(capsys, "show", tmp_path, "--step", 3)
-    assert status == 2
-    assert err.endswith("batches are recorded for steps 0 to 2 [ledger.not_found]\n")
-    for wrong in (["show", tmp_path], ["show", tmp_path, "--step", 1, "--tokens"], ["audit"]):
-        with pytest.raises(SystemExit) as ended:
-            main(list(map(str, wrong)))
-        assert ended.value.code == 2
+    with raises_code("ledger.not_found", forge.folder, "0 to 6"):
+        show_episode(forge.folder, 7)
+    with raises_code("ledger.not_found", "0 to 2"):
+        show_step(forge.folder, 3)
 
 
 def test_stats_of_a_ledger(forge, capsys, tmp_path):
@@ -226,7 +208,7 @@ def test_progress_is_printed_during_long_reads(stream, shown):
 
 def test_a_closed_output_pipe_is_no_error(forge, tmp_path):
     a_life(forge)
-    command = f"{sys.executable} -m areal.ledger show {tmp_path} 3 --tokens | true"
+    command = f"{sys.executable} -m areal.ledger stats {tmp_path} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=250)
     assert done.stderr == ""
 
@@ -237,4 +219,4 @@ def test_the_former_module_names_the_command(tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert "python -m areal.ledger audit|show|stats RUN" in done.stderr
+    assert "python -m areal.ledger audit|stats RUN" in done.stderr

@@ -130,7 +130,7 @@ async def test_show_has_one_line_for_a_pruned_episode(tmp_path):
         for episode_id, where in zip(state.batches[0].episode_ids, state.batches[0].payloads, strict=True)
         if where[0] in state.pruned_segments
     )
-    lines = show_episode(tmp_path, pruned, tokens=False)
+    lines = show_episode(tmp_path, pruned)
     assert sum("pruned" in line for line in lines) == 1
 
 
