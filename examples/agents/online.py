@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 
 import calculator
@@ -34,23 +35,29 @@ async def one_session(http: httpx.AsyncClient, address: str, token: str) -> None
     await http.post(f"{address}/sessions/{session['key']}/reward", json={"reward": reward})
 
 
-async def main(run: Path, num_sessions: int) -> None:
-    address, token = json.loads((run / "sessions.json").read_text())["base_url"], (run / "token").read_text().strip()
+async def main(run: Path, num_sessions: int, patience_s: float) -> None:
+    """Hold sessions until no server answers for `patience_s`. A controller that starts again has another address."""
 
     async def work(http: httpx.AsyncClient) -> None:
-        while True:
-            await one_session(http, address, token)
+        down_since_s = None
+        while down_since_s is None or time.monotonic() - down_since_s < patience_s:
+            address = json.loads((run / "sessions.json").read_text())["base_url"]
+            try:
+                await one_session(http, address, (run / "token").read_text().strip())
+                down_since_s = None
+            except httpx.TransportError:
+                down_since_s = down_since_s or time.monotonic()
+                await asyncio.sleep(0.5)
 
     async with httpx.AsyncClient(timeout=600) as http:
-        try:
-            await asyncio.gather(*(work(http) for _ in range(num_sessions)))
-        except httpx.TransportError:
-            print(f"no session server at {address}: the run has ended")
+        await asyncio.gather(*(work(http) for _ in range(num_sessions)))
+    print(f"no session server for {patience_s:g} s: the run has ended")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--sessions", type=int, default=64, help="sessions at the same time")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds without a session server (default: 60)")
     args = parser.parse_args()
-    asyncio.run(main(args.run, args.sessions))
+    asyncio.run(main(args.run, args.sessions, args.patience))

@@ -148,7 +148,7 @@ import pathlib, subprocess, sys, time
 run = pathlib.Path(sys.argv[2])
 while not (run / "sessions.json").exists():
     time.sleep(0.1)
-sys.exit(subprocess.run([sys.executable, *sys.argv[1:], "--sessions", "8"]).returncode)
+sys.exit(subprocess.run([sys.executable, *sys.argv[1:], "--sessions", "8", "--patience", "1"]).returncode)
 """
 """Starts a program when a run has its address."""
 
