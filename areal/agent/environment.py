@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from areal.agent.session import BUDGET_CODES
-from areal.agent.tool_functions import Tool, call_function, parsed_arguments, tool_schema
+from areal.agent.tool_functions import Tool, answer_call, parsed_arguments, tool_schema
 from areal.agent.turns import Message
 from areal.api.errors import ConfigError, RewardError
-from areal.observe.episode_metrics import log_metric
 
 MAX_TURNS = 64
 """Turns of a session without agent.max_turns."""
@@ -83,11 +82,8 @@ def _sent_back(answer: Any) -> Message:
 
 async def _tool_message(call: Any, tools: Sequence[Tool]) -> Message:
     arguments, problem = parsed_arguments(call.function.arguments)
-    text = ""
-    if not problem:
-        text, problem = await call_function(call.function.name, arguments, tools, timeout_s=_TOOL_TIMEOUT_S)
-    log_metric("tool_errors", float(bool(problem)))
-    return {"role": "tool", "tool_call_id": call.id, "content": f"error: {problem}" if problem else text}
+    text = await answer_call(call.function.name, arguments, problem, tools, timeout_s=_TOOL_TIMEOUT_S)
+    return {"role": "tool", "tool_call_id": call.id, "content": text}
 
 
 def _checked(found: Any) -> tuple[list[Message], float, bool]:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from areal.agent.delivered import answer_message
 from areal.agent.tool_calls import AnswerStyle, split_answer
 from areal.agent.transcript import Context, Transcript
-from areal.agent.turns import FinishReason, Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings
+from areal.agent.turns import FinishReason, Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings, answer_message
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.engine import InferenceEngine

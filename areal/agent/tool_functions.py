@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from areal.observe.episode_metrics import log_metric
+from areal.observe.spans import span
+
 Tool = Callable[..., Any]
 """A plain or async function. Plain ones run in a thread, which a time limit cannot end."""
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -44,19 +47,26 @@ def parsed_arguments(text: str) -> tuple[dict[str, Any], str]:
     return (arguments, "") if isinstance(arguments, dict) else ({}, "the arguments are not a JSON object")
 
 
-async def call_function(
-    name: str, arguments: Mapping[str, Any], tools: Sequence[Tool], *, timeout_s: float
-) -> tuple[str, str]:
-    """The result of one call as text, or else why it failed, which the model reads like any result."""
-    tool = next((tool for tool in tools if tool.__name__ == name), None)
-    if tool is None:
-        return "", f"there is no tool {name!r}, only {', '.join(tool.__name__ for tool in tools)}"
-    try:
-        return _as_text(await asyncio.wait_for(_run(tool, arguments), timeout_s)), ""
-    except TimeoutError:
-        return "", f"{name} did not end within {timeout_s:g} s"
-    except Exception as error:  # noqa: BLE001 - user code: the model sees the error of its call
-        return "", f"{type(error).__name__}: {error}"
+async def answer_call(
+    name: str, arguments: Mapping[str, Any], problem: str, tools: Sequence[Tool], *, timeout_s: float
+) -> str:
+    """What the model reads about a call: its result, or `error: ...`; `problem`: why it cannot be made, or empty.
+
+    Reports the metric tool_errors (0 or 1), whose mean is per call.
+    """
+    text, tool = "", next((tool for tool in tools if tool.__name__ == name), None)
+    if not problem and tool is None:
+        problem = f"there is no tool {name!r}, only {', '.join(tool.__name__ for tool in tools)}"
+    if tool is not None and not problem:
+        try:
+            with span(f"tool {name}"):
+                text = _as_text(await asyncio.wait_for(_run(tool, arguments), timeout_s))
+        except TimeoutError:
+            problem = f"{name} did not end within {timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 - user code: the model sees the error of its call
+            problem = f"{type(error).__name__}: {error}"
+    log_metric("tool_errors", float(bool(problem)))
+    return f"error: {problem}" if problem else text
 
 
 async def _run(tool: Tool, arguments: Mapping[str, Any]) -> Any:

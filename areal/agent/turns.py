@@ -71,6 +71,25 @@ class TurnAnswer:
     logprobs: Sequence[float]
 
 
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call in a message. `arguments`: JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def assistant_message(content: str | None, reasoning: str | None, calls: Sequence[dict[str, Any]]) -> Message:
+    """A message of the assistant, as every dialect delivers an answer and reads it back."""
+    message: Message = {"role": "assistant", "content": content or None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message | {"tool_calls": list(calls)} if calls else message
+
+
+def answer_message(answer: TurnAnswer) -> Message:
+    """The message of an answer as it is delivered."""
+    calls = [function_call(call.call_id, call.name, call.arguments) for call in answer.tool_calls]
+    return assistant_message(answer.text, answer.reasoning, calls)
+
+
 class TurnRefused(ArealError):
     """A request that gets no answer. Each dialect writes it in its own error format."""
 

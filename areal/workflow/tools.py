@@ -8,9 +8,8 @@ from typing import Any
 
 from areal.agent.tool_calls.json_styles import hermes
 from areal.agent.tool_calls.pieces import Broken, Call
-from areal.agent.tool_functions import Tool, call_function
+from areal.agent.tool_functions import Tool, answer_call
 from areal.observe.episode_metrics import log_metric
-from areal.observe.spans import span
 from areal.workflow.conversation import Conversation
 from areal.workflow.conversing import Episode, generate
 
@@ -41,12 +40,7 @@ async def call_tool(call: ToolCall, tools: Sequence[Tool], *, timeout_s: float =
 
     Reports the metric tool_errors (0 or 1), whose mean is per call.
     """
-    text, problem = "", call.problem
-    if not problem:
-        with span(f"tool {call.name}"):
-            text, problem = await call_function(call.name, call.arguments, tools, timeout_s=timeout_s)
-    log_metric("tool_errors", float(bool(problem)))
-    return f"error: {problem}" if problem else text
+    return await answer_call(call.name, call.arguments, call.problem, tools, timeout_s=timeout_s)
 
 
 async def use_tools(

@@ -5,9 +5,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from areal.agent.delivered import answer_message
 from areal.agent.transcript import message_key
-from areal.agent.turns import TurnRefused
+from areal.agent.turns import TurnRefused, answer_message
 from tests.agent.session_kit import KEY, OTHER_KEY, answer, call, served
 
 TOOLS = [

@@ -2,9 +2,8 @@ import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
-from areal.agent.delivered import answer_message
 from areal.agent.transcript import message_key
-from areal.agent.turns import TurnRefused
+from areal.agent.turns import TurnRefused, answer_message
 from tests.agent.session_kit import KEY, answer, call, in_thread, served
 
 TOOLS = [{"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}]

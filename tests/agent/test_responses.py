@@ -11,9 +11,8 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from areal.agent.delivered import answer_message
 from areal.agent.transcript import message_key
-from areal.agent.turns import TurnRefused
+from areal.agent.turns import TurnRefused, answer_message
 from tests.agent.session_kit import KEY, answer, call, served
 
 ASK = {"model": "m", "input": "2+2?"}

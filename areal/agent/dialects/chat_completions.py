@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal.agent.delivered import answer_message
 from areal.agent.dialects.chat_messages import (
     MAX_ANSWERS,
     MAX_SEED,
@@ -15,7 +14,7 @@ from areal.agent.dialects.chat_messages import (
 )
 from areal.agent.dialects.dialect import DONE, Asked, Dialect, Sent, data_event
 from areal.agent.dialects.fields import Fields, FieldTable, Json, Kind
-from areal.agent.turns import TurnAnswer, TurnRequest, TurnSettings
+from areal.agent.turns import TurnAnswer, TurnRequest, TurnSettings, answer_message
 
 _RUN = "the configuration of the run decides"
 _CONSTRAINED = "answers are not constrained to a format"

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from areal.agent.dialects.fields import MAX_ITEMS, Fields, Json, invalid, unsupported
-from areal.agent.turns import Message, TurnRefused
+from areal.agent.turns import Message, TurnRefused, assistant_message, function_call
 
 MAX_ANSWERS = 128
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
@@ -102,16 +102,6 @@ def _assistant_message(given: Fields, content: str | None) -> Message:
     return assistant_message(content, reasoning, calls)
 
 
-def assistant_message(content: str | None, reasoning: str | None, calls: list[Json]) -> Message:
-    """An assistant message in the form of `areal.agent.delivered.answer_message`."""
-    message: Message = {"role": "assistant", "content": content or None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
 def _tool_call(given: Fields) -> Json:
     if (kind := given.text("type") or "function") != "function":
         raise unsupported(given.name("type"), f"calls of type {kind[:80]!r} are not supported, only 'function'")
@@ -122,10 +112,6 @@ def _tool_call(given: Fields) -> Json:
     arguments = checked_arguments(function.text("arguments"), function.name("arguments"))
     function.finish()
     return function_call(call_id, name, arguments)
-
-
-def function_call(call_id: str, name: str, arguments: str) -> Json:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def checked_arguments(text: str | None, path: str) -> str:

@@ -7,9 +7,7 @@ import orjson
 
 from areal.agent.dialects.chat_messages import (
     MAX_TOKENS,
-    assistant_message,
     checked_choice,
-    function_call,
     function_tool,
     joined_text,
     part_text,
@@ -20,7 +18,15 @@ from areal.agent.dialects.chat_messages import (
 )
 from areal.agent.dialects.dialect import Asked, Dialect, Sent, named_event
 from areal.agent.dialects.fields import MAX_ITEMS, Fields, FieldTable, Json, invalid, unsupported
-from areal.agent.turns import Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings
+from areal.agent.turns import (
+    Message,
+    TurnAnswer,
+    TurnRefused,
+    TurnRequest,
+    TurnSettings,
+    assistant_message,
+    function_call,
+)
 
 _RUN = "the configuration of the run decides"
 FIELDS = FieldTable(

@@ -3,15 +3,13 @@
 from typing import Any
 
 from areal.agent.dialects.chat_messages import (
-    assistant_message,
     checked_arguments,
-    function_call,
     joined_text,
     refused_part,
     tool_name,
 )
 from areal.agent.dialects.fields import MAX_ITEMS, Fields, Json, invalid, unsupported
-from areal.agent.turns import Message
+from areal.agent.turns import Message, assistant_message, function_call
 
 _INPUT = ("input_text", "text")
 _OUTPUT = ("output_text", "input_text", "text", "refusal")
