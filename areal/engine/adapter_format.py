@@ -11,8 +11,8 @@ from torch import Tensor
 from areal.api.config import TrainEngineConfig
 from areal.api.data import WeightSpec
 from areal.api.errors import InputError
-from areal.engine.lora import Adapters, assign
-from areal.engine.region import whole_tensor
+from areal.engine.lora import Adapters
+from areal.engine.region import copy_part, whole_tensor
 from areal.system.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -104,7 +104,7 @@ class PeftAdapter:
                     shapes = f"{list(value.shape)}, not {list(targets[name].shape)}"
                     message = f"the adapter in {folder}: {given} has shape {shapes}"
                     raise InputError(message, code="adapter.other_base")
-                assign(targets[name], value)
+                copy_part(targets[name], value)
 
     @property
     def _rank_factor(self) -> int:

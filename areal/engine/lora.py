@@ -5,15 +5,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.config import LoRAConfig
 from areal.api.config.lora import ALL_LINEAR, is_target
 from areal.api.errors import ConfigError
-from areal.engine.region import local_part, whole_tensor
+from areal.engine.region import copy_part, local_part, region_of, whole_tensor
 from areal.engine.sharded_load import seed_of
 from areal.system.adapter_files import is_saved, prefixes, require_targets
 
@@ -61,7 +62,7 @@ class LoRALinear(nn.Linear):
         found = F.linear(input, self.weight, self.bias)
         if not self.is_enabled:
             return found
-        given = F.dropout(input, self.dropout, self.training) if self.dropout else input
+        given = _dropout(input, self.dropout) if self.dropout and self.training else input
         found = found + F.linear(F.linear(given, self.lora_A), self.lora_B) * self.scale
         if self.start_A is not None and self.start_B is not None:
             found = found - F.linear(F.linear(input, self.start_A), self.start_B) * self.scale
@@ -70,24 +71,35 @@ class LoRALinear(nn.Linear):
     @torch.no_grad()
     def merged(self) -> Tensor:
         """W + scale (B A - B0 A0) in float32, sharded as W. A collective for a sharded layer."""
-        change = self._product(self.lora_A, self.lora_B)
-        if self.start_A is not None and self.start_B is not None:
-            change -= self._product(self.start_A, self.start_B)
         weight = self.weight.detach()
+        columns = region_of(weight)[1]
+        change = _product(self.lora_A, self.lora_B, columns)
+        if self.start_A is not None and self.start_B is not None:
+            change -= _product(self.start_A, self.start_B, columns)
         local = local_part(weight).float() + change * self.scale
         if not isinstance(weight, DTensor):
             return local
         place = (weight.device_mesh, weight.placements)
         return DTensor.from_local(local, *place, run_check=False, shape=weight.shape, stride=weight.stride())
 
-    def _product(self, down: Tensor, up: Tensor) -> Tensor:
-        """The rows of B A that this rank has of W: B is split as W is, in dimension 0."""
-        return local_part(up) @ whole_tensor(down)
-
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in _NAMES:
             destination.pop(prefix + name, None)
+
+
+def _product(down: Tensor, up: Tensor, columns: slice) -> Tensor:
+    """The part of B A that this rank has of W: the rows of B are split as those of W."""
+    return local_part(up) @ whole_tensor(down)[:, columns]
+
+
+def _dropout(input: Tensor, probability: float) -> Tensor:
+    """Dropout with the mask of one process: every tensor rank draws the mask of all columns and uses its own."""
+    if not isinstance(input, DTensor):
+        return F.dropout(input, probability)
+    mask = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.to_local().device), probability)
+    own = mask[..., region_of(input)[-1]].contiguous()
+    return input * DTensor.from_local(own, input.device_mesh, input.placements, run_check=False)
 
 
 class Adapters:
@@ -147,10 +159,10 @@ class Adapters:
         self._base = {name: local_part(weight).to(compute, copy=True) for name, weight in self.trained_whole().items()}
         for name, layer in self._layers.items():
             down, up = _initial(layer, self.config, seed_of(seed, f"{name}.{DOWN}"))
-            for target in (layer.lora_A, layer.start_A):
-                assign(target, down)
-            for target in (layer.lora_B, layer.start_B):
-                assign(target, up)
+            for value, targets in ((down, (layer.lora_A, layer.start_A)), (up, (layer.lora_B, layer.start_B))):
+                for target in targets:
+                    if target is not None:
+                        copy_part(target, value)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """The weight `name` of the model, merged with its adapter if it has one; a collective."""
@@ -180,18 +192,9 @@ class Adapters:
                 own.copy_(self._set_aside.pop(name))
 
 
-@torch.no_grad()
-def assign(target: Tensor | None, value: Tensor) -> None:
-    """Copy a full tensor into `target`, if there is one; a sharded one gets its part of rank 0's value."""
-    if isinstance(target, DTensor):
-        mesh = target.device_mesh
-        value = distribute_tensor(value.to(mesh.device_type), mesh, target.placements).to_local()
-    if target is not None:
-        local_part(target).copy_(value)
-
-
 def _initial(layer: LoRALinear, config: LoRAConfig, seed: int) -> tuple[Tensor, Tensor]:
-    """Initial A and B, in float32, as peft computes them. A collective for pissa and olora of a sharded layer."""
+    """Initial A and B, in float32, as peft computes them. A collective for pissa and olora of a sharded layer, whose
+    factors are those of rank 0: the last bits can differ between processors."""
     down, up = torch.zeros(layer.lora_A.shape), torch.zeros(layer.lora_B.shape)
     if config.init in ("default", "gaussian"):
         generator = torch.Generator().manual_seed(seed)
@@ -203,10 +206,15 @@ def _initial(layer: LoRALinear, config: LoRAConfig, seed: int) -> tuple[Tensor, 
     weight, rank = whole_tensor(layer.weight.detach()).float().cpu(), config.rank
     if config.init == "olora":
         left, right = torch.linalg.qr(weight)
-        return right[:rank].contiguous(), left[:, :rank].contiguous()
-    left, values, right = torch.linalg.svd(weight, full_matrices=False)
-    root = (values[:rank] / config.scale).sqrt()
-    return root[:, None] * right[:rank], left[:, :rank] * root
+        down, up = right[:rank].contiguous(), left[:, :rank].contiguous()
+    else:
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        root = (values[:rank] / config.scale).sqrt()
+        down, up = root[:, None] * right[:rank], left[:, :rank] * root
+    if isinstance(layer.weight, DTensor):
+        for factor in (down, up):
+            dist.broadcast(factor, 0)
+    return down, up
 
 
 def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]:

@@ -30,6 +30,7 @@ from transformers import (
 from areal.api.allocation import ParallelDims
 from areal.api.batch import TrainBatch
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
+from areal.api.config.lora import LoRAConfig
 from areal.data.balance import balanced_parts
 from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
@@ -54,10 +55,15 @@ OPTIONS: dict[str, dict] = {
     "adam_bf16": {"optimizer": replace(ADAM, type="adam_bf16")},
     "offload": {"fsdp": FSDPEngineConfig(offload_params=True)},
     "critic": {"role": "critic"},
+    "lora": {"lora": LoRAConfig(rank=3, alpha=4, init="pissa", modules_to_save=["lm_head"])},
+    "lora_dropout": {
+        "lora": LoRAConfig(rank=3, alpha=8, init="gaussian", dropout=0.3),
+        "gradient_checkpointing": True,
+    },
 }
 
 
-SAVED = ("-plain", "-adam_bf16")
+SAVED = ("-plain", "-adam_bf16", "-lora")
 """Cases that also save and load checkpoints."""
 
 
@@ -105,6 +111,7 @@ def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list
     option = case.partition("-")[2]
     loss_fn = {"rich": cases.rich_loss, "critic": cases.value_loss}.get(option, cases.policy_loss)
     found = []
+    torch.manual_seed(0)
     for batch in batches or all_batches():
         mine = share(batch)
         if option == "rich":
@@ -123,6 +130,11 @@ def outputs_of(engine, batch: TrainBatch, share=lambda batch: batch) -> dict[str
     return {name: value for name in names if (value := getattr(found, name)) is not None}
 
 
+def exact_of(engine) -> dict[str, torch.Tensor]:
+    """What every mesh has bit for bit: all weights, or adapters, whose products differ in the last bits."""
+    return {name: value.clone() for name, value in (engine.lora or engine).named_weights()}
+
+
 def is_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
@@ -131,8 +143,8 @@ def run_case(folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None)
     def share(batch: TrainBatch) -> TrainBatch:
         return take(batch, share_indices(batch, mesh.dp_size, mesh.dp_rank))
 
-    def make():
-        return make_engine(folder / "models", case, mesh, shard_size)
+    def make(**changes):
+        return make_engine(folder / "models", case, mesh, shard_size, **changes)
 
     engine = make()
     save_file(outputs_of(engine, all_batches()[0], share), folder / f"outputs-{case}-{mesh.rank}")
@@ -143,6 +155,8 @@ def run_case(folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None)
     }
     weights = cases.weights_of(engine)
     save_file(weights, folder / f"weights-{case}-{mesh.rank}")
+    if engine.lora is not None:
+        facts["adapter"] = _adapter_is_equal(engine, folder / f"adapter-{case}", make)
     if case.endswith(SAVED):
         engine.save(folder / f"recover-{case}", with_optimizer=True)
         engine.save(folder / f"export-{case}", with_optimizer=False)
@@ -157,10 +171,18 @@ def run_case(folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None)
                 steps_of(again, case, share, last)
                 facts[key] = is_equal(cases.weights_of(again), cases.weights_of(engine))
             else:
-                facts[key] = is_equal(cases.weights_of(again), load_file(folder / f"one-weights-{case}"))
+                facts[key] = is_equal(exact_of(again), load_file(folder / f"one-weights-{case}"))
                 steps_of(again, case, share, last)
                 save_file(cases.weights_of(again), folder / f"resharded-{case}-{mesh.rank}")
     return facts
+
+
+def _adapter_is_equal(engine, folder: Path, make) -> bool:
+    """Whether an adapter folder has the adapters bit for bit, and training can continue from it."""
+    engine.save_adapter(folder)
+    own, lora = exact_of(engine), engine.lora.adapters.config
+    found = is_equal(load_file(folder / "adapter_model.safetensors"), own)
+    return found and (lora.init == "pissa" or is_equal(exact_of(make(lora=replace(lora, path=str(folder)))), own))
 
 
 def share_indices(batch: TrainBatch, dp_size: int, dp_rank: int) -> list[int]:

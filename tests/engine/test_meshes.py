@@ -19,16 +19,16 @@ OPTIONS = [f"qwen3-{name}" for name in ("checkpointed", "selective", "kept_on_cp
 EXPERTS = [f"{family}-plain" for family in ("qwen3_moe", "mixtral", "deepseek_v3")]
 CASES = {
     "d1": ["qwen3-plain", "qwen3-selective", "qwen3-kept_on_cpu", "qwen3-offload", "qwen3-bf16", *EXPERTS],
-    "d2": ["qwen3-plain", "qwen2-rich", "qwen3-every", *EXPERTS, "qwen3_moe-checkpointed"],
+    "d2": ["qwen3-plain", "qwen2-rich", "qwen3-every", *EXPERTS, "qwen3_moe-checkpointed", "qwen3-lora"],
     "d4": ["qwen3-plain", "qwen3-micro", "qwen3_moe-plain"],
-    "t2": [*FAMILIES, *OPTIONS, "qwen2-rich", "qwen3-offload"],
-    "c2": [*FAMILIES, *OPTIONS, "qwen2-rich"],
+    "t2": [*FAMILIES, *OPTIONS, "qwen2-rich", "qwen3-offload", "qwen3-lora", "qwen3-lora_dropout"],
+    "c2": [*FAMILIES, *OPTIONS, "qwen2-rich", "qwen3-lora"],
     "c4": ["qwen3-plain", "qwen2-checkpointed"],
-    "d2t2": ["qwen3-plain", "qwen2-rich", "qwen3-every", "qwen3-bf16", "qwen3-adam_bf16"],
+    "d2t2": ["qwen3-plain", "qwen2-rich", "qwen3-every", "qwen3-bf16", "qwen3-adam_bf16", "qwen3-lora"],
     "d2c2": ["qwen3-plain", "qwen2-rich"],
     "c2t2": ["qwen3-plain", "qwen2-rich"],
     "hsdp2x2": ["qwen3-plain", "qwen2-micro", "qwen3-every", "qwen3-adam_bf16"],
-    "hsdp2t2": ["qwen3-plain"],
+    "hsdp2t2": ["qwen3-plain", "qwen3-lora"],
     "d4t2c2": ["qwen3-plain"],
     "d2e2": [*EXPERTS, "qwen3_moe-checkpointed", "qwen3_moe-selective", "qwen3_moe-every", "qwen3_moe-bf16"],
     "d4e2": [*EXPERTS, "qwen3_moe-micro"],
@@ -36,7 +36,7 @@ CASES = {
     "hsdp2x2e2": ["qwen3_moe-plain"],
 }
 """Mesh -> models and options."""
-CHANGING = ("rich", "critic", "bf16", "adam_bf16")
+CHANGING = ("rich", "critic", "bf16", "adam_bf16", "lora", "lora_dropout")
 """Options with other outputs or numbers than plain."""
 PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
 START, END = "<!-- equality table: make test-parallel writes it -->", "<!-- end -->"
@@ -54,7 +54,7 @@ def run_mesh(folder: Path, mesh: str, cases: list[str]) -> list[dict]:
         torch.save({"steps": steps, **found}, folder / f"expected-{case}")
         if case.endswith(mesh_cases.SAVED):
             expected.save(folder / f"one-{case}", with_optimizer=True)
-            mesh_cases.save_file(found["weights"], folder / f"one-weights-{case}")
+            mesh_cases.save_file(mesh_cases.exact_of(expected), folder / f"one-weights-{case}")
             mesh_cases.steps_of(expected, case, batches=mesh_cases.all_batches()[:1])
             mesh_cases.save_file(mesh_cases.cases.weights_of(expected), folder / f"one-after-{case}")
     (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
@@ -98,6 +98,7 @@ def check(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
     found = differences(folder, case, facts)
     limit = 0.05 if case.endswith("bf16") else 5e-6  # two roundings of a bfloat16 number differ by 0.4%
     assert max(found.values()) < limit, found
+    assert all(fact[case].get("adapter", True) for fact in facts)
     if case.endswith(mesh_cases.SAVED):
         for rank, fact in enumerate(fact[case] for fact in facts):
             assert (fact["published"], fact["resumed"], fact["resharded"]) == (True, True, True)

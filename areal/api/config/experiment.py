@@ -135,8 +135,6 @@ class BaseExperimentConfig:
             yield "train_dataset.batch_size", text
         for key, model in self.models.items():
             size, sharing = model.fsdp.shard_size, dims.dp * dims.cp
-            if model.lora is not None and dims.tp > 1:
-                yield Problem(f"{key}.lora", f"is not supported with tensor ranks (t{dims.tp})", "config.unsupported")
             if size is not None and sharing % size:
                 works = " or ".join(str(count) for count in range(1, sharing + 1) if sharing % count == 0)
                 text = f"{size} does not divide the {sharing} data and context ranks of {dims}: use {works}"
