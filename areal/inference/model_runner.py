@@ -24,7 +24,8 @@ from areal.inference.attention import (
     PromptGroup,
     register_attention,
 )
-from areal.inference.paged_kernel import PagedKernel, find_kernel, paged_rows
+from areal.inference.decode_graph import Capture, DecodeGraphs, DecodeRow, capture_cuda, tried
+from areal.inference.paged_kernel import PagedKernel, PagedRows, find_kernel, paged_rows
 from areal.inference.scheduler import Chunk, StepPlan
 from areal.inference.sequence import Sequence
 from areal.weights.output_head import has_float32_head, unrounded_linear
@@ -53,6 +54,11 @@ def load_model(path: Path, dtype: torch.dtype, device: str, *, from_scratch: boo
         raise ConfigError(message, code="model.not_loadable") from error
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType] - its stub lacks the device form
     return model.eval().requires_grad_(False)
+
+
+def capture_of(device: torch.device) -> Capture | None:
+    """How decode steps become graphs on a device; None where they do not."""
+    return capture_cuda if device.type == "cuda" else None
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -113,6 +119,7 @@ class ModelRunner:
         self._group_bytes = _CPU_GROUP_BYTES if self.device.type == "cpu" else _CUDA_GROUP_BYTES
         self._workspace = torch.empty(0, dtype=self.dtype, device=self.device)
         self._paged = self._find_paged_kernel()
+        self._graphs: DecodeGraphs | None = None
 
     def _find_paged_kernel(self) -> PagedKernel | None:
         shape, config = self.layer_shapes[0], self.model.config.get_text_config()
@@ -148,9 +155,32 @@ class ModelRunner:
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the memory of the cache. On CPU, untouched pages use no memory."""
+        spare = 1 if self._paged else 0
         self._caches = [
-            LayerCache(_zeros(num_blocks, shape, self.dtype, self.device), shape) for shape in self.layer_shapes
+            LayerCache(_zeros(num_blocks + spare, shape, self.dtype, self.device), shape) for shape in self.layer_shapes
         ]
+        capture = capture_of(self.device)
+        if self._paged and capture:
+            self._graphs = self._tried_graphs(self._paged, capture, num_blocks)
+
+    @torch.inference_mode()
+    def _tried_graphs(self, kernel: PagedKernel, capture: Capture, spare_block: int) -> DecodeGraphs | None:
+        def compute(inputs: Tensor, slots: Tensor, paged: PagedRows) -> Tensor:
+            plan = AttentionPlan(caches=self._caches, slots=slots, decode=[], prompts=[], later=[], paged=paged)
+            return self.model(
+                input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False, attention_plan=plan
+            ).logits[0]
+
+        graphs = DecodeGraphs(
+            compute,
+            kernel,
+            capture,
+            weights=self.model.parameters(),
+            block_size=BLOCK_SIZE,
+            spare_block=spare_block,
+            device=self.device,
+        )
+        return tried(graphs)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Tensor, list[Sequence]]:
@@ -161,7 +191,36 @@ class ModelRunner:
         if len(single) * self._row_bytes > self._group_bytes:
             single.sort(key=lambda chunk: chunk.start)
         longer.sort(key=lambda chunk: (chunk.start > 0, chunk.count))
-        chunks = single + longer
+        rows, expand, sequences = _sampled_rows(single + longer)
+        logits = self._by_graph(single, rows) if single and not longer else None
+        if logits is None:
+            logits = self._computed(single, longer, rows)
+        if expand is not None:
+            logits = logits[torch.tensor(expand, device=self.device)]
+        self._copy_blocks(plan.copies_after)
+        return logits, sequences
+
+    def _by_graph(self, single: list[Chunk], rows: list[int]) -> Tensor | None:
+        """The logits of `rows` of a step that only decodes; None without graphs."""
+        if self._graphs is None:
+            return None
+        slots = self._slots_of(single)
+        logits = self._graphs.logits(
+            [
+                DecodeRow(
+                    token=chunk.sequence.token_ids[chunk.start],
+                    place=chunk.start,
+                    slot=slot,
+                    blocks=chunk.sequence.blocks[: chunk.start // BLOCK_SIZE + 1],
+                )
+                for chunk, slot in zip(single, slots, strict=True)
+            ]
+        )
+        if logits is None or len(rows) == len(logits):
+            return logits
+        return logits[torch.tensor(rows, device=self.device)]
+
+    def _computed(self, single: list[Chunk], longer: list[Chunk], rows: list[int]) -> Tensor:
         input_ids, positions = self._inputs(single, longer)
         attention_plan = AttentionPlan(
             caches=self._caches,
@@ -174,8 +233,7 @@ class ModelRunner:
             held = [chunk.sequence.blocks[: chunk.start // BLOCK_SIZE + 1] for chunk in single]
             attention_plan.paged = paged_rows(self._paged, held, [chunk.start + 1 for chunk in single], self.device)
         self._add_longer(attention_plan, longer, len(single))
-        rows, expand, sequences = _sampled_rows(chunks)
-        logits = self.model(
+        return self.model(
             input_ids=input_ids,
             position_ids=positions,
             use_cache=False,
@@ -184,10 +242,6 @@ class ModelRunner:
             else torch.tensor(rows, dtype=torch.int64, device=self.device),
             attention_plan=attention_plan,
         ).logits[0]
-        if expand is not None:
-            logits = logits[torch.tensor(expand, device=self.device)]
-        self._copy_blocks(plan.copies_after)
-        return logits, sequences
 
     def _inputs(self, single: list[Chunk], longer: list[Chunk]) -> tuple[Tensor, Tensor]:
         ids = [chunk.sequence.token_ids[chunk.start] for chunk in single]
@@ -199,11 +253,15 @@ class ModelRunner:
         both = torch.tensor((ids, places), device=self.device)
         return both[:1], both[1:]
 
-    def _slots(self, single: list[Chunk], longer: list[Chunk]) -> Tensor:
-        """Cache slots of the new keys and values: block * BLOCK_SIZE + offset, int64 [tokens]."""
-        slots = [
+    @staticmethod
+    def _slots_of(single: list[Chunk]) -> list[int]:
+        return [
             chunk.sequence.blocks[chunk.start // BLOCK_SIZE] * BLOCK_SIZE + chunk.start % BLOCK_SIZE for chunk in single
         ]
+
+    def _slots(self, single: list[Chunk], longer: list[Chunk]) -> Tensor:
+        """Cache slots of the new keys and values: block * BLOCK_SIZE + offset, int64 [tokens]."""
+        slots = self._slots_of(single)
         if not longer:
             return torch.tensor(slots, device=self.device)
         parts = [np.array(slots, dtype=np.int64)]

@@ -205,16 +205,18 @@ class Difference:
     k3: float
 
 
-def rollout_difference(
-    device: torch.device, folder: Path, *, head_dtype: str, sequences: int, new_tokens: int
-) -> Difference:
-    """Sampled log-probabilities of the native engine in bfloat16 against those of a trainer of the same weights."""
+def generated(
+    device: torch.device, folder: Path, *, head_dtype: str, sequences: int, new_tokens: int, graphs: bool = True
+) -> tuple[list[Sequence], bool]:
+    """Answers of the native engine in bfloat16, and whether CUDA graphs computed the decode steps."""
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.set_attn_implementation(ATTENTION_NAME)
     runner = ModelRunner(model.to(device).eval().requires_grad_(False), head_dtype=head_dtype)
     blocks = sequences * (2 + (8 + new_tokens) // BLOCK_SIZE)
     runner.allocate_cache(blocks)
+    if not graphs:
+        runner._graphs = None
     scheduler = Scheduler(BlockPool(blocks, BLOCK_SIZE), max_running=sequences, max_prefill_tokens=512)
     engine = Engine(runner, scheduler, version="0", deliver=lambda *_: None, on_failure=lambda _: None)
     made: list[Sequence] = []
@@ -225,6 +227,27 @@ def rollout_difference(
         scheduler.add(made[-1])
     while scheduler.running or scheduler.waiting:
         engine.step()
+    return made, runner._graphs is not None and not runner._graphs.is_off
+
+
+def graph_difference(device: torch.device, folder: Path, *, sequences: int, new_tokens: int) -> tuple[bool, float]:
+    """Whether decode steps were CUDA graphs, and the largest difference of a log-probability from that without graphs,
+    up to the first other token of an answer."""
+    sizes = {"head_dtype": "compute", "sequences": sequences, "new_tokens": new_tokens}
+    (ours, was_used), (plain, _) = (generated(device, folder, **sizes, graphs=graphs) for graphs in (True, False))
+    worst = 0.0
+    for mine, other in zip(ours, plain, strict=True):
+        tokens = zip(mine.token_ids[8:], other.token_ids[8:], mine.logprobs, other.logprobs, strict=True)
+        equal = itertools.takewhile(lambda row: row[0] == row[1], tokens)
+        worst = max(worst, *(abs(left - right) for _, _, left, right in equal), 0.0)
+    return was_used, worst
+
+
+def rollout_difference(
+    device: torch.device, folder: Path, *, head_dtype: str, sequences: int, new_tokens: int
+) -> Difference:
+    """Sampled log-probabilities of the native engine in bfloat16 against those of a trainer of the same weights."""
+    made, _ = generated(device, folder, head_dtype=head_dtype, sequences=sequences, new_tokens=new_tokens)
     config = TrainEngineConfig(path=str(folder), dtype="bfloat16", head_dtype=head_dtype)
     trainer = build_fsdp_engine(config, role="ref", total_steps=0, mesh=TrainerMesh(0, 1, device), seed=0)
     rows = [sequence.token_ids for sequence in made]

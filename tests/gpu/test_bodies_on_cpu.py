@@ -9,6 +9,7 @@ from areal.api.config import MicroBatchSpec
 from areal.engine.packed_attention import _sdpa_per_sequence
 from tests.gpu import bodies
 from tests.gpu.__main__ import main
+from tests.inference.test_paged_kernel import with_graphs
 
 CPU = torch.device("cpu")
 
@@ -68,6 +69,16 @@ def test_sampling_and_the_difference_between_rollout_and_trainer(tmp_path):
     rounded = bodies.rollout_difference(CPU, tmp_path, head_dtype="compute", **sizes)
     exact = bodies.rollout_difference(CPU, tmp_path, head_dtype="float32", **sizes)
     assert exact.mean < rounded.mean < 0.2
+
+
+def test_decode_graphs(tmp_path, monkeypatch):
+    bodies.write_model(tmp_path, hidden=64, layers=2, vocabulary=500)
+    sizes = {"sequences": 3, "new_tokens": 20}
+    assert bodies.graph_difference(CPU, tmp_path, **sizes) == (False, 0.0)
+    with_graphs(monkeypatch)
+    was_used, worst = bodies.graph_difference(CPU, tmp_path, **sizes)
+    assert was_used
+    assert worst < 1e-6
 
 
 def test_without_a_gpu_the_command_says_so_and_exits_with_2(capsys, monkeypatch):

@@ -1,10 +1,12 @@
 """Part 3: sampling, log-probabilities of rollout and trainer, groups of NCCL that cannot form."""
 
+import inspect
 import multiprocessing
 import time
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from areal.server_side.areal_transfer import group
 from areal.system.network import Host
@@ -26,6 +28,17 @@ def test_rollout_and_trainer_agree(gpu, tmp_path, head_dtype):
     found = bodies.rollout_difference(gpu, tmp_path, head_dtype=head_dtype, sequences=64, new_tokens=256)
     print(f"{torch.cuda.get_device_name()}, head {head_dtype}: {found}")  # noqa: T201
     assert found.mean < (0.05 if head_dtype == "compute" else 0.03)
+
+
+def test_cuda_graphs_give_the_logits_of_steps_without_them(gpu, tmp_path):
+    """Also on the CPU, with a kernel and a capture of the tests: tests/inference/test_paged_kernel.py."""
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        pytest.skip(f"torch {torch.__version__} has no kernel for paged caches, so decode steps are no graphs")
+    bodies.write_model(tmp_path, hidden=1024, layers=8, vocabulary=32_000)
+    was_used, worst = bodies.graph_difference(gpu, tmp_path, sequences=13, new_tokens=128)
+    print(f"{torch.cuda.get_device_name()}, decode graphs: largest difference {worst:.2e} nats")  # noqa: T201
+    assert was_used
+    assert worst < 0.1
 
 
 def test_a_group_of_one_broadcasts(gpu):
