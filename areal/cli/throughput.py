@@ -61,6 +61,8 @@ class Throughput:
     mfu: float | None
     """Model FLOPs of the trained tokens divided by the peak of the trainers' GPUs, over the whole time."""
     dollars_per_million_trained_tokens: float | None
+    memory_gib: Mapping[str, float]
+    """Process -> its largest resident memory in a measured step, with that of its children."""
 
 
 def throughput(rows: Sequence[Mapping[str, float]], *, warmup_steps: int, steps: int, hardware: Hardware) -> Throughput:
@@ -107,6 +109,11 @@ def throughput(rows: Sequence[Mapping[str, float]], *, warmup_steps: int, steps:
         dollars_per_million_trained_tokens=(
             dollars * gpus * seconds / 3600 / trained * 1e6 if dollars and gpus and trained else None
         ),
+        memory_gib={
+            name.removeprefix("memory/"): max(row.get(name, 0.0) for row in measured)
+            for name in measured[-1]
+            if name.startswith("memory/")
+        },
     )
 
 
@@ -141,6 +148,7 @@ def table_lines(found: Throughput) -> list[str]:
             f"{found.failed_episodes} failed, {found.dropped_episodes} too stale",
         ),
         ("MFU", each(None if found.mfu is None else 100 * found.mfu, "%")),
+        ("memory", ", ".join(f"{name} {size:.2f} GiB" for name, size in found.memory_gib.items())),
         ("cost", each(found.dollars_per_million_trained_tokens, "dollars per million trained tokens")),
     ]
     lines = [f"{name:<16} {text}" for name, text in rows]
