@@ -1,6 +1,7 @@
 """One session: its budgets, the record of its turns, and the answers of the policy to them."""
 
 import asyncio
+import contextvars
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,6 +151,7 @@ class Session:
         self._engine = engine
         self._group_id = group_id or session_id
         self._events = events
+        self._of_episode = contextvars.copy_context()  # for its trace; requests arrive in the context of the server
         self._now_s = asyncio.get_running_loop().time
         self.budget = SessionBudget(limits=setup.limits, opened_s=self._now_s())
         self._turns: dict[str, list[_Turn]] = {}
@@ -221,7 +223,8 @@ class Session:
         if self.is_finished:
             raise TurnRefused("the session has ended", code="agent.session_ended", status=400)
         room = self.budget.begin_turn(self._now_s(), request.num_answers)
-        task = asyncio.create_task(self._answer(request, room), name=f"turn-{self.session_id}-{self.budget.num_turns}")
+        name = f"turn-{self.session_id}-{self.budget.num_turns}"
+        task = asyncio.create_task(self._answer(request, room), name=name, context=self._of_episode)
         turn = _Turn(task)
         self._turns.setdefault(request.fingerprint, []).append(turn)
         self._tasks.add(task)

@@ -1,6 +1,7 @@
 """`workflow: agent`: any program with an OpenAI or Anthropic client, an environment or tools, as the workflow."""
 
 import asyncio
+import contextvars
 import copy
 import secrets
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from areal.api.functions import FunctionRef, parse_function_path
 from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.tokenizer import Tokenizer
 from areal.observe.log import get_logger
+from areal.observe.spans import span
 from areal.workflow.agent_group import FinishedSession, agent_group
 from areal.workflow.sampling import gather_or_cancel, request_settings
 from areal.workflow.scoring import Score, Scorer
@@ -148,7 +150,8 @@ class AgentWorkflow(RolloutWorkflow):
             num_open = sessions.num_open
             try:
                 started = replace(job, row=row, base_url=self._services.base_url, key=entry.key)
-                outcome = await pool.run(started, timeout_s=self._config.timeout_s)
+                with span("agent"):
+                    outcome = await pool.run(started, timeout_s=self._config.timeout_s)
                 if outcome.status == "ok" and outcome.reward is None and not outcome.rewards:
                     await self._wait_for_report(entry)
             finally:
@@ -162,7 +165,8 @@ class AgentWorkflow(RolloutWorkflow):
         """One session of a program from outside. Waits until one takes the place; agent.timeout_s counts from then."""
         sessions, timeout_s = self._services.sessions, self._config.timeout_s
         taken: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
-        place = Place(group_id, lambda: self._new_session(engine, group_id), row, timeout_s, taken)
+        new_session = partial(contextvars.copy_context().run, self._new_session, engine, group_id)
+        place = Place(group_id, new_session, row, timeout_s, taken)
         sessions.offer(place)
         try:
             entry = await taken

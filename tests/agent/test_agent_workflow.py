@@ -14,6 +14,8 @@ from openai import AsyncOpenAI
 from areal.api.alarm_rules import ALARM_RULES
 from areal.api.config import AgentConfig, GenerationHyperparameters
 from areal.api.errors import RewardError, ServerUnavailable
+from areal.observe.spans import span, tracing, track
+from areal.observe.trace import ChromeTracer, join_traces
 from areal.workflow.agent import AgentWorkflow
 from tests.agent.policies import ScriptedEngine, tool_tokenizer
 
@@ -211,6 +213,41 @@ async def test_a_program_from_outside_takes_the_place_of_an_episode_and_reports_
     assert "Retry-After" in full.headers
     assert [one.reward for one in group.trajectories] == [0.75]
     assert late.status_code == 409
+
+
+class TracedEngine(ScriptedEngine):
+    """Its answers are spans, as those of the engine of an episode."""
+
+    async def agenerate(self, request):
+        with span("generate"):
+            return await super().agenerate(request)
+
+
+@pytest.mark.parametrize("is_online", [False, True])
+async def test_a_trace_has_the_turns_of_a_session_in_its_episode(make, tmp_path, monkeypatch, is_online) -> None:
+    """The session server runs in the context of the first episode, which started it."""
+    monkeypatch.setenv("AREAL_SERVER_TOKEN", "admin")
+    workflow = make("" if is_online else "run", n_samples=1, online=is_online)
+
+    async def episode(name: str) -> None:
+        with track("episode", name):
+            await workflow.arun_episode(TracedEngine(use_tool), dict(ROW))
+
+    async def program() -> None:
+        while not workflow._services.sessions._places:
+            await asyncio.sleep(0)
+        async with httpx.AsyncClient(base_url=workflow._services.base_url) as http:
+            opened = (await http.post("/sessions", json={}, headers={"Authorization": "Bearer admin"})).json()
+            body = {"model": "policy", "messages": [{"role": "user", "content": "6*7"}]}
+            await http.post(f"/sessions/{opened['key']}/v1/chat/completions", json=body)
+            await http.post(f"/sessions/{opened['key']}/reward", json={"reward": 1.0})
+
+    with tracing(ChromeTracer(tmp_path / "controller.jsonl", "controller")):
+        for name in ("17", "18"):
+            await asyncio.gather(episode(name), *([program()] if is_online else []))
+    found = [(event["id"], event["name"]) for event in join_traces(tmp_path)["traceEvents"] if event["ph"] == "b"]
+    parts = ["generate", "episode"] if is_online else ["agent", "generate", "generate", "episode"]
+    assert sorted(found) == sorted((name, part) for name in ("17", "18") for part in parts)
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
