@@ -118,7 +118,7 @@ async def run(row, client, session):
             if zlib.crc32(question.encode()) % 4 == 0 and question not in FAILED:
                 FAILED.add(question)
                 raise LookupError("no such page")
-            changed = {"role": "assistant", "content": f"{completion.choices[0].message.content} "}
+            changed = {"role": "assistant", "content": f"So: {completion.choices[0].message.content}"}
             messages += [changed, {"role": "user", "content": "?"}]
     except BadRequestError as error:
         if error.code != "agent.turn_budget":
