@@ -165,8 +165,8 @@ class AgentWorkflow(RolloutWorkflow):
         """One session of a program from outside. Waits until one takes the place; agent.timeout_s counts from then."""
         sessions, timeout_s = self._services.sessions, self._config.timeout_s
         taken: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
-        new_session = partial(contextvars.copy_context().run, self._new_session, engine, group_id)
-        place = Place(group_id, new_session, row, timeout_s, taken)
+        context = contextvars.copy_context()
+        place = Place(group_id, lambda: context.run(self._new_session, engine, group_id), row, timeout_s, taken)
         sessions.offer(place)
         try:
             entry = await taken
