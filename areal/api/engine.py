@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -57,6 +57,17 @@ class AdapterSource(WeightSource, Protocol):
 
     def write(self, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Write `named_weights`, gathered by all ranks, as a folder that peft and the servers load; on one rank."""
+        ...
+
+
+class StagedState(Protocol):
+    """One rank's part of an engine's recovery state, which may be written while the engine trains."""
+
+    def write(self, folder: Path) -> Mapping[str, int]:
+        """Write this rank's files into an existing folder and sync them to disk; returns CRC-32 by name.
+
+        The folder is shared by all ranks, with other names on each. No collective: a thread calls it. Raises OSError.
+        """
         ...
 
 
@@ -116,8 +127,15 @@ class TrainEngine(WeightSource, Protocol):
         """
         ...
 
+    def stage(self, *, copies: bool) -> StagedState:
+        """The recovery state, to be written into a folder.
+
+        `copies`: in host memory, which the next call uses again, so that this engine may train before it is written.
+        """
+        ...
+
     def load(self, path: Path) -> None:
-        """Continue from recovery state that `save` wrote on the same number of ranks. Raises InputError otherwise."""
+        """Continue from recovery state in a folder, of any number of ranks in any mesh. Raises InputError otherwise."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Hugging Face exports, and folders that all ranks write. A folder is complete or does not exist."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 
@@ -65,37 +65,30 @@ def _write_gathered(
 ) -> None:
     """Rank 0 writes `weights`, which all ranks gather."""
 
-    def gather() -> Mapping[str, int]:
-        for _ in weights:
+    def gather(folder: Path) -> None:
+        error = _attempt(lambda: write(folder)) if mesh.rank == 0 else None
+        for _ in weights:  # the other ranks are in these collectives
             pass
-        return {}
+        if error is not None:
+            raise error
 
-    write_folder(final, mesh, write if mesh.rank == 0 else None, always=gather)
+    write_folder(final, mesh, gather)
 
 
-def write_folder(
-    final: Path, mesh: TrainerMesh, write: Callable[[Path], None] | None, *, always: Callable[[], Mapping[str, int]]
-) -> None:
-    """All ranks fill one temporary folder, which rank 0 then renames to `final`; an error of one is raised on all.
-
-    `always` runs even after `write` failed, because the other ranks are in its collectives. It returns the checksums of
-    files that are already on disk.
-    """
+def write_folder(final: Path, mesh: TrainerMesh, write: Callable[[Path], object]) -> None:
+    """All ranks fill one temporary folder, which rank 0 then renames to `final`; an error of one is raised on all."""
     temporary = writing_folder(final)
-    if mesh.rank == 0:
+
+    def prepare() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-    error = _attempt(lambda: temporary.mkdir(parents=True, exist_ok=True)) if mesh.rank == 0 else None
-    mesh.barrier()
-    if write is not None and error is None:
-        error = _attempt(lambda: write(temporary))
-    checksums = {temporary / name: value for name, value in always().items()}
-    _raise_together(final, mesh, error)
-    if mesh.rank == 0:
-        error = _attempt(lambda: publish_folder(temporary, final, checksums))
-    _raise_together(final, mesh, error)
+        temporary.mkdir(parents=True)
+
+    _raise_together(final, mesh, _attempt(prepare) if mesh.rank == 0 else None)
+    _raise_together(final, mesh, _attempt(lambda: write(temporary)))
+    _raise_together(final, mesh, _attempt(lambda: publish_folder(temporary, final)) if mesh.rank == 0 else None)
 
 
-def _attempt(action: Callable[[], None]) -> Exception | None:
+def _attempt(action: Callable[[], object]) -> Exception | None:
     try:
         action()
     except (OSError, SafetensorError) as error:  # for example a full disk

@@ -16,12 +16,12 @@ from areal.api.errors import InputError, StageError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
 from areal.engine.adapter_format import PeftAdapter
-from areal.engine.checkpoint import export_adapter, export_model
+from areal.engine.checkpoint import export_adapter, export_model, write_folder
 from areal.engine.mesh import TrainerMesh
 from areal.engine.micro_batch import ModelInput, dummy_input, make_micro_batch, over_context, plan_micro_batches
 from areal.engine.optimizer import ScheduledOptimizer
-from areal.engine.recovery import RecoveryReader, RecoveryState, save_recovery
-from areal.engine.region import copy_part, local_part, region_of, whole_tensor
+from areal.engine.recovery import HostCopies, RecoveryReader, StagedPieces, empty_like, own_pieces
+from areal.engine.region import copy_part, whole_tensor
 from areal.engine.sharded_load import copy_stored_part
 from areal.engine.token_model import TokenModel
 from areal.weights.stored_form import StoredPart
@@ -73,6 +73,7 @@ class FSDPEngine:
         self._lora = lora
         self._shard_size = shard_size or mesh.dims.dp * mesh.dims.cp
         self._syncs_every_pass = syncs_every_pass
+        self._host_copies = HostCopies()
         self._loss = torch.zeros(())
         """Sum of the losses of this rank since the last optimiser step, on the device."""
 
@@ -174,26 +175,34 @@ class FSDPEngine:
         if not with_optimizer:
             weights, dtype = self.named_weights(), self._dtype
             return export_model(path, weights, self._model.model, dtype=dtype, source=self._source, mesh=self._mesh)
+        staged = self.stage(copies=False)
+        write_folder(path, self._mesh, staged.write)
+
+    def stage(self, *, copies: bool) -> StagedPieces:
         optimizer = self._optimizer
-        state = RecoveryState(
-            weights=self._changing(),
-            base=self._base,
-            optimizer={} if optimizer is None else optimizer.state(),
+        tensors = {f"weights/{name}": value for name, value in self._changing().items()}
+        if optimizer is not None:
+            tensors |= {f"optimizer/{name}": value for name, value in optimizer.state().items()}
+        pieces = own_pieces(tensors, self._mesh.rank, self._mesh.world_size)
+        return StagedPieces(
+            pieces=self._host_copies.of(pieces) if copies else pieces,
+            rank=self._mesh.rank,
+            world_size=self._mesh.world_size,
             num_steps=0 if optimizer is None else optimizer.num_steps,
+            base=self._base,
         )
-        save_recovery(path, state, self._mesh, self._shard_size)
 
     def load(self, path: Path) -> None:
-        optimizer: dict[str, Tensor] = {}
-        with RecoveryReader(path, self._base) as reader, torch.no_grad():
-            for name, weight in self._changing().items():
-                shape, region = tuple(weight.shape), region_of(weight)
-                local_part(weight).copy_(reader.weight(name, shape, region))
-                if self._optimizer is not None:
-                    found = reader.optimizer(name, shape, region)
-                    optimizer |= {f"{name}/{kind}": value for kind, value in found.items()}
+        own = self._changing()
+        reader = RecoveryReader(path, {name: tuple(weight.shape) for name, weight in own.items()}, self._base)
+        state: dict[str, Tensor] = {}
+        for name, weight in own.items() if self._optimizer is not None else ():
+            for kind, found in reader.kinds(name).items():
+                state[f"{name}/{kind}"] = empty_like(weight, found)
+        weights = {f"weights/{name}": weight.detach() for name, weight in own.items()}
+        reader.fill(weights | {f"optimizer/{name}": value for name, value in state.items()})
         if self._optimizer is not None:
-            self._optimizer.load_state(optimizer, reader.num_steps)
+            self._optimizer.load_state(state, reader.num_steps)
 
     def save_adapter(self, path: Path) -> None:
         """Write the adapter alone, as `peft` does. Raises InputError on every rank as `save`, and without LoRA."""
@@ -207,7 +216,7 @@ class FSDPEngine:
 
     @property
     def _base(self) -> str:
-        """`RecoveryState.base` of this model."""
+        """`StagedPieces.base` of this model."""
         return "" if self._lora is None else self._lora.identity
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,7 +1,7 @@
 """One optimiser with its learning-rate schedule, gradient clipping and state."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from areal.api.config import OptimizerConfig
-from areal.api.errors import InputError, TrainingDiverged
+from areal.api.errors import TrainingDiverged
 from areal.api.metrics import Metric, Metrics
 from areal.engine.adam_bf16 import AdamBf16
 from areal.engine.region import local_part, num_copies
@@ -61,29 +61,19 @@ class ScheduledOptimizer:
         return {"lr": Metric(rate), "grad_norm": Metric(norm)}
 
     def state(self) -> dict[str, Tensor]:
-        """Return this rank's part of the optimiser state: `<parameter>/<kind>` -> tensor."""
+        """The optimiser state: `<parameter>/<kind>` -> a number, or a tensor sharded as the parameter is."""
         return {
-            f"{name}/{kind}": local_part(value)
+            f"{name}/{kind}": value
             for name, parameter in self._parameters.items()
             for kind, value in self._optimizer.state.get(parameter, {}).items()
         }
 
-    def load_state(self, state: dict[str, Tensor], num_steps: int) -> None:
-        """Continue from the result of `state` at the same sharding. Raises InputError for another model."""
-        by_parameter: dict[str, dict[str, Tensor]] = {}
+    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
+        """Continue from the result of `state`, whose tensors become those of the optimiser."""
+        self._optimizer.state.clear()
         for key, value in state.items():
             name, _, kind = key.rpartition("/")
-            by_parameter.setdefault(name, {})[kind] = value
-        unknown = set(by_parameter) - set(self._parameters)
-        if unknown:
-            message = f"the optimiser state belongs to another model: it has the parameter {min(unknown)}"
-            raise InputError(message, code="checkpoint.other_run")
-        fresh: dict[Tensor, dict[str, Tensor]] = {}
-        for name, kinds in by_parameter.items():
-            parameter = self._parameters[name]
-            fresh[parameter] = {kind: _like(parameter, kind, value) for kind, value in kinds.items()}
-        self._optimizer.state.clear()
-        self._optimizer.state.update(fresh)
+            self._optimizer.state[self._parameters[name]][kind] = value
         self.num_steps = num_steps
 
     def clear_state(self) -> None:
@@ -147,16 +137,3 @@ def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> 
         weight_decay=config.weight_decay,
         fused=True,
     )
-
-
-def _like(parameter: nn.Parameter, kind: str, value: Tensor) -> Tensor:
-    """Convert saved state to the optimiser's own layout."""
-    if kind == "step":
-        return value.clone().to(parameter.device)
-    state = torch.zeros_like(parameter.detach(), dtype=value.dtype)
-    own = local_part(state)
-    if own.shape != value.shape:
-        message = f"optimiser state of shape {list(value.shape)} does not fit a parameter of {list(own.shape)}"
-        raise InputError(message, code="checkpoint.other_run")
-    own.copy_(value)
-    return state

@@ -1,180 +1,174 @@
-"""Recovery state on disk: one file per rank, read by any number of ranks in any mesh."""
+"""Recovery state of an engine on disk: one safetensors file per rank, in the format that torch.distributed.checkpoint
+reads without pickle. Any number of ranks in any mesh loads it."""
 
-import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from areal.api.errors import InputError
-from areal.engine.checkpoint import write_folder
-from areal.engine.mesh import TrainerMesh
-from areal.engine.region import Region, Splits, local_part, region_in, splits_of
+from areal.engine.recovery_formats import OLD_FORMATS, old_metadata, rank_file
+from areal.engine.region import copies_of, local_part
 from areal.weights.weight_files import write_tensors
 
 _STATE = "state.json"
-_FORMAT, _ROWS_FORMAT = 3, 2
-"""Format 2 has no description of the mesh: its ranks split dimension 0 of each weight."""
+_FORMAT = 4
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AssertionError, SafetensorError)
+"""What the reader of torch raises for damaged files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor: `values` begin at `offsets` in the whole."""
+
+    values: Tensor
+    offsets: tuple[int, ...]
+
+
+def own_pieces(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Piece]:
+    """What this rank writes: its parts, except empty ones and those of which another rank writes its copy."""
+    found: dict[str, Piece] = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        copies, place = copies_of(tensor, rank, world_size)
+        values = local_part(tensor)
+        if number % copies == place and values.numel():
+            (chunk,) = tensor.__create_chunk_list__() if isinstance(tensor, DTensor) else (None,)
+            found[name] = Piece(values, tuple(chunk.offsets) if chunk else (0,) * tensor.dim())
+    return found
+
+
+class HostCopies:
+    """Host memory for the pieces of a save, which the next save uses again."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """The pieces with copied values. They stay valid until the next call."""
+        found: dict[str, Piece] = {}
+        for name, piece in pieces.items():
+            values, own = piece.values, self._copies.get(name)
+            if own is None or (own.shape, own.dtype) != (values.shape, values.dtype):
+                own = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            found[name] = Piece(own.copy_(values, non_blocking=True), piece.offsets)
+        self._copies = {name: piece.values for name, piece in found.items()}
+        if any(piece.values.is_cuda for piece in pieces.values()):
+            torch.cuda.current_stream().synchronize()
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryState:
-    """One rank's state of one engine."""
+class StagedPieces:
+    """Implements `areal.api.engine.StagedState` for any engine whose state is named tensors."""
 
-    weights: Mapping[str, Tensor]
-    """By name, sharded as the model has them."""
-    optimizer: Mapping[str, Tensor]
-    """`<weight>/<kind>` -> this rank's part: a number, or split as the weight is."""
+    pieces: Mapping[str, Piece]
+    rank: int
+    world_size: int
     num_steps: int
     """Optimiser steps so far: the position in the schedule."""
     base: str = ""
     """What the weights are adapters of; empty = they are all weights of the model."""
 
-
-def save_recovery(final: Path, state: RecoveryState, mesh: TrainerMesh, shard_size: int) -> None:
-    """Write the state of all ranks, one file each; a collective. `shard_size`: data and context ranks of a copy."""
-    checksums = torch.zeros(mesh.world_size, dtype=torch.float64)
-
-    def write(folder: Path) -> None:
-        tensors = {f"weights/{name}": local_part(value) for name, value in state.weights.items()}
-        tensors |= {f"optimizer/{name}": value for name, value in state.optimizer.items()}
-        checksums[mesh.rank] = write_tensors(folder / _rank_file(mesh.rank, mesh.world_size), tensors)
-        if mesh.rank == 0:
-            copies = mesh.world_size // (shard_size * mesh.dims.tp)
-            facts: dict[str, object] = {
-                "format": _FORMAT,
-                "world_size": mesh.world_size,
-                "mesh": {"replicate": copies, "shard": shard_size, "tensor": mesh.dims.tp, "expert": mesh.dims.ep},
-                "weights": {name: [list(value.shape), splits_of(value)] for name, value in state.weights.items()},
-                "num_steps": state.num_steps,
-            }
-            facts |= {"base": state.base} if state.base else {}
+    def write(self, folder: Path) -> dict[str, int]:
+        """Write the file of this rank; rank 0 also the facts. Returns the checksum of the file, by its name."""
+        if self.rank == 0:
+            facts = {"format": _FORMAT, "world_size": self.world_size, "num_steps": self.num_steps, "base": self.base}
             (folder / _STATE).write_text(json.dumps(facts))
-
-    def exchange() -> Mapping[str, int]:
-        found: list[float] = mesh.all_reduce(checksums).tolist()
-        return {_rank_file(rank, mesh.world_size): int(value) for rank, value in enumerate(found)}
-
-    write_folder(final, mesh, write, always=exchange)
+        offsets = {name: {"saved_offsets": piece.offsets} for name, piece in self.pieces.items()}
+        facts = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        file = rank_file(self.rank, self.world_size)
+        return {file: write_tensors(folder / file, {n: piece.values for n, piece in self.pieces.items()}, facts)}
 
 
 class RecoveryReader:
-    """Reads parts of the weights and of the optimiser state from the files of all ranks; a context manager."""
+    """Reads parts of the weights and of the optimiser state from the files of all ranks."""
 
-    def __init__(self, folder: Path, base: str = "") -> None:
-        """Raises InputError when there is no recovery state in `folder`, one of an unknown format or another `base`."""
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], base: str = "") -> None:
+        """`shapes`: of the model's weights. Raises InputError when the folder has no state of this model, or of an
+        unknown format, or of another `base`, or when a part of a tensor is in no file."""
         self._folder = folder
         try:
             facts: dict[str, Any] = json.loads((folder / _STATE).read_bytes())
         except (OSError, ValueError) as error:
             raise InputError(f"{folder} contains no recovery state: {error}", code="checkpoint.missing") from error
-        if facts["format"] not in (_FORMAT, _ROWS_FORMAT):
-            message = f"recovery state in {folder} has format {facts['format']}: use the version of areal that wrote it"
+        if (found := facts["format"]) not in (_FORMAT, *OLD_FORMATS):
+            message = f"recovery state in {folder} has format {found}: use the version of areal that wrote it"
             raise InputError(message, code="checkpoint.other_run")
         if (found := facts.get("base", "")) != base:
             whole = "all weights of a model"
             message = f"recovery state in {folder} has {found or whole}, but this run has {base or whole}"
             raise InputError(message, code="checkpoint.other_base")
-        self._num_ranks = int(facts["world_size"])
         self.num_steps = int(facts["num_steps"])
-        self._sizes: dict[str, int] = facts.get("mesh") or {"replicate": 1, "shard": self._num_ranks, "tensor": 1}
-        self._sizes["expert_shard"] = self._sizes["shard"] // self._sizes.setdefault("expert", 1)
-        self._layouts: dict[str, list[Any]] | None = facts.get("weights")
-        self._stack = contextlib.ExitStack()
-        self._files: dict[int, Any] = {}
+        self._reader = HuggingFaceStorageReader(str(folder))
+        try:
+            for rank in range(facts["world_size"]):
+                (folder / rank_file(rank, facts["world_size"])).stat()
+            is_old = facts["format"] != _FORMAT
+            self._metadata = old_metadata(folder, facts, shapes) if is_old else self._reader.read_metadata()
+        except _UNREADABLE as error:
+            raise self._damaged(error) from error
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        for name, tensor in self._metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            tensor.chunks = _once(tensor.chunks)
+            self._tensors[name] = tensor
+        self._check(shapes)
 
-    def __enter__(self) -> Self:
-        return self
+    def kinds(self, weight: str) -> dict[str, TensorStorageMetadata]:
+        """Kind -> size and type of the optimiser state of a weight."""
+        prefix = f"optimizer/{weight}/"
+        return {name[len(prefix) :]: found for name, found in self._tensors.items() if name.startswith(prefix)}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-        is_reading = isinstance(error, (OSError, ValueError, KeyError, SafetensorError))
-        if is_reading and not isinstance(error, InputError):
-            message = f"the recovery state in {self._folder} cannot be read: {error}"
-            raise InputError(message, code="checkpoint.damaged") from error
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors, by the names in the files, with their values; a sharded one with its part."""
+        planner, state = DefaultLoadPlanner(flatten_state_dict=False), dict(tensors)
+        try:
+            # The steps of torch.distributed.checkpoint.load without its exchange of pickled plans.
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            planner.set_up_planner(state, self._metadata, is_coordinator=True)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        except _UNREADABLE as error:
+            raise self._damaged(error) from error
 
-    def weight(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        """A part of a weight. InputError when it is missing or has another shape."""
-        splits = self._splits(name, shape)
-        return self._part(f"weights/{name}", shape, splits, region)
-
-    def optimizer(self, name: str, shape: tuple[int, ...], region: Region) -> dict[str, Tensor]:
-        """Kind -> the part of the optimiser's state of a weight."""
-        prefix = f"optimizer/{name}/"
-        keys: list[str] = self._file(0).keys()
-        kinds = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
-        return {kind: self._state_part(name, kind, shape, region) for kind in kinds}
-
-    def _state_part(self, name: str, kind: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        key = f"optimizer/{name}/{kind}"
-        if not self._file(0).get_slice(key).get_shape():
-            return self._file(0).get_tensor(key)
-        return self._part(key, shape, self._splits(name, shape), region)
-
-    def _splits(self, name: str, shape: tuple[int, ...]) -> Splits:
-        if self._layouts is not None:
-            found, splits = self._layouts.get(name, (None, ()))
-            if found != list(shape):
-                what = f"{name} has shape {found}" if found else f"{name} is missing"
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """The planner of torch leaves a tensor as it is where no file has its values."""
+        for name, shape in shapes.items():
+            found = self._tensors.get(f"weights/{name}")
+            if found is None or tuple(found.size) != shape:
+                what = f"{name} has shape {list(found.size)}" if found else f"{name} is missing"
                 message = f"recovery state {self._folder}: {what}, the model's has shape {list(shape)}"
                 raise InputError(message, code="model.weights_do_not_fit")
-            return tuple((each[0], each[1]) for each in splits)
-        stored = self._file(0).get_slice(f"weights/{name}").get_shape()
-        return () if tuple(stored) == shape else (("shard", 0),)
+        for name, found in self._tensors.items():
+            if name.startswith("weights/") and name.removeprefix("weights/") not in shapes:
+                message = f"recovery state {self._folder} has {name.removeprefix('weights/')}, which the model has not"
+                raise InputError(message, code="model.weights_do_not_fit")
+            if missing := found.size.numel() - sum(chunk.sizes.numel() for chunk in found.chunks):
+                raise self._damaged(f"{missing} values of {name} are in no file")
 
-    def _part(self, key: str, shape: tuple[int, ...], splits: Splits, region: Region) -> Tensor:
-        found: Tensor | None = None
-        missing = 1
-        seen: set[tuple[tuple[int, int], ...]] = set()
-        for rank in range(self._num_ranks):
-            stored = region_in(shape, splits, self._sizes, self._places(rank))
-            bounds = tuple((each.start, each.stop) for each in stored)
-            both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(stored, region, strict=True)]
-            if bounds in seen or any(each.start >= each.stop for each in both):
-                continue
-            seen.add(bounds)
-            opened = self._file(rank).get_slice(key)
-            if (has := list(opened.get_shape())) != [high - low for low, high in bounds]:
-                raise ValueError(f"{key} of rank {rank} has shape {has}")
-            piece: Tensor = opened[_relative(both, stored)] if both else self._file(rank).get_tensor(key)
-            if found is None:
-                found = torch.empty([each.stop - each.start for each in region], dtype=piece.dtype)
-                missing = found.numel()
-            found[_relative(both, region)] = piece
-            missing -= piece.numel()
-            if not missing:
-                break
-        if found is None:
-            return torch.empty([each.stop - each.start for each in region])
-        if missing:
-            raise ValueError(f"{missing} values of {key} are in no file")
-        return found
-
-    def _places(self, rank: int) -> dict[str, int]:
-        rest, tensor = divmod(rank, self._sizes["tensor"])
-        replicate, shard = divmod(rest, self._sizes["shard"])
-        expert_shard, expert = divmod(shard, self._sizes["expert"])
-        places = {"replicate": replicate, "shard": shard, "tensor": tensor}
-        return places | {"expert_shard": expert_shard, "expert": expert}
-
-    def _file(self, rank: int) -> Any:
-        if rank not in self._files:
-            path = self._folder / _rank_file(rank, self._num_ranks)
-            self._files[rank] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return self._files[rank]
+    def _damaged(self, cause: object) -> InputError:
+        return InputError(f"the recovery state in {self._folder} cannot be read: {cause}", code="checkpoint.damaged")
 
 
-def _relative(part: list[slice], whole: Region) -> Region:
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, whole, strict=True))
+def empty_like(weight: Tensor, found: TensorStorageMetadata) -> Tensor:
+    """Memory for optimiser state: a number, or a tensor sharded as the weight is."""
+    dtype = found.properties.dtype
+    if found.size != weight.shape:
+        return torch.zeros(found.size, dtype=dtype, device=weight.device)
+    return torch.zeros_like(weight.detach(), dtype=dtype)
 
 
-def _rank_file(rank: int, world_size: int) -> str:
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+def _once(chunks: Iterable[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:
+    """Several files may contain the same part."""
+    return list({tuple(chunk.offsets): chunk for chunk in chunks}.values())

@@ -81,6 +81,17 @@ def num_copies(tensor: Tensor, world_size: int) -> int:
     return world_size // shards
 
 
+def copies_of(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
+    """How many ranks of the mesh hold the same part, and which of them `rank` is."""
+    if not isinstance(tensor, DTensor):
+        return world_size, rank
+    mesh, copies, place = tensor.device_mesh, 1, 0
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            copies, place = copies * mesh.size(dim), place * mesh.size(dim) + mesh.get_local_rank(dim)
+    return copies, place
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor, sharing its memory; any other tensor itself."""
     detached = tensor.detach()

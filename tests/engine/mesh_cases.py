@@ -215,15 +215,20 @@ MESHES = {
 }
 
 
+def open_mesh(rank: int, folder: Path, name: str, run_id: int = 0) -> TrainerMesh:
+    dims = MESHES[name].dims
+    context = ProcessContext(
+        role="trainer", index=rank, world_size=dims.world_size, num_servers=0, run_id=run_id, run_dir=str(folder),
+        num_threads=1, recover=False, device="cpu",
+    )  # fmt: skip
+    return TrainerMesh.open(context, FileRegistry(folder / "names"), dims=dims, timeout_s=60)
+
+
 def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     order = json.loads((folder / "mesh.json").read_text())
     layout = MESHES[order["mesh"]]
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=layout.dims.world_size, num_servers=0, run_id=0, run_dir=str(folder),
-        num_threads=1, recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=layout.dims, timeout_s=60)
+    mesh = open_mesh(rank, folder, order["mesh"])
     facts = {case: run_case(folder, case, mesh, layout.shard_size) for case in order["cases"]}
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
     mesh.close()

@@ -1,53 +1,108 @@
-"""The weights of several ranks are one model again."""
+"""The recovery state of several ranks is one model again, also that of earlier versions of areal."""
 
 import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from areal.api.errors import InputError
-from areal.engine.recovery import RecoveryReader
+from areal.engine.recovery import HostCopies, Piece, RecoveryReader, StagedPieces
+from tests.expect import raises_code
 
 WHOLE = {
-    "uneven": torch.arange(15.0).reshape(5, 3),
-    "one_row": torch.arange(4.0).reshape(1, 4),
-    "replicated": torch.arange(6.0).reshape(2, 3),
+    "weights/uneven": torch.arange(15.0).reshape(5, 3),
+    "weights/one_row": torch.arange(4.0).reshape(1, 4),
+    "weights/replicated": torch.arange(6.0).reshape(2, 3),
+    "optimizer/uneven/exp_avg": torch.arange(15.0).reshape(5, 3).double() / 7,
+    "optimizer/uneven/step": torch.tensor(3.0),
 }
-SHAPES = {name: tuple(value.shape) for name, value in WHOLE.items()}
+SHAPES = {name.removeprefix("weights/"): tuple(value.shape) for name, value in WHOLE.items() if "weights" in name}
 
 
-def read_whole(folder, shapes):
-    with RecoveryReader(folder) as reader:
-        return {name: reader.weight(name, shape, tuple(map(slice, [0] * 2, shape))) for name, shape in shapes.items()}
+def parts_of(name: str) -> list[torch.Tensor]:
+    """Of three ranks: dimension 0 in chunks, of which the last may be empty."""
+    value = WHOLE[name]
+    if "replicated" in name or not value.dim():
+        return [value] * 3
+    chunks = list(value.chunk(3))
+    return [part.contiguous() for part in chunks + [value[:0]] * (3 - len(chunks))]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Three ranks; dimension 0 in chunks, of which the last may be empty."""
+@pytest.fixture(params=[2, 3, 4])
+def folder(request, tmp_path):
+    """What three ranks wrote, in each format."""
     for rank in range(3):
-        tensors = {"weights/replicated": WHOLE["replicated"]}
-        for name in ("uneven", "one_row"):
-            chunks = WHOLE[name].chunk(3)
-            part = chunks[rank] if rank < len(chunks) else WHOLE[name][:0]
-            tensors[f"weights/{name}"] = part.contiguous()
-        save_file(tensors, tmp_path / f"rank-{rank:05d}-of-00003.safetensors")
-    (tmp_path / "state.json").write_text(json.dumps({"format": 2, "world_size": 3, "num_steps": 1}))
+        tensors = {name: parts_of(name)[rank] for name in WHOLE}
+        if request.param == 4:
+            pieces = {}
+            for name, value in tensors.items():
+                is_copy = "replicated" in name or not value.dim()
+                rows = 0 if is_copy else sum(len(part) for part in parts_of(name)[:rank])
+                if value.numel() and (rank == 1 or not is_copy):
+                    pieces[name] = Piece(value, (rows, 0)[: value.dim()])
+            StagedPieces(pieces=pieces, rank=rank, world_size=3, num_steps=1).write(tmp_path)
+        else:
+            save_file(tensors, tmp_path / f"rank-{rank:05d}-of-00003.safetensors")
+    if request.param < 4:
+        facts = {"format": request.param, "world_size": 3, "num_steps": 1}
+        if request.param == 3:
+            splits = {name: [] if name == "replicated" else [["shard", 0]] for name in SHAPES}
+            facts |= {"mesh": {"replicate": 1, "shard": 3, "tensor": 1}}
+            facts |= {"weights": {name: [list(shape), splits[name]] for name, shape in SHAPES.items()}}
+        (tmp_path / "state.json").write_text(json.dumps(facts))
     return tmp_path
 
 
 def test_the_parts_are_joined(folder):
-    found = read_whole(folder, SHAPES)
+    reader = RecoveryReader(folder, SHAPES)
+    found = {name: torch.full_like(value, -1.0) for name, value in WHOLE.items()}
+    kinds = reader.kinds("uneven")
+    assert {kind: (tuple(one.size), one.properties.dtype) for kind, one in kinds.items()} == {
+        "exp_avg": ((5, 3), torch.float64),
+        "step": ((), torch.float32),
+    }
+    reader.fill(found)
     assert all(torch.equal(found[name], value) for name, value in WHOLE.items())
-    assert list(found) == list(SHAPES)
+    assert reader.num_steps == 1
 
 
-def test_a_missing_rank_or_another_shape_is_an_error(folder):
-    for shapes in ({"uneven": (6, 3)}, {"absent": (1,)}):
-        with pytest.raises(InputError) as error:
-            read_whole(folder, shapes)
-        assert error.value.code == "checkpoint.damaged"
+@pytest.mark.parametrize(
+    ("shapes", "code"),
+    [
+        ({"uneven": (6, 3)}, "model.weights_do_not_fit"),
+        ({"absent": (1,)}, "model.weights_do_not_fit"),
+        ({}, "model.weights_do_not_fit"),
+    ],
+)
+def test_another_model_is_refused(folder, shapes, code):
+    if json.loads((folder / "state.json").read_text())["format"] == 2:
+        code = "checkpoint.damaged" if "uneven" in shapes else code  # its file has no shapes
+    with raises_code(code):
+        RecoveryReader(folder, (SHAPES | shapes) if shapes else {"uneven": (5, 3)})
+
+
+def test_a_missing_rank_is_an_error(folder):
+    """The planner of torch would leave the tensors as they are."""
     next(folder.glob("rank-00001*")).unlink()
-    with pytest.raises(InputError) as error:
-        read_whole(folder, SHAPES)
-    assert error.value.code == "checkpoint.damaged"
+    with raises_code("checkpoint.damaged"):
+        RecoveryReader(folder, SHAPES)
+
+
+def test_torch_alone_reads_the_folder(tmp_path):
+    values = torch.randn(4, 2)
+    for rank in range(2):
+        piece = Piece(values[2 * rank : 2 * rank + 2], (2 * rank, 0))
+        StagedPieces(pieces={"weights/a": piece}, rank=rank, world_size=2, num_steps=1).write(tmp_path)
+    found = {"weights/a": torch.zeros(4, 2)}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(found["weights/a"], values)
+
+
+def test_staged_copies_are_independent_and_their_memory_is_used_again():
+    values, copies = torch.ones(3), HostCopies()
+    first = copies.of({"a": Piece(values, (0,))})["a"].values
+    values.fill_(2.0)
+    assert first.tolist() == [1.0] * 3
+    second = copies.of({"a": Piece(values, (0,))})["a"].values
+    assert (second.data_ptr(), second.tolist()) == (first.data_ptr(), [2.0] * 3)

@@ -1,0 +1,54 @@
+"""What each rank of `test_reshard.py` does: a chain of meshes, of which each loads what the one before saved.
+
+The ranks run this file through runpy with `RANK` and `FOLDER` set; chain.json has the links.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from areal.engine.region import whole_tensor
+from tests.engine import engine_cases as cases
+from tests.engine import mesh_cases
+from tests.engine.mesh_cases import MESHES, open_mesh, share_indices, take
+
+CHANGES = {"plain": {}, "lora": {"lora": cases.LORA}, "critic": {"role": "critic"}}
+
+
+def whole_state(engine) -> dict[str, torch.Tensor]:
+    """Weights and optimiser state of all ranks; a collective."""
+    state = {f"weights/{name}": value for name, value in engine._changing().items()}
+    state |= {f"optimizer/{name}": value for name, value in engine._optimizer.state().items()}
+    return {name: whole_tensor(value.detach()).clone() for name, value in state.items()}
+
+
+def run_link(rank: int, folder: Path, number: int, name: str, source: str | None) -> None:
+    """Load what another mesh saved, compare, train a step, save. `number`: of the link among all of the folder."""
+    mesh = open_mesh(rank, folder, name, number)
+    for option in json.loads((folder / "options.json").read_text()):
+        options = {"optimizer": mesh_cases.ADAM, "shard_size": MESHES[name].shard_size, "seed": number}
+        options |= CHANGES[option]
+        engine = mesh_cases.make_engine(folder / "models", "qwen3-plain", mesh, **options)
+        if source is not None:
+            engine.load(folder / f"{source}-{option}")
+            expected = torch.load(folder / f"state-{source}-{option}")
+            assert mesh_cases.is_equal(whole_state(engine), expected), (source, name, option)
+        batch = mesh_cases.all_batches()[number % 3]
+        mine = take(batch, share_indices(batch, mesh.dp_size, mesh.dp_rank))
+        cases.train(engine, mine, loss_fn=cases.value_loss if option == "critic" else cases.policy_loss)
+        engine.save(folder / f"{name}-{option}", with_optimizer=True)
+        state = whole_state(engine)
+        if rank == 0:
+            torch.save(state, folder / f"state-{name}-{option}")
+    mesh.close()
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    for number, name, source in json.loads((folder / "chain.json").read_text()):
+        run_link(rank, folder, number, name, source)
+
+
+if __name__ == "areal_reshard_ranks":
+    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
