@@ -13,7 +13,12 @@ from tests.engine import engine_cases as cases
 from tests.engine import mesh_cases
 from tests.engine.mesh_cases import MESHES, open_mesh, share_indices, take
 
-CHANGES = {"plain": {}, "lora": {"lora": cases.LORA}, "critic": {"role": "critic"}}
+CASES = {
+    "plain": ("qwen3", {}),
+    "lora": ("qwen3", {"lora": cases.LORA}),
+    "critic": ("qwen3", {"role": "critic"}),
+    "experts": ("qwen3_moe", {}),
+}
 
 
 def whole_state(engine) -> dict[str, torch.Tensor]:
@@ -28,8 +33,8 @@ def run_link(rank: int, folder: Path, number: int, name: str, source: str | None
     mesh = open_mesh(rank, folder, name, number)
     for option in json.loads((folder / "options.json").read_text()):
         options = {"optimizer": mesh_cases.ADAM, "shard_size": MESHES[name].shard_size, "seed": number}
-        options |= CHANGES[option]
-        engine = mesh_cases.make_engine(folder / "models", "qwen3-plain", mesh, **options)
+        model, changes = CASES[option]
+        engine = mesh_cases.make_engine(folder / "models", f"{model}-plain", mesh, **(options | changes))
         if source is not None:
             engine.load(folder / f"{source}-{option}")
             expected = torch.load(folder / f"state-{source}-{option}")

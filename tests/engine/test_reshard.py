@@ -27,6 +27,12 @@ def test_adapters_move_from_two_ranks_to_four_and_to_copies(tmp_path):
 
 
 @pytest.mark.parallel
+def test_experts_move_to_expert_ranks_and_back(tmp_path):
+    four = [("d4e2", "d2e2"), ("hsdp2x2e2", "d4e2"), ("d4", "hsdp2x2e2"), ("d2c2e4", "d4")]
+    run_chains(tmp_path, ["experts"], [("d2", None), ("d2e2", "d2")], four)
+
+
+@pytest.mark.parallel
 def test_models_and_critics_move_from_two_ranks_to_four_to_tensor_ranks_to_copies_and_to_one(tmp_path):
     four = [("d4", "d2"), ("d2t2", "d4"), ("hsdp2x2", "d2t2"), ("d4", "hsdp2x2"), ("hsdp2t2", "d4")]
     two: list[tuple[str, str | None]] = [("d2", None), ("t2", "d2"), ("d2", "t2")]
