@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from areal.agent import session
 from areal.api.alarm_rules import ALARM_RULES
 from areal.api.config import AgentConfig, GenerationHyperparameters
 from areal.api.errors import RewardError, ServerUnavailable
@@ -103,7 +104,9 @@ async def test_an_agent_that_always_fails_fails_its_episode_with_its_line(make) 
     assert "calculator_agents.py" in str(caught.value)
 
 
-async def test_sessions_that_the_servers_failed_are_no_error_of_the_agent(make) -> None:
+async def test_sessions_that_the_servers_failed_are_no_error_of_the_agent(make, monkeypatch) -> None:
+    monkeypatch.setattr(session, "RETRY_AFTER_S", 0.01)
+
     def fails(prompt: str) -> str:
         raise ServerUnavailable("no server", code="fleet.no_live_replica")
 
