@@ -131,7 +131,8 @@ def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> Trajec
             _log.debug("session %s: %s", one.session.session_id, one.outcome.message)
     agent_error = next((one.agent_error for one in found if one.agent_error), "")
     if not usable and agent_error:
-        raise RewardError(f"no session has a reward: {agent_error}", code="agent.failed")
+        what = "agent_error in every session" if _EXCEPTION.match(agent_error) else "no session has a reward"
+        raise RewardError(f"{what}: {agent_error}", code="agent.failed")
     unserved = next((one.outcome for one in found if one.outcome.status == "error" and not one.has_ended_well), None)
     if not usable and unserved is not None:
         raise ServerUnavailable(f"no session has a reward: {unserved.message}", code="agent.no_server")

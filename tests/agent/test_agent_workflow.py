@@ -101,6 +101,7 @@ async def test_an_agent_that_always_fails_fails_its_episode_with_its_line(make) 
     with pytest.raises(RewardError) as caught:
         await make("raises").arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
     assert caught.value.code == "agent.failed"
+    assert str(caught.value).startswith("agent_error")  # `areal show --reason agent_error` finds the episode
     assert "calculator_agents.py" in str(caught.value)
 
 
