@@ -30,7 +30,10 @@ from areal.fleet.sglang_wire import (
     vocabulary_probe,
 )
 from areal.fleet.stop_gate import generate_with_stops
+from areal.observe.log import get_logger
 from areal.system.checkpoint_files import folder_problem
+
+log = get_logger(__name__)
 
 DRAIN_S = 1.0
 """How long a pause waits until aborted requests return; SGLang itself checks for them once a second."""
@@ -164,6 +167,9 @@ class SGLangReplica(HttpReplica):
             self._version = update.version
             return await self._adapters.drop_unused()
         facts = await self._known_facts()
+        if mode == "in_place" and facts.has_step_in_flight and not self._num_updates:
+            text = "%s: one token of each answer gets the version after its own at an update: start it with %s"
+            log.warning(text, self.name, "--disable-overlap-schedule")
         self._is_updating = True
         self._num_updates += 1
         try:

@@ -35,6 +35,9 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         "enable_metrics": True,
         "incremental_streaming_output": True,
     }
+    if config.rollout.weight_update == "keep_cache":
+        # A pause leaves the step in flight alone: its token of the old weights would be reported as one of the new.
+        owned["disable_overlap_schedule"] = True
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # otherwise a paused server is soon reported as unhealthy
     if config.publishes_adapters and config.actor.lora is not None:
         lora = config.actor.lora

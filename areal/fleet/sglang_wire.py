@@ -40,6 +40,8 @@ class ServerFacts:
     context_length: int
     """Maximum tokens of prompt and answer together that the server never truncates."""
     is_deterministic: bool
+    has_step_in_flight: bool
+    """A pause that keeps requests leaves a step in flight, whose token is then reported with the version after it."""
     first_folder: str
     """Folder or hub name of the weights it started with."""
 
@@ -184,6 +186,7 @@ def parse_facts(server_info: dict[str, Any]) -> ServerFacts:
         has_update_sessions=numbers[:2] == (0, 0) or numbers >= _HAS_SESSIONS,
         context_length=int(server_info["max_req_input_len"]),
         is_deterministic=bool(server_info.get("enable_deterministic_inference")),
+        has_step_in_flight=server_info.get("disable_overlap_schedule") is False,
         first_folder=str(server_info["model_path"]),
     )
 

@@ -173,6 +173,16 @@ def test_flags_for_health_during_pauses_and_development_routes():
     assert lora["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
+def test_a_server_that_keeps_caches_has_no_step_in_flight_at_an_update():
+    """SGLang reports the token of that step with the version after it."""
+    words = {
+        mode: command(config_of("sglang", rollout=InferenceEngineConfig(weight_update=mode))).argv
+        for mode in ("keep", "keep_cache")
+    }
+    flag = "--disable-overlap-schedule"
+    assert (flag in words["keep"], flag in words["keep_cache"]) == (False, True)
+
+
 def test_log_probabilities_are_of_the_kind_that_the_sampling_needs():
     warm = config_of("vllm", gconfig=GenerationHyperparameters(temperature=0.7))
     assert "--logprobs-mode=processed_logprobs" in command(warm).argv

@@ -26,7 +26,9 @@ from tests.fleet.fake_sglang import RECORDING, FakeSGLang
 from tests.run_token import TOKEN
 
 PROMPT = [5, 9, 11, 30]
-FACTS = ServerFacts(has_update_sessions=True, context_length=4096, is_deterministic=False, first_folder="")
+FACTS = ServerFacts(
+    has_update_sessions=True, context_length=4096, is_deterministic=False, has_step_in_flight=True, first_folder=""
+)
 
 
 @pytest.fixture

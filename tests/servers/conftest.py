@@ -66,12 +66,16 @@ async def kit(backend: Backend, tmp_path: Path, models: dict[str, Path]) -> Asyn
 @pytest.fixture
 async def server(shared_server: RealServer, kit: Kit) -> RealServer:
     """The shared server with the old weights at version 0, whatever the test before did."""
-    assert shared_server.is_alive, f"a test before has killed the server: {shared_server.last_words()}"
-    replica = kit.replica(shared_server)
+    return await with_old_weights(shared_server, kit)
+
+
+async def with_old_weights(server: RealServer, kit: Kit) -> RealServer:
+    assert server.is_alive, f"a test before has killed the server: {server.last_words()}"
+    replica = kit.replica(server)
     await replica.info()
     await replica.pause("abort")
     await replica.update_weights(
         WeightUpdate(version=0, kind="disk", path=str(kit.models["old"])), rank=1, mode="abort"
     )
     await replica.resume()
-    return shared_server
+    return server

@@ -20,7 +20,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Literal
 
-from areal.api.config import GenerationHyperparameters, GRPOConfig, PPOActorConfig
+from areal.api.config import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, PPOActorConfig
 from areal.fleet.backends import backend_named
 from areal.fleet.server_parts import filled_in, port_names
 from areal.system.network import bind_socket
@@ -54,7 +54,7 @@ def environment_python(backend: Backend) -> Path:
 
 
 def server_start(
-    backend: Backend, model: Path, flags: dict[str, Any], temperature: float, size: int
+    backend: Backend, model: Path, flags: dict[str, Any], temperature: float, size: int, **rollout: Any
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """The command, with placeholders, and the variables that a launcher starts this server with."""
     config = GRPOConfig(
@@ -64,6 +64,7 @@ def server_start(
         actor=PPOActorConfig(path=str(model), dtype="float32", temperature=temperature),
         gconfig=GenerationHyperparameters(temperature=temperature),
         server_python=str(environment_python(backend)),
+        rollout=InferenceEngineConfig(**rollout),
         **{backend: FLAGS[backend] | flags},
     )
     kind = backend_named(backend)
@@ -90,10 +91,12 @@ class RealServer:
         temperature: float = 1.0,
         size: int = 1,
         name: str = "server",
+        **rollout: Any,
     ) -> None:
-        """Start it; `flags` are more of the server's own, as in a run's configuration, and `temperature` is that run's:
-        vLLM tells the log-probabilities of one only. `size`: ranks over which the model is cut."""
-        command, env = server_start(backend, model, flags or {}, temperature, size)
+        """Start it, for a run with these `rollout` options. `flags` are more of the server's own, as in a run's
+        configuration, and `temperature` is that run's: vLLM tells the log-probabilities of one only. `size`: ranks over
+        which the model is cut."""
+        command, env = server_start(backend, model, flags or {}, temperature, size, **rollout)
         # Held, not listening: nobody else is given these ports, and the server can listen on them.
         self._bound = {placeholder: bind_socket() for placeholder in port_names(command)}
         ports = {placeholder: bound.getsockname()[1] for placeholder, bound in self._bound.items()}

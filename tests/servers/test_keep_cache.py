@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,27 @@ from transformers import DynamicCache
 
 from areal.api.data import ProbeScore, WeightUpdate
 from tests.servers.checkpoints import Scorer, build_model, token_id
-from tests.servers.real_server import RealServer
+from tests.servers.conftest import with_old_weights
+from tests.servers.real_server import Backend, RealServer
 from tests.servers.server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, a_request, largest_gap, tokens_made
 from tests.servers.test_interruption import ATTEMPTS, NUM_TOKENS
+
+
+@pytest.fixture(scope="module")
+def own_server(
+    backend: Backend, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    folder = tmp_path_factory.mktemp("keeps")
+    server = RealServer(backend, models["old"], folder, name="keeps", weight_update="keep_cache")
+    try:
+        yield server.wait_ready()
+    finally:
+        server.kill_all()
+
+
+@pytest.fixture
+async def server(own_server: RealServer, kit: Kit) -> RealServer:
+    return await with_old_weights(own_server, kit)
 
 
 @torch.no_grad()
