@@ -211,12 +211,3 @@ def test_a_closed_output_pipe_is_no_error(forge, tmp_path):
     command = f"{sys.executable} -m areal.ledger stats {tmp_path} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=250)
     assert done.stderr == ""
-
-
-def test_the_former_module_names_the_command(tmp_path):
-    command = [sys.executable, "-m", "areal.rollout.ledger", "audit", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert "python -m areal.ledger audit|stats RUN" in done.stderr
