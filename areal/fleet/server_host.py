@@ -34,11 +34,11 @@ from areal.api.config import InferenceEngineConfig, LauncherConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public_command
 from areal.api.errors import ArealError, ConfigError, LaunchError
+from areal.fleet import server_parts
 from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_gateway import gateway
 from areal.fleet.server_log import PORT_TAKEN, end_reason, last_error
-from areal.fleet.server_parts import announce_part, filled_in, first_part, gateways_of_parts, port_names
 from areal.observe.log import configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.group_guard import start_guard
@@ -214,7 +214,7 @@ class ServerHost:
         self._options = options
         # Bound and not listening as long as the host runs: no other process gets these ports, and the server, which
         # binds with SO_REUSEADDR too, can listen on them.
-        self._ports = {name: bind_socket() for name in port_names(options.command)}
+        self._ports = {name: bind_socket() for name in server_parts.port_names(options.command)}
         self._address = http_address(self._ports["{port}"])
         self._meeting = bind_socket(options.host.bind) if options.num_parts > 1 and options.part == 0 else None
         self._replica = make_replica(options.process_name, self._address)
@@ -258,12 +258,13 @@ class ServerHost:
 
     async def _start(self) -> asyncio.subprocess.Process:
         ports = {name: bound.getsockname()[1] for name, bound in self._ports.items()}
-        first = ("", 0)
-        if self._options.num_parts > 1:
-            os.environ[BACKENDS[self._options.backend].address_variable] = self._options.host.advertise
-            known = self._options.registry, self._options.index, self._options.host, self._meeting
-            first = await asyncio.to_thread(first_part, *known, self._options.ready_limit_s)
-        command = filled_in(self._options.command, ports, self._options.index, first)
+        first, options = ("", 0), self._options
+        if options.num_parts > 1:
+            os.environ |= server_parts.CLIENT_OF_STORE
+            os.environ[BACKENDS[options.backend].address_variable] = options.host.advertise
+            known = options.registry, options.index, options.part, options.host, self._meeting
+            first = await asyncio.to_thread(server_parts.first_part, *known, options.ready_limit_s)
+        command = server_parts.filled_in(options.command, ports, options.index, first)
         _LOG.info("starting %s", shlex.join(public_command(command)))
         try:
             return await asyncio.create_subprocess_exec(
@@ -274,15 +275,17 @@ class ServerHost:
             raise LaunchError(text, code="launch.cannot_start") from error
 
     async def _serve(self, process: asyncio.subprocess.Process) -> None:
-        """Watch the server, and its gateway if it needs one."""
-        options = self._options
-        if not options.pulls_weights and (options.part or is_loopback(options.host.bind)):
-            await self._watch(process, "" if options.part else self._address)
-            return
-        token = required_token("the gateway of a server")
-        num_parts = 1 if options.part else options.num_parts  # part 0 lets the others copy weights
-        parts = partial(gateways_of_parts, options.registry, options.index, num_parts, options.ready_limit_s)
-        async with gateway(options.host, token, self._address, parts) as address:
+        """Watch the server, with its gateway and the store of its parts if it needs them."""
+        options, address = self._options, "" if self._options.part else self._address
+        known = options.registry, options.index
+        async with contextlib.AsyncExitStack() as stack:
+            may_join = partial(server_parts.is_part, *known, options.num_parts, options.host)
+            await stack.enter_async_context(server_parts.meeting_point(self._meeting, may_join))
+            if options.pulls_weights or not (options.part or is_loopback(options.host.bind)):
+                num_parts = 1 if options.part else options.num_parts  # part 0 lets the others copy weights
+                parts = partial(server_parts.gateways_of_parts, *known, num_parts, options.ready_limit_s)
+                token = required_token("the gateway of a server")
+                address = await stack.enter_async_context(gateway(options.host, token, self._address, parts))
             await self._watch(process, address)
 
     async def _watch(self, process: asyncio.subprocess.Process, address: str) -> None:
@@ -294,7 +297,7 @@ class ServerHost:
         if options.part and options.registry is not None:
             self._health.follows()
             part = options.index, options.part, options.process_name, address
-            await asyncio.to_thread(announce_part, options.registry, *part)
+            await asyncio.to_thread(server_parts.announce_part, options.registry, *part)
             await asyncio.Event().wait()
         while not self._was_ready:
             try:

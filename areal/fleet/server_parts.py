@@ -1,16 +1,27 @@
 """The placeholders in the command of a foreign server, and how the parts of a server over several machines meet."""
 
+import asyncio
+import contextlib
 import json
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
-from areal.system.network import Host
+from areal.system.network import LOOPBACK, Host, is_loopback
+from areal.system.process import tied_to_this_process
+
+_LOG = get_logger(__name__)
 
 _PORT = re.compile(r"\{port(?:_[a-z]+)?\}")
 _FIRST = re.compile(r"\{first(?:_address|_port)?\}")
+STORE_COMMAND = (sys.executable, "-m", "areal.weights.parts_store")
+"""Serves torch's store on loopback and prints its port. The host of a server itself does not import torch."""
+CLIENT_OF_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Environment of the parts: torch's ranks join the store at the given address, and none of them serves one."""
 _INDEX = re.compile(r"\{index(?:\+(\d+))?\}")
 
 
@@ -32,11 +43,11 @@ def filled_in(
 
 
 def first_part(
-    registry: NameRegistry | None, index: int, host: Host, bound: socket.socket | None, limit_s: float
+    registry: NameRegistry | None, index: int, part: int, host: Host, bound: socket.socket | None, limit_s: float
 ) -> tuple[str, int]:
     """Address and port where part 0 of server `index` listens for the others.
 
-    Part 0 registers them: the port of `bound`, which stays reserved. In the other parts `bound` is None.
+    Part 0 registers them: the port of `bound`. In the other parts, which register their addresses, `bound` is None.
     ServerUnavailable when nothing is registered in `limit_s` seconds.
     """
     assert registry is not None, "the parts of a server find each other by the registry of their run"
@@ -44,8 +55,81 @@ def first_part(
         address, port = host.advertise, int(bound.getsockname()[1])
         registry.add(f"parts/{index}", json.dumps({"address": address, "port": port}), replace=True)
         return address, port
+    registry.add(f"part_hosts/{index}-{part}", host.advertise, replace=True)
     found = json.loads(registry.wait(f"parts/{index}", limit_s))
     return str(found["address"]), int(found["port"])
+
+
+def is_part(registry: NameRegistry | None, index: int, num_parts: int, host: Host, peer: str) -> bool:
+    """Whether the machine with address `peer` has a part of server `index`, whose part 0 is on `host`."""
+    assert registry is not None, "the parts of a server find each other by the registry of their run"
+    names = (f"part_hosts/{index}-{part}" for part in range(1, num_parts))
+    return is_loopback(peer) or peer in (host.bind, host.advertise, *map(registry.get, names))
+
+
+@contextlib.asynccontextmanager
+async def meeting_point(
+    bound: socket.socket | None, may_join: Callable[[str], bool], command: Sequence[str] = STORE_COMMAND
+) -> AsyncIterator[None]:
+    """Relay connections at `bound` to the store of `command`, which starts with the first one; None = no store here.
+
+    The store checks no token and listens on loopback. `may_join` is called with the address of each client, and may
+    block; others are refused.
+    """
+    if bound is None:
+        yield
+        return
+    store: asyncio.Task[tuple[asyncio.subprocess.Process, int]] | None = None
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal store
+        peer = writer.get_extra_info("peername")[0]
+        with contextlib.closing(writer):
+            if not await asyncio.to_thread(may_join, peer):
+                _LOG.warning("refused a connection from %s: no part of this server is on that machine", peer)
+                return
+            if store is None:
+                store = asyncio.create_task(_start_store(command), name="start the store of the parts")
+            try:
+                _, port = await asyncio.shield(store)
+                back_reader, back_writer = await asyncio.open_connection(LOOPBACK, port)
+            except (OSError, ValueError) as error:
+                _LOG.error("the store of the parts does not run: %s", error)
+                return
+            with contextlib.suppress(ConnectionError):
+                await asyncio.gather(_pass_on(reader, back_writer), _pass_on(back_reader, writer))
+
+    try:
+        async with await asyncio.start_server(relay, sock=bound):
+            yield
+    finally:
+        if store is not None:
+            with contextlib.suppress(OSError, ValueError):
+                process, _ = await store
+                process.kill()
+                await process.wait()
+
+
+async def _start_store(command: Sequence[str]) -> tuple[asyncio.subprocess.Process, int]:
+    """The process and the port that it printed; ValueError when it ended before. It dies with this process."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, preexec_fn=tied_to_this_process()
+    )
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    if not line:
+        raise ValueError(f"it ended with exit code {await process.wait()}")
+    return process, int(line)
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the end of what `reader` gets; then the other side gets no more either."""
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    finally:
+        writer.close()
 
 
 def announce_part(registry: NameRegistry, index: int, part: int, process_name: str, gateway: str) -> None:

@@ -1,11 +1,17 @@
 """The parts of a server over several machines find each other through the registry of the run."""
 
+import asyncio
 import json
 import os
 import signal
-import socket
+import sys
 
+import psutil
+
+from areal.fleet.server_parts import first_part, is_part, meeting_point
+from areal.system.file_registry import FileRegistry
 from areal.system.network import Host as NetHost
+from areal.system.network import bind_socket
 from tests.fleet.foreign_host import Host, host_argv, processes_of, run_paths, wait_until
 
 
@@ -27,12 +33,61 @@ def test_all_parts_of_a_server_get_the_port_that_part_0_reserved(tmp_path, monke
         ]
         assert server.cmdline()[-3:] == given
         assert server.environ()["VLLM_HOST_IP"] == ("127.0.0.2" if host is leader else "127.0.0.1")
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("0.0.0.0", meeting["port"]))
-        server.listen()  # as torch's store does, on all addresses
+        assert server.environ()["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    listening = {one.laddr for one in psutil.Process(leader.pid).net_connections() if one.status == psutil.CONN_LISTEN}
+    assert ("127.0.0.2", meeting["port"]) in listening
+    assert all(at.ip.startswith("127.") for at in listening)
     assert follower.registry.list("servers").keys() == {"servers/4"}
     assert wait_until(follower.beat)
     for host in (leader, follower):
         os.kill(host.pid, signal.SIGTERM)
         assert host.wait_end() in (0, None) if host is follower else host.process.wait(timeout=200) == 0
+
+
+ECHO = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    for _ in range(2):
+        client, _ = server.accept()
+        client.sendall(client.recv(100).upper())
+        client.close()
+"""
+
+
+async def test_only_machines_of_its_parts_reach_the_store(caplog):
+    """The connection is relayed to the store in a child process on loopback; another one is closed without a byte."""
+    allowed, asked = [], []
+
+    def may_join(peer):
+        asked.append(peer)
+        return allowed.pop()
+
+    bound = bind_socket()
+    async with meeting_point(bound, may_join, (sys.executable, "-S", "-c", ECHO)):
+        for answer in (True, False, True):
+            allowed.append(answer)
+            reader, writer = await asyncio.open_connection(*bound.getsockname())
+            writer.write(b"key")
+            assert await reader.read() == (b"KEY" if answer else b"")
+            writer.close()
+    assert asked == ["127.0.0.1"] * 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+async def test_a_store_that_does_not_start_is_reported(caplog):
+    bound = bind_socket()
+    async with meeting_point(bound, lambda peer: True, (sys.executable, "-S", "-c", "")):
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        assert await reader.read() == b""
+        writer.close()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_the_machines_of_a_server_are_those_that_its_parts_registered(tmp_path):
+    registry, first = FileRegistry(tmp_path), NetHost(bind="10.0.0.1", advertise="10.0.0.1", node="a")
+    registry.add("parts/3", json.dumps({"address": "10.0.0.1", "port": 1}))
+    other = NetHost(bind="10.0.0.2", advertise="10.0.0.2", node="b")
+    assert first_part(registry, 3, 1, other, None, 1.0) == ("10.0.0.1", 1)
+    found = [is_part(registry, 3, 2, first, peer) for peer in ("10.0.0.1", "10.0.0.2", "127.0.0.1", "10.0.0.3")]
+    assert found == [True, True, True, False]

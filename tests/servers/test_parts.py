@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from areal.fleet.backends import backend_named
@@ -51,6 +52,13 @@ class Parts:
     @property
     def process(self) -> subprocess.Popen[bytes]:
         return self.hosts[0]
+
+    def listening(self) -> list[str]:
+        """The addresses at which the processes of all parts accept connections."""
+        hosts = [psutil.Process(host.pid) for host in self.hosts]
+        processes = [one for host in hosts for one in (host, *host.children(recursive=True))]
+        found = [at for one in processes for at in one.net_connections("tcp") if at.status == psutil.CONN_LISTEN]
+        return [f"{at.laddr.ip}:{at.laddr.port} of {psutil.Process(at.pid).name()}" for at in found]
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_LIMIT_S
@@ -128,6 +136,7 @@ async def test_two_parts_serve_as_one_and_take_weights_by_collective_and_over_ht
     await asyncio.to_thread(parts.wait_ready)
     assert parts.registry.list("servers").keys() == {"servers/0"}
     assert parts.registry.get("ready/server-0-part-1") is not None
+    assert [at for at in parts.listening() if not at.startswith("127.")] == []
     fleet = await kit.fleet(parts)  # type: ignore[arg-type]
     assert gap(await fleet.agenerate(a_request(40)), old) < TOLERANCE
     trainer = FixedTrainer(build_model(2))
