@@ -182,7 +182,8 @@ def _reduced(values: Tensor, op: ReduceOp, group: dist.ProcessGroup | None) -> T
 def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: float) -> PrefixStore:
     """Rank 0 serves and registers; the others look it up. `run_id` identifies this start of the ranks.
 
-    All keys carry a prefix made from the run's token, so a process without the token can neither read nor write them.
+    All keys begin with a prefix made from the run's token, by which a rank with another token is noticed. It is no
+    protection: clients can list the keys of a store of torch.
     """
     timeout = timedelta(seconds=timeout_s)
     host, name = context.host, f"{STORE_NAME}/{context.run_id}"
