@@ -57,8 +57,8 @@ class Parts:
         """The addresses at which the processes of all parts accept connections."""
         hosts = [psutil.Process(host.pid) for host in self.hosts]
         processes = [one for host in hosts for one in (host, *host.children(recursive=True))]
-        found = [at for one in processes for at in one.net_connections("tcp") if at.status == psutil.CONN_LISTEN]
-        return [f"{at.laddr.ip}:{at.laddr.port} of {psutil.Process(at.pid).name()}" for at in found]
+        found = [(one.name(), at) for one in processes for at in one.net_connections("tcp")]
+        return [f"{at.laddr.ip}:{at.laddr.port} of {name}" for name, at in found if at.status == psutil.CONN_LISTEN]
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_LIMIT_S
@@ -73,10 +73,12 @@ class Parts:
 def parts(
     backend: Backend, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Parts]:
-    """With a gateway and a private folder for temporary files each, as on two machines."""
+    """With a gateway, a private folder for temporary files and private shared memory each, as on two machines."""
     monkeypatch.setenv("AREAL_SERVER_TOKEN", "token-of-the-parts")
     (tmp_path / "tmp").mkdir()
-    private = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$TMPDIR" && exec "$@"', "sh"]
+    # vLLM takes parts with common shared memory for one machine, and then uses sockets in the folder.
+    mounts = 'mount -t tmpfs none "$TMPDIR" && mount -t tmpfs none /dev/shm && exec "$@"'
+    private = ["unshare", "--mount", "sh", "-c", mounts, "sh"]
     paths = RunPaths(tmp_path / "parts" / "run")
     paths.logs.mkdir(parents=True)
     paths.config.write_text(CONFIG.format(backend=backend, folder=tmp_path, model=models["old"]))
