@@ -48,7 +48,18 @@ WITHOUT_TORCH = ("ledger", "rollout", "fleet", "launcher", "agent")
 """Packages that never import torch, also not inside a function."""
 TORCH_LATER = ("api", "system", "observe", "reward", "cli", *WITHOUT_TORCH)
 """Packages whose import must not load torch."""
-OPTIONAL = ("datasets", "matplotlib", "tensorboardX", "wandb", "swanlab", "ray", "openai", "anthropic")
+OPTIONAL = (
+    "datasets",
+    "matplotlib",
+    "tensorboardX",
+    "wandb",
+    "swanlab",
+    "mlflow",
+    "trackio",
+    "ray",
+    "openai",
+    "anthropic",
+)
 """Dependencies of extras: at most one module imports each of them, and names it when it is missing."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "experimental"}
 

@@ -1,7 +1,6 @@
 """`areal compare`: configuration differences and curves of several runs, as text, JSON, PNG and one HTML file."""
 
 import argparse
-import fnmatch
 import itertools
 import json
 import math
@@ -15,24 +14,12 @@ from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public
 from areal.api.errors import ConfigError, InputError
 from areal.cli.compare_page import html_page
-from areal.observe.trackers import read_step_lines
+from areal.observe.metric_table import MAIN_METRICS, matching
+from areal.observe.step_files import read_step_lines
 from areal.replay.recorded import read_metrics
 from areal.system.durable import write_atomic
 from areal.system.run_paths import RunPaths, run_folder
 
-METRICS = (
-    "rollout/reward",
-    "eval/*/reward",
-    "loss",
-    "eval_loss",
-    "actor/entropy",
-    "rollout/output_tokens",
-    "rollout/staleness_mean",
-    "actor/grad_norm",
-    "seconds/step",
-    "trained_tokens_per_s",
-)
-"""Patterns of the metrics that are compared unless --metric names others."""
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 
@@ -75,7 +62,7 @@ def compare(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     if len(given.runs) < 2:
         parser.error("name at least two runs")
-    found = read_runs([path.absolute() for path in given.runs], given.metric or METRICS)
+    found = read_runs([path.absolute() for path in given.runs], given.metric or MAIN_METRICS)
     if given.html is not None:
         write_atomic(given.html, html_page(found.runs, found.config, _points(found)).encode())
     if given.png is not None:
@@ -101,10 +88,7 @@ def read_runs(folders: Sequence[Path], patterns: Sequence[str]) -> Comparison:
         if not rows:
             raise InputError(f"{path} has no metrics: name the folder of a run that trained", code="replay.no_run")
     known = dict.fromkeys(key for rows in metrics for row in rows.values() for key in row)
-    # eval/NAME/episode/reward repeats eval/NAME/reward, so only a pattern that names it finds it.
-    found = ((key, pattern) for pattern in patterns for key in known if fnmatch.fnmatchcase(key, pattern))
-    chosen = [key for key, pattern in found if "/episode/" not in key or "/episode/" in pattern]
-    curves = {key: [_curve(rows, key) for rows in metrics] for key in dict.fromkeys(chosen)}
+    curves = {key: [_curve(rows, key) for rows in metrics] for key in matching(known, patterns)}
     if not curves:
         raise ConfigError(f"no metric matches {', '.join(patterns)}", code="command.no_metric")
     recorded = [read_step_lines(RunPaths(path).option_changes) for path in folders]

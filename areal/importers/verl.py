@@ -323,7 +323,11 @@ def _trackers(draft: Draft) -> None:
         draft.set("stats_logger.swanlab.mode", "cloud", "verl: trainer.logger", "trainer.logger")
     if "tensorboard" in names:
         draft.set("stats_logger.tensorboard.path", "tensorboard", "verl: trainer.logger", "trainer.logger")
-    if set(names) <= {"console", "wandb", "swanlab", "tensorboard"}:
+    if "mlflow" in names:
+        draft.set("stats_logger.mlflow.mode", "online", "verl: trainer.logger", "trainer.logger")
+    if "trackio" in names:
+        draft.set("stats_logger.trackio.mode", "local", "verl: trainer.logger", "trainer.logger")
+    if set(names) <= {"console", "wandb", "swanlab", "tensorboard", "mlflow", "trackio"}:
         draft.drop("metrics.jsonl and the status line always exist", "trainer.logger")
     draft.lack("this tracker does not exist here", "trainer.logger")
     draft.drop(

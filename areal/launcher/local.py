@@ -47,12 +47,13 @@ from areal.launcher.preflight import (
     run_lock,
     stored_bytes,
 )
-from areal.launcher.result import facts_text, goal_text
+from areal.launcher.result import facts_text, goal_text, main_metrics, metrics_text
 from areal.launcher.resume_text import changes_text, how_to_continue, keep_changes, read_tree, saved_tree
 from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import nccl_versions, notices, server_problems
-from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource, last_record
+from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
+from areal.observe.step_files import read_step_lines
 from areal.system.device import cpu_count, gpu_memory_bytes, host_memory_bytes, visible_gpus
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.durable import finish_interrupted_writes, write_atomic
@@ -268,9 +269,11 @@ def _launch(request: Launch, cluster: Cluster) -> int:
                 raise LaunchError(message, code="launch.cannot_write") from error
             line.end(None)
             is_complete = outcome.status == "completed"
-            goal = goal_text(last_record(paths.metrics), config.evaluator, numbers.total_steps) if is_complete else ""
+            rows = read_step_lines(paths.metrics)
+            goal = goal_text(rows[-1] if rows else {}, config.evaluator, numbers.total_steps) if is_complete else ""
             times = {"started_at": started_at, "seconds": round(time.monotonic() - began_s, 3)}
-            summary = _summary(outcome) | times | {"goal_reached": goal}
+            metrics = main_metrics(rows)
+            summary = _summary(outcome) | times | {"goal_reached": goal, "metrics": metrics}
             try:
                 write_atomic(paths.summary, json.dumps(summary, indent=1).encode())
             except OSError as error:
@@ -278,6 +281,8 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         if outcome.status == "interrupted" and interruptions.may_wait and config.recover.mode != "disabled":
             line.say(how_to_continue(newest_checkpoint(paths), config.recover.mode, sys.orig_argv))
         _print_summary(request, paths, summary)
+        for text in metrics_text(metrics):
+            line.say(f"areal: {text}")
         return _report(outcome, paths, line, goal)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from areal.api.config import EvaluatorConfig
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
-from areal.observe.trackers import StepLines, read_step_lines
+from areal.observe.metric_table import MAIN_METRICS, matching
+from areal.observe.step_files import StepLines, read_step_lines
 from areal.system.run_paths import RunPaths
 
 EPISODES = ("admitted", "running", "waiting", "batched", "consumed", "rejected", "failed", "reasons", "first_failure")
@@ -61,17 +62,36 @@ def episodes_of(paths: RunPaths, last_status: Mapping[str, Any] | None) -> dict[
     return {name: found[name] for name in EPISODES if name in found}
 
 
-def goal_text(record: Mapping[str, Any] | None, config: EvaluatorConfig, total_steps: int | None) -> str:
+def goal_text(record: Mapping[str, Any], config: EvaluatorConfig, total_steps: int | None) -> str:
     """Which goals in evaluator.stop_at ended a run before its last step; empty when none did.
 
-    `record`: the last one of the metrics.
+    `record`: the last line of the metrics, {} without one.
     """
-    record = record or {}
     rewards = {mode: record.get(f"eval/{mode}/reward", -math.inf) for mode in config.stop_at}
     if record.get("step") == total_steps or not config.goals_reached(rewards):
         return ""
     reached = ", ".join(f"{mode} {rewards[mode]:.3f} >= {goal:g}" for mode, goal in config.stop_at.items())
     return f"stopped at step {record['step']}: {reached}"
+
+
+def main_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Means of the first and of the last tenth of the values of each main metric; `rows`: the lines of the metrics."""
+    found: dict[str, dict[str, float]] = {}
+    for key in matching(dict.fromkeys(key for row in rows for key in row), MAIN_METRICS):
+        values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
+        tenth = max(1, len(values) // 10)
+        if values:
+            found[key] = {"first": sum(values[:tenth]) / tenth, "last": sum(values[-tenth:]) / tenth}
+    return found
+
+
+def metrics_text(metrics: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A table of `main_metrics`, one line each; none without metrics."""
+    if not metrics:
+        return []
+    width = max(map(len, metrics))
+    head = f"{'mean of the':<{width}}  {'first tenth':>12}  {'last tenth':>12}"
+    return [head, *(f"{key:<{width}}  {ends['first']:>12.4g}  {ends['last']:>12.4g}" for key, ends in metrics.items())]
 
 
 def facts_text(episodes: Mapping[str, Any] | None, alarms: list[Alarm]) -> str:

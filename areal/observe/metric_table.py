@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+MAIN_METRICS = (
+    "rollout/reward",
+    "eval/*/reward",
+    "loss",
+    "eval_loss",
+    "actor/entropy",
+    "rollout/output_tokens",
+    "rollout/staleness_mean",
+    "actor/grad_norm",
+    "seconds/step",
+    "trained_tokens_per_s",
+)
+"""Patterns of the metrics at the end of a run, and in `areal compare` unless --metric names others."""
 
 _TABLE = """
 # Of every run
@@ -223,6 +238,16 @@ eval/MODE/SET/NAME: unit of NAME: The metric eval/MODE/NAME of a further set (ev
 eval/NAME: unit of NAME: The metric NAME of supervised training, reward models or DPO over the held-out rows.
 """
 """`key: unit: meaning` per line. A word in capitals in a key, and N, are placeholders."""
+
+
+def matching(keys: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The keys that match a pattern, in the order of the patterns.
+
+    Only a pattern with /episode/ matches a key with it: `eval/NAME/episode/reward` repeats `eval/NAME/reward`.
+    """
+    known = list(keys)
+    found = ((key, pattern) for pattern in patterns for key in known if fnmatch.fnmatchcase(key, pattern))
+    return list(dict.fromkeys(key for key, pattern in found if "/episode/" not in key or "/episode/" in pattern))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,59 +1,25 @@
-"""Trackers of metrics: metrics.jsonl always, dashboards (TensorBoard, Weights & Biases, SwanLab) when configured."""
+"""Trackers of metrics: metrics.jsonl always, dashboards when configured.
+
+Dashboards are TensorBoard, Weights & Biases, SwanLab, MLflow and Trackio. A dashboard that cannot start ends the
+start; one that cannot be reached later does not end training.
+"""
 
 import dataclasses
-import json
+import logging
 import math
-import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import orjson
-
-from areal.api.config import BaseExperimentConfig, SwanlabConfig, WandBConfig
+from areal.api.config import BaseExperimentConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandBConfig
 from areal.api.config.redaction import public, public_text
 from areal.api.errors import ConfigError
-from areal.system.durable import append_whole, write_atomic
+from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow
 from areal.system.run_paths import RunPaths
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRow:
-    """One trajectory in a table of samples."""
-
-    group: int
-    """Equal for the trajectories of one prompt."""
-    reward: float
-    reward_parts: dict[str, float]
-    prompt: str
-    answer: str
-    """Everything after the prompt, special tokens included."""
-    num_generated: int
-    """Generated tokens."""
-    versions: list[int]
-    """Lowest and highest policy version of the generated tokens; empty = none was generated."""
-    stop_reason: str
-
-    def cells(self) -> list[str]:
-        """The row as text, in the order of SAMPLE_COLUMNS."""
-        parts = ", ".join(f"{name} {score:g}" for name, score in self.reward_parts.items())
-        versions = " to ".join(map(str, dict.fromkeys(self.versions)))
-        return [
-            f"{self.reward:g}",
-            parts,
-            self.prompt,
-            self.answer,
-            str(self.num_generated),
-            versions,
-            self.stop_reason,
-            str(self.group),
-        ]
-
-
-SAMPLE_COLUMNS = ("reward", "parts", "prompt", "answer", "generated tokens", "versions", "stop reason", "group")
+logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
@@ -66,82 +32,6 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class StepLines:
-    """A file of JSON objects, one per line, each with the train step and the time (Unix seconds) of its writing."""
-
-    def __init__(self, path: Path, *, first_step: int = 0) -> None:
-        """Open for append. Removes lines from `first_step` on, which an attempt that died has written."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if _is_before(line, first_step)]
-        if kept != lines:
-            write_atomic(path, b"".join(kept))
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
-
-    def append(self, step: int, facts: Mapping[str, Any]) -> None:
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **facts}, allow_nan=False)
-        append_whole(self._file, line.encode() + b"\n")
-
-    def flush(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        if not self._file.closed:
-            self.flush()
-            self._file.close()
-
-
-def read_step_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a StepLines file; none where there is no file. Damaged lines are left out."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if _step_of(line) is not None]
-
-
-class JsonlTracker(StepLines):
-    """metrics.jsonl: the values of every step; null for a value that is not finite.
-
-    The samples of a step are a file `samples/step-000100.jsonl` next to it, one line per row.
-    """
-
-    def __init__(self, path: Path, *, first_step: int = 0) -> None:
-        """Also removes the samples from `first_step` on."""
-        super().__init__(path, first_step=first_step)
-        self._samples = path.parent / "samples"
-        for old in self._samples.glob("step-*.jsonl"):
-            if first_step <= 1 or old.name >= _samples_name(first_step):
-                old.unlink()
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.append(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
-
-    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        self._samples.mkdir(exist_ok=True)
-        lines = [orjson.dumps({"step": step} | dataclasses.asdict(row)) + b"\n" for row in rows]
-        write_atomic(self._samples / _samples_name(step), b"".join(lines))
-
-
-def _samples_name(step: int) -> str:
-    return f"step-{step:06d}.jsonl"
-
-
-def _is_before(line: bytes, first_step: int) -> bool:
-    """Whether a line is complete and of a step before `first_step`. A start from step 1 keeps nothing."""
-    step = _step_of(line)
-    return step is not None and first_step > 1 and step < first_step
-
-
-def _step_of(line: bytes) -> int | None:
-    """The step of a complete line; None of a damaged one."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
 
 
 class TensorBoardTracker:
@@ -159,8 +49,7 @@ class TensorBoardTracker:
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """As a Markdown table, which TensorBoard shows under Text."""
-        lines = [SAMPLE_COLUMNS, ["---"] * len(SAMPLE_COLUMNS), *(map(_markdown_cell, row.cells()) for row in rows)]
-        self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in lines), global_step=step)
+        self._writer.add_text("samples", _markdown_table(rows), global_step=step)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -255,6 +144,137 @@ class SwanLabTracker:
         self._run.finish()
 
 
+class MlflowTracker:
+    """An MLflow run. Its client sends metrics in the background.
+
+    The first start makes the run and logs the configuration as parameters; a recovery continues it.
+    """
+
+    def __init__(self, settings: MlflowConfig, config: BaseExperimentConfig, folder: Path, *, first_step: int) -> None:
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric
+            from mlflow.exceptions import MlflowException
+        except ImportError:
+            raise _missing("stats_logger.mlflow.mode", "mlflow-skinny", "mlflow") from None
+        self._metric, self._failure = Metric, MlflowException
+        is_local = settings.mode == "local"
+        uri = f"sqlite:///{folder.absolute()}/mlflow.db" if is_local else settings.tracking_uri or None
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._client = MlflowClient(tracking_uri=uri)
+            name = settings.experiment or config.experiment_name
+            experiment = self._client.get_experiment_by_name(name)
+            place = (folder / "mlflow").absolute().as_uri() if is_local else None
+            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, place)
+            continued = self._continued_run(experiment_id, config) if first_step > 1 else None
+            self._run = continued or self._new_run(experiment_id, config, settings.name or config.trial_name)
+        except MlflowException as error:
+            message = f"stats_logger.mlflow.mode={settings.mode}: MLflow did not start: {public_text(str(error))}"
+            raise ConfigError(message, code="launch.tracker_failed") from None
+        self._sent: list[Any] = []
+
+    def _new_run(self, experiment_id: str, config: BaseExperimentConfig, name: str) -> str:
+        from mlflow.entities import Param
+
+        tags = {"areal.run": _run_name(config)}
+        run = self._client.create_run(experiment_id, tags=tags, run_name=name).info.run_id
+        leaves = _leaves(public(dataclasses.asdict(config)))
+        params = [Param(key, value[:_PARAMETER_LENGTH]) for key, value in leaves]
+        for start in range(0, len(params), _PARAMETERS):
+            self._client.log_batch(run, params=params[start : start + _PARAMETERS])
+        return run
+
+    def _continued_run(self, experiment_id: str, config: BaseExperimentConfig) -> str | None:
+        found = self._client.search_runs([experiment_id], f"tags.`areal.run` = '{_run_name(config)}'", max_results=1)
+        return found[0].info.run_id if found else None
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        metrics = [
+            self._metric(_MLFLOW_NAME.sub("_", name), value, now_ms, step) for name, value in _finite(values).items()
+        ]
+        self._sent.append(self._client.log_batch(self._run, metrics=metrics, synchronous=False))
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """As a Markdown file among the artifacts."""
+        try:
+            self._client.log_text(self._run, _markdown_table(rows), f"samples/step-{step:06d}.md")
+        except self._failure as error:
+            logger.warning("MLflow did not take the samples of step %d: %s", step, public_text(str(error)))
+
+    def flush(self) -> None:
+        """Waits for what is on its way; what MLflow did not take is a warning, and is in metrics.jsonl."""
+        for sent in self._sent:
+            try:
+                sent.wait()
+            except self._failure as error:
+                logger.warning("MLflow did not take the metrics of a step: %s", public_text(str(error)))
+        self._sent.clear()
+
+    def close(self) -> None:
+        self.flush()
+        try:
+            self._client.set_terminated(self._run)
+        except self._failure as error:
+            logger.warning("MLflow shows the run as running: %s", public_text(str(error)))
+
+
+_PARAMETERS = 100
+"""MLflow's limit of parameters in a request."""
+_PARAMETER_LENGTH = 6000
+"""MLflow's limit of a parameter's length, in characters."""
+_MLFLOW_NAME = re.compile(r"[^\w\-./: ]")
+"""What MLflow refuses in the name of a metric."""
+
+
+def _run_name(config: BaseExperimentConfig) -> str:
+    return f"{config.experiment_name}/{config.trial_name}"
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path and text of every value of a configuration."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, str(tree)
+
+
+class TrackioTracker:
+    """A Trackio run in its local database (TRACKIO_DIR), or in a Space of Hugging Face."""
+
+    def __init__(self, settings: TrackioConfig, config: BaseExperimentConfig) -> None:
+        try:
+            import trackio
+        except ImportError:
+            raise _missing("stats_logger.trackio.mode", "trackio", "trackio") from None
+        self._run = trackio.init(
+            project=settings.project or config.experiment_name,
+            name=settings.name or config.trial_name,
+            space_id=settings.space_id if settings.mode == "online" else None,
+            config=public(dataclasses.asdict(config)),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self._table = trackio.Table
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(_finite(values), step=step)
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        table = self._table(columns=list(SAMPLE_COLUMNS), data=[row.cells() for row in rows])
+        self._run.log({"samples": table}, step=step)
+
+    def flush(self) -> None:
+        """Trackio writes in a thread and has no way to wait for it before the end of the run."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step: int = 0) -> list[Tracker]:
     """All configured trackers, for rank 0. `first_step` is the first step that will be logged."""
     trackers: list[Tracker] = [JsonlTracker(paths.metrics, first_step=first_step)]
@@ -265,12 +285,21 @@ def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step:
         trackers.append(WandBTracker(chosen.wandb, config, paths.root))
     if chosen.swanlab.mode != "disabled":
         trackers.append(SwanLabTracker(chosen.swanlab, config, paths.root / "swanlog"))
+    if chosen.mlflow.mode != "disabled":
+        trackers.append(MlflowTracker(chosen.mlflow, config, paths.root, first_step=first_step))
+    if chosen.trackio.mode != "disabled":
+        trackers.append(TrackioTracker(chosen.trackio, config))
     return trackers
 
 
 def _missing(key: str, package: str, extra: str) -> ConfigError:
     message = f"{key} needs the package {package}: pip install 'areal[{extra}]'"
     return ConfigError(message, code="launch.package_missing")
+
+
+def _markdown_table(rows: Sequence[SampleRow]) -> str:
+    lines = [SAMPLE_COLUMNS, ["---"] * len(SAMPLE_COLUMNS), *(map(_markdown_cell, row.cells()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _markdown_cell(text: str) -> str:

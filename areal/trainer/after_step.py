@@ -17,7 +17,8 @@ from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine
 from areal.api.metrics import Metrics, metric_values
 from areal.observe.log import get_logger
-from areal.observe.trackers import SampleRow, Tracker, build_trackers
+from areal.observe.step_files import SampleRow
+from areal.observe.trackers import Tracker, build_trackers
 from areal.system.durable import finish_interrupted_writes, remove_folder
 from areal.system.heartbeat import read_beats
 from areal.system.run_paths import RunPaths

@@ -8,7 +8,7 @@ from areal.api.config import BaseExperimentConfig, ChosenAlarm, PPOConfig
 from areal.api.errors import ArealError
 from areal.observe.alarms import Alarm, AlarmRules, Row, alarms_text, by_meaning
 from areal.observe.log import get_logger
-from areal.observe.trackers import StepLines, read_step_lines
+from areal.observe.step_files import StepLines, read_step_lines
 from areal.system.run_paths import RunPaths
 
 

@@ -9,7 +9,7 @@ from areal.api.config import StatsLoggerConfig
 from areal.api.errors import InputError
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.observe.log import get_logger
-from areal.observe.trackers import SampleRow
+from areal.observe.step_files import SampleRow
 
 
 class SampleTables:

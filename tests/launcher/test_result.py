@@ -3,8 +3,8 @@
 import json
 
 from areal.api.config import AlarmsConfig, EvaluatorConfig
-from areal.launcher.result import RunAlarmLines, episodes_of, facts_text, goal_text
-from areal.observe.trackers import JsonlTracker
+from areal.launcher.result import RunAlarmLines, episodes_of, facts_text, goal_text, main_metrics, metrics_text
+from areal.observe.step_files import JsonlTracker
 from areal.system.run_paths import RunPaths
 from areal.trainer.run_alarms import RunAlarms
 
@@ -74,4 +74,23 @@ def test_a_run_that_a_goal_ended_names_the_step_the_reward_and_the_goal():
     assert goal_text(record, config, 25) == "", "it was the last step"
     assert goal_text(record | {"eval/sampled/reward": 0.9}, config, 60) == ""
     assert goal_text(record, EvaluatorConfig(), 60) == ""
-    assert goal_text(None, config, 60) == ""
+    assert goal_text({}, config, 60) == ""
+
+
+def test_the_main_metrics_are_means_of_the_first_and_last_tenth():
+    rows = [{"step": step, "rollout/reward": step / 2, "other": 1.0} for step in range(1, 21)]
+    rows[0]["eval/greedy/reward"] = 0.25
+    rows[1]["eval/greedy/reward"] = None  # was not finite
+    rows[1]["eval/greedy/episode/reward"] = 9.0
+    found = main_metrics(rows)
+    assert found == {
+        "rollout/reward": {"first": (0.5 + 1.0) / 2, "last": (9.5 + 10.0) / 2},
+        "eval/greedy/reward": {"first": 0.25, "last": 0.25},
+    }
+    head, *lines = metrics_text(found)
+    assert [line.split() for line in lines] == [
+        ["rollout/reward", "0.75", "9.75"],
+        ["eval/greedy/reward", "0.25", "0.25"],
+    ]
+    assert len({len(line) for line in (head, *lines)}) == 1
+    assert metrics_text(main_metrics([])) == []

@@ -1,14 +1,28 @@
 import builtins
+import contextlib
 import json
 import math
+import os
+import sqlite3
+import subprocess
+import sys
 import time
 import traceback
 
 import pytest
 
-from areal.api.config import SFTConfig, StatsLoggerConfig, SwanlabConfig, TensorBoardConfig, WandBConfig
+from areal.api.config import (
+    MlflowConfig,
+    SFTConfig,
+    StatsLoggerConfig,
+    SwanlabConfig,
+    TensorBoardConfig,
+    TrackioConfig,
+    WandBConfig,
+)
 from areal.api.errors import ConfigError
-from areal.observe.trackers import JsonlTracker, SampleRow, build_trackers
+from areal.observe.step_files import JsonlTracker, SampleRow
+from areal.observe.trackers import build_trackers
 from areal.system.run_paths import RunPaths
 
 SAMPLE = SampleRow(
@@ -136,12 +150,78 @@ def test_swanlab_offline(tmp_path):
     assert any(b"wrong-answer" in path.read_bytes() for path in files)
 
 
+@pytest.mark.slow  # a database, or a process
+def test_mlflow_keeps_one_run_over_a_recovery(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    config = config_with(mlflow=MlflowConfig(mode="local"))
+    log_three(build_trackers(config, RunPaths(tmp_path)))
+    (*_, tracker) = build_trackers(config, RunPaths(tmp_path), first_step=4)
+    tracker.log(4, {"eval/pass@4": 0.25})
+    tracker.close()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("exp")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, 1.0 / 3),
+    ]
+    assert set(run.data.metrics) == {"loss", "eval/pass_4"}
+    assert run.data.params["stats_logger.mlflow.mode"] == "local"
+    assert run.info.status == "FINISHED"
+    (table, *_) = sorted(tmp_path.rglob("step-000002.md"))
+    assert "line<br>wrong-answer" in table.read_text()
+
+
+@pytest.mark.slow  # the import
+def test_mlflow_refuses_an_address_without_showing_its_password(tmp_path):
+    pytest.importorskip("mlflow")
+    wrong = MlflowConfig(mode="online", tracking_uri="nosuch://me:s3cr3t@mlflow.example")
+    with pytest.raises(ConfigError) as error:
+        build_trackers(config_with(mlflow=wrong), RunPaths(tmp_path))
+    assert error.value.code == "launch.tracker_failed"
+    assert "s3cr3t" not in "".join(traceback.format_exception(error.value))
+
+
+@pytest.mark.slow  # a database, or a process
+def test_metrics_that_mlflow_does_not_take_are_warnings(tmp_path, caplog, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    (*_, tracker) = build_trackers(config_with(mlflow=MlflowConfig(mode="local")), RunPaths(tmp_path))
+    tracker.log(1, {"loss": 1.0})
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("exp").experiment_id])
+    tracker.flush()
+    client.delete_run(run.info.run_id)
+    tracker.log(2, {"loss": 1.0})
+    tracker.log_samples(2, [SAMPLE])
+    tracker.flush()
+    assert [record.name for record in caplog.records if record.levelname == "WARNING"] == ["areal.observe.trackers"]
+
+
+@pytest.mark.slow  # a database, or a process
+def test_trackio_writes_to_its_folder(tmp_path):
+    pytest.importorskip("trackio")
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom tests.observe.test_trackers import *\n"
+        "config = config_with(trackio=TrackioConfig(mode='local'))\n"
+        "log_three(build_trackers(config, RunPaths(Path(sys.argv[1]))))\n"
+    )
+    environ = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}  # which trackio reads when it is imported
+    subprocess.run([sys.executable, "-c", program, tmp_path], env=environ, check=True, stdout=subprocess.DEVNULL)
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "exp.db")) as database:
+        lines = database.execute("SELECT step, metrics FROM metrics WHERE run_name = 'trial' ORDER BY id").fetchall()
+    assert [step for step, metrics in lines if "loss" in json.loads(metrics)] == [1, 2, 3]
+    assert sum(b"wrong-answer" in bytes(metrics) for _, metrics in lines) == 3
+
+
 @pytest.mark.parametrize(
     ("stats", "package", "extra"),
     [
         ({"wandb": WandBConfig(mode="offline")}, "wandb", "wandb"),
         ({"swanlab": SwanlabConfig(mode="local")}, "swanlab", "swanlab"),
         ({"tensorboard": TensorBoardConfig(path="tb")}, "tensorboardX", "tensorboard"),
+        ({"mlflow": MlflowConfig(mode="online")}, "mlflow", "mlflow"),
+        ({"trackio": TrackioConfig(mode="local")}, "trackio", "trackio"),
     ],
 )
 def test_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, stats, package, extra):

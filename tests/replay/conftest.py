@@ -19,7 +19,7 @@ from areal.engine.mesh import TrainerMesh
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import encode_episode
 from areal.observe.phase import PhaseClock
-from areal.observe.trackers import JsonlTracker
+from areal.observe.step_files import JsonlTracker
 from areal.replay import __main__ as command
 from areal.replay.rank import NoServers, replay_on
 from areal.rollout.batching import SharePart, build_share

@@ -17,7 +17,7 @@ from areal.api.config import (
     TrainDatasetConfig,
 )
 from areal.api.metrics import Metric
-from areal.observe.trackers import JsonlTracker
+from areal.observe.step_files import JsonlTracker
 from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
 from areal.trainer.run_alarms import AlarmStop, RunAlarms, chosen_alarms

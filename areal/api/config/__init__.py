@@ -19,12 +19,14 @@ from areal.api.config.observe import (
     Cadence,
     ChosenAlarm,
     EvaluatorConfig,
+    MlflowConfig,
     PerfTracerConfig,
     RecoverConfig,
     SaverConfig,
     StatsLoggerConfig,
     SwanlabConfig,
     TensorBoardConfig,
+    TrackioConfig,
     WandBConfig,
 )
 from areal.api.config.off_policy import CorrectionRule, OffPolicyOptions, RolloutCorrectionConfig

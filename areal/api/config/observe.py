@@ -156,6 +156,38 @@ class TensorBoardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MlflowConfig:
+    """MLflow."""
+
+    mode: str = choice("disabled", "disabled", "online", "local", also="verl: trainer.logger")
+    """disabled = off; online = to tracking_uri; local = to mlflow.db in the run folder."""
+    tracking_uri: str = option("", relevant=when("mode", "online"))
+    """URI of the MLflow server or database; empty = MLFLOW_TRACKING_URI of the environment."""
+    experiment: str | None = option(None, relevant=_TRACKS, also="verl: trainer.project_name")
+    """Name of the MLflow experiment; null = experiment_name."""
+    name: str | None = option(None, relevant=_TRACKS, also="verl: trainer.experiment_name")
+    """Run name; null = trial_name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackioConfig:
+    """Trackio."""
+
+    mode: str = choice("disabled", "disabled", "online", "local")
+    """disabled = off; online = to the Space space_id of Hugging Face; local = to the folder TRACKIO_DIR."""
+    project: str | None = option(None, relevant=_TRACKS)
+    """Project name; null = experiment_name."""
+    name: str | None = option(None, relevant=_TRACKS)
+    """Run name; null = trial_name."""
+    space_id: str | None = option(None, relevant=when("mode", "online"))
+    """Space that receives the metrics, such as user/name."""
+
+    def problems(self) -> Problems:
+        if self.mode == "online" and not self.space_id:
+            yield Problem("space_id", "is not set: name the Space, or use mode=local", "config.missing_requirement")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StatsLoggerConfig:
     """Metric trackers; metrics.jsonl in the run folder is always written."""
 
@@ -169,6 +201,10 @@ class StatsLoggerConfig:
     """SwanLab."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard."""
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    """MLflow."""
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    """Trackio."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,127 @@
+"""Files of a run with one line per step: metrics.jsonl, and the samples next to it."""
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal.system.durable import append_whole, write_atomic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One trajectory in a table of samples."""
+
+    group: int
+    """Equal for the trajectories of one prompt."""
+    reward: float
+    reward_parts: dict[str, float]
+    prompt: str
+    answer: str
+    """Everything after the prompt, special tokens included."""
+    num_generated: int
+    """Generated tokens."""
+    versions: list[int]
+    """Lowest and highest policy version of the generated tokens; empty = none was generated."""
+    stop_reason: str
+
+    def cells(self) -> list[str]:
+        """The row as text, in the order of SAMPLE_COLUMNS."""
+        parts = ", ".join(f"{name} {score:g}" for name, score in self.reward_parts.items())
+        versions = " to ".join(map(str, dict.fromkeys(self.versions)))
+        return [
+            f"{self.reward:g}",
+            parts,
+            self.prompt,
+            self.answer,
+            str(self.num_generated),
+            versions,
+            self.stop_reason,
+            str(self.group),
+        ]
+
+
+SAMPLE_COLUMNS = ("reward", "parts", "prompt", "answer", "generated tokens", "versions", "stop reason", "group")
+
+
+class StepLines:
+    """A file of JSON objects, one per line, each with the train step and the time (Unix seconds) of its writing."""
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        """Open for append. Removes lines from `first_step` on, which an attempt that died has written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if _is_before(line, first_step)]
+        if kept != lines:
+            write_atomic(path, b"".join(kept))
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def append(self, step: int, facts: Mapping[str, Any]) -> None:
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **facts}, allow_nan=False)
+        append_whole(self._file, line.encode() + b"\n")
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+
+def read_step_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a StepLines file; none where there is no file. Damaged lines are left out."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if _step_of(line) is not None]
+
+
+class JsonlTracker(StepLines):
+    """metrics.jsonl: the values of every step; null for a value that is not finite.
+
+    The samples of a step are a file `samples/step-000100.jsonl` next to it, one line per row.
+    """
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        """Also removes the samples from `first_step` on."""
+        super().__init__(path, first_step=first_step)
+        self._samples = path.parent / "samples"
+        for old in self._samples.glob("step-*.jsonl"):
+            if first_step <= 1 or old.name >= _samples_name(first_step):
+                old.unlink()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.append(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        self._samples.mkdir(exist_ok=True)
+        lines = [orjson.dumps({"step": step} | dataclasses.asdict(row)) + b"\n" for row in rows]
+        write_atomic(self._samples / _samples_name(step), b"".join(lines))
+
+
+def _samples_name(step: int) -> str:
+    return f"step-{step:06d}.jsonl"
+
+
+def _is_before(line: bytes, first_step: int) -> bool:
+    """Whether a line is complete and of a step before `first_step`. A start from step 1 keeps nothing."""
+    step = _step_of(line)
+    return step is not None and first_step > 1 and step < first_step
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a complete line; None of a damaged one."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
