@@ -160,14 +160,16 @@ data.inconsistent_batch: The arrays of a batch have different lengths.
     Report it as a bug, unless your own code builds the batch.
 data.invalid_column: A column of a dataset row has the wrong type or an unusable value.
     Correct the row, or drop or convert such rows with a map_fn.
-data.invalid_file: A dataset file is not JSON, or a row is not an object.
+data.invalid_file: A dataset file is not in the format that its name ends in, or a row is not an object.
     Correct the file at the line or row that the message names.
 data.map_fn_failed: The map_fn of a dataset raised an error on a row.
     Correct the map_fn, or choose another map_fn or dataset.
 data.missing_column: A dataset row lacks the columns that its type needs.
-    Set a map_fn that creates them, or add them to the data.
+    Set columns or a map_fn that creates them, or add them to the data.
 data.no_datasets_library: A hub dataset or a saved folder needs the `datasets` library, which is not installed.
     Run pip install 'areal[hub]', or convert the dataset to .jsonl.
+data.no_pyarrow: A dataset in Parquet or Arrow format needs the package pyarrow, which is not installed.
+    Run pip install 'areal[parquet]', or convert the dataset to .jsonl.
 data.no_rows: A dataset has no usable rows.
     Check its path, split, map_fn and max_length.
 data.no_tokenizer: There is no tokenizer at the given path or hub name, or it cannot be loaded.

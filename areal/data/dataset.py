@@ -6,9 +6,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
-
-import orjson
+from typing import TypeVar
 
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.errors import ConfigError, InputError
@@ -17,10 +15,10 @@ from areal.data.chat import encode_prompt
 from areal.data.mix import mixed_rows
 from areal.data.preference_rows import EncodedPair, encode_pair
 from areal.data.row_check import require_usable, size_problem
+from areal.data.row_files import READERS, Row, object_row
 from areal.data.sft_rows import EncodedRow, encode_sft_row
 from areal.data.tokenizer import Tokenizer
 
-Row = dict[str, Any]
 AnyT = TypeVar("AnyT")
 EncodedT = TypeVar("EncodedT", EncodedRow, EncodedPair)
 
@@ -66,7 +64,7 @@ def _in_order_of(curriculum: str, rows: list[Row]) -> list[Row]:
     if not isinstance(ordered, list) or not ordered:
         message = f"{key} {curriculum} returned {type(ordered).__name__}: return a list with at least one row"
         raise InputError(message, code="data.curriculum_failed")
-    return [_object(row, f"{key} {curriculum}, row {index}") for index, row in enumerate(ordered)]
+    return [object_row(row, f"{key} {curriculum}, row {index}") for index, row in enumerate(ordered)]
 
 
 def _short_rows(
@@ -112,11 +110,11 @@ def gsm8k_row(row: Row) -> Row:
 def _raw_rows(config: DatasetConfig, split: str, first: int | None) -> list[Row]:
     (name,) = config.paths
     path = Path(name).expanduser()
-    if path.suffix not in (".jsonl", ".json"):
+    if path.suffix not in READERS:
         return _hub_rows(str(path) if path.exists() else name, name=config.name, split=split)
     if not path.is_file():
         raise InputError(f"there is no dataset file {path}: correct the dataset's path", code="data.not_found")
-    return list(islice(_lines(path), first)) if path.suffix == ".jsonl" else _whole(path)
+    return list(islice(READERS[path.suffix](path), first))
 
 
 def _hub_rows(path: str, *, name: str, split: str) -> list[Row]:
@@ -125,7 +123,8 @@ def _hub_rows(path: str, *, name: str, split: str) -> list[Row]:
         import datasets  # pyright: ignore[reportMissingImports] - optional
     except ImportError as error:
         message = (
-            f"dataset {path!r} is no .jsonl or .json file: it needs the datasets library: pip install 'areal[hub]'"
+            f"dataset {path!r} is no file of type {', '.join(READERS)}: it needs the datasets library: "
+            "pip install 'areal[hub]'"
         )
         raise ConfigError(message, code="data.no_datasets_library") from error
     try:
@@ -147,39 +146,10 @@ def _hub_rows(path: str, *, name: str, split: str) -> list[Row]:
     return [dict(row) for row in loaded]
 
 
-def _lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                message = f"{path}:{number} is not JSON ({error}): fix or remove that line"
-                raise InputError(message, code="data.invalid_file") from error
-            yield _object(row, f"{path}:{number}")
-
-
-def _whole(path: Path) -> list[Row]:
-    try:
-        rows = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
-        message = f"{path} is not JSON ({error}); a file with one object per line must be called .jsonl"
-        raise InputError(message, code="data.invalid_file") from error
-    if not isinstance(rows, list):
-        message = f"{path} contains a {type(rows).__name__}: it must be a list of objects, one per row"
-        raise InputError(message, code="data.invalid_file")
-    return [_object(row, f"{path}, row {index}") for index, row in enumerate(rows)]
-
-
-def _object(row: Any, place: str) -> Row:
-    if not isinstance(row, dict):
-        raise InputError(f"{place} is a {type(row).__name__}: a row must be an object", code="data.invalid_file")
-    return row
-
-
 def _mapped_rows(config: DatasetConfig, default_split: str, first: int | None = None) -> list[Row]:
     rows = _raw_rows(config, config.split or default_split, first)
+    if config.columns:
+        rows = [_renamed(row, config, index) for index, row in enumerate(rows)]
     if not config.map_fn:
         return _without_long_texts(rows, config)
     function: Callable[[Row], Row | None] = load_function(
@@ -197,8 +167,16 @@ def _mapped_rows(config: DatasetConfig, default_split: str, first: int | None = 
             message = f"{place}: map_fn {config.map_fn} raised {type(error).__name__}: {error}"
             raise InputError(message, code="data.map_fn_failed") from error
         if result is not None:
-            mapped.append(_object(result, f"{place} after map_fn {config.map_fn}"))
+            mapped.append(object_row(result, f"{place} after map_fn {config.map_fn}"))
     return _without_long_texts(mapped, config)
+
+
+def _renamed(row: Row, config: DatasetConfig, index: int) -> Row:
+    missing = [column for column in config.columns if column not in row]
+    if missing:
+        message = f"{config.path}, row {index} has no column {missing[0]!r}, only {sorted(row)}: correct columns"
+        raise InputError(message, code="data.missing_column")
+    return {config.columns.get(column, column): value for column, value in row.items()}
 
 
 def _without_long_texts(rows: list[Row], config: DatasetConfig) -> list[Row]:

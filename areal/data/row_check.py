@@ -75,8 +75,8 @@ def require_prompts(rows: Sequence[Row]) -> None:
 def file_problem(data: DatasetConfig, *, kind: str) -> str:
     """One sentence about unusable rows of a local .jsonl file; empty = none, or another kind of dataset.
 
-    `kind`: rl, sft or rw; empty = the columns are not checked. Those of a dataset with a map_fn are not checked either,
-    because that needs the user's code. Of a large file, the rows in the first MAX_FILE_BYTES are checked.
+    `kind`: rl, sft or rw; empty = the columns are not checked. Nor are those of a dataset with map_fn or columns,
+    which are known after the conversion. Of a large file, the rows in the first MAX_FILE_BYTES are checked.
     """
     problems = (_problem_of_file(Path(path).expanduser(), data, kind) for path in data.paths)
     return next(filter(None, problems), "")
@@ -85,7 +85,7 @@ def file_problem(data: DatasetConfig, *, kind: str) -> str:
 def _problem_of_file(path: Path, data: DatasetConfig, kind: str) -> str:
     if path.suffix != ".jsonl" or not path.is_file():
         return ""
-    kind = "" if data.map_fn else kind
+    kind = "" if data.map_fn or data.columns else kind
     limit = None if data.map_fn else data.max_characters
     try:
         require_usable((_line_problem(line, kind, limit) for line in _first_lines(path)), str(path))

@@ -114,13 +114,15 @@ def _data(draft: Draft) -> None:
         "data.filter_overlong_prompts",
         *(["data.truncation"] if is_filtered or draft.get("data.truncation", "error") == "error" else []),
     )
-    if draft.get("data.prompt_key", "prompt") == "prompt":
-        draft.drop("the column prompt", "data.prompt_key")
+    columns = {str(draft.get("data.prompt_key", "prompt")): "messages"}
+    draft.set("train_dataset.columns", columns, "verl: data.prompt_key has messages", "data.prompt_key")
+    if draft.get("data.val_files"):
+        draft.set("valid_dataset.columns", columns, "verl: data.prompt_key has messages")
     if draft.get("data.val_max_samples", -1) != -1:
         draft.keep("data.val_max_samples", "valid_dataset.max_rows")
     draft.lack("train_dataset.map_fn or a shorter file leaves rows out", "data.*_max_samples")
     draft.lack("cut prompts do not exist here; long ones are dropped or end the run", "data.truncation")
-    draft.lack("write train_dataset.map_fn, which renames columns", "data.prompt_key", "data.custom_cls.*")
+    draft.lack("write train_dataset.map_fn, which converts rows", "data.custom_cls.*")
     draft.lack("code of a model or tokenizer is not run", "*trust_remote_code")
     draft.drop("an image column is read only by models with images", "data.image_key", "data.video_key")
     draft.drop(

@@ -39,6 +39,57 @@ def test_lines_and_lists(jsonl):
     assert load(jsonl(json.dumps(rows), name="rows.json")) == rows
 
 
+def test_separated_values_are_text(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeffprompt,answer\n"a, ""b""\nc",007\n', encoding="utf-8")
+    assert load(str(path)) == [{"prompt": 'a, "b"\nc', "answer": "007"}]
+    (tmp_path / "rows.tsv").write_text("prompt\tanswer\na,b\t1\n")
+    assert load(str(tmp_path / "rows.tsv")) == [{"prompt": "a,b", "answer": "1"}]
+    for line in ("a", "a,1,2", '"a'):
+        path.write_text(f"prompt,answer\n{line}\n")
+        with raises_code("data.invalid_file", "rows.csv:"):
+            load(str(path))
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "stream.arrow", "rows.feather"])
+def test_rows_of_columns(tmp_path, name):
+    pa = pytest.importorskip("pyarrow")
+    feather, parquet = pytest.importorskip("pyarrow.feather"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"messages": [{"role": "user", "content": str(n)}], "answer": n} for n in range(5)]
+    table, path = pa.Table.from_pylist(rows), tmp_path / name
+    if name == "stream.arrow":  # the form that `datasets` writes
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    elif name == "rows.feather":
+        feather.write_feather(table, path, compression="uncompressed", chunksize=2)
+    else:
+        parquet.write_table(table, path, row_group_size=2)
+    assert load(str(path)) == rows
+    assert load_rows(TrainDatasetConfig(path=str(path)), default_split="train", first=1) == rows
+    path.write_bytes(b"no such format")
+    with raises_code("data.invalid_file", name):
+        load(str(path))
+
+
+def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "rows.parquet").write_bytes(b"")
+    with raises_code("data.no_pyarrow", "areal[parquet]"):
+        load(str(tmp_path / "rows.parquet"))
+
+
+def test_columns_get_other_names_before_map_fn(jsonl, tmp_path):
+    path = jsonl({"question": "q", "solution": "4", "level": 1})
+    assert load(path, columns={"question": "prompt", "solution": "answer"}) == [
+        {"prompt": "q", "answer": "4", "level": 1}
+    ]
+    (tmp_path / "mine.py").write_text("def add(row):\n    return row | {'prompt': row['text'] + '!'}\n")
+    (row,) = load(path, columns={"question": "text"}, map_fn=f"{tmp_path}/mine.py:add")
+    assert row["prompt"] == "q!"
+    with raises_code("data.missing_column", "row 0", "'ask'"):
+        load(path, columns={"ask": "prompt"})
+
+
 def test_gsm8k_rows_become_chats(jsonl):
     path = jsonl({"question": "How many?", "answer": "Two and two.\n#### 4"})
     (row,) = load(path, map_fn="gsm8k")

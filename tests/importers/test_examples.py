@@ -22,11 +22,17 @@ EXAMPLES = sorted((Path(__file__).parent / "examples").iterdir())
 def files(tmp_path_factory) -> dict[str, str]:
     """The words in the examples that stand for paths."""
     folder = tmp_path_factory.mktemp("imported")
-    tokenizer = character_tokenizer(["<pad>", "<eos>", "<unk>", *"0123456789+="], context_length=65536)
+    tokenizer = character_tokenizer(
+        ["<pad>", "<eos>", "<unk>", *"0123456789+="],
+        context_length=65536,
+        chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+    )
     tokenizer.save_pretrained(folder / "model")
     tiny_model(tokenizer, 1, num_heads=8).save_pretrained(folder / "model")
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "data_source": "sum"} for n in range(2000)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     (folder / "reward.py").write_text(
         "def score(prompt, completion, prompt_ids, completion_ids, **row):\n    return 1.0\n"
     )
@@ -37,6 +43,8 @@ def files(tmp_path_factory) -> dict[str, str]:
 def imported(path: Path, files: dict[str, str], folder: Path, capsys) -> tuple[Path, dict]:
     """The translated file and its report."""
     text = path.read_text()
+    if path.name.startswith("verl"):  # whose prompts are lists of messages
+        text = text.replace("DATA", str(Path(files["DATA"]).with_name("chats.jsonl")))
     for word, value in files.items():
         text = text.replace(word, value)
     source, output = folder / path.name, folder / "ours.yaml"

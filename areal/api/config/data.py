@@ -13,13 +13,15 @@ class DatasetConfig:
     """A dataset and how its rows are read."""
 
     path: str | list[str] = option("???", also="verl: data.train_files, data.val_files; ROLL: data_args.file_name")
-    """Dataset: a .jsonl or .json file, a folder saved by `datasets`, a Hugging Face hub name, or a list of these."""
+    """Dataset: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a folder of `datasets`, a hub name, or a list."""
     type: str = choice("rl", "rl", "sft", "rw")
     """Kind of rows: rl = prompt and reward data, sft = prompt and answer, rw = chosen and rejected answer."""
     split: str = ""
     """Split of a hub dataset; empty = train for training, test for validation."""
     name: str = option("", also="cosmos-rl: dataset.subset")
     """Subset of a hub dataset; empty = its default subset."""
+    columns: dict[str, str] = section(dict[str, str], also="verl: data.prompt_key, data.response_key")
+    """New names of columns of the raw rows, {question: prompt}, before map_fn; {} = all names stay."""
     map_fn: str = ""
     """Function that converts raw rows: a registered name (gsm8k) or module:function; empty = no conversion."""
     max_length: int | None = number(None, low=1, also="verl: data.max_prompt_length; ROLL: prompt_length")
@@ -39,8 +41,10 @@ class DatasetConfig:
 
     def problems(self) -> Problems:
         if not self.paths or not all(self.paths):
-            text = "is empty: name a .jsonl file, a folder or a hub dataset"
+            text = "is empty: name a file, a folder or a hub dataset"
             yield Problem("path", text, "config.missing_requirement")
+        if len(set(self.columns.values())) < len(self.columns):
+            yield "columns", "gives two columns one name: rename each to a name of its own"
         if self.truncation in ("left", "right") and self.type == "rl":
             yield "truncation", f"{self.truncation} would change the prompts of an rl dataset: use drop or error"
 

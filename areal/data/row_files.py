@@ -1,0 +1,101 @@
+"""Files of rows: JSON lines, JSON, CSV, Parquet and Arrow."""
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal.api.errors import ConfigError, InputError
+
+Row = dict[str, Any]
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                message = f"{path}:{number} is not JSON ({error}): fix or remove that line"
+                raise InputError(message, code="data.invalid_file") from error
+            yield object_row(row, f"{path}:{number}")
+
+
+def _json(path: Path) -> Iterator[Row]:
+    try:
+        rows = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        message = f"{path} is not JSON ({error}); a file with one object per line must be called .jsonl"
+        raise InputError(message, code="data.invalid_file") from error
+    if not isinstance(rows, list):
+        message = f"{path} contains a {type(rows).__name__}: it must be a list of objects, one per row"
+        raise InputError(message, code="data.invalid_file")
+    yield from (object_row(row, f"{path}, row {index}") for index, row in enumerate(rows))
+
+
+def _separated(path: Path) -> Iterator[Row]:
+    """Every value is text: an answer such as 007 stays as it is."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    message = (
+                        f"{path}:{reader.line_num} has not the {len(reader.fieldnames or ())} values of the header"
+                    )
+                    raise InputError(f"{message}: fix or remove that line", code="data.invalid_file")
+                yield row
+        except (csv.Error, UnicodeDecodeError) as error:
+            message = f"{path}:{reader.line_num} is not CSV in UTF-8 ({error}): fix or remove that line"
+            raise InputError(message, code="data.invalid_file") from error
+
+
+def _columns(path: Path) -> Iterator[Row]:
+    """Parquet, or Arrow as `datasets` and Feather write it."""
+    try:
+        import pyarrow as pa  # pyright: ignore[reportMissingImports] - optional
+        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports] - optional
+    except ImportError:
+        message = f"{path} needs the package pyarrow: pip install 'areal[parquet]'"
+        raise ConfigError(message, code="data.no_pyarrow") from None
+    try:
+        if path.suffix == ".parquet":
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches():
+                    yield from batch.to_pylist()
+            return
+        with pa.memory_map(str(path)) as source:
+            try:
+                batches = pa.ipc.open_stream(source)
+            except pa.ArrowInvalid:
+                source.seek(0)
+                opened = pa.ipc.open_file(source)
+                batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
+            for batch in batches:
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise InputError(f"{path} cannot be read: {first_line}", code="data.invalid_file") from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _separated,
+    ".tsv": _separated,
+    ".parquet": _columns,
+    ".arrow": _columns,
+    ".feather": _columns,
+}
+"""End of a file's name -> its reader, which raises InputError with the file and the line or row."""
+
+
+def object_row(row: Any, place: str) -> Row:
+    """`row` if it is an object, else InputError."""
+    if not isinstance(row, dict):
+        raise InputError(f"{place} is a {type(row).__name__}: a row must be an object", code="data.invalid_file")
+    return row
