@@ -44,7 +44,7 @@ class DatasetConfig:
             text = "is empty: name a file, a folder or a hub dataset"
             yield Problem("path", text, "config.missing_requirement")
         if len(set(self.columns.values())) < len(self.columns):
-            yield "columns", "gives two columns one name: rename each to a name of its own"
+            yield "columns", "gives two columns one name: give each a separate name"
         if self.truncation in ("left", "right") and self.type == "rl":
             yield "truncation", f"{self.truncation} would change the prompts of an rl dataset: use drop or error"
 
