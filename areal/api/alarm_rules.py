@@ -63,7 +63,7 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         side="above",
         limit=0.02,
         steps=1,
-        meaning="agents fail in some sessions, and the policy learns only from the others: it may learn to avoid what "
+        meaning="agents fail in sessions, and the policy learns only from the others: it may learn to avoid what "
         "fails, for example a tool call",
         causes="an exception in the agent, its tools or its environment; a process of an agent that dies",
         look_at="areal show RUN --reason agent_error; the first failure in summary.json; areal rehearse",
