@@ -343,6 +343,8 @@ model.context_length: native.context_length exceeds the limit of the model, or t
     Set native.context_length to a value within the limit of the model.
 model.liger_unavailable: logprob_kernel=liger cannot run with this device, these outputs or this liger-kernel.
     Use logprob_kernel=torch, or install the version that the message names.
+model.no_compiler: actor.compile=true needs a C++ compiler on the CPU, and there is none.
+    Install g++, set CXX to another compiler, or use compile=false.
 model.not_found: There is no model at the given path or hub name.
     Set the path to the folder of a Hugging Face checkpoint, or to an existing hub name.
 model.not_loadable: transformers cannot load the model or its tokenizer.

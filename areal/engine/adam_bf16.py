@@ -27,6 +27,7 @@ class AdamBf16(torch.optim.Optimizer):
         """Update every weight that has a gradient."""
         number = 0
         for group in self.param_groups:
+            number = group.get("number", number)  # of the weights before this group, where the caller passes few
             for parameter in group["params"]:
                 number += 1
                 if parameter.grad is None:

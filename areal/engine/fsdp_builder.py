@@ -15,7 +15,14 @@ from areal.api.errors import ConfigError
 from areal.engine.adapter_format import with_values
 from areal.engine.expert_parallel import apply_expert_plan, expert_modules
 from areal.engine.fsdp import FSDPEngine
-from areal.engine.hf_model import enable_checkpointing, fill_model, load_model, resolve_model_folder, shard_units
+from areal.engine.hf_model import (
+    enable_checkpointing,
+    fill_model,
+    load_model,
+    require_compiler,
+    resolve_model_folder,
+    shard_units,
+)
 from areal.engine.liger_head import require_liger
 from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh
@@ -54,7 +61,7 @@ def build_fsdp_engine(
     folder = resolve_model_folder(config.path)
     if (shape := ModelShape.read(str(folder))) is not None and (problem := mesh_problem(shape, mesh.dims)):
         raise ConfigError(f"model {folder}: {problem}", code="model.cannot_split")
-    attention = choose_attention(config.attn_impl, mesh.device, compute)
+    attention = choose_attention(config.attn_impl, mesh.device, compute, in_compiled=config.compile)
     is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
     held = stored if config.lora is None else compute
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
@@ -72,7 +79,13 @@ def build_fsdp_engine(
     optimizer = None
     if config.optimizer is not None:
         trained = {name: weight for name, weight in hf_model.named_parameters() if weight.requires_grad}
-        optimizer = ScheduledOptimizer(trained, config.optimizer, total_steps, world_size=mesh.world_size)
+        optimizer = ScheduledOptimizer(
+            trained,
+            config.optimizer,
+            total_steps,
+            world_size=mesh.world_size,
+            offloads_state=config.fsdp.offload_optimizer and not config.fsdp.offload_params,
+        )
     return FSDPEngine(
         model,
         mesh=mesh,
@@ -87,7 +100,7 @@ def build_fsdp_engine(
 
 
 def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh) -> Adapters | None:
-    """What is between construction and sharding, in this order: adapters, tensor plan, checkpointing."""
+    """What is between construction and sharding, in this order: adapters, tensor plan, checkpointing, compilation."""
     if config.optimizer is None:
         hf_model.requires_grad_(False)
     adapters = None if config.lora is None else Adapters(hf_model, config.lora)
@@ -97,6 +110,10 @@ def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: Trainer
         apply_expert_plan(hf_model, mesh.expert_mesh(config.fsdp.shard_size)["expert"])
     if config.optimizer is not None and config.gradient_checkpointing:
         enable_checkpointing(hf_model, is_selective=config.checkpointing == "selective")
+    if config.compile:
+        require_compiler(mesh.device)
+        for unit in _units(hf_model, config):
+            unit.forward = torch.compile(unit.forward, dynamic=True)  # FSDP's hooks remain outside
     return adapters
 
 

@@ -1,5 +1,7 @@
 """Loading of Hugging Face models into the trainer: location, construction, refusal of unsupported architectures."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -140,6 +142,14 @@ def enable_checkpointing(model: PreTrainedModel, *, is_selective: bool) -> None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     except ValueError as error:
         raise ConfigError(f"gradient_checkpointing=true: {error}", code="model.unsupported") from error
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raise ConfigError when torch.compile lacks the C++ compiler that it needs on the CPU."""
+    name = os.environ.get("CXX") or "g++"
+    if device.type == "cpu" and shutil.which(name) is None:
+        message = f"compile=true needs a C++ compiler, and there is no program {name}: install it or set CXX"
+        raise ConfigError(message, code="model.no_compiler")
 
 
 def _kept_or_not(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:

@@ -22,13 +22,22 @@ class ScheduledOptimizer:
     """AdamW or plain gradient descent over the (possibly sharded) parameters of one model."""
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], config: OptimizerConfig, total_steps: int, *, world_size: int = 1
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: OptimizerConfig,
+        total_steps: int,
+        *,
+        world_size: int = 1,
+        offloads_state: bool = False,
     ) -> None:
+        """`offloads_state`: the state is in CPU memory, and on the device for one parameter at a time."""
         self._parameters = parameters
         self._copies = {name: num_copies(parameter, world_size) for name, parameter in parameters.items()}
         self._config = config
         self._total_steps = total_steps
         self._optimizer = _make_optimizer(list(parameters.values()), config)
+        self._on_cpu: dict[Tensor, dict[str, Tensor]] | None = {} if offloads_state else None
+        """With `offloads_state`: the state of each parameter, sharded as the parameter is."""
         self.num_steps = 0
         """Calls of `step` so far: the position in the schedule."""
 
@@ -50,7 +59,7 @@ class ScheduledOptimizer:
                 gradient.mul_(self._config.gradient_clipping / norm)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self._optimizer.step()
+        self._update()
         self._optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
         # Checked here, not while weights are published: a collective publication has sent its first buckets before the
@@ -60,25 +69,49 @@ class ScheduledOptimizer:
             raise TrainingDiverged("weight", self._worst(weights, reduce_sum), rate)
         return {"lr": Metric(rate), "grad_norm": Metric(norm)}
 
+    def _update(self) -> None:
+        if self._on_cpu is None:
+            self._optimizer.step()
+            return
+        groups = self._optimizer.param_groups
+        each = [(group, parameter) for group in groups for parameter in group["params"]]
+        for number, (group, parameter) in enumerate(each):
+            self._optimizer.param_groups = [{**group, "params": [parameter], "number": number}]
+            own, device = self._on_cpu.setdefault(parameter, {}), local_part(parameter).device
+            if own:
+                on_device = {kind: _held(parameter, local_part(value).to(device)) for kind, value in own.items()}
+                self._optimizer.state[parameter] = on_device
+            self._optimizer.step()
+            for kind, value in self._optimizer.state.pop(parameter, {}).items():
+                own[kind] = _held(parameter, local_part(value).cpu())
+        self._optimizer.param_groups = groups
+
     def state(self) -> dict[str, Tensor]:
         """The optimiser state: `<parameter>/<kind>` -> a number, or a tensor sharded as the parameter is."""
+        found = self._optimizer.state if self._on_cpu is None else self._on_cpu
         return {
             f"{name}/{kind}": value
             for name, parameter in self._parameters.items()
-            for kind, value in self._optimizer.state.get(parameter, {}).items()
+            for kind, value in found.get(parameter, {}).items()
         }
 
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         """Continue from the result of `state`, whose tensors become those of the optimiser."""
-        self._optimizer.state.clear()
+        self.clear_state()
         for key, value in state.items():
             name, _, kind = key.rpartition("/")
-            self._optimizer.state[self._parameters[name]][kind] = value
+            parameter = self._parameters[name]
+            if self._on_cpu is None:
+                self._optimizer.state[parameter][kind] = value
+            else:
+                self._on_cpu.setdefault(parameter, {})[kind] = _held(parameter, local_part(value).cpu())
         self.num_steps = num_steps
 
     def clear_state(self) -> None:
         """Reset to the state after construction; the schedule continues."""
         self._optimizer.state.clear()
+        if self._on_cpu is not None:
+            self._on_cpu.clear()
 
     def _squared_norm(self, tensors: dict[str, Tensor]) -> Tensor:
         """The part of these tensors on this rank in the sum of squares over all ranks: [] float64 on the CPU.
@@ -137,3 +170,11 @@ def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> 
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def _held(parameter: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a kind of state, which may be on another device, as a tensor sharded as the parameter is."""
+    if not isinstance(parameter, DTensor) or part.ndim < parameter.ndim:
+        return part
+    place = (parameter.device_mesh, parameter.placements)
+    return DTensor.from_local(part, *place, run_check=False, shape=parameter.shape, stride=parameter.stride())

@@ -45,15 +45,21 @@ def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
     return PackedLayout(cu_seqlens=cu_seqlens, max_seqlen=max(lengths), runs=runs)
 
 
-def choose_attention(attn_impl: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Register the attention functions with transformers and return the name of the one that `attn_impl` selects."""
-    AttentionInterface.register(SDPA, _over_context(_sdpa_per_sequence))
-    AttentionInterface.register(VARLEN, _over_context(_varlen))
+def choose_attention(attn_impl: str, device: torch.device, dtype: torch.dtype, *, in_compiled: bool = False) -> str:
+    """Register the attention functions with transformers and return the name of the one that `attn_impl` selects.
+
+    `in_compiled`: for blocks that torch.compile compiles. The function is then not compiled, because it would be again
+    for every layout of a row.
+    """
+    suffix = "_in_compiled" if in_compiled else ""
+    for name, attention in ((SDPA, _sdpa_per_sequence), (VARLEN, _varlen)):
+        attend = _over_context(attention)
+        AttentionInterface.register(name + suffix, torch.compiler.disable(attend) if in_compiled else attend)
     can_use_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if attn_impl == "varlen" and not can_use_kernel:
         message = f"attn_impl=varlen needs CUDA and bfloat16, not {device.type} and {dtype}: use attn_impl=auto"
         raise ConfigError(message, code="model.attention_unavailable")
-    return VARLEN if attn_impl != "sdpa" and can_use_kernel else SDPA
+    return (VARLEN if attn_impl != "sdpa" and can_use_kernel else SDPA) + suffix
 
 
 def _over_context(attention: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:

@@ -55,13 +55,16 @@ def rank_memory(
     for model, shape in models:
         width = 2 if model.dtype == "bfloat16" else 4
         trained, ranks = model.optimizer is not None, num_shards(model, dims)
-        weights += shape.parameters * (4 if trained and model.lora is None else width) // ranks
+        is_away = on_gpu and model.fsdp.offload_params
+        weights += 0 if is_away else shape.parameters * (4 if trained and model.lora is None else width) // ranks
         if model.optimizer is not None:
             learned = shape.parameters if model.lora is None else adapter_parameters(model.lora, shape)
-            weights += 0 if model.lora is None else learned * 4 // ranks
+            weights += 0 if model.lora is None or is_away else learned * 4 // ranks
             keeps_whole = accumulates and ranks > 1 and model.fsdp.gradient_sync == "last"
-            gradients += learned * 4 // (dims.tp if keeps_whole else ranks)
-            optimizer += learned * {"adam": 8, "adam_bf16": 4, "sgd": 0}[model.optimizer.type] // ranks
+            if keeps_whole or not is_away:
+                gradients += learned * 4 // (dims.tp if keeps_whole else ranks)
+            if not is_away and not (on_gpu and model.fsdp.offload_optimizer):
+                optimizer += learned * {"adam": 8, "adam_bf16": 4, "sgd": 0}[model.optimizer.type] // ranks
         if ranks > 1 or (trained and width < 4):
             gathered = max(gathered, _gathered(shape, width, trained=trained and model.lora is None) // dims.tp)
         own = -(-tokens // dims.cp)
@@ -152,7 +155,7 @@ def memory_problems(
     accumulates = tokens * per_step < plan.numbers.samples_per_step * longest // dims.dp
     found = rank_memory(known, dims=dims, tokens=tokens, on_gpu=on_gpu, bucket_bytes=bucket, accumulates=accumulates)
     state = found.weights + found.gradients + found.optimizer
-    advice = "use more ranks (allocation_mode) or fsdp.offload_params=true"
+    advice = "use more ranks (allocation_mode) or fsdp.offload_optimizer=true or fsdp.offload_params=true"
     if accumulates and any(model.fsdp.gradient_sync == "last" for model, _ in known):
         advice += ", or fsdp.gradient_sync=every"
     if not on_gpu and (needed := state * len(ranks)) > host_bytes:

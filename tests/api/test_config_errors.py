@@ -181,6 +181,15 @@ def test_one_mistake(problem, code: str, override: str, path: str, values: list[
     assert len(str(error)) < 1000
 
 
+def test_blocks_are_not_compiled_where_that_fails(problem) -> None:
+    (found,) = problem("actor.compile=true", "allocation_mode=native:d1+fsdp:t2").problems
+    assert (found.path, found.code) == ("actor.compile", "config.unsupported")
+    (found,) = problem(
+        "actor.compile=true", "actor.gradient_checkpointing=true", "actor.checkpointing=selective"
+    ).problems
+    assert (found.path, found.code) == ("actor.checkpointing", "config.conflict")
+
+
 def test_all_mistakes_are_reported_at_once_and_only_they(problem) -> None:
     error = problem("seeed=3", "actor.optimizer.lr=abc", "gconfig.top_p=7", "trial_name=a/b", "actor.path=")
     assert error.code == "config.invalid"

@@ -54,6 +54,8 @@ OPTIONS: dict[str, dict] = {
     "every": {"fsdp": FSDPEngineConfig(gradient_sync="every", reshard_after_forward=False, prefetch_blocks=1)},
     "adam_bf16": {"optimizer": replace(ADAM, type="adam_bf16")},
     "offload": {"fsdp": FSDPEngineConfig(offload_params=True)},
+    "offload_optimizer": {"fsdp": FSDPEngineConfig(offload_optimizer=True)},
+    "compiled": {"compile": True},
     "critic": {"role": "critic"},
     "lora": {"lora": LoRAConfig(rank=3, alpha=4, init="pissa", modules_to_save=["lm_head"])},
     "lora_dropout": {
@@ -63,7 +65,7 @@ OPTIONS: dict[str, dict] = {
 }
 
 
-SAVED = ("-plain", "-adam_bf16", "-lora")
+SAVED = ("-plain", "-adam_bf16", "-lora", "-offload_optimizer")
 """Cases that also save and load checkpoints."""
 
 

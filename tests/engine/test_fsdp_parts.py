@@ -13,6 +13,7 @@ from torch import nn
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.api.config import MicroBatchSpec, OptimizerConfig
+from areal.data.split import take
 from areal.engine.hf_model import resolve_model_folder
 from areal.engine.micro_batch import make_micro_batch, plan_micro_batches
 from areal.engine.optimizer import learning_rate
@@ -216,6 +217,33 @@ def test_models_that_would_be_trained_wrongly_are_refused(cases, tmp_path):
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "q")
     with raises_code("model.unsupported", "sliding_attention"):
         cases.make_engine(tmp_path / "q")
+
+
+def test_blocks_are_not_compiled_without_a_compiler(cases, models, monkeypatch):
+    monkeypatch.setenv("CXX", "absent-compiler")
+    with raises_code("model.no_compiler", "absent-compiler"):
+        cases.make_engine(models / "qwen2", compile=True)
+
+
+@pytest.mark.parametrize(("dtype", "is_exact"), [("float32", True), ("bfloat16", False)])
+def test_gradients_of_micro_batches_are_summed_in_the_type_of_their_reduction(cases, models, dtype, is_exact):
+    """Computed in bfloat16; the sum of two micro-batches has more bits only in float32."""
+    lengths = [9, 7]
+
+    def gradients(batch, count):
+        engine = cases.make_engine(
+            models / "llama", dtype="bfloat16", grad_reduce_dtype=dtype, mb_spec=MicroBatchSpec(max_tokens_per_mb=10)
+        )
+        before = {name: value.clone() for name, value in engine.named_weights(stored=True)}
+        engine.forward_backward(batch, cases.policy_loss, denominator=count)
+        engine.optimizer_step()
+        return {name: before[name] - value for name, value in engine.named_weights(stored=True)}
+
+    batch = cases.make_batch(lengths)
+    parts = [gradients(take(batch, [place]), 8.0) for place in range(2)]
+    whole = gradients(batch, 8.0)
+    gaps = [(parts[0][name] + parts[1][name] - value).abs().max().item() for name, value in whole.items()]
+    assert (max(gaps) < 1e-6) is is_exact
 
 
 def test_checkpoints_that_are_broken_are_refused(cases, models, tmp_path, monkeypatch):

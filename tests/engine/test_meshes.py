@@ -18,10 +18,35 @@ FAMILIES = [f"{family}-plain" for family in ("qwen3", "qwen2", "llama", "mistral
 OPTIONS = [f"qwen3-{name}" for name in ("checkpointed", "selective", "kept_on_cpu", "rich", "critic", "every", "bf16")]
 EXPERTS = [f"{family}-plain" for family in ("qwen3_moe", "mixtral", "deepseek_v3")]
 CASES = {
-    "d1": ["qwen3-plain", "qwen3-selective", "qwen3-kept_on_cpu", "qwen3-offload", "qwen3-bf16", *EXPERTS],
-    "d2": ["qwen3-plain", "qwen2-rich", "qwen3-every", *EXPERTS, "qwen3_moe-checkpointed", "qwen3-lora"],
+    "d1": [
+        "qwen3-plain",
+        "qwen3-selective",
+        "qwen3-kept_on_cpu",
+        "qwen3-offload",
+        "qwen3-bf16",
+        "qwen3-compiled",
+        *EXPERTS,
+    ],
+    "d2": [
+        "qwen3-plain",
+        "qwen2-rich",
+        "qwen3-every",
+        "qwen3-lora",
+        "qwen3-offload_optimizer",
+        "qwen3-compiled",
+        *EXPERTS,
+        "qwen3_moe-checkpointed",
+    ],
     "d4": ["qwen3-plain", "qwen3-micro", "qwen3_moe-plain"],
-    "t2": [*FAMILIES, *OPTIONS, "qwen2-rich", "qwen3-offload", "qwen3-lora", "qwen3-lora_dropout"],
+    "t2": [
+        *FAMILIES,
+        *OPTIONS,
+        "qwen2-rich",
+        "qwen3-offload",
+        "qwen3-lora",
+        "qwen3-lora_dropout",
+        "qwen3-offload_optimizer",
+    ],
     "c2": [*FAMILIES, *OPTIONS, "qwen2-rich", "qwen3-lora"],
     "c4": ["qwen3-plain", "qwen2-checkpointed"],
     "d2t2": ["qwen3-plain", "qwen2-rich", "qwen3-every", "qwen3-bf16", "qwen3-adam_bf16", "qwen3-lora"],
@@ -51,6 +76,9 @@ def run_mesh(folder: Path, mesh: str, cases: list[str]) -> list[dict]:
         outputs = mesh_cases.outputs_of(expected, mesh_cases.all_batches()[0])
         steps = mesh_cases.steps_of(expected, case)
         found = {"outputs": outputs, "weights": mesh_cases.cases.weights_of(expected)}
+        if case.endswith("bf16"):
+            exact = mesh_cases.make_engine(folder / "models", case.replace("bf16", "plain"))
+            found["exact"] = mesh_cases.outputs_of(exact, mesh_cases.all_batches()[0])
         torch.save({"steps": steps, **found}, folder / f"expected-{case}")
         if case.endswith(mesh_cases.SAVED):
             expected.save(folder / f"one-{case}", with_optimizer=True)
@@ -94,10 +122,24 @@ def differences(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
     return found
 
 
+def error_ratio(folder: Path, case: str, facts: list[dict]) -> float:
+    """Root mean square of the log-probabilities' distance from float32, as a multiple of that of one process."""
+    expected, batch = torch.load(folder / f"expected-{case}"), mesh_cases.all_batches()[0]
+    bounds, squares = batch.cu_seqlens.tolist(), torch.zeros(2, dtype=torch.float64)
+    exact, one = expected["exact"]["logprobs"], expected["outputs"]["logprobs"]
+    for rank, fact in enumerate(fact[case] for fact in facts):
+        mine = mesh_cases.share_indices(batch, fact["dp_size"], fact["dp_rank"])
+        places = [t for i in mine for t in range(bounds[i], bounds[i + 1])]
+        own = load_file(folder / f"outputs-{case}-{rank}")["logprobs"]
+        squares += torch.stack([(each - exact[places]).double().square().sum() for each in (own, one[places])])
+    return math.sqrt(squares[0] / squares[1])
+
+
 def check(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
     found = differences(folder, case, facts)
     limit = 0.05 if case.endswith("bf16") else 5e-6  # two roundings of a bfloat16 number differ by 0.4%
     assert max(found.values()) < limit, found
+    assert not case.endswith("bf16") or error_ratio(folder, case, facts) < 1.5
     assert all(fact[case].get("adapter", True) for fact in facts)
     if case.endswith(mesh_cases.SAVED):
         for rank, fact in enumerate(fact[case] for fact in facts):

@@ -120,3 +120,24 @@ def test_after_a_kill_of_all_processes_the_same_command_continues(make_run, prov
     assert attached[0] == 0
     assert attached[1] >= 3
     assert attached[2] >= 6
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("allocation_mode=native:d2+fsdp:t2",),
+        ("allocation_mode=native:d2+fsdp:c2",),
+        ("actor.lora={rank: 4, alpha: 16}", "actor.optimizer.lr=1e-2"),
+        ("actor.lora={rank: 4, alpha: 16}", "actor.optimizer.lr=1e-2", "allocation_mode=native:d2+fsdp:t2"),
+    ],
+    ids=["t2", "c2", "lora", "lora-t2"],
+)
+def test_ranks_of_every_mesh_continue_after_a_kill(make_run, hold, prove_all, overrides):
+    """The proof trains the recorded batches again, and gets the same weights."""
+    run = make_run("total_train_steps=12", *overrides)
+    run.train_up_to(5)
+    before = run.pids(fresh=True)
+    run.kill(["trainer-1"])
+    recovers(run, hold, before, "trainer-1")
+    run.wait_for_the_end()
+    prove_all(run)

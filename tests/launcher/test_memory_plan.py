@@ -10,7 +10,7 @@ from torch.autograd.profiler import profile
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.api.allocation import ParallelDims
-from areal.api.config import GRPOConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.api.config import FSDPEngineConfig, GRPOConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.launcher.job import make_plan
@@ -99,6 +99,13 @@ def test_a_model_that_does_not_fit_is_refused_with_the_option_to_change(seven_bi
     assert problems_of(seven_billion, eight, mb_spec=MicroBatchSpec(max_tokens_per_mb=2048)) == []
     [ranks] = problems_of(seven_billion, Machine(cores=64, gpus=("0", "1")), **checkpointed)
     assert ranks.startswith("allocation_mode: ")
+    lower, one = checkpointed | {"mb_spec": MicroBatchSpec(max_tokens_per_mb=2048)}, Machine(cores=64, gpus=("0", "1"))
+    offloads = {"none": {}, "optimizer": {"offload_optimizer": True}, "all": {"offload_params": True}}
+    found = {
+        name: len(problems_of(seven_billion, one, **lower, fsdp=FSDPEngineConfig(**options)))
+        for name, options in offloads.items()
+    }
+    assert found == {"none": 1, "optimizer": 0, "all": 0}, "the advice helps"
     [host] = problems_of(seven_billion, Machine(cores=64), host_gib=64)
     assert host.startswith("allocation_mode: ")
     assert problems_of(seven_billion, Machine(cores=64)) == []

@@ -135,6 +135,9 @@ class BaseExperimentConfig:
             yield "train_dataset.batch_size", text
         for key, model in self.models.items():
             size, sharing = model.fsdp.shard_size, dims.dp * dims.cp
+            if model.compile and dims.tp > 1:
+                text = f"torch.compile fails on the distributed tensors of tensor ranks (t{dims.tp}): use compile=false"
+                yield Problem(f"{key}.compile", text, "config.unsupported")
             if size is not None and sharing % size:
                 works = " or ".join(str(count) for count in range(1, sharing + 1) if sharing % count == 0)
                 text = f"{size} does not divide the {sharing} data and context ranks of {dims}: use {works}"

@@ -69,6 +69,10 @@ class FSDPEngineConfig:
     """Modules that are sharded separately; null = the model's own list of blocks."""
     offload_params: bool = option(False, also="verl: actor.fsdp_config.param_offload")
     """Keep sharded parameters and optimiser state in CPU memory between uses."""
+    offload_optimizer: bool = option(
+        False, relevant=when("offload_params", False), also="verl: actor.fsdp_config.optimizer_offload"
+    )
+    """Keep the optimiser state alone in CPU memory; each weight is updated on the device, one after the other."""
     gradient_sync: str = choice("last", "last", "every")
     """Reduce gradients over ranks after the last micro-batch of a step, or after every: less memory, more traffic."""
     reshard_after_forward: bool = option(True, also="verl: actor.fsdp_config.reshard_after_forward")
@@ -106,6 +110,8 @@ class TrainEngineConfig:
     """Recompute activations in the backward pass: less memory, more computation."""
     checkpointing: str = choice("full", "full", "selective", "offload", relevant=when("gradient_checkpointing", True))
     """Kept of a block: full = its input, selective = also products of matrices, offload = its input, on the CPU."""
+    compile: bool = option(False, also="verl: actor.use_torch_compile, which is true by default")
+    """Compile each block with torch.compile: some minutes at the start, then faster; needs g++ on the CPU."""
     dtype: str = choice("bfloat16", "bfloat16", "float32")
     """Data type of computation; master weights and optimiser state are float32."""
     head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
@@ -113,7 +119,7 @@ class TrainEngineConfig:
     logprob_kernel: str = choice("torch", "torch", "liger")
     """Log-probability kernel: torch = blocks of logits, liger = liger-kernel (CUDA only, no entropies)."""
     grad_reduce_dtype: str = choice("float32", "bfloat16", "float32", relevant=given("optimizer"))
-    """Data type of the gradient reduction over ranks."""
+    """Data type in which gradients are summed over micro-batches and reduced over ranks."""
     optimizer: OptimizerConfig | None = None
     """Optimiser; null = the model is not trained (a reference)."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
@@ -131,6 +137,8 @@ class TrainEngineConfig:
             yield Problem("path", text, "config.missing_requirement")
         if self.logprob_kernel == "liger" and self.temperature != 1.0:
             yield "logprob_kernel", f"liger does not support temperature={self.temperature:g}: use torch"
+        if self.compile and self.gradient_checkpointing and self.checkpointing == "selective":
+            yield "checkpointing", "selective cannot see the operators of a compiled block: use full or compile=false"
         if self.lora is not None and self.optimizer is None:
             yield "lora", "is set, but a model without an optimizer is never trained: remove it"
         if self.lora is not None and self.init_from_scratch:
