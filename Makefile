@@ -114,12 +114,16 @@ lint: .venv/.installed
 	$(BIN)/python .ci/check_words.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Pages that are generated from the code. A test fails when one is out of date.
+# The pages that are generated from the code (a test fails when one is out of date), then the site in build/site.
 docs: .venv/.installed
 	$(BIN)/python -m areal.api.error_codes > docs/errors.md
 	$(BIN)/python -m areal.api.config.docs > docs/config.md
 	$(BIN)/python -m areal.api.alarm_rules > docs/alarms.md
 	$(BIN)/python -m areal.observe.metric_table > docs/metrics.md
+	$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	mkdir -p build/site_source
+	for name in README.md CONTRIBUTING.md SECURITY.md docs benchmark examples areal; do ln -sfn ../../$$name build/site_source/$$name; done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-vllm .venv-sglang runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

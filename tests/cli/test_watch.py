@@ -17,7 +17,7 @@ from areal.cli.watch_facts import Watched
 from areal.cli.watch_view import view
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusSource
-from areal.observe.trackers import JsonlTracker
+from areal.observe.step_files import JsonlTracker
 from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
 from areal.trainer.sample_table import sample_rows

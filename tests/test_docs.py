@@ -1,0 +1,129 @@
+"""The documentation against the code: links, pages, and the words of its commands and configurations."""
+
+import contextlib
+import functools
+import io
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal.cli.main import COMMANDS, run_command
+from areal.launcher import ray, slurm, ssh
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/*.md"), *ROOT.glob("examples/**/*.md")]
+)
+OPTIONS = frozenset((ROOT / "tests/api/option_names.txt").read_text().replace("[]", "").split())
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
+_LAUNCHERS = {"areal.launcher.local": "run", "areal.launcher.ray": "ray", "areal.launcher.slurm": "slurm"}
+_OTHER_OPTIONS = ("prove-template",)
+"""Commands whose `name=value` is no option of a run."""
+_USAGE = {"ray": ray.USAGE, "slurm": slurm.USAGE, "ssh": ssh.USAGE}
+
+of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    yield from (text for language, text in _BLOCK.findall(page.read_text()) if language in languages)
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@functools.cache
+def anchors(page: Path) -> frozenset[str]:
+    return frozenset(
+        slug(line.lstrip("#")) for line in _BLOCK.sub("", page.read_text()).splitlines() if line[:1] == "#"
+    )
+
+
+@of_each_page
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", _BLOCK.sub("", page.read_text())):
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = Path(os.path.normpath(page.parent / path)) if path else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_overview_and_on_the_site():
+    pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    overview = (ROOT / "docs/README.md").read_text()
+    assert [page for page in sorted(pages) if f"]({page})" not in overview] == []
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert [page for page in PAGES if f": {page.relative_to(ROOT)}\n" not in site] == []
+
+
+@of_each_page
+def test_configurations_have_options_that_exist(page):
+    for text in blocks(page, "yaml"):
+        for path in leaves(yaml.safe_load(text)):
+            assert is_option(path), path
+
+
+def leaves(tree, path: str = "") -> Iterator[str]:
+    if path in OPTIONS or not isinstance(tree, dict) or not tree:
+        yield path
+        return
+    for key, value in tree.items():
+        yield from leaves(value, f"{path}.{key}" if path else str(key))
+
+
+def is_option(path: str) -> bool:
+    """Whether the path is an option, a section, or inside an option whose keys are free."""
+    parts = path.split(".")
+    free = any(".".join(parts[:count]) in OPTIONS for count in range(1, len(parts) + 1))
+    return free or any(option.startswith(f"{path}.") for option in OPTIONS)
+
+
+@of_each_page
+def test_commands_have_flags_options_and_files_that_exist(page):
+    for text in blocks(page, "bash", "sh", "console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True) if line.strip() else []
+            if words[:1] == ["make"]:
+                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), line
+            if command := areal_words(words):
+                check_words(command, line)
+            for word in words:
+                if word.startswith("examples/"):
+                    assert (ROOT / word).exists(), line
+
+
+def areal_words(words: list[str]) -> list[str]:
+    """The words after `areal`, or those that mean the same as `python -m areal.launcher.NAME`."""
+    if words[:1] == ["areal"]:
+        return words[1:]
+    if "-m" in words and (name := _LAUNCHERS.get(words[words.index("-m") + 1])):
+        return [name, *words[words.index("-m") + 2 :]]
+    return []
+
+
+def check_words(words: list[str], line: str) -> None:
+    text = usage("config import" if words[:2] == ["config", "import"] else words[0])
+    for word in words[1:]:
+        if re.match(r"--?[a-z]", word):
+            assert re.search(rf"(?<![\w-]){re.escape(word.partition('=')[0])}(?![\w-])", text), line
+        elif (found := re.match(r"([\w.]+)=", word)) and words[0] not in _OTHER_OPTIONS:
+            assert words[:2] == ["config", "import"] or is_option(found[1]), line
+
+
+@functools.cache
+def usage(name: str) -> str:
+    """The help of a subcommand; that of `run` with the options of every launcher."""
+    if name in _USAGE:
+        return usage("run") + _USAGE[name]
+    assert name.split()[0] in {command.name for command in COMMANDS}, name
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
+        run_command([*name.split(), "--help"])
+    return output.getvalue() + ("".join(_USAGE.values()) if name == "run" else "")
