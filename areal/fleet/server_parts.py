@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from areal.api.errors import ArealError
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
 from areal.system.network import LOOPBACK, Host, is_loopback
@@ -85,16 +86,16 @@ async def meeting_point(
         nonlocal store
         peer = writer.get_extra_info("peername")[0]
         with contextlib.closing(writer):
-            if not await asyncio.to_thread(may_join, peer):
-                _LOG.warning("refused a connection from %s: no part of this server is on that machine", peer)
-                return
-            if store is None:
-                store = asyncio.create_task(_start_store(command), name="start the store of the parts")
             try:
+                if not await asyncio.to_thread(may_join, peer):
+                    _LOG.warning("refused a connection from %s: no part of this server is on that machine", peer)
+                    return
+                if store is None:
+                    store = asyncio.create_task(_start_store(command), name="start the store of the parts")
                 _, port = await asyncio.shield(store)
                 back_reader, back_writer = await asyncio.open_connection(LOOPBACK, port)
-            except (OSError, ValueError) as error:
-                _LOG.error("the store of the parts does not run: %s", error)
+            except (ArealError, OSError, ValueError) as error:
+                _LOG.error("%s cannot reach the store of the parts: %s", peer, error)
                 return
             with contextlib.suppress(ConnectionError):
                 await asyncio.gather(_pass_on(reader, back_writer), _pass_on(back_reader, writer))

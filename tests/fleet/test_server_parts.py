@@ -7,7 +7,10 @@ import signal
 import sys
 
 import psutil
+import pytest
 
+from areal.api.errors import ServerUnavailable
+from areal.fleet import server_parts
 from areal.fleet.server_parts import first_part, is_part, meeting_point
 from areal.system.file_registry import FileRegistry
 from areal.system.network import Host as NetHost
@@ -75,13 +78,18 @@ async def test_only_machines_of_its_parts_reach_the_store(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-async def test_a_store_that_does_not_start_is_reported(caplog):
+def _silent_registry(peer):
+    raise ServerUnavailable("etcd does not answer", code="process.registry_silent")
+
+
+@pytest.mark.parametrize("may_join", [lambda peer: True, _silent_registry])
+async def test_a_store_that_does_not_start_and_a_silent_registry_are_reported(caplog, may_join):
     bound = bind_socket()
-    async with meeting_point(bound, lambda peer: True, (sys.executable, "-S", "-c", "")):
+    async with meeting_point(bound, may_join, (sys.executable, "-S", "-c", "")):
         reader, writer = await asyncio.open_connection(*bound.getsockname())
         assert await reader.read() == b""
         writer.close()
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert [(record.levelname, record.name) for record in caplog.records] == [("ERROR", server_parts.__name__)]
 
 
 def test_the_machines_of_a_server_are_those_that_its_parts_registered(tmp_path):
