@@ -108,8 +108,10 @@ class WeightUpdater:
                 self._set_target(update.version, update)  # before any of them generates a token
             try:
                 await self.canary.run()
-                if update.kind == "collective" and any(slot.weights is Weights.DIFFERS for slot in slots):
-                    self._require_serving(update)  # only the trainer can send the weights a second time
+                differs = update.kind == "collective" and any(slot.weights is Weights.DIFFERS for slot in slots)
+                if differs and not self._replicas.serving:  # only the trainer can send the weights a second time
+                    text = f"no replica serves version {update.version}: {self._replicas.describe()}"
+                    raise WeightSyncError(text, code="fleet.update_failed")
                 await self._wait_until_served(update)
             except WeightSyncError:
                 self._set_target(*before)  # no token of the version exists, and none may after this error
@@ -266,11 +268,6 @@ class WeightUpdater:
                 text = f"no replica installed version {update.version}: {self._replicas.describe()}"
                 raise WeightSyncError(text, code="fleet.update_failed")
             await self._replicas.wait_for_change(deadline_s - lateness.now_s)
-
-    def _require_serving(self, update: WeightUpdate) -> None:
-        if not self._replicas.serving:
-            text = f"no replica serves version {update.version}: {self._replicas.describe()}"
-            raise WeightSyncError(text, code="fleet.update_failed")
 
     async def _update_one(self, slot: Slot, update: WeightUpdate, *, rank: int) -> None:
         """Give one replica the weights of an update. On failure it is stale or absent, and the error is raised."""

@@ -11,7 +11,7 @@ from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.launcher import LauncherConfig
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.errors import ConfigError
-from areal.launcher.placement import Place, Placement
+from areal.launcher.placement import Placement
 from areal.system.process import WeightTransport
 
 _CONNECT_S = 300
@@ -59,7 +59,8 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
         if mode == "xccl" and (is_native or not servers_gpu):
             return WeightPath(transport="gloo", reason=problem)
     elif trainer_gpu:
-        used = [(place.machine.host.node, gpu) for place in _receivers_and_sender(placed) for gpu in place.gpus]
+        ends = [placed.trainers[0], *(place for members in placed.servers for place in members)]
+        used = [(place.machine.host.node, gpu) for place in ends for gpu in place.gpus]
         ours, theirs = _numbers(nccl.trainers), _numbers(nccl.servers)
         reason = "trainers and servers have GPUs and one NCCL"
         if len(set(used)) < len(used):
@@ -74,10 +75,6 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
         message = f"actor.weight_update_mode=xccl: {problem}: use disk or auto"
         raise ConfigError(message, code="launch.no_common_transport")
     return WeightPath(transport=both, reason=reason)
-
-
-def _receivers_and_sender(placed: Placement) -> list[Place]:
-    return [placed.trainers[0], *(place for members in placed.servers for place in members)]
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -75,7 +75,8 @@ class NodeChoice:
         ]
         if self._moved_to is not None and planned.role == "server":
             alive = [one for one in alive if one is machine]
-        place = place_again(wanted, alive, self._in_use(), gpu_limit=self._gpu_limit)
+        in_use = [place for name, (link, place) in self._placed.items() if link.ended(name) is None]
+        place = place_again(wanted, alive, in_use, gpu_limit=self._gpu_limit)
         if place is None:
             room = f" with {len(planned.gpus)} free GPUs" if planned.gpus else ""
             message = f"{planned.name} needs another node{room}, and there is none: {cause}"
@@ -89,10 +90,6 @@ class NodeChoice:
     def pending(self) -> Collection[NodeLink]:
         """Connections that are started and not yet in use."""
         return self._pending.values()
-
-    def _in_use(self) -> list[Place]:
-        """The places of the processes that run."""
-        return [place for name, (link, place) in self._placed.items() if link.ended(name) is None]
 
     def _return(self, name: str) -> str:
         """Try to connect a lost node again. Returns why it is still lost; empty when it is not."""

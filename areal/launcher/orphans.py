@@ -53,13 +53,11 @@ def _orphan(process: psutil.Process, paths: RunPaths) -> Orphan | None:
         context = ProcessContext.from_env({AREAL_PROCESS: text})
         # Processes that user code starts inherit the environment and do not count. A server runs no user code, so
         # every process with its name belongs to it, also one that SGLang or vLLM started.
-        is_ours = context is not None and (context.role == "server" or _runs_areal(process.cmdline()))
+        words = itertools.pairwise(process.cmdline())
+        runs_areal = any(flag == "-m" and module.startswith("areal.") for flag, module in words)
+        is_ours = context is not None and (context.role == "server" or runs_areal)
     except (psutil.Error, OSError, LaunchError):  # ended meanwhile, of another user, or with another format
         return None
     if context is not None and is_ours and context.run_dir == str(paths.root):
         return Orphan(process.pid, context.name)
     return None
-
-
-def _runs_areal(argv: list[str]) -> bool:
-    return any(flag == "-m" and module.startswith("areal.") for flag, module in itertools.pairwise(argv))

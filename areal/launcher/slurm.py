@@ -56,7 +56,8 @@ def submit(requests: Sequence[Launch], paths: RunPaths, *, at_once: int, detach:
     line, slurm, first = StatusLine(), SlurmClient(), requests[0]
     runs = [RunPaths.of(request.config) for request in requests]
     is_sweep = runs != [paths]
-    needs = greatest([_needs(request, line) for request in requests])
+    plans = [checked_plan(request, machines_of(request.config), line) for request in requests]
+    needs = greatest([resources_of(plan, request.config) for plan, request in zip(plans, requests, strict=True)])
     script = run_script(
         first.config,
         needs,
@@ -105,10 +106,6 @@ def _secret_variables(config: BaseExperimentConfig) -> dict[str, str]:
     options = config.launcher
     lists = [parse_env_vars(text) for text in (options.inference_server_env_vars, options.trainer_env_vars)]
     return {name: value for given in lists for name, value in given.items() if is_secret(name, value)}
-
-
-def _needs(request: Launch, line: StatusLine) -> Resources:
-    return resources_of(checked_plan(request, machines_of(request.config), line), request.config)
 
 
 def _dry_run_text(request: Launch, needs: Resources, script: str) -> str:
