@@ -9,8 +9,9 @@ requests  microseconds of CPU per request of the fleet, without sockets, by numb
 episodes  microseconds of CPU per episode of the whole controller with its ledger, by number of servers
 memory    bytes per token (tracemalloc) of 2,000 episodes of 4,000 tokens: the largest sum while their tokens arrive,
           while they wait for their rewards, and until the ledger has them
-lag       10,000 episodes of 2,000 tokens in flight on 1,000 servers, three weight updates meanwhile, and batches of
-          1 GB for 8 ranks: how late a timer of the loop is, and the growth of the resident memory by a batch
+lag       10,000 episodes of 1,000 to 3,000 tokens in flight on 1,000 servers, 500,000 tokens/s in all, weight updates
+          meanwhile, and batches of 1 GB for 8 ranks: how late a timer of the loop is, and the growth of the
+          resident memory by a batch
 
 CPU time is `time.process_time`, so other processes change it little; lag is wall time and needs an idle machine: the
 text on stderr has the CPU seconds of the longest turn of the loop as well. The last line on stdout is JSON.
@@ -22,6 +23,7 @@ import argparse
 import asyncio
 import gc
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -90,12 +92,14 @@ class Size:
     in_flight: int = 10_000
     answer_tokens: int = 2000
     batch_bytes: int = 10**9
+    chunk_s: float = 0.64
+    """Between two events of a stream, in the mean, with 32 tokens each."""
     batches: int = 2
 
 
 SMALL = Size(
     servers=(2, 4), streams=2, stream_tokens=64, groups=4, group_size=4, episodes=32, held_episodes=4, held_tokens=64,
-    in_flight=16, answer_tokens=32, batch_bytes=8 * 700, batches=1,
+    in_flight=16, answer_tokens=32, batch_bytes=8 * 700, batches=1, chunk_s=0.01,
 )  # fmt: skip
 
 
@@ -197,12 +201,15 @@ class OneAnswer(RolloutWorkflow):
 
     num_tokens: int
     reward: Callable[[], Coroutine[Any, Any, None]] | None = None
+    varies: bool = False
+    """Half to one and a half times `num_tokens`."""
     tokenizer: Any = field(default_factory=NoTokenizer)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         prompt = EncodedPrompt("prompt", packed_ids(range(1000, 1064)))
         conversation = Conversation(self.tokenizer, prompt)
-        asked = request(0, self.num_tokens, input_ids=conversation.token_ids, group_id=uuid4().hex)
+        num_tokens = random.randint(self.num_tokens // 2, self.num_tokens * 3 // 2) if self.varies else self.num_tokens
+        asked = request(0, num_tokens, input_ids=conversation.token_ids, group_id=uuid4().hex)
         conversation.add_answer(await engine.agenerate(asked))
         if self.reward is not None:
             await self.reward()
@@ -328,9 +335,9 @@ class LoopTimer:
 async def lag_ms(size: Size, folder: Path) -> tuple[float, float]:
     """99th percentile and maximum."""
     batch_size = max(4, size.batch_bytes // (13 * (size.answer_tokens + 64)))
-    fleet = fleet_of(size.servers[-1], "least_loaded", chunk_tokens=32, chunk_s=0.2, check_s=1.0)
+    fleet = fleet_of(size.servers[-1], "least_loaded", chunk_tokens=32, chunk_s=size.chunk_s, check_s=1.0)
     controller = controller_of(
-        fleet, OneAnswer(size.answer_tokens), folder, batch_size=batch_size, in_flight=size.in_flight,
+        fleet, OneAnswer(size.answer_tokens, varies=True), folder, batch_size=batch_size, in_flight=size.in_flight,
         steps=size.batches,
     )  # fmt: skip
     timer, process = LoopTimer(), psutil.Process()

@@ -179,7 +179,7 @@ class InProcessReplica:
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         stopped, left = self._stopped, part.max_new_tokens
         while left > 0:
-            await asyncio.sleep(self._chunk_s)
+            await asyncio.sleep(self._chunk_s and self._chunk_s * 2 * random.random())
             if stopped.is_set():
                 on_chunk(PartChunk([], [], Runs(), "abort"))
                 return

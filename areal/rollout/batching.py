@@ -6,6 +6,8 @@ A batch depends only on its ledger record and the payloads of its episodes, so i
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import mul
 
 import numpy as np
 
@@ -101,16 +103,14 @@ def token_stats(
 
     `version` trains on it; tokens of versions below `mask_before` are excluded from the loss.
     """
-    num_trajectories = sum(episode.num_trajectories for episode in episodes)
-    num_sessions = sum(episode.num_sessions for episode in episodes)
+    num_trajectories, num_sessions, num_finished, longest, reward, by_version = _joined(episodes)
     by_staleness = Counter[int]()
     num_tokens = num_trained = 0
-    for episode in episodes:
-        for made_by, tokens, trained in episode.by_version:
-            num_tokens += tokens
-            num_trained += trained if made_by >= mask_before or not mask_before else 0
-            if made_by >= 0:
-                by_staleness[version - made_by] += tokens
+    for made_by, tokens, trained in by_version:
+        num_tokens += tokens
+        num_trained += trained if made_by >= mask_before or not mask_before else 0
+        if made_by >= 0:
+            by_staleness[version - made_by] += tokens
     num_generated = by_staleness.total()
     stats = {
         "num_trajectories": float(num_trajectories),
@@ -119,9 +119,9 @@ def token_stats(
         "generated_tokens": float(num_generated),
         "trained_tokens": float(num_trained),
         "length_mean": num_tokens / num_trajectories,
-        "length_max": float(max(episode.longest for episode in episodes)),
-        "finished_frac": sum(episode.num_finished for episode in episodes) / num_sessions,
-        "reward": sum(episode.reward * episode.num_sessions for episode in episodes) / num_sessions,
+        "length_max": float(longest),
+        "finished_frac": num_finished / num_sessions,
+        "reward": reward,
     }
     if num_generated == 0:
         return stats | {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_tokens_frac": 0.0}
@@ -137,10 +137,42 @@ def token_stats(
     return stats | {f"staleness_frac/{value}": tokens / num_generated for value, tokens in enumerate(bins)}
 
 
-def episode_stats(episodes: Sequence[AcceptedEpisode]) -> dict[str, float]:
-    """Mean of each statistic of the workflow, over the episodes that have it."""
-    found: dict[str, list[float]] = {}
-    for episode in episodes:
-        for name, value in episode.stats.items():
-            found.setdefault(name, []).append(value)
-    return {f"episode/{name}": sum(values) / len(values) for name, values in found.items()}
+def _joined(episodes: Sequence[TokenCounts]) -> TokenCounts:
+    """The counts of several episodes as those of one."""
+    trajectories, sessions, finished, longest, rewards, by_version = zip(*episodes, strict=True)
+    num_sessions = sum(sessions)
+    tokens, trained = Counter[int](), Counter[int]()
+    for (version, made, used), times in Counter(chain.from_iterable(by_version)).items():
+        tokens[version] += made * times
+        trained[version] += used * times
+    return TokenCounts(
+        sum(trajectories),
+        num_sessions,
+        sum(finished),
+        max(longest),
+        sum(map(mul, rewards, sessions)) / num_sessions,
+        tuple((version, tokens[version], trained[version]) for version in sorted(tokens)),
+    )
+
+
+class BatchSums:
+    """The statistics of a batch, added block by block."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        """Tokens of each episode."""
+        self._blocks: list[TokenCounts] = []
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, episodes: Sequence[AcceptedEpisode], counts: Sequence[TokenCounts]) -> None:
+        self.lengths += [episode.num_tokens for episode in episodes]
+        self._blocks.append(_joined(counts))
+        for episode in episodes:
+            for name, value in episode.stats.items():
+                self._values.setdefault(name, []).append(value)
+
+    def stats(self, *, version: int, mask_before: int, max_staleness: int) -> dict[str, float]:
+        """`token_stats` of all, and the mean of each statistic of the workflow over the episodes that have it."""
+        found = token_stats(self._blocks, version=version, mask_before=mask_before, max_staleness=max_staleness)
+        means = {f"episode/{name}": sum(values) / len(values) for name, values in self._values.items()}
+        return found | means

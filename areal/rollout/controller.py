@@ -294,6 +294,7 @@ class Controller:
         """Stop episodes and evaluations, flush the ledger, close workflows and the fleet."""
         self._ended.set()
         self.batches.cancel_requests()
+        await self.batches.close()
         await self._executor.close()
         await self._evaluations.close()
         if self._restoring is not None:

@@ -30,6 +30,8 @@ from areal.rollout.rejections import Rejections
 
 _log = get_logger(__name__)
 
+STARTS_PER_TURN = 64
+"""Episodes that one turn of the event loop starts; each costs about 0.1 ms until its first request."""
 MIN_FAILURES_IN_A_ROW = 50
 """Consecutive failures that end the run, or three batches of them if that is more."""
 FIRST_FAILURES = 3
@@ -89,6 +91,8 @@ class Executor:
         self.first_failure = ""
         """Id and cause of the first episode in this process that failed, or in which an agent failed; empty = none."""
         self._first_failures: dict[int, str] = {}
+        self._admits_more = False
+        """The next turn of the loop starts more episodes."""
         self._failed_in_a_row = 0
         self._failing_since_s = 0.0
         self._max_failed = max(MIN_FAILURES_IN_A_ROW, 3 * limits.batch_size)
@@ -115,6 +119,11 @@ class Executor:
             return
         version = self._ledger.state.version
         free = room(self.limits, running=len(self._tasks), accepted=self._gate_accepted(), version=version)
+        if free > STARTS_PER_TURN:
+            free = STARTS_PER_TURN
+            if not self._admits_more:
+                self._admits_more = True
+                asyncio.get_running_loop().call_soon(self._admit_more)
         while free > 0 and self._to_restart:
             episode_id = self._to_restart.popleft()
             self._ledger.admit_again(episode_id, version=version)
@@ -122,6 +131,10 @@ class Executor:
             free -= 1
         for _ in range(free):
             self._start(self._ledger.admit(version=version))
+
+    def _admit_more(self) -> None:
+        self._admits_more = False
+        self.admit()
 
     def drop_stale(self) -> None:
         """Reject waiting episodes that are too stale for any later batch (rollout.on_stale=drop)."""

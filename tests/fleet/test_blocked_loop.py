@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 
 import pytest
 
@@ -10,6 +11,8 @@ from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, WeightUpdate
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import PartChunk, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica_set import RELEASED_PER_TURN, ReplicaSet
+from areal.fleet.replica_states import Slot
 from areal.fleet.server_client import ServerClient
 from areal.system.file_registry import FileRegistry
 from areal.system.network import bind_socket, http_address
@@ -134,3 +137,36 @@ async def test_a_connection_that_is_made_meanwhile_counts():
 
     await asyncio.to_thread(main)
     bound.close()
+
+
+async def test_a_turn_of_the_loop_sends_few_of_the_requests_that_waited(tmp_path):
+    """Thousands wait for the end of a weight update: they are sent in their order, and the loop stays responsive."""
+    replicas = ReplicaSet(FileRegistry(tmp_path), 1, CONFIG, lambda name, address: SlowReplica(), range(0))
+    sent, count, turn = [], 3 * RELEASED_PER_TURN + 5, 0
+
+    async def send(number):
+        await replicas.wait_to_send(100.0)
+        sent.append((turn, number))
+
+    replicas.is_switching = True
+    waiting = [asyncio.create_task(send(number)) for number in range(count)]
+    await asyncio.sleep(0)
+    waiting[3].cancel()
+    replicas.announce()
+    await asyncio.sleep(0)
+    assert sent == []
+    replicas.is_switching = False
+    replicas.router.serving.add(Slot(0))
+    replicas.announce()
+    while len(sent) < count - 1:
+        turn += 1
+        await asyncio.sleep(0)
+        replicas.announce()  # of other changes meanwhile
+    by_turn = Counter(number for number, _ in sent)
+    assert max(by_turn.values()) <= RELEASED_PER_TURN
+    assert len(by_turn) == 4
+    assert [number for _, number in sent] == [number for number in range(count) if number != 3]
+    replicas.is_switching = True
+    late = asyncio.create_task(replicas.wait_to_send(0.001))
+    await late
+    assert not replicas._may_send

@@ -16,9 +16,10 @@ from aiohttp import ClientSession
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import ConfigError, RequestError, ServerUnavailable, WeightSyncError
 from areal.ledger.ledger import Ledger
+from areal.rollout import controller_process
 from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.rollout.control_requests import PublishRequest, parse_request
-from areal.rollout.controller_process import run_serving, serve, serve_made
+from areal.rollout.controller_process import GROWTH_BYTES, run_serving, serve, serve_made
 from areal.rollout.executor import ProducerStopped
 from areal.rollout.share_codec import decode_share
 from areal.system.file_registry import FileRegistry
@@ -81,6 +82,24 @@ async def test_a_whole_run_through_the_client(tmp_path):
     assert (status["running"], status["waiting"]) == (0, 0)
     assert status["staleness_max"] <= 1
     assert status["gate_closed_because"] == "the run needs no more than its 12 accepted and 0 running episodes"
+
+
+async def test_cycles_are_collected_each_time_the_process_has_grown(monkeypatch):
+    sizes, collected = [5, 5, 5 + GROWTH_BYTES, 6 + GROWTH_BYTES, 9, 9, 10 + GROWTH_BYTES, 7, 7], []
+    looked = asyncio.Event()
+    monkeypatch.setattr(controller_process, "_LOOK_S", 0.0)
+    monkeypatch.setattr(controller_process.gc, "collect", lambda: collected.append(len(sizes)))
+
+    def size():
+        if len(sizes) == 1:
+            looked.set()
+            return sizes[0]
+        return sizes.pop(0)
+
+    task = asyncio.create_task(controller_process.collect_after_growth(size))
+    await looked.wait()
+    task.cancel()
+    assert collected == [5, 2]
 
 
 async def test_a_batch_is_sent_payload_by_payload(tmp_path):

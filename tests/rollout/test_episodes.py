@@ -8,6 +8,7 @@ import pytest
 
 from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.errors import RequestError
+from areal.ledger.ledger import Ledger
 from areal.ledger.payload import (
     TrajectoryError,
     check_payload,
@@ -16,6 +17,7 @@ from areal.ledger.payload import (
     payload_sizes,
 )
 from areal.observe.episode_metrics import log_metric
+from areal.rollout import executor
 from areal.rollout.episode import check_trajectory, verdict_on
 from areal.rollout.share_codec import decode_share
 from tests.rollout import rollout_kit
@@ -318,4 +320,30 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
     assert error.value.code == "rollout.evaluation_failed"
     await controller.attach(rank=0, world_size=1, dp_size=1, step=3, version=0)
     assert await controller.evaluate(3, "sampled", timeout_s=0.0) is None
+    await controller.close()
+
+
+async def test_a_turn_of_the_loop_starts_few_episodes(tmp_path):
+    """Thousands may start after a weight update: between them the loop answers health checks and trainers."""
+    turns, num_episodes = [], 5 * executor.STARTS_PER_TURN + 7
+    config = rollout_kit.make_config(batch_size=num_episodes, max_staleness=0, max_concurrent=num_episodes)
+
+    class NeverEnds(rollout_kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            turns.append(num_turns)
+            await asyncio.Event().wait()
+
+    controller = rollout_kit.make_controller(
+        Ledger.open(tmp_path), config=config, workflow=NeverEnds(), num_rows=num_episodes
+    )
+    await controller.start()
+    num_turns = 0
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    while len(turns) < num_episodes:
+        num_turns += 1
+        await asyncio.sleep(0)
+    by_turn = [turns.count(turn) for turn in sorted(set(turns))]
+    assert max(by_turn) <= executor.STARTS_PER_TURN
+    assert len(by_turn) == 6
+    controller.finish()
     await controller.close()

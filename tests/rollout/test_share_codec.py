@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import random
 import struct
 import tempfile
 from pathlib import Path
@@ -15,8 +16,10 @@ from areal.api.errors import LedgerError
 from areal.ledger.event_files import PayloadReader, payload_path
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import TrajectoryError, check_payload, encode_episode, join_columns, payload_head
-from areal.ledger.state import BatchRecord
-from areal.rollout.batching import share_parts
+from areal.ledger.state import AcceptedEpisode, BatchRecord
+from areal.ledger.token_counts import TokenCounts
+from areal.rollout import train_batches
+from areal.rollout.batching import BatchSums, share_parts
 from areal.rollout.client import RolloutClient
 from areal.rollout.share_codec import decode_share, encode_head, read_share
 from tests.rollout import rollout_kit
@@ -126,3 +129,63 @@ async def test_a_share_is_the_same_from_the_ledger_and_from_the_controller(tmp_p
         with pytest.raises(LedgerError) as error:
             await asyncio.to_thread(ask, address, elsewhere, "files")
         assert error.value.code == "ledger.bad_payload"
+
+
+def test_statistics_by_blocks_are_those_of_the_whole():
+    draw = random.Random(3)
+
+    def episode(number):
+        versions = (-1, *sorted({draw.randint(0, 9), 4}))
+        by_version = tuple((version, draw.randint(1, 9), draw.randint(0, 1)) for version in versions)
+        counts = TokenCounts(draw.randint(1, 3), draw.randint(1, 2), 1, draw.randint(5, 50), draw.random(), by_version)
+        stats = {name: draw.random() for name in ("a", "b") if draw.random() < 0.7}
+        return AcceptedEpisode(number, (0, 0, 0), 0, draw.randint(5, 60), stats, counts)
+
+    episodes = [episode(number) for number in range(40)]
+    found = []
+    for block in (40, 7):
+        sums = BatchSums()
+        for start in range(0, 40, block):
+            part = episodes[start : start + block]
+            sums.add(part, [one.counts for one in part])
+        found.append(sums.stats(version=9, mask_before=3, max_staleness=4))
+        assert sums.lengths == [one.num_tokens for one in episodes]
+    whole, blocks = found
+    assert blocks == pytest.approx(whole)
+    assert whole["episode/a"] == pytest.approx(np.mean([one.stats["a"] for one in episodes if "a" in one.stats]))
+    counts = [one.counts for one in episodes]
+    assert whole["trained_tokens"] == sum(row[2] for one in counts for row in one.by_version if row[0] >= 3)
+    assert whole["reward"] == pytest.approx(
+        sum(one.reward * one.num_sessions for one in counts) / sum(one.num_sessions for one in counts)
+    )
+
+
+async def test_a_batch_of_several_blocks_is_composed(tmp_path, monkeypatch):
+    """Of thousands of episodes, so that the loop never stops for long; meanwhile further episodes are accepted."""
+    monkeypatch.setattr(train_batches, "BLOCK", 1)
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    record = None
+    while record is None:
+        record = await controller.next_batch(0, timeout_s=1.0)
+    assert len(record.payloads) == 4
+    assert record.stats["num_trajectories"] == 4.0
+    assert controller.batches._composing is None
+    controller.finish()
+    await controller.close()
+
+
+async def test_a_composition_ends_when_the_controller_closes(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_batches, "BLOCK", 1)
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    asking = asyncio.create_task(controller.next_batch(0, timeout_s=100.0))
+    while controller.batches._composing is None:
+        await asyncio.sleep(0)
+    task = controller.batches._composing
+    controller.finish()
+    await controller.close()
+    assert task.done()
+    assert await asking is None
