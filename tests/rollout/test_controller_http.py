@@ -16,10 +16,9 @@ from aiohttp import ClientSession
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import ConfigError, RequestError, ServerUnavailable, WeightSyncError
 from areal.ledger.ledger import Ledger
-from areal.rollout import controller_process
 from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.rollout.control_requests import PublishRequest, parse_request
-from areal.rollout.controller_process import GROWTH_BYTES, run_serving, serve, serve_made
+from areal.rollout.controller_process import run_serving, serve, serve_made
 from areal.rollout.executor import ProducerStopped
 from areal.rollout.share_codec import decode_share
 from areal.system.file_registry import FileRegistry
@@ -82,59 +81,6 @@ async def test_a_whole_run_through_the_client(tmp_path):
     assert (status["running"], status["waiting"]) == (0, 0)
     assert status["staleness_max"] <= 1
     assert status["gate_closed_because"] == "the run needs no more than its 12 accepted and 0 running episodes"
-
-
-async def test_cycles_are_collected_each_time_the_process_has_grown(monkeypatch):
-    sizes, collected = [5, 5, 5 + GROWTH_BYTES, 6 + GROWTH_BYTES, 9, 9, 10 + GROWTH_BYTES, 7, 7], []
-    looked = asyncio.Event()
-    monkeypatch.setattr(controller_process, "_LOOK_S", 0.0)
-    monkeypatch.setattr(controller_process.gc, "collect", lambda: collected.append(len(sizes)))
-
-    def size():
-        if len(sizes) == 1:
-            looked.set()
-            return sizes[0]
-        return sizes.pop(0)
-
-    task = asyncio.create_task(controller_process.collect_after_growth(size))
-    await looked.wait()
-    task.cancel()
-    assert collected == [5, 2]
-
-
-async def test_a_batch_is_sent_payload_by_payload(tmp_path):
-    """The controller holds one payload, not the batch: the first arrives before the second is read."""
-    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
-    payload, reads, may_read = controller.batches.payload, [], asyncio.Event()
-
-    async def one_at_a_time(record, index):
-        reads.append(index)
-        if len(reads) > 1:
-            await may_read.wait()
-        return await payload(record, index)
-
-    async with running(controller) as address, ClientSession(headers=BEARER) as session:
-        body = {"run_id": 0, "rank": 0, "world_size": 1, "dp_size": 1, "step": 0, "version": 0}
-        async with session.post(f"{address}/attach", json=body):
-            pass
-        body = {"run_id": 0, "step": 0, "dp_rank": 0, "dp_size": 1, "with_payloads": True}
-        async with session.post(f"{address}/batch", json=body) as answer:  # also composes the batch
-            whole = await answer.read()
-        controller.batches.payload = one_at_a_time
-        record = controller.batches.last
-        total = sum(size for _, _, size in record.payloads)
-        async with session.post(f"{address}/batch", json=body) as answer:
-            part = await controller.batches.part(record, 0, 1)
-            first = len(whole) - total + record.payloads[part.indices[0]][2]
-            received = await answer.content.readexactly(first)
-            assert len(reads) == 2, "the second is asked for, and not read"
-            may_read.set()
-            received += await answer.content.read()
-            while not answer.content.at_eof():
-                received += await answer.content.read()
-        assert received == whole
-        assert reads == list(part.indices)
-        controller.finish()
 
 
 async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import ClientSession
 
 from areal.api.data import TrajectoryGroup
 from areal.api.errors import LedgerError
@@ -25,7 +26,7 @@ from areal.rollout.share_codec import decode_share, encode_head, read_share
 from tests.rollout import rollout_kit
 from tests.rollout.http_kit import running
 from tests.rollout.test_episodes import GOOD, run_one_batch
-from tests.run_token import TOKEN
+from tests.run_token import BEARER, TOKEN
 
 
 def shares_of(payloads, dp_size=1):
@@ -189,3 +190,38 @@ async def test_a_composition_ends_when_the_controller_closes(tmp_path, monkeypat
     await controller.close()
     assert task.done()
     assert await asking is None
+
+
+async def test_a_batch_is_sent_payload_by_payload(tmp_path):
+    """The controller holds one payload, not the batch: the first arrives before the second is read."""
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
+    payload, reads, may_read = controller.batches.payload, [], asyncio.Event()
+
+    async def one_at_a_time(record, index):
+        reads.append(index)
+        if len(reads) > 1:
+            await may_read.wait()
+        return await payload(record, index)
+
+    async with running(controller) as address, ClientSession(headers=BEARER) as session:
+        body = {"run_id": 0, "rank": 0, "world_size": 1, "dp_size": 1, "step": 0, "version": 0}
+        async with session.post(f"{address}/attach", json=body):
+            pass
+        body = {"run_id": 0, "step": 0, "dp_rank": 0, "dp_size": 1, "with_payloads": True}
+        async with session.post(f"{address}/batch", json=body) as answer:  # also composes the batch
+            whole = await answer.read()
+        controller.batches.payload = one_at_a_time
+        record = controller.batches.last
+        total = sum(size for _, _, size in record.payloads)
+        async with session.post(f"{address}/batch", json=body) as answer:
+            part = await controller.batches.part(record, 0, 1)
+            first = len(whole) - total + record.payloads[part.indices[0]][2]
+            received = await answer.content.readexactly(first)
+            assert len(reads) == 2, "the second is asked for, and not read"
+            may_read.set()
+            received += await answer.content.read()
+            while not answer.content.at_eof():
+                received += await answer.content.read()
+        assert received == whole
+        assert reads == list(part.indices)
+        controller.finish()
