@@ -30,6 +30,17 @@ class DeviceClock(Protocol):
         ...
 
 
+class StepProfiler(Protocol):
+    """Records what a process does in chosen train steps."""
+
+    def begin_step(self, step: int) -> None: ...
+    def region(self, name: str) -> AbstractContextManager[object]:
+        """Name the block in the record, if one is made."""
+        ...
+
+    def end_step(self) -> None: ...
+
+
 class PhaseClock:
     """Collects the seconds of every phase while it is active, and passes spans to its tracer.
 
@@ -42,10 +53,12 @@ class PhaseClock:
         tracer: ChromeTracer | None = None,
         heartbeat: Heartbeat | None = None,
         device: DeviceClock | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self._tracer = tracer
         self._heartbeat = heartbeat
         self._device = device
+        self._profiler = profiler
         self._marks: list[tuple[str, object, object]] = []
         self._step: int | None = None
         self._inside: list[str] = []
@@ -64,6 +77,8 @@ class PhaseClock:
     def begin_step(self, step: int) -> None:
         """The next phases belong to train step `step`."""
         self._step = step
+        if self._profiler is not None:
+            self._profiler.begin_step(step)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -74,7 +89,8 @@ class PhaseClock:
         start = None if self._device is None else self._device.mark()
         start_ns = time.perf_counter_ns()
         try:
-            yield
+            with nullcontext() if self._profiler is None else self._profiler.region(name):
+                yield
         finally:
             end_ns = time.perf_counter_ns()
             with self._lock:
@@ -93,6 +109,8 @@ class PhaseClock:
 
     def end_step(self) -> dict[str, float]:
         """Seconds per phase since the last call, at the end of a train step. A nested phase counts in both."""
+        if self._profiler is not None:
+            self._profiler.end_step()
         with self._lock:
             seconds, self._seconds = self._seconds, {}
             marks, self._marks = self._marks, []

@@ -71,6 +71,7 @@ class RunPaths:
     episodes = _Below("episodes.json")
     """Numbers of episodes by outcome, written by the controller when it ends."""
     trace = _Below("trace")
+    profile = _Below("profile")
     alive = _Below("alive.json")
     """The last heartbeat of each running process, written by the launcher."""
     stacks = _Below("stacks")

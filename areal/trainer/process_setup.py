@@ -60,13 +60,18 @@ def prepare_process(context: ProcessContext, seed: int) -> None:
 def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iterator[TrainingRank]:
     """Set up this trainer rank and connect it to the other ranks, until the block ends."""
     from areal.engine.mesh import TrainerMesh
+    from areal.trainer.profiler import TorchProfiler
 
     prepare_process(context, config.seed)
     tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
     with contextlib.ExitStack() as stack:
         stack.callback(tracer.flush if tracer else lambda: None)
         heartbeat = stack.enter_context(beating_thread(launched_heartbeat()))
-        clock = PhaseClock(tracer, heartbeat, CudaClock() if context.device.startswith("cuda") else None)
+        has_cuda = context.device.startswith("cuda")
+        chosen, profiler = config.perf_tracer, None
+        if chosen and chosen.profile_steps and context.index in chosen.profile_ranks:
+            profiler = TorchProfiler(RunPaths.of(config).profile, context.name, chosen.profile_steps, has_cuda=has_cuda)
+        clock = PhaseClock(tracer, heartbeat, CudaClock() if has_cuda else None, profiler)
         stack.enter_context(clock.active())
         heartbeat.doing("meets the other ranks")
         mesh = TrainerMesh.open(context, registry_of(config), dims=config.allocation.train[0].parallel)

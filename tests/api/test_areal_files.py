@@ -113,7 +113,6 @@ def test_an_sft_file_loads_as_it_is(tmp_path: Path) -> None:
         ("enable_offload=true", "enable_offload"),
         ("valid_dataset.drop_last=true", "valid_dataset.drop_last"),
         ("stats_logger.wandb.config={a: 1}", "stats_logger.wandb.config"),
-        ("perf_tracer.profile_steps=[1]", "perf_tracer.profile_steps"),
         ("perf_tracer.session_tracer.enabled=true", "perf_tracer.session_tracer"),
     ],
 )

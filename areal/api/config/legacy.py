@@ -115,7 +115,7 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "StatsLoggerConfig": _PLACE,
     "SwanlabConfig": {"config": _NULL, "logdir": _NULL},
     "WandBConfig": {"config": _NULL},
-    "PerfTracerConfig": {**_PLACE, "profile_steps": _NULL, "session_tracer": LegacyRule("switched_off")},
+    "PerfTracerConfig": {**_PLACE, "session_tracer": LegacyRule("switched_off")},
 }
 
 

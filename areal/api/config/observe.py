@@ -8,7 +8,7 @@ from typing import cast
 
 from areal.api.alarm_rules import ALARM_NAMES, ALARM_RULES, AlarmAction, AlarmRule
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
-from areal.api.config.relevance import satisfies, unless, when
+from areal.api.config.relevance import given, satisfies, unless, when
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +215,18 @@ class PerfTracerConfig:
     """Write trace/{process}.jsonl in the run folder."""
     save_interval: int = number(1, low=1, relevant=when("enabled", True))
     """Train steps between two writes to disk."""
+    profile_steps: list[int] | None = None
+    """Train steps, counted from 1, that torch.profiler records, with a memory snapshot on CUDA; null = none."""
+    profile_ranks: list[int] = section(lambda: [0], relevant=given("profile_steps"))
+    """Trainer ranks that record them, in profile/ of the run folder."""
+
+    def problems(self) -> Problems:
+        for name, values, low in (
+            ("profile_steps", self.profile_steps or [], 1),
+            ("profile_ranks", self.profile_ranks, 0),
+        ):
+            if any(value < low for value in values):
+                yield Problem(name, f"{values} has a number below {low}", "config.out_of_range")
 
 
 @dataclass(frozen=True, kw_only=True)
