@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.api.allocation import AllocationMode, ParallelDims
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.api.config.lora import LoRAConfig
 from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
@@ -58,7 +59,11 @@ CASES = {
     "d1": Case(),
     "bf16": Case(options={"dtype": "bfloat16"}),
     "checkpointed": Case(options={"gradient_checkpointing": True}),
+    "selective": Case(options={"gradient_checkpointing": True, "checkpointing": "selective"}),
     "offload": Case(options={"fsdp": {"offload_params": True}}),
+    "offload_optimizer": Case(options={"fsdp": {"offload_optimizer": True}}),
+    "compiled": Case(options={"compile": True}),
+    "lora": Case(options={"lora": LoRAConfig(rank=16)}),
     "d2": Case("d2"),
     "d2_every": Case("d2", options={"fsdp": {"gradient_sync": "every"}}),
     "d2_gathered_once": Case("d2", options={"fsdp": {"reshard_after_forward": False}}),
@@ -84,10 +89,10 @@ def measure(folder: Path, rank: int, name: str, tokens: int, steps: int) -> dict
         num_threads=1, recover=False, device="cpu",
     )  # fmt: skip
     mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=dims)
-    options = {"dtype": "float32"} | case.options
+    options: dict[str, Any] = {"dtype": "float32", "init_from_scratch": "lora" not in case.options} | case.options
     options["fsdp"] = FSDPEngineConfig(**options.get("fsdp", {}), shard_size=case.shard_size)
     config = TrainEngineConfig(
-        path=str(folder), optimizer=OptimizerConfig(), init_from_scratch=True,
+        path=str(folder), optimizer=OptimizerConfig(),
         mb_spec=MicroBatchSpec(max_tokens_per_mb=max(tokens // 2, 256)), **options,
     )  # fmt: skip
     engine = build_fsdp_engine(config, role="actor", total_steps=steps, mesh=mesh, seed=0)
@@ -155,7 +160,8 @@ def run_case(name: str, shape: dict[str, Any], tokens: int, steps: int) -> dict[
     """The slowest rank's figures."""
     world_size = AllocationMode.parse(f"fsdp:{CASES[name].mesh}").train[0].parallel.world_size
     with tempfile.TemporaryDirectory() as folder:
-        LlamaConfig(**shape, tie_word_embeddings=True).save_pretrained(folder)
+        model = LlamaConfig(**shape, tie_word_embeddings=True)
+        (LlamaForCausalLM(model) if "lora" in CASES[name].options else model).save_pretrained(folder)
         command = [sys.executable, __file__, "--folder", folder, "--tokens", str(tokens), "--steps", str(steps)]
         environment = os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
         ranks = [
@@ -186,6 +192,9 @@ def main() -> None:
     attention = 2 * shape["hidden_size"] * (shape["hidden_size"] + shape["num_key_value_heads"] * head_dim)
     block = attention + 3 * shape["hidden_size"] * shape["intermediate_size"]
     parameters = shape["num_hidden_layers"] * block + shape["vocab_size"] * shape["hidden_size"]
+    cpu = Path("/proc/cpuinfo")
+    has = set(cpu.read_text().split()) & {"avx512_bf16", "amx_bf16"} if cpu.exists() else set[str]()
+    print(json.dumps({"parameters": parameters, "instructions_for_bfloat16": sorted(has), "load": os.getloadavg()[0]}))
     alone: float | None = None
     for name in args.only.split(","):
         found = run_case(name, shape, args.tokens, args.steps)
@@ -200,7 +209,10 @@ def main() -> None:
                 "predicted_communication_s": cost,
                 "sent_mib": sent / 2**20,
             }
-        print(json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}))
+        print(
+            json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
