@@ -159,13 +159,12 @@ class BatchSums:
     """The statistics of a batch, added block by block."""
 
     def __init__(self) -> None:
-        self.lengths: list[int] = []
-        """Tokens of each episode."""
+        self.episodes: list[AcceptedEpisode] = []
         self._blocks: list[TokenCounts] = []
         self._values: dict[str, list[float]] = {}
 
     def add(self, episodes: Sequence[AcceptedEpisode], counts: Sequence[TokenCounts]) -> None:
-        self.lengths += [episode.num_tokens for episode in episodes]
+        self.episodes += episodes
         self._blocks.append(_joined(counts))
         for episode in episodes:
             for name, value in episode.stats.items():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession
 
-from areal.api.data import TrajectoryGroup
+from areal.api.data import TrajectoryGroup, WeightUpdate
 from areal.api.errors import LedgerError
 from areal.ledger.event_files import PayloadReader, payload_path
 from areal.ledger.ledger import Ledger
@@ -150,7 +150,7 @@ def test_statistics_by_blocks_are_those_of_the_whole():
             part = episodes[start : start + block]
             sums.add(part, [one.counts for one in part])
         found.append(sums.stats(version=9, mask_before=3, max_staleness=4))
-        assert sums.lengths == [one.num_tokens for one in episodes]
+        assert sums.episodes == episodes
     whole, blocks = found
     assert blocks == pytest.approx(whole)
     assert whole["episode/a"] == pytest.approx(np.mean([one.stats["a"] for one in episodes if "a" in one.stats]))
@@ -159,22 +159,6 @@ def test_statistics_by_blocks_are_those_of_the_whole():
     assert whole["reward"] == pytest.approx(
         sum(one.reward * one.num_sessions for one in counts) / sum(one.num_sessions for one in counts)
     )
-
-
-async def test_a_batch_of_several_blocks_is_composed(tmp_path, monkeypatch):
-    """Of thousands of episodes, so that the loop never stops for long; meanwhile further episodes are accepted."""
-    monkeypatch.setattr(train_batches, "BLOCK", 1)
-    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
-    await controller.start()
-    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    record = None
-    while record is None:
-        record = await controller.next_batch(0, timeout_s=1.0)
-    assert len(record.payloads) == 4
-    assert record.stats["num_trajectories"] == 4.0
-    assert controller.batches._composing is None
-    controller.finish()
-    await controller.close()
 
 
 async def test_a_composition_ends_when_the_controller_closes(tmp_path, monkeypatch):
@@ -225,3 +209,22 @@ async def test_a_batch_is_sent_payload_by_payload(tmp_path):
         assert received == whole
         assert reads == list(part.indices)
         controller.finish()
+
+
+async def test_batches_of_several_blocks_follow_each_other(tmp_path, monkeypatch):
+    """All episodes of the next batch wait already, so nothing else would start its composition."""
+    monkeypatch.setattr(train_batches, "BLOCK", 1)
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    while len(controller.state.waiting) < 8:
+        await asyncio.sleep(0)
+    async with asyncio.timeout(100):
+        for step in range(2):
+            while (record := await controller.next_batch(step, timeout_s=1.0)) is None:
+                pass
+            assert (len(record.payloads), record.stats["num_trajectories"]) == (4, 4.0)
+            await controller.weights.publish(WeightUpdate(version=step + 1, kind="disk", path="none"), timeout_s=10.0)
+            await controller.consumed(step, step + 1)
+    controller.finish()
+    await controller.close()
