@@ -10,18 +10,23 @@ _LIMIT_S = 250.0
 _IMPORTED = ["torch", "transformers", "areal.engine.fsdp_builder"]
 
 
-def start(script: str | Path, run_name: str, **variables: object) -> BaseProcess:
-    """Start a process that runs `script` under the module name `run_name` with the given global variables."""
+def start(script: str | Path, run_name: str, *, imported: Sequence[str] = (), **variables: object) -> BaseProcess:
+    """Start a process that runs `script` under the module name `run_name` with the given global variables.
+
+    `imported`: further modules that the server imports when the first process starts.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context.set_forkserver_preload([*_IMPORTED, *imported])
     process = context.Process(target=runpy.run_path, args=(str(script), variables, run_name))
     process.start()
     return process
 
 
-def run_ranks(script: str | Path, run_name: str, folder: Path, world_size: int = 2) -> None:
+def run_ranks(
+    script: str | Path, run_name: str, folder: Path, world_size: int = 2, *, imported: Sequence[str] = ()
+) -> None:
     """Run `script` as `world_size` ranks, with the variables RANK and FOLDER, until all have ended without an error."""
-    ranks = [start(script, run_name, RANK=rank, FOLDER=str(folder)) for rank in range(world_size)]
+    ranks = [start(script, run_name, imported=imported, RANK=rank, FOLDER=str(folder)) for rank in range(world_size)]
     assert _exit_codes(ranks) == [0] * world_size
 
 

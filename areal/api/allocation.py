@@ -122,9 +122,10 @@ class AllocationMode:
 
 
 def check_supported(mode: AllocationMode) -> None:
-    """Raise ConfigError unless this version can launch `mode`: servers + fsdp:dMtKcLeJ (RL), fsdp:dMtKcLeJ alone
-    (SFT), or servers + eval (an evaluation without training).
+    """Raise ConfigError unless this version can launch `mode`: servers + a trainer (RL), a trainer alone (SFT), or
+    servers + eval (an evaluation without training).
 
+    Trainers are fsdp:dMtKcLeJ or megatron with all sizes.
     Servers are native:dN, sglang:dNtK or vllm:dNtK: N servers, each of K devices.
     """
     for one in mode.allocations:
@@ -141,8 +142,6 @@ def check_supported(mode: AllocationMode) -> None:
 def _check_part(one: ModelAllocation) -> None:
     """Raise ConfigError with an alternative unless this version can run the part in these sizes."""
     dims = one.parallel
-    if one.backend == "megatron":
-        raise _unsupported(f"megatron is not supported by this version: use fsdp:d{dims.dp}")
     if one.backend == "native" and dims != ParallelDims(dp=dims.dp):
         other = f"sglang:d{dims.dp}t{dims.tp * dims.pp}"
         raise _unsupported(f"{one} splits a model, and native servers cannot: use native:d{dims.dp} or {other}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from areal.api.config import BaseExperimentConfig, FSDPEngineConfig, RWConfig
 from areal.api.config.load import load_experiment
+from areal.api.config.megatron import MegatronEngineConfig
 from areal.api.engine import ModelRole
 from areal.api.errors import InputError
 from areal.system.durable import damage_of, publish_folder, writing_folder
@@ -108,15 +109,18 @@ def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, fina
     import torch
 
     from areal.engine.build import TRAIN_ENGINES
+    from areal.engine.fsdp import FSDPEngine
     from areal.engine.mesh import TrainerMesh
 
     mesh = TrainerMesh(0, 1, torch.device("cpu"))
     # The initial checkpoint of a critic has no head, so that the weights of the run are loaded into random ones.
-    model = dataclasses.replace(config.models[role], optimizer=None, init_from_scratch=True, fsdp=FSDPEngineConfig())
+    options = {"fsdp": FSDPEngineConfig(), "megatron": MegatronEngineConfig()}
+    model = dataclasses.replace(config.models[role], optimizer=None, init_from_scratch=True, **options)
     build = TRAIN_ENGINES[config.allocation.train[0].backend]
     engine = build(model, role=_model_role(config, role), total_steps=0, mesh=mesh, seed=config.seed)
     engine.load(source)
     if adapter:
+        assert isinstance(engine, FSDPEngine), "other engines have no adapters"
         engine.save_adapter(final)
     else:
         engine.save(final, with_optimizer=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
 
 from areal.api.errors import InputError
 from areal.engine.adapter_format import PeftAdapter
@@ -32,18 +32,22 @@ _COPIED = (
 def export_model(
     final: Path,
     weights: Iterator[tuple[str, Tensor]],
-    model: PreTrainedModel,
+    source_config: PretrainedConfig,
     *,
+    architecture: str,
     dtype: torch.dtype,
     source: Path,
     mesh: TrainerMesh,
 ) -> None:
-    """Write a checkpoint folder that `transformers` loads; a collective. InputError is raised on every rank."""
+    """Write a checkpoint folder that `transformers` loads; a collective. InputError is raised on every rank.
+
+    `architecture`: the class of the model in transformers.
+    """
 
     def write(folder: Path) -> None:
         write_weights(folder, weights)
-        config = deepcopy(model.config)
-        config.architectures = [type(model).__name__]
+        config = deepcopy(source_config)
+        config.architectures = [architecture]
         config.dtype = dtype
         config.save_pretrained(folder)
         for pattern in _COPIED:

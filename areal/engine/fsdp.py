@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,14 @@ from areal.data.split import token_positions
 from areal.engine.adapter_format import PeftAdapter
 from areal.engine.checkpoint import export_adapter, export_model, write_folder
 from areal.engine.mesh import TrainerMesh
-from areal.engine.micro_batch import ModelInput, dummy_input, make_micro_batch, over_context, plan_micro_batches
+from areal.engine.micro_batch import (
+    ModelInput,
+    checked_ids,
+    dummy_input,
+    make_micro_batch,
+    over_context,
+    plan_micro_batches,
+)
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.recovery import HostCopies, RecoveryReader, StagedPieces, empty_like, own_pieces
 from areal.engine.region import copy_part, whole_tensor
@@ -173,8 +181,10 @@ class FSDPEngine:
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
         if not with_optimizer:
-            weights, dtype = self.named_weights(), self._dtype
-            return export_model(path, weights, self._model.model, dtype=dtype, source=self._source, mesh=self._mesh)
+            model, options = self._model.model, {"source": self._source, "mesh": self._mesh}
+            name = type(model).__name__
+            weights = self.named_weights()
+            return export_model(path, weights, model.config, architecture=name, dtype=self._dtype, **options)
         staged = self.stage(copies=False)
         write_folder(path, self._mesh, staged.write)
 
@@ -236,22 +246,8 @@ class FSDPEngine:
         Raises InputError on every rank when any rank holds a token id outside the vocabulary.
         """
         vocab_size = self._model.model.config.get_text_config().vocab_size
-        ids = batch.input_ids
-        if batch.candidate_ids is not None and self._model.spec.candidates is not None:
-            ids = torch.cat([ids, batch.candidate_ids.flatten()])
-
-        def reduce_max(facts: Tensor) -> Tensor:
-            own = [float(ids.max()), -float(ids.min())] if ids.numel() else [0.0, 0.0]
-            found = self._mesh.all_reduce(torch.cat([facts, torch.tensor(own, dtype=facts.dtype)]), "max")
-            highest, lowest = int(found[-2]), -int(found[-1])
-            if highest >= vocab_size or lowest < 0:
-                raise InputError(
-                    f"the train batch contains token id {highest if highest >= vocab_size else lowest}, the vocabulary "
-                    f"has {vocab_size} tokens: check the workflow, and that the tokenizer belongs to the model",
-                    code="data.token_id",
-                )
-            return found[:-2]
-
+        all_max, with_candidates = partial(self._mesh.all_reduce, op="max"), self._model.spec.candidates is not None
+        reduce_max = checked_ids(batch, vocab_size, all_max, with_candidates=with_candidates)
         return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max)
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -20,7 +20,15 @@ from transformers.utils import logging as hf_logging
 
 from areal.api.config import TrainEngineConfig
 from areal.api.errors import ArealError, ConfigError, InputError
-from areal.engine.sharded_load import HEAD, compute_buffers, draw_head, draw_weights, raise_missing, read_weights
+from areal.engine.sharded_load import (
+    HEAD,
+    compute_buffers,
+    draw_head,
+    draw_weights,
+    drawn_parameters,
+    raise_missing,
+    read_weights,
+)
 from areal.weights.stored_form import StoredForm
 
 
@@ -58,7 +66,7 @@ def load_model(
 
     `is_empty`: without memory, on the meta device; `fill_model` gives it weights after it was sharded.
     """
-    model_config = _read_config(folder, is_critic=is_critic)
+    model_config = read_config(folder, is_critic=is_critic)
     _refuse_unsupported(model_config)
     text_config = model_config.get_text_config()
     for name, value in text_config.to_dict().items() if config.disable_dropout else ():
@@ -159,7 +167,18 @@ def _kept_or_not(context: object, operator: object, *args: object, **kwargs: obj
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _read_config(folder: Path, *, is_critic: bool) -> PretrainedConfig:
+def drawn_weights(config: PretrainedConfig, *, is_critic: bool, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The random weights of a new model, equal to those that `load_model` draws, by their names in checkpoints."""
+    auto = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
+    with _quiet_transformers(), torch.device("meta"):
+        model = auto.from_config(config)
+    form = StoredForm(model)
+    for name, values in drawn_parameters(model, seed):
+        yield from form.views(name, values)
+
+
+def read_config(folder: Path, *, is_critic: bool) -> PretrainedConfig:
+    """The configuration of a checkpoint. Raises InputError when transformers cannot use it."""
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:

@@ -3,7 +3,9 @@
 `TrainerMesh.open` waits up to `timeout_s` for the store of rank 0 to be registered, then for the other ranks.
 """
 
+import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -39,8 +41,9 @@ class RankGroup:
 class TrainerMesh:
     """Implements `areal.api.engine.Ranks`. A single rank needs no process group until a model is sharded over it.
 
-    Ranks are laid out as (data, context, tensor) with tensor innermost: the ranks of a data-parallel rank hold one
-    share of the batch, context ranks compute different tokens of its rows, tensor ranks different heads and columns.
+    Ranks are laid out as (pipeline, data, context, tensor) with tensor innermost: the ranks of a data-parallel rank
+    hold one share of the batch, pipeline ranks compute different layers, context ranks different tokens of its rows,
+    tensor ranks different heads and columns.
     """
 
     def __init__(
@@ -60,10 +63,12 @@ class TrainerMesh:
         if self.dims.world_size != world_size:
             raise ValueError(f"{world_size} trainer ranks cannot form {self.dims}")
         self.dp_size = self.dims.dp
-        self.dp_rank, place = divmod(rank, self.dims.cp * self.dims.tp)
+        self.stage, place = divmod(rank, world_size // self.dims.pp)
+        self.dp_rank, place = divmod(place, self.dims.cp * self.dims.tp)
         self.context_rank, self.tensor_rank = divmod(place, self.dims.tp)
         self._store = store  # rank 0 serves it to the others: it must live as long as the mesh
         self._owns_group = False
+        self._when_closed = contextlib.ExitStack()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._device_meshes: dict[tuple[int, str], DeviceMesh] = {}
 
@@ -112,13 +117,21 @@ class TrainerMesh:
             message = f"e{parts} does not divide the {size} ranks that share the weights: change e or fsdp.shard_size"
             raise ConfigError(message, code="model.cannot_split")
         if (size, shard) not in self._device_meshes:
-            if self.world_size == 1 and not dist.is_initialized():
-                bind_collectives(Host())
-                self._join(HashStore(), timeout_s=60.0)
+            self.require_groups()
             shape = (sharing // size, size * self.dims.tp // parts, parts)
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", shard, split))
             self._device_meshes[size, shard] = mesh
         return self._device_meshes[size, shard]
+
+    def require_groups(self) -> None:
+        """Open torch's process group of a single rank, which else has none."""
+        if self.world_size == 1 and not dist.is_initialized():
+            bind_collectives(Host())
+            self._join(HashStore(), timeout_s=60.0)
+
+    def when_closed(self, action: Callable[[], None]) -> None:
+        """Let `close` call `action` while the process groups exist."""
+        self._when_closed.callback(action)
 
     @property
     def context(self) -> RankGroup:
@@ -129,6 +142,11 @@ class TrainerMesh:
     def tensor(self) -> RankGroup:
         """The ranks that compute other heads and columns for the same tokens."""
         return RankGroup(self.tensor_rank, self.dims.tp, self._groups.get("tensor"))
+
+    @property
+    def pipeline(self) -> RankGroup:
+        """The ranks that compute other layers for the same tokens."""
+        return RankGroup(self.stage, self.dims.pp, self._groups.get("pipeline"))
 
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduce a CPU tensor over all ranks; the argument is unchanged."""
@@ -144,6 +162,7 @@ class TrainerMesh:
 
     def close(self) -> None:
         """Leave the process groups, if any."""
+        self._when_closed.close()
         self._device_meshes.clear()
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
@@ -161,11 +180,11 @@ class TrainerMesh:
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self._owns_group = True
-        ranks = torch.arange(self.world_size).view(self.dims.dp, self.dims.cp, self.dims.tp)
-        for dimension, name in enumerate(("data", "context", "tensor")):
+        ranks = torch.arange(self.world_size).view(self.dims.pp, self.dims.dp, self.dims.cp, self.dims.tp)
+        for dimension, name in enumerate(("pipeline", "data", "context", "tensor")):
             if ranks.shape[dimension] == 1:
                 continue
-            for members in ranks.movedim(dimension, -1).flatten(0, 1).tolist():  # every rank must create every group
+            for members in ranks.movedim(dimension, -1).flatten(0, 2).tolist():  # every rank must create every group
                 group = dist.new_group(members)
                 if isinstance(group, dist.ProcessGroup) and self.rank in members:
                     self._groups[name] = group

@@ -58,6 +58,32 @@ def plan_micro_batches(
     return parts
 
 
+def checked_ids(
+    batch: TrainBatch, vocab_size: int, all_max: Callable[[Tensor], Tensor], *, with_candidates: bool
+) -> Callable[[Tensor], Tensor]:
+    """The `reduce_max` of `plan_micro_batches` from that over all ranks, with a check of the token ids of the batch.
+
+    It raises InputError on every rank when any rank holds a token id outside the vocabulary.
+    """
+    ids = batch.input_ids
+    if batch.candidate_ids is not None and with_candidates:
+        ids = torch.cat([ids, batch.candidate_ids.flatten()])
+
+    def reduce_max(facts: Tensor) -> Tensor:
+        own = [float(ids.max()), -float(ids.min())] if ids.numel() else [0.0, 0.0]
+        found = all_max(torch.cat([facts, torch.tensor(own, dtype=facts.dtype)]))
+        highest, lowest = int(found[-2]), -int(found[-1])
+        if highest >= vocab_size or lowest < 0:
+            raise InputError(
+                f"the train batch contains token id {highest if highest >= vocab_size else lowest}, the vocabulary "
+                f"has {vocab_size} tokens: check the workflow, and that the tokenizer belongs to the model",
+                code="data.token_id",
+            )
+        return found[:-2]
+
+    return reduce_max
+
+
 def make_micro_batch(batch: TrainBatch, indices: list[int], device: torch.device) -> tuple[MicroBatch, ModelInput]:
     """The sequences `indices` on `device`, sorted by length: neighbours of equal length share attention calls."""
     lengths = batch.sequence_lengths
@@ -103,6 +129,36 @@ def model_input_of(
     )
 
 
+def padded(inputs: ModelInput, multiple: int) -> ModelInput:
+    """The row with a last sequence without labels, so that `multiple` divides its tokens."""
+    count, layout = inputs.input_ids.numel(), inputs.layout
+    missing = -count % multiple
+    if not missing:
+        return inputs
+
+    def longer(values: Tensor, fill: float = 0) -> Tensor:
+        return torch.cat([values, values.new_full((missing, *values.shape[1:]), fill)])
+
+    return ModelInput(
+        input_ids=longer(inputs.input_ids),
+        position_ids=longer(inputs.position_ids),
+        labels=longer(inputs.labels),
+        has_label=longer(inputs.has_label),
+        layout=_with_last(layout, count, missing),
+        candidate_ids=None if inputs.candidate_ids is None else longer(inputs.candidate_ids),
+        temperatures=None if inputs.temperatures is None else longer(inputs.temperatures, fill=1),
+    )
+
+
+def _with_last(layout: PackedLayout, count: int, padding: int) -> PackedLayout:
+    return replace(
+        layout,
+        cu_seqlens=torch.cat([layout.cu_seqlens, layout.cu_seqlens.new_tensor([count + padding])]),
+        max_seqlen=max(layout.max_seqlen, padding),
+        runs=(*layout.runs, (count, 1, padding)),
+    )
+
+
 def over_context(inputs: ModelInput, ranks: RankGroup) -> ModelInput:
     """The tokens of this context rank: every c-th. The layout remains that of the whole row.
 
@@ -110,12 +166,7 @@ def over_context(inputs: ModelInput, ranks: RankGroup) -> ModelInput:
     """
     count, layout = inputs.input_ids.numel(), inputs.layout
     if padding := -count % ranks.size:
-        layout = replace(
-            layout,
-            cu_seqlens=torch.cat([layout.cu_seqlens, layout.cu_seqlens.new_tensor([count + padding])]),
-            max_seqlen=max(layout.max_seqlen, padding),
-            runs=(*layout.runs, (count, 1, padding)),
-        )
+        layout = _with_last(layout, count, padding)
     own = partial(own_tokens, ranks=ranks)
     return ModelInput(
         input_ids=own(inputs.input_ids),

@@ -62,6 +62,11 @@ def choose_attention(attn_impl: str, device: torch.device, dtype: torch.dtype, *
     return (VARLEN if attn_impl != "sdpa" and can_use_kernel else SDPA) + suffix
 
 
+def attention_function(attn_impl: str, device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, None]]:
+    """The attention function that `choose_attention` selects."""
+    return AttentionInterface()[choose_attention(attn_impl, device, dtype)]
+
+
 def _over_context(attention: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
     """The same function for a rank that has a part of the row's tokens."""
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -132,7 +132,15 @@ def _copy_own(target: Tensor, part_of: Callable[[Region], Tensor]) -> None:
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Draw random weights by the rules of the architecture: equal for every number of ranks and every stored dtype.
+    """Draw random weights by the rules of the architecture: equal for every number of ranks and every stored dtype."""
+    targets = dict(model.named_parameters())
+    for name, values in drawn_parameters(model, seed):
+        _copy_own(targets[name], values.__getitem__)
+
+
+@torch.no_grad()
+def drawn_parameters(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Random weights, of which the model keeps none; tied ones once.
 
     Each module has its own random numbers, from `seed` and its name. One module is whole in memory at a time.
     """
@@ -143,22 +151,24 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
         drawn.update(map(id, targets.values()))
         if not targets:
             continue
-        whole = {name: nn.Parameter(torch.full(value.shape, torch.nan)) for name, value in targets.items()}
+        whole = {
+            name: nn.Parameter(torch.full(value.shape, torch.nan, device="cpu")) for name, value in targets.items()
+        }
         module._parameters.update(whole)
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(seed_of(seed, path))
                 model._init_weights(module)
         finally:
             module._parameters.update(targets)
-        for name, target in targets.items():
+        for name in targets:
             values = whole[name].detach()
             if values.isnan().any():
                 message = (
                     f"init_from_scratch: {type(model).__name__} has no rule for the initial value of {path}.{name}"
                 )
                 raise ConfigError(message, code="model.unsupported")
-            _copy_own(target, values.__getitem__)
+            yield f"{path}.{name}", values
 
 
 @torch.no_grad()

@@ -98,18 +98,7 @@ class PolicyModel(TokenModel):
         self._tensor_ranks = tensor_ranks
 
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
-        names = ["logprobs", "entropy"]
-        if self.spec.entropy_clamp > 0:
-            names.append("clamped_entropy")
-        if self.spec.squared_sums:
-            names.append("squared_sums")
-        if self.spec.candidates is not None:
-            names += ["candidate_logprobs", "candidate_ids"]
-        found = dict(zip(names, values, strict=False))
-        if self.spec.candidates is not None and len(values) < len(names):  # the whole vocabulary: ids as a view
-            every = found["candidate_logprobs"]
-            found["candidate_ids"] = torch.arange(every.shape[1], device=every.device).expand(every.shape)
-        return TokenOutputs(**found)
+        return policy_outputs(self.spec, values)
 
     def _outputs(self, inputs: ModelInput) -> tuple[Tensor, ...]:
         # The head is not called as a module: its parameters belong to the outermost FSDP unit, this one, and are whole
@@ -131,14 +120,35 @@ class PolicyModel(TokenModel):
             float32_head=self._float32_head,
             tensor_ranks=self._tensor_ranks,
         )
-        every = (found.logprobs, found.entropy, found.clamped_entropy, found.squared_sums)
-        every += (found.candidate_logprobs, found.candidate_ids)
-        return tuple(values for values in every if values is not None)
+        return present_outputs(found)
 
     def _temperature_of(self, inputs: ModelInput) -> float | Tensor:
         """That of the model, or [T] where the batch has tokens of other temperatures."""
         given = inputs.temperatures
         return self._temperature if given is None else torch.where(given.isnan(), self._temperature, given)
+
+
+def present_outputs(found: TokenOutputs) -> tuple[Tensor, ...]:
+    """The outputs of a policy that are not None, in the order that `policy_outputs` expects."""
+    every = (found.logprobs, found.entropy, found.clamped_entropy, found.squared_sums)
+    every += (found.candidate_logprobs, found.candidate_ids)
+    return tuple(values for values in every if values is not None)
+
+
+def policy_outputs(spec: OutputSpec, values: Sequence[Tensor]) -> TokenOutputs:
+    """Name the result of `present_outputs`, or its counterpart of a whole batch."""
+    names = ["logprobs", "entropy"]
+    if spec.entropy_clamp > 0:
+        names.append("clamped_entropy")
+    if spec.squared_sums:
+        names.append("squared_sums")
+    if spec.candidates is not None:
+        names += ["candidate_logprobs", "candidate_ids"]
+    found = dict(zip(names, values, strict=False))
+    if spec.candidates is not None and len(values) < len(names):  # the whole vocabulary: ids as a view
+        every = found["candidate_logprobs"]
+        found["candidate_ids"] = torch.arange(every.shape[1], device=every.device).expand(every.shape)
+    return TokenOutputs(**found)
 
 
 def _of_tensor_rank(weight: Tensor) -> Tensor:

@@ -328,7 +328,7 @@ def _memory(context: ProcessContext, config: BaseExperimentConfig) -> int | None
 
 def num_shards(model: TrainEngineConfig, dims: ParallelDims) -> int:
     """Ranks that hold one copy of the weights."""
-    return (model.fsdp.shard_size or dims.dp * dims.cp) * dims.tp
+    return (model.fsdp.shard_size or dims.dp * dims.cp) * dims.tp * dims.pp
 
 
 def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:

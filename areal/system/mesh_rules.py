@@ -1,5 +1,8 @@
 """Which models a mesh of trainer ranks can compute: sizes that divide, families with a tensor-parallel plan."""
 
+import importlib.util
+from collections.abc import Sequence
+
 from areal.api.allocation import ParallelDims
 from areal.system.model_shape import ModelShape
 
@@ -7,17 +10,27 @@ TENSOR_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """Model types whose blocks have the structure that `areal.engine.tensor_plan` distributes."""
 
 
-def mesh_problem(shape: ModelShape, dims: ParallelDims) -> str | None:
+MEGATRON_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types with a weight map in `areal.engine.megatron`."""
+
+
+def mesh_problem(shape: ModelShape, dims: ParallelDims, *, backend: str = "fsdp", chunks: int = 1) -> str | None:
     """Why a model cannot be split in these sizes, and sizes that work; None when it can.
 
     Context ranks need an equal number of the attention heads of each tensor rank; they repeat key and value heads.
+    `chunks`: parts of the layers on each pipeline stage.
     """
-    if dims.tp > 1 and shape.family not in TENSOR_FAMILIES:
+    if backend == "megatron":
+        if shape.family not in MEGATRON_FAMILIES:
+            return f"{shape.family} models have no Megatron weight map, only {', '.join(MEGATRON_FAMILIES)}: use fsdp"
+        if problem := _pipeline_problem(shape, dims, chunks):
+            return problem
+    elif dims.tp > 1 and shape.family not in TENSOR_FAMILIES:
         return (
             f"{shape.family} models have no tensor-parallel plan (t{dims.tp}), only {', '.join(TENSOR_FAMILIES)}: "
             "leave t out"
         )
-    if dims.ep > 1 and (problem := _expert_problem(shape, dims)):
+    elif dims.ep > 1 and (problem := _expert_problem(shape, dims)):
         return problem
     counts = {
         "attention heads": shape.heads,
@@ -47,5 +60,32 @@ def _expert_problem(shape: ModelShape, dims: ParallelDims) -> str | None:
     return None
 
 
+def _pipeline_problem(shape: ModelShape, dims: ParallelDims, chunks: int) -> str | None:
+    """Why the layers or experts of a model cannot be distributed evenly."""
+    if chunks > 1 and dims.pp == 1:
+        return f"virtual_pipeline_parallel_size={chunks} needs several pipeline stages: use p2, or 1"
+    if shape.layers % (dims.pp * chunks):
+        works = [size for size in range(1, shape.layers + 1) if shape.layers % (size * chunks) == 0]
+        parts = f" with {chunks} parts each" if chunks > 1 else ""
+        return f"p{dims.pp}{parts} does not divide the {shape.layers} layers: use {_sizes('p', works) or 'fewer parts'}"
+    if (dims.ep > 1 or dims.etp > 1) and not shape.experts:
+        return f"e{dims.ep} distributes experts, and the model has none: leave e out"
+    if dims.ep > 1 and shape.experts % dims.ep:
+        works = [size for size in range(1, shape.experts + 1) if shape.experts % size == 0]
+        return f"e{dims.ep} does not divide the {shape.experts} experts: use {_sizes('e', works)}"
+    return None
+
+
 def _sizes(letter: str, sizes: list[int]) -> str:
     return " or ".join(f"{letter}{size}" for size in sizes)
+
+
+def package_problem(backend: str, *, wanted: Sequence[str] = ()) -> str | None:
+    """Which Python package a train engine lacks; `wanted`: options that are set and need Transformer Engine."""
+    if backend != "megatron":
+        return None
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        return "megatron needs the package megatron-core: pip install 'areal[megatron]'"
+    if wanted and importlib.util.find_spec("transformer_engine") is None:
+        return f"{wanted[0]} needs the package transformer-engine, which is not installed: leave it out"
+    return None

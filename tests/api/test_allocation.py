@@ -152,7 +152,6 @@ def test_what_this_version_launches(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("native:d1+megatron:d2", "fsdp:d2"),
         (
             "native:d2t2+fsdp:d1",
             "native:d2 or sglang:d2t2",

@@ -34,7 +34,7 @@ def test_a_grpo_file_loads_with_only_the_allocation_changed(grpo, caplog) -> Non
     assert config.launcher.trainer_env_vars == "A=1,B=2"
     assert (config.launcher.slurm.mount, config.launcher.slurm.trainer_image) == ("/storage:/storage", None)
     assert len(caplog.records) == 1
-    for section in ("scheduler", "actor.scheduling_spec", "actor.megatron"):
+    for section in ("scheduler", "actor.scheduling_spec"):
         assert section in caplog.text
 
 

@@ -118,7 +118,6 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         ("allocation.invalid", "allocation_mode=", "allocation_mode", ["column 1", "native:d1+fsdp:d1"]),
         ("missing_requirement", "allocation_mode=fsdp:d2", "allocation_mode", ["native:d1+fsdp:d2"]),
         ("unsupported", "allocation_mode=native:d1t2+fsdp:d1", "allocation_mode", ["native:d1 or sglang:d1t2"]),
-        ("unsupported", "allocation_mode=native:d1+megatron:d2", "allocation_mode", ["megatron", "fsdp:d2"]),
         ("conflict", "actor.fsdp.shard_size=2", "actor.fsdp.shard_size", ["1 data and context ranks", "use 1"]),
         ("unsupported", "allocation_mode=native:d1|fsdp[a]:d1", "allocation_mode", ["native:d1|fsdp[a]:d1"]),
         ("unsupported", "allocation_mode=native:d1", "allocation_mode", ["native:dN+eval"]),

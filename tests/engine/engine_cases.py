@@ -120,10 +120,18 @@ def rich_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
 
 
 def make_engine(
-    path: Path, mesh: TrainerMesh | None = None, *, role="actor", seed=0, total_steps=10, outputs=None, **options
+    path: Path,
+    mesh: TrainerMesh | None = None,
+    *,
+    role="actor",
+    seed=0,
+    total_steps=10,
+    outputs=None,
+    build=build_fsdp_engine,
+    **options,
 ):
     config = TrainEngineConfig(path=str(path), **{"dtype": "float32", "optimizer": SGD} | options)
-    return build_fsdp_engine(
+    return build(
         config, role=role, total_steps=total_steps, mesh=mesh or TrainerMesh.open(None), seed=seed, outputs=outputs
     )
 

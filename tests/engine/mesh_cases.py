@@ -69,10 +69,10 @@ SAVED = ("-plain", "-adam_bf16", "-lora", "-offload_optimizer")
 """Cases that also save and load checkpoints."""
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: Path, num_layers: int = 2) -> None:
     """Every family with a plan, with what is special in each: biases, norms of heads, tied embeddings, one KV head."""
     shape = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": num_layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
     }  # fmt: skip
     torch.manual_seed(1)
@@ -141,12 +141,16 @@ def is_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> b
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def run_case(folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None) -> dict[str, object]:
+def run_case(
+    folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None, one: str = "one", **changes
+) -> dict[str, object]:
+    """`one`: start of the name of the recovery state of one process; `changes`: of the engine."""
+
     def share(batch: TrainBatch) -> TrainBatch:
         return take(batch, share_indices(batch, mesh.dp_size, mesh.dp_rank))
 
-    def make(**changes):
-        return make_engine(folder / "models", case, mesh, shard_size, **changes)
+    def make(**also):
+        return make_engine(folder / "models", case, mesh, shard_size, **changes | also)
 
     engine = make()
     save_file(outputs_of(engine, all_batches()[0], share), folder / f"outputs-{case}-{mesh.rank}")
@@ -166,7 +170,7 @@ def run_case(folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None)
         facts["published"] = is_equal({name: exported[name] for name in weights}, weights)
         last = all_batches()[:1]
         steps_of(engine, case, share, last)
-        for key, source in (("resumed", folder / f"recover-{case}"), ("resharded", folder / f"one-{case}")):
+        for key, source in (("resumed", folder / f"recover-{case}"), ("resharded", folder / f"{one}-{case}")):
             again = make()
             again.load(source)
             if key == "resumed":

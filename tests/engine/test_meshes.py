@@ -64,7 +64,7 @@ CASES = {
 CHANGING = ("rich", "critic", "bf16", "adam_bf16", "lora", "lora_dropout")
 """Options with other outputs or numbers than plain."""
 PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
-START, END = "<!-- equality table: make test-parallel writes it -->", "<!-- end -->"
+MARK, END = "make test-parallel writes it", "<!-- end -->"
 
 
 def run_mesh(folder: Path, mesh: str, cases: list[str]) -> list[dict]:
@@ -157,12 +157,13 @@ def table_row(mesh: str, case: str, found: dict[str, float]) -> str:
     return f"| {' | '.join([mesh, model, option, *figures, exact])} |"
 
 
-def write_table(rows: dict[tuple[str, str], str]) -> None:
-    text = PAGE.read_text()
-    before, rest = text.split(START)
+def write_table(rows: dict[tuple[str, str], str], order: dict[str, list[str]], mark: str) -> None:
+    """`mark`: the words of the comment before the table in docs/train_engines.md."""
+    text, start = PAGE.read_text(), f"<!-- equality table: {mark} -->"
+    before, rest = text.split(start)
     head = "| mesh | model | option | log-probabilities | loss | gradient norm | weights | exact |\n" + "|---" * 8 + "|"
-    lines = [rows[key] for mesh, cases in CASES.items() for case in cases if (key := (mesh, case)) in rows]
-    PAGE.write_text("\n".join([before + START, head, *lines, END]) + rest.split(END)[1])
+    lines = [rows[key] for mesh, cases in order.items() for case in cases if (key := (mesh, case)) in rows]
+    PAGE.write_text("\n".join([before + start, head, *lines, END]) + rest.partition(END)[2])
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +172,7 @@ def rows():
     found: dict[tuple[str, str], str] = {}
     yield found
     if len(found) == sum(map(len, CASES.values())):
-        write_table(found)
+        write_table(found, CASES, MARK)
 
 
 @pytest.fixture(scope="module")

@@ -135,6 +135,9 @@ class BaseExperimentConfig:
             yield "train_dataset.batch_size", text
         for key, model in self.models.items():
             size, sharing = model.fsdp.shard_size, dims.dp * dims.cp
+            if self.allocation.train[0].backend == "megatron":
+                yield from below(key, model.megatron_problems())
+                continue
             if model.compile and dims.tp > 1:
                 text = f"torch.compile fails on the distributed tensors of tensor ranks (t{dims.tp}): use compile=false"
                 yield Problem(f"{key}.compile", text, "config.unsupported")

@@ -64,11 +64,19 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         **_SCHEDULING,
         "backend": _BACKEND,
         "pad_to_maximum": _FALSE,
-        "megatron": _IGNORED,
         **dict.fromkeys(("use_lora", "lora_rank", "lora_alpha", "target_modules"), LegacyRule("lora")),
         "peft_type": _accept("lora", hint="lora is the only kind of adapter"),
         "is_critic": _FALSE,
         "weight_update_mode": _SILENT,  # only the actor's weights are published
+    },
+    "MegatronEngineConfig": {
+        "wrap_with_ddp": _accept(True, hint="Megatron's data parallelism reduces the gradients"),
+        "use_torch_fsdp2": _accept(False, hint="fsdp in allocation_mode does it"),
+        "use_custom_fsdp": _accept(False, hint="fsdp in allocation_mode does it"),
+        "async_save": _FALSE,
+        "use_checkpoint_opt_param_scheduler": _accept(
+            True, hint="the learning rate is a function of the options and of the steps done, which checkpoints contain"
+        ),
     },
     "ScoreModelConfig": {"is_critic": _ANY_FLAG},
     "PPOCriticConfig": {"is_critic": _ANY_FLAG, "mask_no_eos_with_zero": _SILENT},

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from areal.api.config.fields import Problem, Problems, choice, number, option
 from areal.api.config.lora import LoRAConfig
+from areal.api.config.megatron import MegatronEngineConfig
 from areal.api.config.relevance import given, when
 
 DEFAULT_TOKENS_PER_MB = 16384
@@ -124,12 +125,26 @@ class TrainEngineConfig:
     """Optimiser; null = the model is not trained (a reference)."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Options of the FSDP engine."""
+    megatron: MegatronEngineConfig = field(default_factory=MegatronEngineConfig)
+    """Options of the Megatron-Core engine."""
     lora: LoRAConfig | None = option(None, also="AReaL: use_lora")
     """Train low-rank adapters of a frozen model; null = train all weights."""
 
     def is_base_of(self, policy: "TrainEngineConfig") -> bool:
         """Whether this frozen model computes what `policy` computes without its adapters, so that it needs no copy."""
         return policy.lora is not None and all(getattr(self, name) == getattr(policy, name) for name in _SAME_OUTPUTS)
+
+    def megatron_problems(self) -> Problems:
+        """Options that only the FSDP engine has."""
+        if self.lora is not None:
+            yield Problem("lora", "is not supported by megatron: use fsdp in allocation_mode", "config.unsupported")
+        if self.optimizer is not None and self.optimizer.type == "adam_bf16":
+            yield Problem("optimizer.type", "adam_bf16 needs fsdp in allocation_mode: use adam", "config.unsupported")
+        if self.logprob_kernel != "torch":
+            text = f"{self.logprob_kernel} needs fsdp in allocation_mode: use torch"
+            yield Problem("logprob_kernel", text, "config.unsupported")
+        if self.fsdp != FSDPEngineConfig():
+            yield Problem("fsdp", "has no effect with megatron in allocation_mode: remove it", "config.no_effect")
 
     def problems(self) -> Problems:
         if not self.path:

@@ -1,0 +1,92 @@
+"""Options of the Megatron-Core train engine."""
+
+from dataclasses import dataclass, field
+
+from areal.api.config.fields import Problem, Problems, choice, number, option
+from areal.api.config.relevance import unless, when
+
+_OVERLAPS = "overlap_param_gather"
+_DTYPES = ("float32", "bfloat16", "float16", "fp8")
+_PRECISION = when("use_precision_aware_optimizer", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedDataParallelConfig:
+    """Megatron's data parallelism: how gradients and weights travel between data ranks."""
+
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in float32; false, or grad_reduce_dtype=bfloat16: in the type of the weights."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients in buckets during the backward pass."""
+    overlap_param_gather: bool = option(False, relevant=when("use_distributed_optimizer", True))
+    """Gather updated weights in buckets during the next forward pass."""
+    align_param_gather: bool = option(False, relevant=when(_OVERLAPS, True))
+    """All pipeline stages start their gathers together."""
+    use_distributed_optimizer: bool = True
+    """Split the optimiser state over the data and context ranks."""
+    check_for_nan_in_grad: bool = False
+    """Check the gradients of each data rank before they are reduced."""
+    bucket_size: int | None = number(None, low=1, relevant=when("overlap_grad_reduce", True))
+    """Elements of a bucket; null = 40 million, more with over 40 data ranks."""
+    average_in_collective: bool = False
+    """The collective averages gradients, in place of a sum of scaled gradients."""
+    fp8_param_gather: bool = False
+    """Gather weights in 8 bits (needs Transformer Engine)."""
+
+    def problems(self) -> Problems:
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            text = "needs overlap_grad_reduce=true: the buckets are the same"
+            yield Problem("overlap_param_gather", text, "config.missing_requirement")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronEngineConfig:
+    """Options of the Megatron-Core engine, for `megatron:` in allocation_mode."""
+
+    ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
+    """Options of Megatron's data parallelism."""
+    virtual_pipeline_parallel_size: int = number(1, low=1)
+    """Parts of the layers on each pipeline stage (interleaved schedule); needs p of at least 2."""
+    use_deterministic_algorithms: bool = False
+    """Only kernels with equal results in each run; slower on a GPU."""
+    recompute_granularity: str | None = choice("full", "full", "selective")
+    """With gradient_checkpointing: recompute whole layers (full) or parts of them (selective); null = nothing."""
+    recompute_method: str | None = choice("uniform", "uniform", "block", relevant=when("recompute_granularity", "full"))
+    """uniform = units of recompute_num_layers layers, block = the first recompute_num_layers layers of a stage."""
+    recompute_num_layers: int | None = number(1, low=1, relevant=when("recompute_granularity", "full"))
+    """Layers of a unit (uniform) or layers that are recomputed (block)."""
+    recompute_modules: list[str] | None = option(None, relevant=when("recompute_granularity", "selective"))
+    """Parts that are recomputed: core_attn, mlp, layernorm, moe, moe_act, mla_up_proj; null = core_attn."""
+    distribute_saved_activations: bool | None = option(None, relevant=unless("recompute_granularity", None))
+    """Split the saved inputs of layers over tensor ranks; replaces sequence parallelism."""
+    overlap_param_gather_with_optimizer_step: bool = False
+    """Start the gather of the first bucket during the optimiser step."""
+    use_precision_aware_optimizer: bool = False
+    """Optimiser state in the types below (needs Transformer Engine)."""
+    main_grads_dtype: str = choice("float32", "float32", "bfloat16", relevant=_PRECISION)
+    """Data type of main gradients."""
+    main_params_dtype: str = choice("float32", "float32", "float16", relevant=_PRECISION)
+    """Data type of main weights."""
+    exp_avg_dtype: str = choice("float32", *_DTYPES, relevant=_PRECISION)
+    """Data type of first moments."""
+    exp_avg_sq_dtype: str = choice("float32", *_DTYPES, relevant=_PRECISION)
+    """Data type of second moments."""
+
+    def problems(self) -> Problems:
+        if self.overlap_param_gather_with_optimizer_step and not self.ddp.overlap_param_gather:
+            text = "needs ddp.overlap_param_gather=true"
+            yield Problem("overlap_param_gather_with_optimizer_step", text, "config.missing_requirement")
+        if self.use_precision_aware_optimizer and not self.ddp.use_distributed_optimizer:
+            text = "needs ddp.use_distributed_optimizer=true"
+            yield Problem("use_precision_aware_optimizer", text, "config.missing_requirement")
+        if self.recompute_granularity == "full" and None in (self.recompute_method, self.recompute_num_layers):
+            text = "needs recompute_method and recompute_num_layers"
+            yield Problem("recompute_granularity", text, "config.missing_requirement")
+
+    def needing_transformer_engine(self) -> list[str]:
+        """The options that are set and that only Transformer Engine implements."""
+        wants = {
+            "use_precision_aware_optimizer": self.use_precision_aware_optimizer,
+            "ddp.fp8_param_gather": self.ddp.fp8_param_gather,
+        }
+        return [name for name, is_set in wants.items() if is_set]

@@ -1,0 +1,48 @@
+"""Builds `MegatronEngine`. The modules that import Megatron-Core are imported here, after its device is known."""
+
+import warnings
+
+from areal.api.batch import OutputSpec
+from areal.api.config import TrainEngineConfig
+from areal.api.engine import ModelRole, TrainEngine
+from areal.api.errors import ConfigError
+from areal.engine.hf_model import resolve_model_folder
+from areal.engine.mesh import TrainerMesh
+from areal.system.mesh_rules import mesh_problem, package_problem
+from areal.system.model_shape import ModelShape
+
+
+def build_megatron_engine(
+    config: TrainEngineConfig,
+    *,
+    role: ModelRole,
+    total_steps: int,
+    mesh: TrainerMesh,
+    seed: int,
+    outputs: OutputSpec | None = None,
+) -> TrainEngine:
+    """As `areal.engine.fsdp_builder.build_fsdp_engine`, with Megatron-Core; a collective over all trainer ranks.
+
+    A model with an optimiser keeps float32 weights besides those of config.dtype with which it computes.
+    """
+    if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
+        raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
+    wanted = [f"megatron.{name}" for name in config.megatron.needing_transformer_engine()]
+    if problem := package_problem("megatron", wanted=wanted):
+        raise ConfigError(problem, code="launch.package_missing")
+    if mesh.device.type == "cpu":
+        from areal.engine.megatron.cpu_mode import enable_cpu_mode
+
+        enable_cpu_mode()
+    folder = resolve_model_folder(config.path)
+    if (shape := ModelShape.read(str(folder))) is not None:
+        chunks = config.megatron.virtual_pipeline_parallel_size
+        if problem := mesh_problem(shape, mesh.dims, backend="megatron", chunks=chunks):
+            raise ConfigError(f"model {folder}: {problem}", code="model.cannot_split")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about packages that are not installed, and options that are not used
+        from areal.engine.megatron import assembly
+
+        return assembly.assembled_engine(
+            config, folder, role=role, total_steps=total_steps, mesh=mesh, seed=seed, outputs=outputs or OutputSpec()
+        )

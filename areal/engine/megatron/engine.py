@@ -1,0 +1,301 @@
+"""The Megatron-Core train engine: micro-batches through pipeline stages, optimiser steps, loading and saving."""
+# pyright: reportMissingImports=false
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_CLASSES,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SEQUENCE_CLASSES,
+)
+
+from areal.api.batch import LossFn, MicroBatch, TokenOutputs, TrainBatch, required
+from areal.api.config import TrainEngineConfig
+from areal.api.data import WeightSpec
+from areal.api.engine import ReduceOp
+from areal.api.errors import StageError
+from areal.api.metrics import Metric, Metrics, merge_metrics
+from areal.data.split import token_positions
+from areal.engine.checkpoint import export_model, write_folder
+from areal.engine.megatron.checkpoint import load_state, staged_pieces
+from areal.engine.megatron.model import HeadPlan
+from areal.engine.megatron.optimizer import MegatronOptimizer
+from areal.engine.megatron.weight_map import HEAD, MappedWeight
+from areal.engine.megatron.weights import RankWeights, copy_weights, key_of
+from areal.engine.mesh import TrainerMesh
+from areal.engine.micro_batch import (
+    ModelInput,
+    checked_ids,
+    dummy_input,
+    make_micro_batch,
+    over_context,
+    padded,
+    plan_micro_batches,
+)
+from areal.engine.recovery import HostCopies, StagedPieces
+from areal.engine.token_model import policy_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One micro-batch: what every stage computes; `micro` is None for a rank without sequences."""
+
+    inputs: ModelInput
+    num_tokens: int
+    micro: MicroBatch | None
+    positions: Tensor
+    """Where its tokens are in the batch."""
+
+
+class MegatronEngine:
+    """Implements `areal.api.engine.TrainEngine`: tensor, pipeline, context, expert and data ranks of Megatron-Core.
+
+    The last pipeline stage computes the losses, equal on the tensor and context ranks of a data-parallel rank; outputs
+    and metrics then go to the other stages.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        *,
+        hf: Any,
+        head: HeadPlan,
+        own: RankWeights,
+        config: TrainEngineConfig,
+        mesh: TrainerMesh,
+        groups: ProcessGroupCollection,
+        optimizer: MegatronOptimizer | None,
+        dtype: torch.dtype,
+        source: Path,
+    ) -> None:
+        self._chunks, self._hf, self._head, self._own = list(chunks), hf, head, own
+        self._config, self._mesh, self._groups = config, mesh, groups
+        self._optimizer, self._dtype, self._source = optimizer, dtype, source
+        self._is_last = mesh.stage == mesh.dims.pp - 1
+        self._host_copies = HostCopies()
+        self._loss = torch.zeros(())
+        """Sum of the losses of this rank since the last optimiser step."""
+        if optimizer is not None:
+            optimizer.clear_gradients()
+
+    @property
+    def dp_rank(self) -> int:
+        return self._mesh.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self._mesh.dp_size
+
+    def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        return self._mesh.dp_all_reduce(values, op)
+
+    def forward(self, batch: TrainBatch, *, with_adapters: bool = True) -> TokenOutputs:
+        for chunk in self._chunks:
+            chunk.eval()
+        found: list[tuple[_Work, tuple[Tensor, ...]]] = []
+        with torch.no_grad():
+            self._run(batch, lambda work, outputs: found.append((work, outputs)))
+        whole: list[Tensor] = []
+        for work, outputs in found:
+            if not whole:
+                whole = [torch.zeros((batch.num_tokens, *v.shape[1:]), dtype=v.dtype) for v in outputs]
+            for target, values in zip(whole, outputs, strict=True):
+                if work.micro is not None:
+                    target[work.positions] = values.cpu()
+        return self._as_outputs(self._from_last(whole))
+
+    def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, denominator: float) -> Metrics:
+        if not denominator > 0:
+            raise ValueError(f"the denominator of a loss must be above 0, but is {denominator}")
+        if self._head.spec.candidates:
+            required(batch.candidate_ids, "candidate_ids")  # those that forward returned
+        self._require_optimizer()
+        for chunk in self._chunks:
+            chunk.train()
+        metrics: list[Metrics] = []
+
+        def loss_of(work: _Work, outputs: tuple[Tensor, ...]) -> Tensor:
+            if work.micro is None:
+                return outputs[0].sum() * 0.0
+            result = loss_fn(self._as_outputs(outputs), work.micro)
+            self._loss = self._loss.to(result.loss.device) + result.loss.detach()
+            metrics.append(result.metrics)
+            return result.loss / denominator
+
+        self._run(batch, loss_of, with_backward=True)
+        return self._metrics_from_last(merge_metrics(*metrics))
+
+    def optimizer_step(self) -> Metrics:
+        optimizer, loss = self._require_optimizer(), self._loss
+        self._loss = torch.zeros(())
+        finalize_model_grads(self._chunks, pg_collection=self._groups)  # pyright: ignore[reportArgumentType]
+        return optimizer.step(loss)
+
+    def reset_optimizer(self) -> None:
+        self._require_optimizer().clear_state()
+
+    def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for weight in self._own.weights:
+            local, dtype = self._own.own.get(key_of(weight)), self._dtype_of(weight)
+            if stored and self._optimizer is not None:
+                dtype = torch.float32
+                local = None if local is None else self._optimizer.state_of(weight, local, ())["value"]
+            parts = self._own.whole(weight, local, dtype)
+            for part, value in zip(weight.parts, parts, strict=True):
+                yield part.name, value
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return [
+            WeightSpec(name=part.name, shape=[*part.shape], dtype=str(self._dtype_of(weight))[len("torch.") :])
+            for weight in self._own.weights
+            for part in weight.parts
+        ]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if self._optimizer is None:
+            copy_weights(self._own, weights, self._own.own)
+            return
+        targets = {name: torch.empty_like(value, dtype=torch.float32) for name, value in self._own.own.items()}
+        copy_weights(self._own, weights, targets)
+        for name, parameter in self._own.own.items():
+            self._optimizer.set_state(parameter, {"value": targets[name]}, None)
+
+    def save(self, path: Path, *, with_optimizer: bool) -> None:
+        if with_optimizer:
+            return write_folder(path, self._mesh, self.stage(copies=False).write)
+        names = SEQUENCE_CLASSES if self._head.has_score else CAUSAL_CLASSES
+        export_model(
+            path,
+            self.named_weights(),
+            self._hf,
+            architecture=str(names[self._hf.model_type]),
+            dtype=self._dtype,
+            source=self._source,
+            mesh=self._mesh,
+        )
+
+    def stage(self, *, copies: bool) -> StagedPieces:
+        staged = staged_pieces(self._own, self._optimizer, self._mesh)
+        return replace(staged, pieces=self._host_copies.of(staged.pieces)) if copies else staged
+
+    def load(self, path: Path) -> None:
+        load_state(path, self._own, self._optimizer)
+
+    def _dtype_of(self, weight: MappedWeight) -> torch.dtype:
+        return torch.float32 if weight.parts[0].name == HEAD else self._dtype
+
+    def _as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
+        if self._head.role == "critic":
+            return TokenOutputs(values=values[0])
+        return (
+            TokenOutputs(scores=values[0]) if self._head.role == "reward" else policy_outputs(self._head.spec, values)
+        )
+
+    def _run(
+        self,
+        batch: TrainBatch,
+        use: Callable[[_Work, tuple[Tensor, ...]], Tensor | None],
+        *,
+        with_backward: bool = False,
+    ) -> None:
+        """Send the micro-batches of a batch through the stages; `use` gets the outputs on the last one."""
+        plan, chunks = self._plan(batch), len(self._chunks)
+        if chunks > 1:  # the interleaved schedule wants a multiple of the stages
+            plan += [[] for _ in range(-len(plan) % self._mesh.dims.pp)]
+        config = get_model_config(self._chunks[0])
+        # gradients are divided by the data and context ranks where the collective averages them
+        scale = 1.0 if config.calculate_per_token_loss else float(len(plan) * self._mesh.dp_size)
+
+        def take_loss(work: _Work, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            found = use(work, tuple(values[: work.num_tokens] for values in outputs))
+            loss = outputs[0].sum() * 0.0 if found is None else found * scale
+            count = torch.zeros((), dtype=torch.int, device=loss.device)
+            return (loss, count, {}) if config.calculate_per_token_loss else (loss, {})
+
+        def step(works: Iterator[_Work], model: nn.Module) -> tuple[Any, Any]:
+            work = next(works)
+            return model(work.inputs), partial(take_loss, work)
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[self._works(batch, plan) for _ in range(chunks)],
+            model=self._chunks,
+            num_microbatches=len(plan),
+            seq_length=1,  # stages tell each other the shapes
+            micro_batch_size=1,
+            forward_only=not with_backward,
+        )
+
+    def _works(self, batch: TrainBatch, plan: list[list[int]]) -> Iterator[_Work]:
+        mesh = self._mesh
+        for indices in plan:
+            micro, positions = None, torch.zeros(0, dtype=torch.int64)
+            if indices:
+                micro, inputs = make_micro_batch(batch, indices, mesh.device)
+                positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
+            else:
+                inputs = dummy_input(batch, mesh.device)
+            count = inputs.input_ids.numel()
+            inputs = padded(inputs, mesh.dims.cp * (mesh.dims.tp if self._splits_tokens else 1))
+            if mesh.context.size > 1:
+                inputs = over_context(inputs, mesh.context)
+            yield _Work(inputs, count, micro, positions)
+
+    @property
+    def _splits_tokens(self) -> bool:
+        return bool(get_model_config(self._chunks[0]).sequence_parallel)
+
+    def _plan(self, batch: TrainBatch) -> list[list[int]]:
+        all_max, with_candidates = partial(self._mesh.all_reduce, op="max"), self._head.spec.candidates is not None
+        reduce_max = checked_ids(batch, self._hf.vocab_size, all_max, with_candidates=with_candidates)
+        return plan_micro_batches(batch.sequence_lengths, self._config.mb_spec, reduce_max)
+
+    def _from_last(self, whole: list[Tensor]) -> list[Tensor]:
+        """The outputs of the last stage on every stage."""
+        group = self._groups.pp
+        if group.size() == 1:
+            return whole
+        shapes = [[*value.shape] for value in whole]
+        dtypes = [str(value.dtype)[len("torch.") :] for value in whole]
+        facts = self._text_from_last(json.dumps([shapes, dtypes]))
+        found: list[Tensor] = []
+        for place, (shape, dtype) in enumerate(zip(*json.loads(facts), strict=True)):
+            value = whole[place] if self._is_last else torch.empty(shape, dtype=getattr(torch, dtype))
+            value = value.to(self._mesh.device).contiguous()
+            dist.broadcast(value, group_src=group.size() - 1, group=group)
+            found.append(value.cpu())
+        return found
+
+    def _metrics_from_last(self, metrics: Metrics) -> Metrics:
+        if self._groups.pp.size() == 1:
+            return metrics
+        text = json.dumps({name: asdict(metric) for name, metric in metrics.items()})
+        return {name: Metric(**fields) for name, fields in json.loads(self._text_from_last(text)).items()}
+
+    def _text_from_last(self, text: str) -> str:
+        group, device = self._groups.pp, self._mesh.device
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+        size = torch.tensor([content.numel()], device=device)
+        dist.broadcast(size, group_src=group.size() - 1, group=group)
+        if not self._is_last:
+            content = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+        dist.broadcast(content, group_src=group.size() - 1, group=group)
+        return bytes(content.cpu().tolist()).decode()
+
+    def _require_optimizer(self) -> MegatronOptimizer:
+        if self._optimizer is None:
+            raise StageError("optimizer")  # it was built for a frozen model
+        return self._optimizer

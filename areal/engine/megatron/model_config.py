@@ -1,0 +1,161 @@
+"""Megatron-Core's configuration of a model from its Hugging Face configuration and the options of the engine."""
+# pyright: reportMissingImports=false
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from areal.api.allocation import ParallelDims
+from areal.api.config import TrainEngineConfig
+from areal.api.errors import ConfigError
+from areal.engine.megatron.weight_map import FAMILIES, has_experts, num_experts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
+
+
+def require_mapped(config: Any) -> None:
+    """Raise ConfigError for a model that Megatron-Core cannot compute here exactly."""
+    if config.model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        message = f"{config.model_type} models have no Megatron weight map, only {known}: use fsdp in allocation_mode"
+        raise ConfigError(message, code="model.cannot_split")
+    if config.hidden_act not in ("silu", "swish"):
+        raise ConfigError(
+            f"{config.model_type} with activation {config.hidden_act} has no map", code="model.unsupported"
+        )
+    bias, mlp_bias = (bool(getattr(config, name, False)) for name in ("attention_bias", "mlp_bias"))
+    if bias != mlp_bias and config.model_type == "llama":
+        message = "Megatron-Core has biases in all linear layers or in none, but the model has only some: use fsdp"
+        raise ConfigError(message, code="model.unsupported")
+
+
+def transformer_config(
+    hf: Any, config: TrainEngineConfig, dims: ParallelDims, device: torch.device, *, dtype: torch.dtype, chunks: int
+) -> TransformerConfig:
+    """`chunks`: model chunks of a pipeline stage."""
+    options, is_cuda = config.megatron, device.type == "cuda"
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    recomputed: dict[str, Any] = {}
+    if config.optimizer is not None and config.gradient_checkpointing and options.recompute_granularity:
+        is_full = options.recompute_granularity == "full"
+        recomputed = {
+            "recompute_granularity": options.recompute_granularity,
+            "recompute_method": options.recompute_method if is_full else None,
+            "recompute_num_layers": options.recompute_num_layers if is_full else None,
+            "recompute_modules": options.recompute_modules,
+            "distribute_saved_activations": bool(options.distribute_saved_activations),
+        }
+    splits_tokens = dims.tp > 1 and not recomputed.get("distribute_saved_activations")
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=bool(getattr(hf, "mlp_bias", False)),
+        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=hf.model_type.startswith("qwen3"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_backend=AttnBackend.unfused,
+        tensor_model_parallel_size=dims.tp,
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=dims.cp,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.etp,
+        sequence_parallel=splits_tokens,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=is_cuda,
+        overlap_p2p_comm=False,
+        deallocate_pipeline_outputs=is_cuda,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        calculate_per_token_loss=not options.ddp.average_in_collective,
+        deterministic_mode=options.use_deterministic_algorithms,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=is_cuda,
+        bias_dropout_fusion=is_cuda,
+        masked_softmax_fusion=False,
+        **_expert_options(hf),
+        **recomputed,
+    )
+
+
+def _expert_options(hf: Any) -> dict[str, Any]:
+    count = num_experts(hf)
+    if not count:
+        return {}
+    is_mixtral = hf.model_type == "mixtral"
+    return {
+        "num_moe_experts": count,
+        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+        "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_pre_softmax": not is_mixtral and not hf.norm_topk_prob,
+        "moe_grouped_gemm": False,
+    }
+
+
+def shares_state(config: TrainEngineConfig) -> bool:
+    """Whether data ranks share the optimiser's state: Megatron-Core does so for AdamW only."""
+    has_moments = config.optimizer is not None and config.optimizer.type != "sgd"
+    return config.megatron.ddp.use_distributed_optimizer and has_moments
+
+
+def ddp_config(config: TrainEngineConfig) -> DistributedDataParallelConfig:
+    found = config.megatron.ddp
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=found.grad_reduce_in_fp32 and config.grad_reduce_dtype == "float32",
+        overlap_grad_reduce=found.overlap_grad_reduce,
+        overlap_param_gather=found.overlap_param_gather and shares_state(config),
+        align_param_gather=found.align_param_gather,
+        use_distributed_optimizer=shares_state(config),
+        check_for_nan_in_grad=found.check_for_nan_in_grad,
+        bucket_size=found.bucket_size,
+        average_in_collective=found.average_in_collective,
+        fp8_param_gather=found.fp8_param_gather,
+    )
+
+
+def optimizer_config(config: TrainEngineConfig, dtype: torch.dtype) -> OptimizerConfig:
+    assert config.optimizer is not None
+    ours, options = config.optimizer, config.megatron
+    return OptimizerConfig(
+        optimizer="sgd" if ours.type == "sgd" else "adam",
+        lr=ours.lr,
+        min_lr=0.0,
+        weight_decay=ours.weight_decay,
+        adam_beta1=ours.beta1,
+        adam_beta2=ours.beta2,
+        adam_eps=ours.eps,
+        sgd_momentum=0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        clip_grad=0.0,  # clipped with the norm that was checked
+        use_distributed_optimizer=shares_state(config),
+        overlap_param_gather=options.ddp.overlap_param_gather,
+        overlap_param_gather_with_optimizer_step=options.overlap_param_gather_with_optimizer_step,
+        use_precision_aware_optimizer=options.use_precision_aware_optimizer,
+        main_grads_dtype=DTYPES[options.main_grads_dtype],
+        main_params_dtype=DTYPES[options.main_params_dtype],
+        exp_avg_dtype=DTYPES[options.exp_avg_dtype],
+        exp_avg_sq_dtype=DTYPES[options.exp_avg_sq_dtype],
+    )

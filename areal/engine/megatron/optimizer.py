@@ -1,0 +1,204 @@
+"""Megatron-Core's optimiser with the schedule, the clipping and the checks of the train engines."""
+# pyright: reportMissingImports=false
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from areal.api.config import TrainEngineConfig
+from areal.api.errors import TrainingDiverged
+from areal.api.metrics import Metric, Metrics
+from areal.engine.megatron.model_config import optimizer_config, shares_state
+from areal.engine.megatron.weight_map import MappedWeight
+from areal.engine.megatron.weights import RankWeights, key_of
+from areal.engine.mesh import TrainerMesh
+from areal.engine.optimizer import MAX_WEIGHT_NORM, learning_rate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The optimiser state of a weight besides its float32 value."""
+
+
+class MegatronOptimizer:
+    """AdamW or plain gradient descent, whose state data ranks may share."""
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        config: TrainEngineConfig,
+        own: RankWeights,
+        *,
+        total_steps: int,
+        mesh: TrainerMesh,
+        groups: ProcessGroupCollection,
+        dtype: torch.dtype,
+    ) -> None:
+        assert config.optimizer is not None
+        self._config, self._total_steps = config.optimizer, total_steps
+        self._chunks, self._own, self._mesh, self._groups = chunks, own, mesh, groups
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # an empty table of overrides: weight decay for all weights, as with FSDP
+            self._inner = get_megatron_optimizer(
+                optimizer_config(config, dtype), list(chunks), config_overrides={}, use_gloo_process_groups=False
+            )
+        self._is_shared = shares_state(config)
+        self.num_steps = 0
+        """Calls of `step` so far: the position in the schedule."""
+
+    def step(self, loss: Tensor) -> Metrics:
+        """As `areal.engine.optimizer.ScheduledOptimizer.step`. `loss`: of this rank, 0 where it computes none."""
+        rate = learning_rate(self._config, self.num_steps, self._total_steps)
+        self._inner.prepare_grads()
+        norm = float(self._inner.get_grad_norm())
+        facts = torch.tensor([0.0 if math.isfinite(norm) else 1.0], dtype=torch.float64)
+        broken, total_loss = self._mesh.all_reduce(torch.cat([facts, loss.cpu().double().reshape(1)])).tolist()
+        if broken or not math.isfinite(total_loss):
+            kind = "gradient" if math.isfinite(total_loss) else "loss"
+            gradients = {name: grad for name, p in self._own.own.items() if (grad := _gradient_of(p)) is not None}
+            raise TrainingDiverged(kind, self._worst(gradients), rate)
+        if norm > self._config.gradient_clipping:
+            for gradient in self._gradients():
+                gradient.mul_(self._config.gradient_clipping / norm)
+        for group in self._inner.param_groups:
+            group["lr"] = rate
+        self._inner.step_with_ready_grads()
+        self.clear_gradients()
+        self.num_steps += 1
+        if not self._weight_norm_squared() < MAX_WEIGHT_NORM**2:
+            raise TrainingDiverged("weight", self._worst(self._own.own), rate)
+        return {"lr": Metric(rate), "grad_norm": Metric(norm)}
+
+    def clear_gradients(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._inner.zero_grad()
+
+    def clear_state(self) -> None:
+        """Reset to the state after construction; the schedule continues."""
+        for one in self._parts():
+            one.optimizer.state.clear()
+
+    def reload_weights(self) -> None:
+        """Take over the weights of the model, after they were changed from outside."""
+        self._inner.reload_model_params()
+
+    def _parts(self) -> list[Any]:
+        return [one for one in self._inner.chained_optimizers if getattr(one, "optimizer", None) is not None]
+
+    def _gradients(self) -> list[Tensor]:
+        found = [p for one in self._parts() for p in one.get_parameters()]
+        grads = [getattr(p, "decoupled_grad", None) if p.grad is None else p.grad for p in found]
+        return [grad for grad in grads if grad is not None]
+
+    def _weight_norm_squared(self) -> float:
+        """Over all weights; a collective. Those that several ranks hold count once, up to copies on tensor ranks."""
+        total = torch.zeros((), dtype=torch.float64)
+        for weight, value in self._own.of_rank():
+            copies = self._own.data_group(weight).size()
+            total += value.detach().float().square().sum().cpu().double() / copies
+        return float(self._mesh.all_reduce(total.reshape(1)).item())
+
+    def _worst(self, tensors: Mapping[str, Tensor]) -> str:
+        """The Hugging Face name of the first weight whose tensor is not finite on any rank, else of the largest.
+
+        `tensors`: by `key_of`, of this rank; a collective.
+        """
+        order = {part.name: 0.0 for weight in self._own.weights for part in weight.parts[:1]}
+        for weight, _ in self._own.of_rank():
+            if (value := tensors.get(key_of(weight))) is not None:
+                order[weight.parts[0].name] += float(value.detach().float().square().sum())
+        squares = torch.tensor(list(order.values()), dtype=torch.float64)
+        found = dict(zip(order, self._mesh.all_reduce(squares).tolist(), strict=True))
+        bad = (name for name, value in found.items() if not math.isfinite(value))
+        return next(bad, max(found, key=found.__getitem__))
+
+    def state_of(self, weight: MappedWeight, parameter: Tensor, kinds: Sequence[str]) -> dict[str, Tensor]:
+        """The float32 `value` and the optimiser state `kinds` of a weight of this rank.
+
+        A collective over the ranks that hold the same part of the weight.
+        """
+        found = self._main_of(parameter)
+        group = self._own.data_group(weight)
+        whole: dict[str, Tensor] = {}
+        for kind in ("value", *kinds):
+            joined = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            if found is not None:
+                part = found.main.detach() if kind == "value" else found.inner.state[found.main][kind]
+                joined[found.first : found.end] = part.float().flatten()
+            if self._is_shared and group.size() > 1:
+                dist.all_reduce(joined, group=group)
+            whole[kind] = joined.view(parameter.shape)
+        return whole
+
+    def set_state(self, parameter: Tensor, state: Mapping[str, Tensor], step: float | None) -> None:
+        """Continue with the result of `state_of`; local. The value also becomes the model's weight.
+
+        `step`: updates that the moments contain; None = the moments stay.
+        """
+        with torch.no_grad():
+            parameter.copy_(state["value"])
+            found = self._main_of(parameter)
+            if found is None:
+                return
+            cut = {kind: value.flatten()[found.first : found.end] for kind, value in state.items()}
+            found.main.copy_(cut.pop("value").view(found.main.shape))
+            if step is not None:
+                found.inner.state.pop(found.main, None)
+            if cut and step is not None:
+                moments = {
+                    kind: value.to(found.main.device).view(found.main.shape).clone() for kind, value in cut.items()
+                }
+                # each weight has its number of steps: Megatron-Core's own format shares one tensor among them
+                found.inner.state[found.main] = {"step": torch.tensor(step), **moments}
+
+    @property
+    def num_updates(self) -> float:
+        """Updates that the moments contain."""
+        for one in self._parts():
+            for state in one.optimizer.state.values():
+                return float(state.get("step", 0.0))
+        return 0.0
+
+    def kinds(self) -> tuple[str, ...]:
+        """The moments that exist; none before the first step. A collective."""
+        here = any(state.get("exp_avg") is not None for one in self._parts() for state in one.optimizer.state.values())
+        flag = torch.tensor([float(here)], dtype=torch.float64)
+        return MOMENTS if self._mesh.all_reduce(flag, "max").item() else ()
+
+    def _main_of(self, parameter: Tensor) -> "_Main | None":
+        for one in self._parts():
+            if isinstance(one, DistributedOptimizer):
+                place = one.model_param_group_index_map.get(parameter)
+                if place is not None:
+                    main = one.optimizer.param_groups[place[0]]["params"][place[1]]
+                    part = one._get_model_param_range_map(parameter)["param"]
+                    return _Main(one.optimizer, main, part.start, part.end)
+            else:
+                main = getattr(parameter, "main_param", parameter)
+                if any(main is each for group in one.optimizer.param_groups for each in group["params"]):
+                    return _Main(one.optimizer, main, 0, parameter.numel())
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Main:
+    """What the optimiser of this rank updates of a weight: elements `first` to `end`."""
+
+    inner: Any
+    main: Tensor
+    first: int
+    end: int
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    return getattr(parameter, "main_grad", None)

@@ -1,0 +1,218 @@
+"""The weights of a Megatron-Core model by Hugging Face name: read, copied and streamed one by one."""
+# pyright: reportMissingImports=false
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from areal.api.errors import InputError
+from areal.engine.megatron.weight_map import MappedWeight, Place, Stages, names_on_rank
+from areal.engine.sharded_load import raise_missing
+from areal.system.checkpoint_files import weight_files
+
+
+class RankWeights:
+    """The parameters of this rank, found by the map of the whole model."""
+
+    def __init__(
+        self,
+        weights: Sequence[MappedWeight],
+        copies: Sequence[MappedWeight],
+        chunks: Sequence[nn.Module],
+        stages: Stages,
+        groups: ProcessGroupCollection,
+        num_experts: int,
+    ) -> None:
+        """`copies`: weights of the last stage that are equal to one of the first."""
+        self.weights = list(weights)
+        self._copies = list(copies)
+        self._stages, self._groups = stages, groups
+        self._stage = groups.pp.rank()
+        self._experts_each = num_experts // groups.ep.size() if num_experts else 0
+        named = [dict(chunk.named_parameters()) | dict(chunk.named_buffers()) for chunk in chunks]
+        self.own: dict[str, Tensor] = {}
+        """Of the weights that this rank has a part of, by Megatron's name for the whole model."""
+        for weight in [*self.weights, *self._copies]:
+            if self._is_own(weight):
+                self.own[key_of(weight)] = found = self._find(weight, named)
+                # norms of gradients count a weight that tensor ranks do not split once
+                found.tensor_model_parallel = weight.split is not None  # pyright: ignore[reportAttributeAccessIssue]
+        mapped = {id(value) for value in self.own.values()}
+        trained = [each for chunk in chunks for each in chunk.named_parameters()]
+        unmapped = [name for name, value in trained if id(value) not in mapped]
+        if unmapped:
+            raise RuntimeError(f"weights without a Hugging Face name: {', '.join(unmapped[:4])}")
+
+    def of_rank(self, *, with_copies: bool = True) -> Iterator[tuple[MappedWeight, Tensor]]:
+        """The weights that this rank has a part of, in the order of the map."""
+        for weight in [*self.weights, *(self._copies if with_copies else ())]:
+            if (found := self.own.get(key_of(weight))) is not None:
+                yield weight, found
+
+    def without(self, name: str) -> "RankWeights":
+        """The same without the weight `name`."""
+        found = copy(self)
+        found.weights = [weight for weight in self.weights if key_of(weight) != name]
+        return found
+
+    def tensor_group(self, weight: MappedWeight) -> dist.ProcessGroup:
+        """The ranks that hold the other parts of a weight of this rank."""
+        return self._groups.tp if weight.expert is None else self._groups.expt_tp
+
+    def owner_stage(self, weight: MappedWeight) -> int:
+        return self._stages.of(weight).stage
+
+    def data_group(self, weight: MappedWeight) -> dist.ProcessGroup:
+        """The ranks that hold the same part."""
+        return self._groups.dp_cp if weight.expert is None else self._groups.expt_dp
+
+    @torch.no_grad()
+    def whole(self, weight: MappedWeight, local: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+        """The parts of a weight by the shapes of the checkpoint, on every rank; a collective over all ranks.
+
+        `local`: this rank's part, None on the ranks that have none. One weight is whole in memory at a time.
+        """
+        parts: list[Tensor] | None = None
+        if local is not None:
+            own = [part.contiguous() for part in weight.divided(local.detach().to(dtype))]
+            parts = [self._gathered(weight, part) for part in own]
+        device = _device_of(self.own)
+        if parts is None:
+            parts = [torch.empty(part.shape, dtype=dtype, device=device) for part in weight.parts]
+        if weight.expert is not None and self._groups.ep.size() > 1 and self._stage == self.owner_stage(weight):
+            source = weight.expert // self._experts_each
+            parts = [self._sent(part, source, self._groups.ep) for part in parts]
+        if self._groups.pp.size() > 1:
+            parts = [self._sent(part, self.owner_stage(weight), self._groups.pp) for part in parts]
+        return parts
+
+    def _gathered(self, weight: MappedWeight, part: Tensor) -> Tensor:
+        group = self.tensor_group(weight)
+        if weight.split is None or group.size() == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, weight.split)
+
+    def _sent(self, part: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+        part = part.contiguous()
+        dist.broadcast(part, group_src=source, group=group)
+        return part
+
+    def local_of(self, weight: MappedWeight, parts: Sequence[Tensor]) -> Tensor:
+        """This rank's part from the whole parts of the checkpoint."""
+        group = self.tensor_group(weight)
+        own = [
+            whole[weight.region(part, group.rank(), group.size())]
+            for part, whole in zip(weight.parts, parts, strict=True)
+        ]
+        return weight.joined(own)
+
+    def _is_own(self, weight: MappedWeight) -> bool:
+        if weight in self._copies:
+            return self._stage == self._stages.size - 1
+        has_expert = weight.expert is None or weight.expert // self._experts_each == self._groups.ep.rank()
+        return self.owner_stage(weight) == self._stage and has_expert
+
+    def _find(self, weight: MappedWeight, named: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        place = self._stages.of(weight)
+        if weight in self._copies:
+            place = Place(self._stages.size - 1, self._stages.chunks - 1, 0)
+        expert = 0 if weight.expert is None else weight.expert % self._experts_each
+        names = list(names_on_rank(weight, place, expert))
+        found = next((named[place.chunk][name] for name in names if name in named[place.chunk]), None)
+        if found is None:
+            raise RuntimeError(f"the model has no weight {names[0]}")
+        return found
+
+
+def key_of(weight: MappedWeight) -> str:
+    """A name of a weight that is unique in the model."""
+    name = weight.name if weight.layer is None else weight.name.replace("{layer}", str(weight.layer))
+    return name if weight.expert is None else name.replace("{expert}", str(weight.expert))
+
+
+class CheckpointReader:
+    """Reads parts of the weights of a Hugging Face folder."""
+
+    def __init__(self, folder: Path, prefix: str = "model.") -> None:
+        self._folder, self._prefix = folder, prefix
+        self._places: dict[str, Path] = {}
+        for file in weight_files(folder):
+            with safe_open(file, framework="pt") as opened:
+                self._places |= dict.fromkeys(opened.keys(), file)
+
+    def has(self, name: str) -> bool:
+        return self._stored(name) is not None
+
+    def part(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...]) -> Tensor:
+        """A part of a weight. Raises InputError when it is missing or has another shape."""
+        stored = self._stored(name)
+        if stored is None:
+            raise_missing(self._folder, [name])
+            raise AssertionError
+        with safe_open(self._places[stored], framework="pt") as opened:
+            found: Any = opened.get_slice(stored)
+            if (has := list(found.get_shape())) != list(shape):
+                text = (
+                    f"checkpoint {self._folder}: {stored} has shape {has}, but {list(shape)} according to config.json"
+                )
+                raise InputError(text, code="model.weights_do_not_fit")
+            return found[region]
+
+    def _stored(self, name: str) -> str | None:
+        """The name in the checkpoint, which may be that of the model without its head."""
+        short = name.removeprefix(self._prefix)
+        return next((each for each in (name, short) if each in self._places), None)
+
+
+@torch.no_grad()
+def read_weights(own: RankWeights, reader: CheckpointReader) -> None:
+    """Fill the parameters of this rank from a checkpoint; only its parts are read."""
+    for weight, target in own.of_rank():
+        group = own.tensor_group(weight)
+        parts = [
+            reader.part(part.name, part.shape, weight.region(part, group.rank(), group.size())) for part in weight.parts
+        ]
+        target.copy_(weight.joined(parts))
+
+
+@torch.no_grad()
+def copy_weights(own: RankWeights, given: Iterable[tuple[str, Tensor]], targets: Mapping[str, Tensor]) -> None:
+    """Copy whole weights by name into `targets`, the tensors of this rank by `key_of`; other names are ignored.
+
+    Raises InputError when a weight is missing or has another shape.
+    """
+    by_name: dict[str, list[MappedWeight]] = {}
+    for weight, _ in own.of_rank():
+        for part in weight.parts:
+            by_name.setdefault(part.name, []).append(weight)
+    pending: dict[str, dict[str, Tensor]] = {}
+    missing = {key_of(weight) for weight, _ in own.of_rank()}
+    for name, value in given:
+        for weight in by_name.get(name, ()):
+            shape = next(part.shape for part in weight.parts if part.name == name)
+            if tuple(value.shape) != shape:
+                message = f"the given weights: {name} has shape {list(value.shape)}, the model's has {list(shape)}"
+                raise InputError(message, code="model.weights_do_not_fit")
+            found = pending.setdefault(key_of(weight), {})
+            found[name] = value.detach().clone() if len(weight.parts) > 1 else value.detach()
+            if len(found) == len(weight.parts):
+                parts = [found[part.name] for part in weight.parts]
+                targets[key_of(weight)].copy_(own.local_of(weight, parts))
+                missing.discard(key_of(weight))
+                del pending[key_of(weight)]
+    if missing:
+        message = f"the given weights: {len(missing)} weights of the model are missing, among them {min(missing)}"
+        raise InputError(message, code="model.weights_do_not_fit")
+
+
+def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(tensors.values())).device
