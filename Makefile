@@ -9,7 +9,7 @@ ARGS ?=
 PART ?= 1
 BIN := .venv/bin
 
-.PHONY: quickstart agent-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-etcd test-gpu test-parallel lint docs clean
+& test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-etcd test-gpu test-parallel test-megatron lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -39,7 +39,7 @@ test: .venv/.installed
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint tests
 
 # Marks of tests that run only by other commands.
-SEPARATE := gpu or vllm or sglang or attack or cluster or etcd or parallel
+SEPARATE := gpu or vllm or sglang or attack or cluster or etcd or parallel or megatron
 
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
@@ -99,6 +99,11 @@ test-sglang: .venv/.installed .venv-sglang/.installed
 # Every mesh of trainer ranks against one process: docs/train_engines.md.
 test-parallel: .venv/.installed
 	$(PYTEST) -m parallel tests $(ARGS)
+
+# The Megatron-Core engine on the CPU: docs/train_engines.md.
+test-megatron: .venv/.installed
+	$(BIN)/python -c 'import megatron.core' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[megatron]'
+	$(PYTEST) -m megatron tests/megatron $(ARGS)
 
 # A real etcd on loopback, and on nodes as above (root): apt-get install etcd-server etcd-client
 test-etcd: .venv/.installed

@@ -41,7 +41,7 @@ from areal.fleet.backends import backend_named
 from areal.system.adapter_files import adapter_weights, prefixes, require_targets
 from areal.system.checkpoint_files import stored_weights
 from areal.system.durable import is_complete
-from areal.system.mesh_rules import mesh_problem, package_problem
+from areal.system.mesh_rules import trainer_problem
 from areal.system.model_shape import ModelShape
 from areal.system.run_paths import RunPaths
 
@@ -71,12 +71,8 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         problems += _adapter_problems(key, model)
         shape = ModelShape.read(model.path)
         if config.allocation.train and shape is not None:
-            trainer, chunks = config.allocation.train[0], model.megatron.virtual_pipeline_parallel_size
-            problem = mesh_problem(shape, trainer.parallel, backend=trainer.backend, chunks=chunks)
+            problem = trainer_problem(shape, config.allocation.train[0], model.megatron)
             problems += [] if problem is None else [f"allocation_mode: {key}: {problem}"]
-    for trainer in config.allocation.train:
-        if problem := package_problem(trainer.backend, wanted=transformer_engine_options(config)):
-            problems.append(f"allocation_mode: {problem}")
     if isinstance(config, PPOConfig):
         backend = backend_named(config.server_backend)
         model = backend.model(config)
@@ -94,12 +90,6 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
     if script is None:  # a script may have its own rows
         problems += _row_problems(config)
     return problems
-
-
-def transformer_engine_options(config: BaseExperimentConfig) -> list[str]:
-    """The options of all models that only Transformer Engine implements."""
-    models = config.models.items()
-    return [f"{key}.megatron.{name}" for key, model in models for name in model.megatron.needing_transformer_engine()]
 
 
 def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:

@@ -3,7 +3,8 @@
 import importlib.util
 from collections.abc import Sequence
 
-from areal.api.allocation import ParallelDims
+from areal.api.allocation import ModelAllocation, ParallelDims
+from areal.api.config.megatron import MegatronEngineConfig
 from areal.system.model_shape import ModelShape
 
 TENSOR_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
@@ -12,6 +13,13 @@ TENSOR_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 
 MEGATRON_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types with a weight map in `areal.engine.megatron`."""
+
+
+def trainer_problem(shape: ModelShape, trainer: ModelAllocation, options: MegatronEngineConfig) -> str | None:
+    """Why the ranks of a trainer cannot compute a model; None when they can."""
+    wanted, chunks = options.needing_transformer_engine(), options.virtual_pipeline_parallel_size
+    problem = mesh_problem(shape, trainer.parallel, backend=trainer.backend, chunks=chunks)
+    return problem or package_problem(trainer.backend, wanted=wanted)
 
 
 def mesh_problem(shape: ModelShape, dims: ParallelDims, *, backend: str = "fsdp", chunks: int = 1) -> str | None:
@@ -87,5 +95,5 @@ def package_problem(backend: str, *, wanted: Sequence[str] = ()) -> str | None:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         return "megatron needs the package megatron-core: pip install 'areal[megatron]'"
     if wanted and importlib.util.find_spec("transformer_engine") is None:
-        return f"{wanted[0]} needs the package transformer-engine, which is not installed: leave it out"
+        return f"megatron.{wanted[0]} needs the package transformer-engine, which is not installed: leave it out"
     return None
