@@ -219,7 +219,7 @@ class MegatronEngine:
         # gradients are divided by the data and context ranks where the collective averages them
         scale = 1.0 if config.calculate_per_token_loss else float(len(plan) * self._mesh.dp_size)
 
-        def take_loss(work: _Work, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def take_loss(work: _Work, outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
             found = use(work, tuple(values[: work.num_tokens] for values in outputs))
             loss = outputs[0].sum() * 0.0 if found is None else found * scale
             count = torch.zeros((), dtype=torch.int, device=loss.device)
