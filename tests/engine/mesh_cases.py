@@ -161,7 +161,7 @@ def run_case(
     }
     weights = cases.weights_of(engine)
     save_file(weights, folder / f"weights-{case}-{mesh.rank}")
-    if engine.lora is not None:
+    if getattr(engine, "lora", None) is not None:
         facts["adapter"] = _adapter_is_equal(engine, folder / f"adapter-{case}", make)
     if case.endswith(SAVED):
         engine.save(folder / f"recover-{case}", with_optimizer=True)

@@ -17,6 +17,7 @@ from areal.engine.recovery import Piece, RecoveryReader, StagedPieces
 def staged_pieces(own: RankWeights, optimizer: MegatronOptimizer | None, mesh: TrainerMesh) -> StagedPieces:
     """The weights and the optimiser's state, each part on one of the ranks that hold it; a collective."""
     kinds = () if optimizer is None else optimizer.kinds()
+    step = None if optimizer is None or not kinds else torch.tensor(optimizer.num_updates())
     pieces: dict[str, Piece] = {}
     for number, (weight, parameter) in enumerate(own.of_rank(with_copies=False)):
         group, state = own.data_group(weight), {"value": parameter.detach()}
@@ -25,9 +26,8 @@ def staged_pieces(own: RankWeights, optimizer: MegatronOptimizer | None, mesh: T
         is_writer = weight.split is not None or own.tensor_group(weight).rank() == 0
         if is_writer and number % group.size() == group.rank():
             pieces |= _pieces_of(own, weight, state)
-            step = torch.tensor(optimizer.num_updates) if optimizer is not None and kinds else None
-            for part in weight.parts if step is not None and own.tensor_group(weight).rank() == 0 else ():
-                pieces[f"optimizer/{part.name}/step"] = Piece(step, ())
+            if step is not None and own.tensor_group(weight).rank() == 0:
+                pieces |= {_name("step", part.name): Piece(step, ()) for part in weight.parts}
     steps = 0 if optimizer is None else optimizer.num_steps
     return StagedPieces(pieces=pieces, rank=mesh.rank, world_size=mesh.world_size, num_steps=steps)
 
@@ -53,7 +53,7 @@ def load_state(folder: Path, own: RankWeights, optimizer: MegatronOptimizer | No
     reader = RecoveryReader(folder, shapes)
     for weight, parameter in own.of_rank():
         found = {} if optimizer is None else reader.kinds(weight.parts[0].name)
-        state = {kind: _local(reader, own, weight, kind) for kind in ("value", *(set(found) - {"step"}))}
+        state = {kind: _local(reader, own, weight, kind) for kind in ("value", *sorted(set(found) - {"step"}))}
         if optimizer is None:
             with torch.no_grad():
                 parameter.copy_(state["value"])

@@ -161,13 +161,10 @@ class MegatronOptimizer:
                 # each weight has its number of steps: Megatron-Core's own format shares one tensor among them
                 found.inner.state[found.main] = {"step": torch.tensor(step), **moments}
 
-    @property
     def num_updates(self) -> float:
-        """Updates that the moments contain."""
-        for one in self._parts():
-            for state in one.optimizer.state.values():
-                return float(state.get("step", 0.0))
-        return 0.0
+        """Updates that the moments contain; a collective."""
+        steps = [float(state.get("step", 0.0)) for one in self._parts() for state in one.optimizer.state.values()]
+        return float(self._mesh.all_reduce(torch.tensor([max(steps, default=0.0)], dtype=torch.float64), "max").item())
 
     def kinds(self) -> tuple[str, ...]:
         """The moments that exist; none before the first step. A collective."""
