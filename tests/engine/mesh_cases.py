@@ -134,7 +134,7 @@ def outputs_of(engine, batch: TrainBatch, share=lambda batch: batch) -> dict[str
 
 def exact_of(engine) -> dict[str, torch.Tensor]:
     """What every mesh has bit for bit: all weights, or adapters, whose products differ in the last bits."""
-    return {name: value.clone() for name, value in (engine.lora or engine).named_weights()}
+    return {name: value.clone() for name, value in (getattr(engine, "lora", None) or engine).named_weights()}
 
 
 def is_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
