@@ -76,6 +76,8 @@ class TrainBatch:
     """Policy version at the start of the update with this batch."""
     update_progress: float = 0.0
     """Fraction of that update's optimiser steps before this minibatch, below 1."""
+    routed_experts: Tensor | None = field(default=None, metadata=PER_TOKEN)
+    """[T, layers, k] int16, experts that the server chose for token t (not t+1) in each decoder layer; -1 = unknown."""
     candidate_ids: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] int64, see OutputSpec.candidates
     prox_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the policy's
     ref_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the reference's

@@ -180,6 +180,8 @@ data.not_found: A dataset file, hub dataset or split does not exist or cannot be
     Correct the dataset's path, name or split.
 data.other_rows: The dataset has another number of rows than the run had, so a row number means another row.
     Restore the dataset, or leave out --row.
+data.routed_experts: A batch has routed experts of another number of layers or experts than the model.
+    Serve the checkpoint that the trainer trains.
 data.template_refused: The chat template raises an error for a dialogue.
     Correct the messages that the error names; `areal prove-template` shows which dialogues the template takes.
 data.template_stop: The chat template writes no token that ends an answer, or one that is no single token.
@@ -345,6 +347,8 @@ model.liger_unavailable: logprob_kernel=liger cannot run with this device, these
     Use logprob_kernel=torch, or install the version that the message names.
 model.no_compiler: actor.compile=true needs a C++ compiler on the CPU, and there is none.
     Install g++, set CXX to another compiler, or use compile=false.
+model.no_router: A router option is set for a model without experts, or with routers that cannot follow it.
+    Remove router_replay, router_aux_loss_coef or router_bias_update_rate, as the message says.
 model.not_found: There is no model at the given path or hub name.
     Set the path to the folder of a Hugging Face checkpoint, or to an existing hub name.
 model.not_loadable: transformers cannot load the model or its tokenizer.

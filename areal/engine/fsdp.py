@@ -30,6 +30,7 @@ from areal.engine.micro_batch import (
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.recovery import HostCopies, RecoveryReader, StagedPieces, empty_like, own_pieces
 from areal.engine.region import copy_part, whole_tensor
+from areal.engine.routing import EXPERT_BIAS, Routing
 from areal.engine.sharded_load import copy_stored_part
 from areal.engine.token_model import TokenModel
 from areal.weights.stored_form import StoredPart
@@ -67,6 +68,7 @@ class FSDPEngine:
         lora: PeftAdapter | None = None,
         shard_size: int | None = None,
         syncs_every_pass: bool = False,
+        routing: Routing | None = None,
     ) -> None:
         """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports.
         `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
@@ -82,6 +84,7 @@ class FSDPEngine:
         self._shard_size = shard_size or mesh.dims.dp * mesh.dims.cp
         self._syncs_every_pass = syncs_every_pass
         self._host_copies = HostCopies()
+        self._routing = routing
         self._loss = torch.zeros(())
         """Sum of the losses of this rank since the last optimiser step, on the device."""
 
@@ -112,7 +115,10 @@ class FSDPEngine:
                     positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
                 else:
                     inputs = dummy_input(batch, self._mesh.device)
-                found: tuple[Tensor, ...] = self._model(self._own(inputs))
+                own = self._own(inputs)
+                if self._routing is not None:
+                    self._routing.begin(own.routed_experts, is_counting=False)
+                found: tuple[Tensor, ...] = self._model(own)
                 if not whole:
                     shapes = [(batch.num_tokens, *values.shape[1:]) for values in found]
                     whole = [torch.zeros(s, dtype=v.dtype) for s, v in zip(shapes, found, strict=True)]
@@ -132,19 +138,37 @@ class FSDPEngine:
         scale = self.dp_size * self._mesh.context.size / denominator  # FSDP averages over data and context ranks
         metrics: Metrics = {}
         plan = self._plan(batch)
+        num_tokens = 0.0
+        if self._routing is not None and self._routing.has_loss:
+            num_tokens = self.all_reduce(torch.tensor([float(batch.num_tokens)], dtype=torch.float64)).item()
         for number, indices in enumerate(plan, start=1):
             if isinstance(self._model, FSDPModule):
                 self._model.set_requires_gradient_sync(self._syncs_every_pass or number == len(plan))
             if not indices:
-                nothing = self._model(self._own(dummy_input(batch, self._mesh.device)))[0].sum() * 0.0
-                nothing.backward()
+                values, balance = self._routed_pass(dummy_input(batch, self._mesh.device), num_tokens, is_dummy=True)
+                (values[0].sum() * 0.0 + balance).backward()
                 continue
             micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
-            result = loss_fn(self._model.as_outputs(self._model(self._own(inputs))), micro)
-            (result.loss * scale).backward()
+            values, balance = self._routed_pass(inputs, num_tokens)
+            result = loss_fn(self._model.as_outputs(values), micro)
+            (result.loss * scale + balance).backward()
             self._loss = self._loss.to(result.loss.device) + result.loss.detach()
             metrics = merge_metrics(metrics, result.metrics)
         return metrics
+
+    def _routed_pass(
+        self, inputs: ModelInput, num_tokens: float, *, is_dummy: bool = False
+    ) -> tuple[tuple[Tensor, ...], Tensor | float]:
+        """The outputs, and this rank's part of the load-balance loss times the ranks over which FSDP averages."""
+        own, routing, ranks = self._own(inputs), self._routing, self._mesh.context
+        if routing is None:
+            return self._model(own), 0.0
+        routing.begin(own.routed_experts, is_counting=True)
+        values: tuple[Tensor, ...] = self._model(own)
+        place = torch.arange(own.input_ids.numel(), device=own.input_ids.device) * ranks.size + ranks.rank
+        valid = place < (0 if is_dummy else inputs.input_ids.numel())
+        loss = routing.finish(valid, self._mesh.all_reduce, num_tokens)
+        return values, 0.0 if loss is None else loss * (self.dp_size * ranks.size)
 
     def _own(self, inputs: ModelInput) -> ModelInput:
         ranks = self._mesh.context
@@ -152,7 +176,8 @@ class FSDPEngine:
 
     def optimizer_step(self) -> Metrics:
         loss, self._loss = self._loss, torch.zeros(())
-        return self._require_optimizer().step(self._mesh.all_reduce, loss)  # shards of one gradient are on all ranks
+        metrics = self._require_optimizer().step(self._mesh.all_reduce, loss)  # shards of a gradient are on all ranks
+        return metrics if self._routing is None else metrics | self._routing.optimizer_step(self._mesh.all_reduce)
 
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self._mesh.dp_all_reduce(values, op)
@@ -177,7 +202,8 @@ class FSDPEngine:
         ]
 
     def _dtype_outside(self, name: str, weight: Tensor) -> torch.dtype:
-        return self._dtype if weight.is_floating_point() and name != FLOAT32_HEAD else weight.dtype
+        is_exact = name == FLOAT32_HEAD or name.endswith(EXPERT_BIAS)
+        return self._dtype if weight.is_floating_point() and not is_exact else weight.dtype
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
         if not with_optimizer:

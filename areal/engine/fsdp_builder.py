@@ -28,6 +28,7 @@ from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.packed_attention import choose_attention
+from areal.engine.routing import Routing
 from areal.engine.tensor_plan import apply_tensor_plan
 from areal.engine.token_model import PolicyModel, ScoreModel, TokenModel, ValueModel
 from areal.system.mesh_rules import mesh_problem
@@ -66,6 +67,12 @@ def build_fsdp_engine(
     held = stored if config.lora is None else compute
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
     hf_model = load_model(folder, config, **kind, dtype=held, attention=attention, is_empty=is_sharded)
+    routing = Routing(
+        hf_model,
+        balance=config.router_aux_loss_coef if config.optimizer is not None else 0.0,
+        bias_rate=config.router_bias_update_rate,
+        is_replayed=config.router_replay,
+    )
     adapters = _prepare(hf_model, config, mesh)
     model = _token_model(hf_model, config, role, mesh, outputs)
     model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"
@@ -96,6 +103,7 @@ def build_fsdp_engine(
         lora=lora,
         shard_size=config.fsdp.shard_size,
         syncs_every_pass=config.fsdp.gradient_sync == "every",
+        routing=routing,
     )
 
 

@@ -28,6 +28,7 @@ class ModelInput:
     layout: PackedLayout
     candidate_ids: Tensor | None = None  # [T, k] int64, as in the batch
     temperatures: Tensor | None = None  # [T] float32, as in the batch
+    routed_experts: Tensor | None = None  # [T, layers, k] int16, as in the batch
 
 
 def plan_micro_batches(
@@ -91,7 +92,10 @@ def make_micro_batch(batch: TrainBatch, indices: list[int], device: torch.device
     chosen = batch if order == list(range(len(lengths))) else take(batch, order)
     chosen = _to_device(chosen, device)
     sizes = [lengths[i] for i in order]
-    model_input = model_input_of(chosen.input_ids, chosen.cu_seqlens, sizes, chosen.candidate_ids, chosen.temperatures)
+    model_input = replace(
+        model_input_of(chosen.input_ids, chosen.cu_seqlens, sizes, chosen.candidate_ids, chosen.temperatures),
+        routed_experts=chosen.routed_experts,
+    )
     micro = MicroBatch(batch=chosen, position_ids=model_input.position_ids, max_seqlen=max(sizes), source_index=order)
     return micro, model_input
 
@@ -176,6 +180,7 @@ def over_context(inputs: ModelInput, ranks: RankGroup) -> ModelInput:
         layout=replace(layout, context=ranks, num_tokens=count),
         candidate_ids=None if inputs.candidate_ids is None else own(inputs.candidate_ids),
         temperatures=None if inputs.temperatures is None else own(inputs.temperatures, fill=1),
+        routed_experts=None if inputs.routed_experts is None else own(inputs.routed_experts, fill=-1),
     )
 
 

@@ -180,6 +180,13 @@ ref/reset: 0 or 1: 1 when the reference was reset after this step.
 ROLE/loss: loss: Mean loss per trained token.
 ROLE/lr: number: Learning rate, mean over the optimiser steps.
 ROLE/grad_norm: number: Norm of the gradient before clipping, mean over the optimiser steps.
+ROLE/router_load_max: ratio: Tokens of the busiest expert over the mean of its layer, highest of all layers.
+ROLE/router_load_mean: ratio: The same ratio, mean over the layers; 1 = all experts have the same load.
+ROLE/router_entropy: nats: Entropy of a token's scores over the experts, mean over tokens and layers.
+ROLE/router_balance_loss: loss: The load-balance loss before its coefficient.
+ROLE/router_dropped: choices: Choices of experts that were not computed: 0, there is no capacity limit.
+ROLE/router_replayed: share: Choices that a server recorded (router_replay).
+ROLE/router_agreement: share: Recorded choices that the trainer's router makes too.
 ROLE/optimizer_steps: steps: Optimiser steps.
 ROLE/update_skipped: 0 or 1: 1 when no token was left to train on.
 ROLE/stopped_by_kl: 0 or 1: 1 when actor.target_kl ended the update early.

@@ -53,6 +53,7 @@ OPTIONS: dict[str, dict] = {
     "bf16": {"dtype": "bfloat16"},
     "every": {"fsdp": FSDPEngineConfig(gradient_sync="every", reshard_after_forward=False, prefetch_blocks=1)},
     "adam_bf16": {"optimizer": replace(ADAM, type="adam_bf16")},
+    "balanced": {"router_aux_loss_coef": 0.3},
     "offload": {"fsdp": FSDPEngineConfig(offload_params=True)},
     "offload_optimizer": {"fsdp": FSDPEngineConfig(offload_optimizer=True)},
     "compiled": {"compile": True},

@@ -17,6 +17,7 @@ from tests.rank_processes import run_ranks
 FAMILIES = [f"{family}-plain" for family in ("qwen3", "qwen2", "llama", "mistral", "gemma")]
 OPTIONS = [f"qwen3-{name}" for name in ("checkpointed", "selective", "kept_on_cpu", "rich", "critic", "every", "bf16")]
 EXPERTS = [f"{family}-plain" for family in ("qwen3_moe", "mixtral", "deepseek_v3")]
+SPARSE = [f"qwen3_moe-{name}" for name in ("checkpointed", "selective", "every", "bf16")]
 CASES = {
     "d1": [
         "qwen3-plain",
@@ -36,6 +37,7 @@ CASES = {
         "qwen3-compiled",
         *EXPERTS,
         "qwen3_moe-checkpointed",
+        "qwen3_moe-balanced",
     ],
     "d4": ["qwen3-plain", "qwen3-micro", "qwen3_moe-plain"],
     "t2": [
@@ -55,13 +57,13 @@ CASES = {
     "hsdp2x2": ["qwen3-plain", "qwen2-micro", "qwen3-every", "qwen3-adam_bf16"],
     "hsdp2t2": ["qwen3-plain", "qwen3-lora"],
     "d4t2c2": ["qwen3-plain"],
-    "d2e2": [*EXPERTS, "qwen3_moe-checkpointed", "qwen3_moe-selective", "qwen3_moe-every", "qwen3_moe-bf16"],
+    "d2e2": [*EXPERTS, *SPARSE, "deepseek_v3-balanced"],
     "d4e2": [*EXPERTS, "qwen3_moe-micro"],
     "d2c2e4": ["qwen3_moe-plain", "deepseek_v3-plain"],
     "hsdp2x2e2": ["qwen3_moe-plain"],
 }
 """Mesh -> models and options."""
-CHANGING = ("rich", "critic", "bf16", "adam_bf16", "lora", "lora_dropout")
+CHANGING = ("rich", "critic", "bf16", "adam_bf16", "lora", "lora_dropout", "balanced")
 """Options with other outputs or numbers than plain."""
 PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
 MARK, END = "make test-parallel writes it", "<!-- end -->"

@@ -127,6 +127,16 @@ class TrainEngineConfig:
     """Options of the FSDP engine."""
     megatron: MegatronEngineConfig = field(default_factory=MegatronEngineConfig)
     """Options of the Megatron-Core engine."""
+    router_replay: bool = option(False, also="verl: actor.router_replay.mode=R3")
+    """Models with experts: use the experts that the servers chose for each token, and own router weights for them."""
+    router_aux_loss_coef: float = number(
+        0.0, low=0, relevant=given("optimizer"), also="ROLL: router_aux_loss_coef; Megatron: moe_aux_loss_coeff"
+    )
+    """Coefficient of the load-balance loss of models with experts, over all layers and ranks of a micro-batch."""
+    router_bias_update_rate: float = number(
+        0.0, low=0, relevant=given("optimizer"), also="Megatron: moe_router_bias_update_rate"
+    )
+    """Change per step of the bias of experts above or below the mean load; for routers with one, as of DeepSeek-V3."""
     lora: LoRAConfig | None = option(None, also="AReaL: use_lora")
     """Train low-rank adapters of a frozen model; null = train all weights."""
 
@@ -154,6 +164,8 @@ class TrainEngineConfig:
             yield "logprob_kernel", f"liger does not support temperature={self.temperature:g}: use torch"
         if self.compile and self.gradient_checkpointing and self.checkpointing == "selective":
             yield "checkpointing", "selective cannot see the operators of a compiled block: use full or compile=false"
+        if self.router_bias_update_rate and self.optimizer is None:
+            yield "router_bias_update_rate", "is set, but a model without an optimizer is never trained: remove it"
         if self.lora is not None and self.optimizer is None:
             yield "lora", "is set, but a model without an optimizer is never trained: remove it"
         if self.lora is not None and self.init_from_scratch:
