@@ -10,6 +10,7 @@ from areal.agent.token_tree import TokenNode, TokenTree, path_to
 from areal.agent.transcript import Transcript
 from areal.api.columns import Runs, joined
 from areal.api.data import Trajectory
+from areal.api.routed_experts import RoutedExperts
 
 T = TypeVar("T", int, float)
 
@@ -91,7 +92,23 @@ def row_of(path: Sequence[TokenNode], trained: set[int] | None = None) -> Trajec
         reward=0.0,
         finished=False,
         temperatures=_column(path, trained, math.nan, _temperature) if has_temperatures else [],
+        routed_experts=_experts(path),
     )
+
+
+def _experts(path: Sequence[TokenNode]) -> RoutedExperts | None:
+    """One row for each token of the path; unknown where no answer has recorded it. None when none has."""
+    parts: list[RoutedExperts] = []
+    done = 0
+    for node in path:
+        if node.experts is None:
+            continue
+        first = node.end - 1 - len(node.experts)
+        parts += [RoutedExperts.unknown(node.experts.shape, first - done), node.experts[max(done - first, 0) :]]
+        done = max(done, node.end - 1)
+    if not parts:
+        return None
+    return RoutedExperts.joined([*parts, RoutedExperts.unknown(parts[0].shape, path[-1].end - done)])
 
 
 def _zeros(node: TokenNode) -> Runs[float]:
@@ -122,7 +139,9 @@ def tree_of_rows(rows: Sequence[Trajectory]) -> TokenTree:
     tree = TokenTree()
     for turn, start, stop, row in sorted(runs, key=lambda run: run[:2]):
         after, span = tree.add_fixed(tree.root, row.token_ids[:start]), slice(start, stop)
-        tree.add_generated(after, str(turn), row.token_ids[span], row.rollout_logprobs[span], row.output_versions[span])
+        experts = None if row.routed_experts is None else row.routed_experts[: stop - 1]
+        columns = (row.token_ids[span], row.rollout_logprobs[span], row.output_versions[span])
+        tree.add_generated(after, str(turn), *columns, experts=experts)
     return tree
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from areal.api.columns import Packed, Runs, joined, packed_ids, packed_logprobs, to_array, to_runs
+from areal.api.routed_experts import RoutedExperts
 
 REALIGN_LIMIT = 64
 """Largest number of tokens in which a history and its new rendering may differ to be aligned."""
@@ -29,6 +30,8 @@ class TokenNode:
     versions: Runs[int] = field(default_factory=Runs[int])
     temperature: float | None = None
     """Sampling temperature of generated tokens where it differs from that of the run."""
+    experts: RoutedExperts | None = None
+    """Of a generated node: of the tokens up to the last but one of the node, as far as no node before has them."""
     children: list[TokenNode] = field(default_factory=lambda: [])
 
     @property
@@ -88,8 +91,15 @@ class TokenTree:
         versions: Sequence[int],
         *,
         temperature: float | None = None,
+        experts: RoutedExperts | None = None,
     ) -> TokenNode:
-        """A new node with the tokens of one answer. Equal answers are different nodes."""
+        """A new node with the tokens of one answer. Equal answers are different nodes.
+
+        `experts`: of all tokens up to the last but one.
+        """
+        if experts is not None:
+            known = next((node.end - 1 for node in reversed(path_to(after)) if node.experts is not None), 0)
+            experts = experts[known:]
         return self._add(
             TokenNode(
                 parent=after,
@@ -99,6 +109,7 @@ class TokenTree:
                 logprobs=packed_logprobs(logprobs),
                 versions=to_runs(versions),
                 temperature=temperature,
+                experts=experts,
             )
         )
 
@@ -162,9 +173,7 @@ class TokenTree:
     def _append_piece(self, after: TokenNode, piece: TokenNode) -> TokenNode:
         if not piece.is_generated:
             return self._append_fixed(after, piece.token_ids)
-        return self.add_generated(
-            after, piece.turn_id, piece.token_ids, piece.logprobs, piece.versions, temperature=piece.temperature
-        )
+        return self._add(replace(piece, parent=after, start=after.end))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,13 +274,23 @@ def _split(node: TokenNode, length: int) -> TokenNode:
         logprobs=node.logprobs[:length],
         versions=node.versions[:length],
         temperature=node.temperature,
+        experts=_experts_of(node, node.start, node.start + length),
         children=[node],
     )
     if node.parent is not None:
         node.parent.children[node.parent.children.index(node)] = upper
+    node.experts = _experts_of(node, node.start + length, node.end)
     node.parent, node.start, node.token_ids = upper, node.start + length, node.token_ids[length:]
     node.logprobs, node.versions = node.logprobs[length:], node.versions[length:]
     return upper
+
+
+def _experts_of(node: TokenNode, low: int, high: int) -> RoutedExperts | None:
+    """Those that a part of a node keeps: of its tokens but the last, and of tokens before if it begins the node."""
+    if node.experts is None:
+        return None
+    first = node.end - 1 - len(node.experts)
+    return node.experts[0 if low == node.start else max(low - 1 - first, 0) : max(high - 1 - first, 0)]
 
 
 def _pieces(path: Sequence[TokenNode], start: int, stop: int) -> Iterator[TokenNode]:
@@ -288,4 +307,5 @@ def _pieces(path: Sequence[TokenNode], start: int, stop: int) -> Iterator[TokenN
                 logprobs=node.logprobs[part],
                 versions=node.versions[part],
                 temperature=node.temperature,
+                experts=_experts_of(node, low + 1, high),  # the token before is perhaps another one now
             )

@@ -159,6 +159,7 @@ class Transcript:
             response.output_logprobs,
             response.output_versions,
             temperature=response.temperature,
+            experts=response.routed_experts,
         )
         self.turns[turn_id] = Turn(
             turn_id=turn_id,

@@ -33,5 +33,7 @@ class BatchShare:
     """[T] float32, reward of a trained token's turn and those after it; [0] = all have the reward of the session."""
     temperatures: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """[T] float32, temperature of each generated token, NaN = that of the run; [0] = that of the run for all."""
+    routed_experts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.int16))
+    """[T, layers, k] int16, experts that the servers chose for each token, -1 = not recorded; [0, 0, 0] = none."""
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Statistics of the whole batch (queue, staleness, episodes), equal on every rank."""

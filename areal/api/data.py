@@ -12,6 +12,7 @@ from typing import Literal
 
 from areal.api.columns import to_array
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.routed_experts import RoutedExperts
 
 StopReason = Literal["stop", "length", "interrupted"]
 
@@ -55,6 +56,8 @@ class GenerationResponse:
     """Seconds to the first token."""
     temperature: float | None = None
     """Sampling temperature of the request where it differs from that of the run; None = that of the run."""
+    routed_experts: RoutedExperts | None = None
+    """Of all tokens of prompt and answer except the last, which was never an input; None = not requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,8 @@ class Trajectory:
     turn_rewards: Sequence[float] = field(default_factory=list[float])
     """For a token in the loss, the reward of its turn and those that follow; any number for other tokens. Empty = all
     have `reward`."""
+    routed_experts: RoutedExperts | None = None
+    """The experts that the servers chose for each token, T rows; None = not recorded."""
 
 
 def first_of_sessions(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

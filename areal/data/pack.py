@@ -13,6 +13,7 @@ from areal.api.errors import InputError
 
 def to_train_batch(share: BatchShare) -> TrainBatch:
     """Pack a rank's share. The record entry of token t+1 moves to position t; the first token's entry is dropped.
+    Routed experts stay at their token: position t computes with them.
 
     No position predicts the first token of a sequence, so it is never trained on. A share may be empty. Raises
     InputError when the arrays of the share have inconsistent lengths.
@@ -35,6 +36,7 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
         reward_parts=_tensor(share.reward_parts, torch.float32) if share.reward_names else None,
         reward_names=tuple(share.reward_names),
         temperatures=_next_token(sampled_at, bounds, np.nan, torch.float32) if sampled_at.size else None,
+        routed_experts=_tensor(share.routed_experts, torch.int16) if share.routed_experts.size else None,
         version=share.version,
         session_ids=_tensor(share.sessions, torch.int64) if share.sessions.size else None,
         turns=_next_token(share.turns, bounds, -1, torch.int64) if share.turns.size else None,
@@ -80,6 +82,8 @@ def _require_lengths(share: BatchShare, lengths: np.ndarray) -> None:
         for name in names:
             if getattr(share, name).size != expected and not (name in optional and not getattr(share, name).size):
                 problems.append(f"{name} has {getattr(share, name).size} entries, not {expected}")
+    if share.routed_experts.size and len(share.routed_experts) != num_tokens:
+        problems.append(f"routed_experts has {len(share.routed_experts)} rows, not {num_tokens}")
     if problems:
         raise InputError(f"a train batch is inconsistent: {'; '.join(problems)}", code="data.inconsistent_batch")
 

@@ -24,6 +24,7 @@ _COPIED = (
     "added_tokens.json",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
     "*.model",
 )
 """Files of the source checkpoint that an export contains besides weights and config.json."""

@@ -18,6 +18,7 @@ from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
 from areal.engine.adapter_format import PeftAdapter
 from areal.engine.checkpoint import export_adapter, export_model, write_folder
+from areal.engine.hf_model import other_towers
 from areal.engine.mesh import TrainerMesh
 from areal.engine.micro_batch import (
     ModelInput,
@@ -85,6 +86,11 @@ class FSDPEngine:
         self._syncs_every_pass = syncs_every_pass
         self._host_copies = HostCopies()
         self._routing = routing
+        towers = {
+            id(value) for tower in other_towers(model.model) for value in tower.state_dict(keep_vars=True).values()
+        }
+        self._unused = {name for name, value in model.named_tensors() if id(value) in towers}
+        """Weights that only images use."""
         self._loss = torch.zeros(())
         """Sum of the losses of this rank since the last optimiser step, on the device."""
 
@@ -202,7 +208,7 @@ class FSDPEngine:
         ]
 
     def _dtype_outside(self, name: str, weight: Tensor) -> torch.dtype:
-        is_exact = name == FLOAT32_HEAD or name.endswith(EXPERT_BIAS)
+        is_exact = name == FLOAT32_HEAD or name.endswith(EXPERT_BIAS) or name in self._unused
         return self._dtype if weight.is_floating_point() and not is_exact else weight.dtype
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:

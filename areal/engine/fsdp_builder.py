@@ -19,6 +19,7 @@ from areal.engine.hf_model import (
     enable_checkpointing,
     fill_model,
     load_model,
+    other_towers,
     require_compiler,
     resolve_model_folder,
     shard_units,
@@ -67,12 +68,7 @@ def build_fsdp_engine(
     held = stored if config.lora is None else compute
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
     hf_model = load_model(folder, config, **kind, dtype=held, attention=attention, is_empty=is_sharded)
-    routing = Routing(
-        hf_model,
-        balance=config.router_aux_loss_coef if config.optimizer is not None else 0.0,
-        bias_rate=config.router_bias_update_rate,
-        is_replayed=config.router_replay,
-    )
+    routing = Routing(hf_model, config)
     adapters = _prepare(hf_model, config, mesh)
     model = _token_model(hf_model, config, role, mesh, outputs)
     model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"
@@ -164,7 +160,13 @@ def _shard(
         expert_options: dict[str, Any] = options | {"mesh": _sharing(mesh.expert_mesh(config.fsdp.shard_size))}
         for experts in expert_modules(model.model):
             fully_shard(experts, mp_policy=policy, **expert_options)
+    towers = other_towers(model.model)
+    for tower in towers:
+        fully_shard(tower, **options)
+    unused = {id(weight) for tower in towers for weight in tower.parameters()}
     for unit in _units(model.model, config):
+        if any(id(weight) in unused for weight in unit.parameters()):
+            continue
         # the head, and what is tied to it, belong to the outermost unit: they are whole whenever the model runs
         if not any(id(weight) in head_weights for weight in unit.parameters()):
             sharded.append(fully_shard(unit, mp_policy=policy, **options))

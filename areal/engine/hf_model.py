@@ -15,7 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.utils import logging as hf_logging
 
 from areal.api.config import TrainEngineConfig
@@ -68,11 +72,15 @@ def load_model(
     """
     model_config = read_config(folder, is_critic=is_critic)
     _refuse_unsupported(model_config)
-    text_config = model_config.get_text_config()
+    text_config, stored = model_config.get_text_config(), model_config.dtype or torch.float32
     for name, value in text_config.to_dict().items() if config.disable_dropout else ():
         if isinstance(value, float) and (name.endswith("dropout") or name.endswith("_pdrop")):
             setattr(text_config, name, 0.0)
     auto = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
+    if getattr(model_config, "vision_config", None) is not None:  # not every configuration has the name
+        auto = AutoModelForImageTextToText
+        if is_critic:
+            raise _unsupported(f"model type {model_config.model_type} has a vision tower, so it cannot be a critic")
     with _reported_errors(folder):
         if is_empty or config.init_from_scratch:
             with torch.random.fork_rng(devices=[]), torch.device("meta" if is_empty else "cpu"):
@@ -82,7 +90,18 @@ def load_model(
         else:
             model = _from_weights(auto, folder, model_config, attention, dtype, _head_seed(config, is_critic, seed))
     _refuse_unsupported_model(model, is_critic=is_critic)
+    for tower in other_towers(model):  # in the type of the checkpoint: an export has the same bits
+        tower.requires_grad_(False).to(stored)
     return model
+
+
+def other_towers(model: PreTrainedModel) -> list[nn.Module]:
+    """The parts of a model for images and text that only images use: they are neither run nor trained."""
+    used = [model.base_model, model.get_decoder(), model.get_output_embeddings()]
+    if getattr(model.config, "vision_config", None) is None:
+        return []
+    children = [*model.children(), *model.base_model.children()]
+    return [child for child in children if not any(child is one for one in used)]
 
 
 def fill_model(

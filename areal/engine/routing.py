@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from areal.api.config import TrainEngineConfig
 from areal.api.errors import ConfigError, InputError
 from areal.api.metrics import Metric, Metrics
+from areal.weights.routers import routers_of
 
 EXPERT_BIAS = "e_score_correction_bias"
 """Buffer of routers that add it to their scores before they choose, as DeepSeek-V3 does; float32 in checkpoints."""
-_LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +66,34 @@ def find_rule(gate: nn.Module, config: object) -> GateRule | None:
 
 
 class Routing:
-    """All routers of one model. Made before the model is sharded; `begin` and `end` enclose the passes of a batch."""
+    """All routers of one model. Made before the model is sharded; `begin` and `finish` enclose a forward pass."""
 
-    def __init__(self, model: PreTrainedModel, *, balance: float, bias_rate: float, is_replayed: bool) -> None:
-        """`balance`: coefficient of the load-balance loss. `bias_rate`: step of the bias of experts.
-
-        `is_replayed`: recorded choices are required. Raises ConfigError when the routers cannot do what is asked.
-        """
+    def __init__(self, model: PreTrainedModel, config: TrainEngineConfig) -> None:
+        """Raises ConfigError when the routers of the model cannot do what `config` asks for."""
         self._num_layers = int(model.config.get_text_config().num_hidden_layers)
-        self._gates = _gates(model)
+        self._gates = routers_of(model)
         experts = [len(weight) for gate in self._gates.values() for weight in gate.parameters() if weight.ndim == 2]
         self._num_experts = min(experts, default=0)
+        self._num_choices = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0))
         rules = [find_rule(gate, model.config.get_text_config()) for gate in self._gates.values()]
         self._rules = {layer: rule for layer, rule in zip(self._gates, rules, strict=True) if rule is not None}
-        self._balance, self._bias_rate, self.is_replayed = balance, bias_rate, is_replayed
-        if (balance or bias_rate or is_replayed) and not self._gates:
+        self._bias_rate, self.is_replayed = config.router_bias_update_rate, config.router_replay
+        self._balance = config.router_aux_loss_coef if config.optimizer is not None else 0.0
+        if config.router_option and not self._gates:
             raise _refused(model, "it has no experts")
-        if (balance or is_replayed) and len(self._rules) < len(self._gates):
+        if (self._balance or self.is_replayed) and len(self._rules) < len(self._gates):
             raise _refused(model, "its routers are of an unknown kind")
-        if bias_rate and not all(isinstance(getattr(gate, EXPERT_BIAS, None), Tensor) for gate in self._gates.values()):
+        if self._bias_rate and not all(
+            isinstance(getattr(gate, EXPERT_BIAS, None), Tensor) for gate in self._gates.values()
+        ):
             raise _refused(model, "its routers have no bias: use router_aux_loss_coef")
         self._recorded: Tensor | None = None  # [T, layers, k], negative = not recorded
         self._is_counting = False
         self._logits: dict[int, Tensor] = {}
         self._chosen: dict[int, Tensor] = {}
         self._agreements: dict[int, Tensor] = {}
-        self._sums = _Sums.zeros(0, 0)
+        self._sums: _Sums | None = None
+        """Since the last optimiser step, on the device."""
         for layer, gate in self._gates.items():
             if layer in self._rules:
                 gate.forward = partial(self._route, layer, gate.forward)
@@ -131,37 +133,40 @@ class Routing:
         self._is_counting = False
         if not self._logits:
             return None
-        layers = sorted(self._logits)
-        counts, probabilities = [], []
+        layers, weights = sorted(self._logits), valid.double().unsqueeze(1)  # no step waits for the device
+        loads: list[Tensor] = []
+        shares: list[Tensor] = []
+        entropy = weights.new_zeros(())
         for layer in layers:
-            scores = self._rules[layer].scores(self._logits[layer])[valid]
-            probabilities.append(scores / scores.sum(-1, keepdim=True) if self._rules[layer].is_sigmoid else scores)
-            chosen = self._chosen[layer][valid].flatten()
-            counts.append(torch.bincount(chosen, minlength=scores.shape[1]))
-        loads, shares = torch.stack(counts).double(), torch.stack([each.sum(0) for each in probabilities])
-        with torch.no_grad():
-            entropy = torch.stack([torch.special.entr(each).sum() for each in probabilities]).sum()
-            agreed = sum((each[valid].sum().double() for each in self._agreements.values()), loads.new_zeros(()))
-            replayed = 0 if self._recorded is None else int((self._recorded[valid][:, layers] >= 0).sum())
-            pairs = float(valid.sum()) * len(layers) * self._chosen[layers[0]].shape[1]
-            facts = torch.stack([entropy.double(), agreed, *(loads.new_tensor(each) for each in (replayed, pairs))])
-            self._sums = self._sums.plus(_Sums(loads, shares.detach().double(), facts, float(valid.sum())))
+            scores, chosen = self._rules[layer].scores(self._logits[layer]), self._chosen[layer]
+            if self._rules[layer].is_sigmoid:
+                scores = scores / scores.sum(-1, keepdim=True)
+            shares.append((scores * weights.float()).sum(0))
+            loads.append(weights.new_zeros(scores.shape[1]).scatter_add_(0, chosen.flatten(), _each(weights, chosen)))
+            entropy += (torch.special.entr(scores.detach()).sum(-1, keepdim=True) * weights).sum()
+        load, share = torch.stack(loads), torch.stack(shares)
+        agreed = sum(((each * weights).sum() for each in self._agreements.values()), weights.new_zeros(()))
+        replayed = weights.new_zeros(())
+        if self._recorded is not None:
+            replayed = ((self._recorded[:, layers] >= 0).flatten(1).sum(1, keepdim=True) * weights).sum()
+        facts = torch.stack([entropy, agreed, replayed, weights.sum()])
+        self._sums = _Sums(load, share.detach().double(), facts).plus(self._sums)
+        self._logits, self._chosen, self._agreements = {}, {}, {}
         if not self.has_loss or not num_tokens:
             return None
-        total = reduce_sum(torch.cat([loads.sum(0), valid.sum().double().reshape(1)]).cpu()).to(shares)
+        total = reduce_sum(torch.cat([load.sum(0), weights.sum().reshape(1)]).cpu()).to(share)
         fractions = total[:-1] / (len(layers) * total[-1]).clamp(min=1)
-        return self._balance * len(fractions) / (len(layers) * num_tokens) * (fractions * shares.sum(0)).sum()
+        return self._balance * len(fractions) / (len(layers) * num_tokens) * (fractions * share.sum(0)).sum()
 
     def optimizer_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> Metrics:
         """After an optimiser step: move the biases by the load since the last one; metrics over all ranks."""
-        sums, self._sums = self._sums, _Sums.zeros(0, 0)
-        if not self._rules:
+        sums, self._sums = self._sums, None
+        if sums is None:
             return {}
-        shape = (len(self._rules), self._num_experts)
-        sums = _Sums.zeros(*shape).plus(sums).reduced(reduce_sum)
+        sums = sums.reduced(reduce_sum)
         if self._bias_rate:
             self._move_biases(sums.loads)
-        return _metrics(sums)
+        return _metrics(sums, self._num_choices)
 
     @torch.no_grad()
     def _move_biases(self, loads: Tensor) -> None:
@@ -184,37 +189,35 @@ class Routing:
         return logits, weights, chosen
 
 
+def _each(weights: Tensor, chosen: Tensor) -> Tensor:
+    """The weight [T, 1] of its token for each choice [T, k], flat."""
+    return weights.expand(chosen.shape).flatten()
+
+
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Over tokens: of each layer and expert, and of the facts entropy, agreed, replayed and routed choices."""
+    """Over tokens, float64: of each layer and expert, and of the facts entropy, agreed, replayed choices, tokens."""
 
     loads: Tensor  # [layers, E]
     shares: Tensor  # [layers, E]
     facts: Tensor  # [4]
-    num_tokens: float
 
-    @staticmethod
-    def zeros(layers: int, experts: int) -> _Sums:
-        empty = torch.zeros(layers, experts, dtype=torch.float64)
-        return _Sums(empty, empty, torch.zeros(4, dtype=torch.float64), 0.0)
-
-    def plus(self, other: _Sums) -> _Sums:
-        if not self.num_tokens:
-            return other if other.num_tokens else self
-        parts = (self.loads + other.loads, self.shares + other.shares, self.facts + other.facts)
-        return _Sums(*parts, self.num_tokens + other.num_tokens)
+    def plus(self, other: _Sums | None) -> _Sums:
+        if other is None:
+            return self
+        return _Sums(self.loads + other.loads, self.shares + other.shares, self.facts + other.facts)
 
     def reduced(self, reduce_sum: Callable[[Tensor], Tensor]) -> _Sums:
-        flat = torch.cat([self.loads.flatten(), self.shares.flatten(), self.facts]).cpu()
-        total = reduce_sum(torch.cat([flat, flat.new_tensor([self.num_tokens])]))
-        count = self.loads.numel()
-        loads, shares = total[:count].view_as(self.loads), total[count : 2 * count].view_as(self.loads)
-        return replace(self, loads=loads, shares=shares, facts=total[2 * count : -1], num_tokens=float(total[-1]))
+        """Over all ranks, on the CPU."""
+        parts = (self.loads, self.shares, self.facts)
+        total = reduce_sum(torch.cat([part.flatten() for part in parts]).cpu())
+        sizes = [part.numel() for part in parts]
+        return _Sums(*(one.view(part.shape) for one, part in zip(total.split(sizes), parts, strict=True)))
 
 
-def _metrics(sums: _Sums) -> Metrics:
-    entropy, agreed, replayed, pairs = sums.facts.tolist()
-    rows = sums.num_tokens * len(sums.loads)
+def _metrics(sums: _Sums, num_choices: int) -> Metrics:
+    entropy, agreed, replayed, tokens = sums.facts.tolist()
+    rows = tokens * len(sums.loads)
     if not rows:
         return {}
     ratios = sums.loads.max(1).values / sums.loads.mean(1)
@@ -224,23 +227,11 @@ def _metrics(sums: _Sums) -> Metrics:
         "router_load_mean": float(ratios.mean()),
         "router_entropy": entropy / rows,
         "router_balance_loss": float(balance),
-        "router_dropped": pairs - float(sums.loads.sum()),
+        "router_dropped": rows * num_choices - float(sums.loads.sum()),
     }
     if replayed:
-        found |= {"router_replayed": replayed / pairs, "router_agreement": agreed / replayed}
+        found |= {"router_replayed": replayed / (rows * num_choices), "router_agreement": agreed / replayed}
     return {name: Metric(value) for name, value in found.items()}
-
-
-def _gates(model: nn.Module) -> dict[int, nn.Module]:
-    """The router of each layer that has one, by the number of the layer."""
-    found: dict[int, nn.Module] = {}
-    for path, module in model.named_modules():
-        children = dict(module.named_children())
-        gate = children.get("gate", children.get("router"))
-        layer = _LAYER.search(f".{path}.")
-        if "experts" in children and gate is not None and layer is not None:
-            found[int(layer[1])] = gate
-    return found
 
 
 def _refused(model: nn.Module, problem: str) -> ConfigError:

@@ -67,7 +67,7 @@ class TokenModel(nn.Module, ABC):
         """Last hidden states, [T, h]. No attention mask and no cache: either would disable packing silently."""
         offloads = self.offloads_activations and self.training
         with save_on_cpu(pin_memory=inputs.input_ids.is_cuda) if offloads else nullcontext():
-            outputs = self.model.base_model(
+            outputs = self.model.get_decoder()(
                 input_ids=inputs.input_ids.unsqueeze(0),
                 position_ids=inputs.position_ids.unsqueeze(0),
                 use_cache=False,

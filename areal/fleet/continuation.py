@@ -4,15 +4,19 @@ Pure: no clock, no network. Token limits apply to the whole answer: each part ma
 continues under an older policy than the one that generated its newest token.
 """
 
+import base64
 from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from areal.api.columns import Packed, Runs, RunsBuilder, joined, to_array, to_runs
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
+from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.fleet.replica import NO_VERSION, FinishReason, GenerationPart, PartChunk, RequestLimits
 
 
@@ -33,8 +37,10 @@ def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> 
 class Answer:
     """One answer while it is generated: the tokens so far and the next part to request."""
 
-    def __init__(self, request: GenerationRequest, *, stream_interval: int) -> None:
+    def __init__(self, request: GenerationRequest, *, stream_interval: int, experts: ExpertShape | None = None) -> None:
+        """`experts`: record the chosen experts of a model of this shape."""
         self._request = request
+        self._experts = None if experts is None else RoutedExperts(experts, b"")
         self._stream_interval = stream_interval
         self._budget = token_budget(request.gconfig, len(request.input_ids))
         self._token_ids = array("i")
@@ -100,6 +106,8 @@ class Answer:
             group_id=request.group_id,
             seed=request.seed,
             stream_interval=self._stream_interval,
+            experts=None if self._experts is None else self._experts.shape,
+            num_known_experts=0 if self._experts is None else len(self._experts),
         )
 
     def add(self, chunk: PartChunk) -> None:
@@ -129,6 +137,8 @@ class Answer:
                 raise self._broken(f"reported {len(chunk.part_versions)} versions for a part of {num_in_part} tokens")
             self._versions.cut(self._part_start)
             self._add_versions(to_runs(chunk.part_versions))
+        if chunk.finish_reason is not None:
+            self._add_experts(chunk)
         if chunk.finish_reason in ("stop", "length"):
             self._stop_reason = chunk.finish_reason
 
@@ -144,10 +154,36 @@ class Answer:
             done.add(version, end - start)
             start = end
 
+    def _add_experts(self, chunk: PartChunk) -> None:
+        """Those of the last chunk of a part. They belong to the pass that generated the next token: later parts, which
+        compute earlier tokens again, do not replace them."""
+        if self._experts is None:
+            return
+        found = chunk.routed_experts
+        missing = len(self._request.input_ids) + len(self._token_ids) - 1 - len(self._experts)
+        if found is None and chunk.finish_reason == "abort":
+            return
+        if found is None or (len(found) < missing and chunk.finish_reason != "abort"):
+            raise self._broken(f"sent routed experts of {0 if found is None else len(found)} of {missing} tokens")
+        try:
+            self._experts = RoutedExperts.joined([self._experts, found[:missing]])
+        except ValueError as error:
+            raise self._broken(f"sent unusable routed experts: {error}") from error
+
+    def _all_experts(self) -> RoutedExperts | None:
+        """One row for each token but the last; unknown for parts that ended without a record."""
+        if self._experts is None:
+            return None
+        count = len(self._request.input_ids) + len(self._token_ids) - 1
+        rest = RoutedExperts.unknown(self._experts.shape, count - len(self._experts))
+        return RoutedExperts.joined([self._experts[:count], rest])
+
     def _cut(self, num_tokens: int) -> None:
         del self._token_ids[num_tokens:]
         del self._logprobs[num_tokens:]
         self._versions.cut(num_tokens)
+        if self._experts is not None:
+            self._experts = self._experts[: len(self._request.input_ids) + num_tokens - 1]
 
     def _broken(self, text: str) -> ServerUnavailable:
         return ServerUnavailable(f"{self._replicas[-1]} {text}", code="server.unreadable_answer")
@@ -170,6 +206,7 @@ class Answer:
             output_versions=self._versions.column(),
             stop_reason=self._stop_reason or "interrupted",
             replicas=self._replicas,
+            routed_experts=self._all_experts(),
             num_interruptions=self.num_parts - 1,
             latency_s=latency_s,
             ttft_s=ttft_s,
@@ -202,6 +239,23 @@ def checked_reason(reason: Any) -> FinishReason | None:
     if reason not in (None, "stop", "length", "abort"):
         raise ValueError(f"finish reason {reason!r}")
     return reason
+
+
+def experts_of(meta: dict[str, Any], shape: ExpertShape | None, *, item_bytes: int) -> RoutedExperts | None:
+    """The routed experts in the facts of an answer: base64 of numbers of `item_bytes` bytes, 0 = those of the shape.
+
+    None when there are none. Raises ValueError for other than whole rows of existing experts.
+    """
+    text = meta.get("routed_experts")
+    if shape is None or text is None:
+        return None
+    data = base64.b64decode(text, validate=True)
+    if item_bytes not in (0, shape.item_bytes):
+        numbers = np.frombuffer(data, f"<i{item_bytes}")
+        if numbers.size and int(numbers.max()) >= shape.experts:
+            raise ValueError(f"a routed expert has number {numbers.max()}, the model has {shape.experts}")
+        data = numbers.astype("u1" if shape.item_bytes == 1 else "<i2").tobytes()  # -1, unknown, sets all bits
+    return RoutedExperts(shape, data)
 
 
 def version_number(reported: str, *, has_dummy_weights: bool = False) -> int:

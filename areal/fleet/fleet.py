@@ -12,6 +12,7 @@ from typing import Any
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.errors import ServerUnavailable
+from areal.api.routed_experts import ExpertShape
 from areal.fleet.continuation import Answer
 from areal.fleet.replica import OnChunk, PartChunk, Replica, ReplicaFactory
 from areal.fleet.replica_set import ReplicaSet
@@ -34,11 +35,14 @@ class Fleet:
         abandoned: range = range(0),
         seed: int = 1,
         dtype: str = "bfloat16",
+        experts: ExpertShape | None = None,
     ) -> None:
         """`abandoned`: versions from before the trainer recovered, which it will make again with other weights.
 
-        `seed` of the canary probe; `dtype` in which the servers compute, which bounds its tolerance.
+        `seed` of the canary probe; `dtype` in which the servers compute, which bounds its tolerance. `experts`: answers
+        have the chosen experts of a model of this shape.
         """
+        self._experts = experts
         self._config = config
         self._replicas = ReplicaSet(registry, num_servers, config, factory, abandoned)
         self._updater = WeightUpdater(self._replicas, config, seed=seed, dtype=dtype)
@@ -83,7 +87,7 @@ class Fleet:
         allows, or none served for request_timeout. While the fleet serves an older version than that of the newest
         token, the request waits without a limit.
         """
-        answer = Answer(request, stream_interval=self._config.stream_interval)
+        answer = Answer(request, stream_interval=self._config.stream_interval, experts=self._experts)
         started = time.perf_counter()
         first_token: float | None = None
 

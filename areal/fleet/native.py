@@ -11,7 +11,8 @@ from areal.api.columns import Runs
 from areal.api.config import PPOConfig
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.continuation import checked_reason, versions_of
+from areal.api.routed_experts import ExpertShape
+from areal.fleet.continuation import checked_reason, experts_of, versions_of
 from areal.fleet.replica import ALL_TOKENS, GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_client import HttpReplica, flat_bucket, group_body
@@ -39,7 +40,7 @@ class NativeReplica(HttpReplica):
 
         def on_event(event: bytes) -> None:
             nonlocal finished
-            chunk = self._client.parsed(event, parse_chunk)
+            chunk = self._client.parsed(event, partial(parse_chunk, experts=part.experts))
             finished = finished or chunk.finish_reason is not None
             on_chunk(chunk)
 
@@ -159,10 +160,12 @@ def _generate_body(part: GenerationPart) -> dict[str, Any]:
     }
     if part.group_id:
         body["group_id"] = part.group_id
+    if part.experts is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": part.num_known_experts}
     return body
 
 
-def parse_chunk(answer: dict[str, Any]) -> PartChunk:
+def parse_chunk(answer: dict[str, Any], experts: ExpertShape | None = None) -> PartChunk:
     """One answer or event of /generate. KeyError, TypeError or ValueError when a field is missing or wrong.
 
     ServerUnavailable for the event of an error that ends a stream.
@@ -179,6 +182,7 @@ def parse_chunk(answer: dict[str, Any]) -> PartChunk:
         list(logprobs),
         versions_of(spans, len(token_ids)) if token_ids else Runs(),
         None if finish is None else checked_reason(finish["type"]),
+        routed_experts=experts_of(meta, experts, item_bytes=0),
     )
 
 
@@ -204,5 +208,6 @@ NATIVE = ServerBackend(
     client=NativeReplica,
     command=_command,
     model_key="model_path",
+    returns_experts=True,
     context_key="context_length",
 )

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import WeightUpdate
+from areal.api.routed_experts import ExpertShape, RoutedExperts
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """abort: running requests return their tokens so far. retract: they stay and continue later with a new cache.
@@ -39,6 +40,10 @@ class GenerationPart:
     seed: int | None
     stream_interval: int
     """Tokens per chunk. A part that is limited to fewer is not streamed."""
+    experts: ExpertShape | None = None
+    """Of the model, when the chosen experts are to be returned."""
+    num_known_experts: int = 0
+    """Tokens from the first on whose experts are known already: those of later tokens are to be returned."""
 
     @property
     def is_streamed(self) -> bool:
@@ -57,6 +62,9 @@ class PartChunk(NamedTuple):
     """On the last chunk of a server that reports versions only at the end: one per token of the whole part.
 
     They replace `versions`, which the client could only estimate, of this and all earlier chunks of the part."""
+    routed_experts: RoutedExperts | None = None
+    """On the last chunk, where requested: of the input tokens from number `num_known_experts` on, and of all tokens of
+    the part but the last. None when nothing was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,8 @@ class ServerBackend:
     flags: FlagRules | None = None
     """Of a foreign server: its section holds flags, it has a separate environment, and a host process runs it. None:
     the section is a dataclass and the server is a process of areal."""
+    returns_experts: bool = False
+    """Whether answers can have the experts that the model chose (actor.router_replay)."""
     minimum_version: str = ""
     """The oldest version that accepts the command."""
     tested_version: str = ""
@@ -71,6 +73,9 @@ class ServerBackend:
     def problems(self, config: PPOConfig) -> Problems:
         """Everything in a configuration that these servers cannot do: (path of the key, what to change)."""
         given = self.given(config)
+        if config.actor.router_replay and not self.returns_experts:
+            text = f"needs servers that return the chosen experts, and {self.title} does not: use native or sglang"
+            yield "actor.router_replay", text
         if self.flags is not None:
             yield from flag_problems(self.name, self.flags, getattr(config, self.name))
             load_format = given.get("load_format", "dummy")

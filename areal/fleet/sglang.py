@@ -74,7 +74,7 @@ class SGLangReplica(HttpReplica):
         await self._adapters.drop_unused()
 
     async def _generate(self, part: GenerationPart, facts: ServerFacts, on_chunk: OnChunk) -> None:
-        reader = PartReader(self._version)
+        reader = PartReader(self._version, part.experts)
 
         def on_event(event: bytes) -> None:
             def read(answer: dict[str, Any]) -> PartChunk:

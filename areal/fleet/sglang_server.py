@@ -45,6 +45,8 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         targets = ["all"] if ALL_LINEAR in targets else targets
         defaults |= {"enable_lora": True, "max_lora_rank": lora.served_rank, "lora_target_modules": targets}
         defaults |= {"max_loras_per_batch": ADAPTERS + 1}  # and the base model
+    if config.actor.router_replay:
+        owned["enable_return_routed_experts"] = True
     if not on_gpu:
         defaults |= {
             "attention_backend": "torch_native",
@@ -84,6 +86,7 @@ SGLANG = ServerBackend(
     model_key="model_path",
     context_key="context_length",
     sampling_problems=sampling_problems,
+    returns_experts=True,
     minimum_version="0.5.10",  # --incremental-streaming-output
     tested_version="0.5.23",
     core_bindings=core_bindings,

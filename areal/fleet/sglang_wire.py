@@ -15,7 +15,8 @@ from areal.api.columns import Runs
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
-from areal.fleet.continuation import checked_reason, version_number, versions_of
+from areal.api.routed_experts import ExpertShape
+from areal.fleet.continuation import checked_reason, experts_of, version_number, versions_of
 from areal.fleet.replica import ALL_TOKENS, NO_VERSION, GenerationPart, PartChunk
 from areal.fleet.server_client import flat_bucket
 from areal.fleet.server_flags import Flags, Problems
@@ -27,6 +28,9 @@ _ONLY_THE_LIKELIEST = 1e-9
 """A top_p that keeps one token."""
 _HAS_SESSIONS = (0, 5, 21)
 """Since this version a collective update is a session with a begin and an end."""
+
+_EXPERT_BYTES = 4
+"""SGLang sends the number of an expert as int32."""
 
 _VOCABULARY = re.compile(rb"\[0, (\d+)\]")
 _IMPOSSIBLE_TOKEN = 2**31 - 1
@@ -96,6 +100,8 @@ def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> 
         )
     if part.adapter:
         body["lora_path"] = part.adapter
+    if part.experts is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": part.num_known_experts}
     return body
 
 
@@ -133,8 +139,10 @@ class PartReader:
     answer corrects it.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, experts: ExpertShape | None = None) -> None:
+        """`experts`: of the model, when the answers have the chosen ones."""
         self._version = version
+        self._experts = experts
         self._num_seen = 0
         self.finished = False
 
@@ -159,7 +167,8 @@ class PartReader:
                 part_versions = versions_of(numbered, total)
                 versions = part_versions[total - len(entries) :]
         logprobs, token_ids, *_ = zip(*entries, strict=True) if entries else ((), ())
-        return PartChunk(list(token_ids), list(logprobs), versions, reason, part_versions)
+        experts = None if reason is None else experts_of(meta, self._experts, item_bytes=_EXPERT_BYTES)
+        return PartChunk(list(token_ids), list(logprobs), versions, reason, part_versions, experts)
 
 
 def _new_entries(entries: list[Any], num_seen: int, total: int) -> list[Any]:

@@ -52,7 +52,8 @@ class BoundaryGate:
         logprobs = joined("f", (chunk.logprobs for chunk in self._held))[:count]
         reported = self._held[-1].part_versions
         versions = reported or Runs(run for chunk in self._held for run in to_runs(chunk.versions).runs)
-        self._on_chunk(PartChunk(ids, logprobs, versions[:count], "stop", reported and reported[:count]))
+        experts = self._held[-1].routed_experts
+        self._on_chunk(PartChunk(ids, logprobs, versions[:count], "stop", reported and reported[:count], experts))
         return True
 
     def _ends_at(self, count: int, texts: list[str]) -> bool:

@@ -26,6 +26,11 @@ class LayerShape:
     key_size: int
     value_size: int
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Of the keys and values of a token."""
+        return self.num_kv_heads, self.key_size + self.value_size
+
 
 class LayerCache:
     """The keys and values of one layer."""

@@ -152,6 +152,8 @@ class Engine:
             started = [sequence for sequence in self.scheduler.waiting if sequence.num_output]
             self._abort([*self.scheduler.running, *started], message)
         elif mode == "retract":
+            for sequence in self.scheduler.running:
+                self.runner.keep_experts(sequence)
             self.scheduler.retract_all()
 
     # ---- the thread
@@ -223,6 +225,8 @@ class Engine:
                 progressed.append(sequence)
         self.counters.generated_tokens += len(tokens)
         if ended:
+            for sequence, _ in ended:
+                self.runner.keep_experts(sequence)
             self.scheduler.finish_many(ended)
             self.counters.finished += len(ended)
         if tainted:
@@ -258,6 +262,7 @@ class Engine:
         reason = FinishReason(kind="abort", message=message)
         ended = [sequence for sequence in sequences if sequence.status is not Status.FINISHED]
         for sequence in ended:
+            self.runner.keep_experts(sequence)
             self.scheduler.finish(sequence, reason)
         self.counters.aborted += len(ended)
         if ended:

@@ -13,12 +13,15 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from areal.api.config import NativeServerConfig
 from areal.api.errors import ConfigError
+from areal.api.routed_experts import ExpertShape
 from areal.inference.cache import BlockPool
 from areal.inference.engine import Delivery, Detokenizer, Engine
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import Scheduler
 from areal.inference.weight_update import ServedWeights, weight_bytes
+from areal.system.model_shape import ModelShape
+from areal.weights.routers import routers_of
 
 NO_VERSION = "-1"
 """The version of a server before its first weight update, when it has only initial weights."""
@@ -40,14 +43,20 @@ def build_engine(
     on_failure: Callable[[BaseException], None],
     detokenizer: Detokenizer | None = None,
     from_scratch: bool = False,
+    records_experts: bool = False,
 ) -> Engine:
     """An engine for the model in `model_path`, not started. Its weights are policy version 0.
 
-    `from_scratch`: the weights are random and have no version until the first weight update.
+    `from_scratch`: the weights are random and have no version until the first weight update. `records_experts`:
+    requests may ask for the chosen experts. Raises ConfigError for a model without experts.
     """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     model = load_model(model_path, dtype, device, from_scratch=from_scratch)
-    runner = ModelRunner(model, head_dtype=config.head_dtype)
+    shape = ModelShape.read(str(model_path)) if records_experts else None
+    if records_experts and not (shape and shape.experts and routers_of(model)):
+        raise ConfigError(f"actor.router_replay: {model_path} has no known experts: remove it", code="model.no_router")
+    experts = None if shape is None else ExpertShape(shape.layers, shape.experts_per_token, shape.experts)
+    runner = ModelRunner(model, head_dtype=config.head_dtype, experts=experts)
     weights = ServedWeights(model, in_host_memory=not _fits_on_device(config, runner))
     if runner.device.type == "cuda":
         weights.allocate()  # before the cache takes the free memory

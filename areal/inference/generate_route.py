@@ -5,6 +5,7 @@ the handler of a disconnected client, which aborts its sequence.
 """
 
 import asyncio
+import base64
 import time
 import uuid
 from collections.abc import Callable
@@ -38,6 +39,7 @@ _FIXED_BODY_BYTES = 1 << 19
 _BYTES_PER_ID = 24
 _GENERATE_FIELDS = frozenset(
     {"rid", "input_ids", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
+    | {"return_routed_experts", "routed_experts_start_len"}
 )
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init) | {
     *("ignore_eos", "sampling_seed", "num_prior_output_tokens", "stream_interval")
@@ -173,6 +175,8 @@ class GenerateRoute:
             "weight_version": starts[-1][1] if starts else self._engine.version,
             "weight_versions": [{"version": version, "start": low, "end": high} for version, low, high in spans],
         }
+        if finish is not None and sequence.experts_start is not None:
+            meta["routed_experts"] = base64.b64encode(b"".join(sequence.experts)).decode()
         if call.with_logprobs:
             logprobs = sequence.logprobs[start:end]
             meta["output_token_logprobs"] = [
@@ -212,7 +216,13 @@ class GenerateRoute:
         if with_text and (is_streaming or not limits.has_tokenizer):
             message = "return_text needs a tokenizer in the folder of the model, and excludes stream"
             raise RequestError(message, code="request.no_tokenizer")
+        start = int_field(body, "routed_experts_start_len", 0, 0, num_prompt)
+        with_experts = bool_field(body, "return_routed_experts", False)
+        if with_experts and not self._engine.runner.records_experts:
+            message = "return_routed_experts needs a server of a run with actor.router_replay: true"
+            raise RequestError(message, code="request.invalid_field")
         sequence = Sequence(
+            experts_start=start if with_experts else None,
             request_id=text_field(body, "rid", request_id) or request_id,
             token_ids=input_ids,
             num_prompt=num_prompt,

@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from areal.api.errors import ConfigError
+from areal.api.routed_experts import ExpertShape
 from areal.inference.attention import (
     ATTENTION_NAME,
     AttentionPlan,
@@ -29,8 +30,10 @@ from areal.inference.paged_kernel import PagedKernel, PagedRows, find_kernel, pa
 from areal.inference.scheduler import Chunk, StepPlan
 from areal.inference.sequence import Sequence
 from areal.weights.output_head import has_float32_head, unrounded_linear
+from areal.weights.routers import routers_of
 
 BLOCK_SIZE = 16
+_EXPERT_TYPES = {1: torch.uint8, 2: torch.int16}
 _CPU_GROUP_BYTES = 1 << 20
 """Size of the gathered keys and values of one decode group, so that they stay in the cache of a CPU core."""
 _CUDA_GROUP_BYTES = 1 << 28
@@ -100,9 +103,12 @@ def _unrounded_head(head: nn.Linear, input: Tensor) -> Tensor:
 class ModelRunner:
     """Computes the logits of a planned step."""
 
-    def __init__(self, model: PreTrainedModel, *, head_dtype: str = "auto") -> None:
-        """`head_dtype`: see native.head_dtype."""
+    def __init__(self, model: PreTrainedModel, *, head_dtype: str = "auto", experts: ExpertShape | None = None) -> None:
+        """`head_dtype`: see native.head_dtype. `experts`: record the chosen experts of each cached token."""
         self.model = model
+        self._experts, self.records_experts = experts, experts is not None
+        self._chosen: dict[int, Tensor] = {}
+        self._routed = torch.empty(0)
         fuse_norms(model)
         head = model.get_output_embeddings()
         if isinstance(head, nn.Linear) and has_float32_head(head_dtype, model.device, model.dtype):
@@ -157,10 +163,16 @@ class ModelRunner:
         """Allocate the memory of the cache. On CPU, untouched pages use no memory."""
         spare = 1 if self._paged else 0
         self._caches = [
-            LayerCache(_zeros(num_blocks + spare, shape, self.dtype, self.device), shape) for shape in self.layer_shapes
+            LayerCache(_zeros((num_blocks + spare, BLOCK_SIZE, *shape.sizes), self.dtype, self.device), shape)
+            for shape in self.layer_shapes
         ]
+        if self._experts is not None:
+            sizes = (num_blocks, BLOCK_SIZE, self._experts.layers, self._experts.choices)
+            self._routed = _zeros(sizes, _EXPERT_TYPES[self._experts.item_bytes], self.device)
+            for layer, router in routers_of(self.model).items():
+                router.register_forward_hook(partial(self._note_chosen, layer))
         capture = capture_of(self.device)
-        if self._paged and capture:
+        if self._paged and capture and self._experts is None:  # a graph would not record the chosen experts
             self._graphs = self._tried_graphs(self._paged, capture, num_blocks)
 
     @torch.inference_mode()
@@ -233,7 +245,7 @@ class ModelRunner:
             held = [chunk.sequence.blocks[: chunk.start // BLOCK_SIZE + 1] for chunk in single]
             attention_plan.paged = paged_rows(self._paged, held, [chunk.start + 1 for chunk in single], self.device)
         self._add_longer(attention_plan, longer, len(single))
-        return self.model(
+        logits: Tensor = self.model(
             input_ids=input_ids,
             position_ids=positions,
             use_cache=False,
@@ -242,6 +254,29 @@ class ModelRunner:
             else torch.tensor(rows, dtype=torch.int64, device=self.device),
             attention_plan=attention_plan,
         ).logits[0]
+        for layer, chosen in self._chosen.items():
+            self._routed.flatten(0, 1)[attention_plan.slots, layer] = chosen.to(self._routed.dtype)
+        return logits
+
+    def _note_chosen(
+        self, layer: int, router: nn.Module, inputs: object, outputs: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        self._chosen[layer] = outputs[2]
+
+    def keep_experts(self, sequence: Sequence) -> None:
+        """Add the chosen experts of the tokens in the cache to the record of a sequence, before its blocks are freed.
+
+        Those of tokens that were computed again, after the sequence had lost its cache, remain as they were.
+        """
+        if sequence.experts_start is None or self._experts is None:
+            return
+        first = sequence.experts_start + len(sequence.experts)
+        end = min(sequence.num_computed, len(sequence.token_ids) - 1)
+        if first >= end or not sequence.blocks:
+            return
+        blocks = torch.tensor(sequence.blocks[: -(-end // BLOCK_SIZE)], device=self.device)
+        rows = self._routed[blocks].flatten(0, 1)[first:end].cpu().numpy()
+        sequence.experts += [row.tobytes() for row in rows]
 
     def _inputs(self, single: list[Chunk], longer: list[Chunk]) -> tuple[Tensor, Tensor]:
         ids = [chunk.sequence.token_ids[chunk.start] for chunk in single]
@@ -331,6 +366,8 @@ class ModelRunner:
         if not copies:
             return
         pairs = torch.tensor(copies, device=self.device)
+        if self._experts is not None:
+            self._routed.index_copy_(0, pairs[:, 1], self._routed.index_select(0, pairs[:, 0]))
         for cache in self._caches:
             cache.blocks.index_copy_(0, pairs[:, 1], cache.blocks.index_select(0, pairs[:, 0]))
 
@@ -351,8 +388,7 @@ def _sampled_rows(chunks: list[Chunk]) -> tuple[list[int], list[int] | None, lis
     return rows, expand if len(expand) > len(rows) else None, sequences
 
 
-def _zeros(num_blocks: int, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    sizes = (num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.key_size + shape.value_size)
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(sizes, dtype=dtype, device=device)
     # numpy gets zeroed pages from the system, which use no memory before they are touched; torch would write zeros.

@@ -96,6 +96,10 @@ class Sequence:
     started_ns: int = 0
     """time.perf_counter_ns at its first start; 0 = it waits."""
     finish: FinishReason | None = None
+    experts_start: int | None = None
+    """First token whose chosen experts are to be recorded; None = none are."""
+    experts: list[bytes] = field(default_factory=list[bytes])
+    """A record for each token from `experts_start` on, set when the sequence ends or loses its cache."""
 
     @property
     def num_output(self) -> int:

@@ -57,6 +57,8 @@ class ServerOptions:
     tracer: ChromeTracer | None = None
     from_scratch: bool = False
     """The policy starts from random weights of the trainer; the server has no weights until the first update."""
+    records_experts: bool = False
+    """Answers can have the chosen experts (actor.router_replay)."""
 
 
 def parse_options(argv: Sequence[str]) -> ServerOptions:
@@ -83,14 +85,14 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     args = parser.parse_args(argv)
     context = ProcessContext.from_env()
-    native, registry, tracer, from_scratch = NativeServerConfig(), None, None, False
+    native, registry, tracer, from_scratch, records_experts = NativeServerConfig(), None, None, False, False
     if args.config:
         config = load_experiment(["--config", args.config], allow_unknown_top_level=True)
         if not isinstance(config, PPOConfig):
             message = f"{args.config} has no section `native`: this kind of training starts no server"
             raise ConfigError(message, code="config.conflict")
         native = replace(config.native, model_path=config.native.model_path or config.actor.path)
-        from_scratch = config.servers_start_empty
+        from_scratch, records_experts = config.servers_start_empty, config.actor.router_replay
         if context is not None:
             registry = registry_of(config)
             tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
@@ -117,6 +119,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         registry=registry,
         tracer=tracer,
         from_scratch=from_scratch,
+        records_experts=records_experts,
     )
 
 
@@ -146,6 +149,7 @@ async def serve(
         on_failure=fail,
         detokenizer=detokenizer,
         from_scratch=options.from_scratch,
+        records_experts=options.records_experts,
     )
     app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
     bound = listen(options.host, options.token, options.port)

@@ -70,9 +70,11 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
         problems += _adapter_problems(key, model)
         shape = ModelShape.read(model.path)
-        if config.allocation.train and shape is not None:
-            problem = trainer_problem(shape, config.allocation.train[0], model.megatron)
-            problems += [] if problem is None else [f"allocation_mode: {key}: {problem}"]
+        trainer = config.allocation.train[0] if config.allocation.train and shape else None
+        if trainer and shape and (text := trainer_problem(shape, trainer, model.megatron)):
+            problems.append(f"allocation_mode: {key}: {text}")
+        if (name := model.router_option) and not (shape.experts if shape else name != "router_replay"):
+            problems.append(f"{key}.{name}: {model.path} is no local model with experts: remove it")
     if isinstance(config, PPOConfig):
         backend = backend_named(config.server_backend)
         model = backend.model(config)

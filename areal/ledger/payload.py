@@ -7,7 +7,9 @@ finished u1[n], and, if a greedy answer was generated, baselines f4[n]. Payloads
 those with the scores of several reward functions have a third one, always baselines, then their names as a JSON list
 (u4 length, bytes) and scores f4[n, k]. Missing numbers are NaN. Payloads with sessions have a fourth one: as the third,
 then sessions i4[n], turns i4[T], turn_rewards f4[T], and a JSON text for reward functions (u4 length, bytes). The fifth
-and the sixth are the third and the fourth followed by temperatures f4[T], where tokens have others than the run.
+and the sixth are the third and the fourth followed by temperatures f4[T], where tokens have others than the run. The
+seventh and the eighth are the fifth and the sixth followed by the routed experts of the tokens: their bytes, then
+layers, choices and experts as u4.
 """
 
 from __future__ import annotations
@@ -25,31 +27,42 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal.api.columns import Runs, to_array, to_runs
+from areal.api.columns import to_array
 from areal.api.data import Trajectory, TrajectoryGroup, first_of_sessions
-from areal.api.errors import ArealError, LedgerError
+from areal.api.errors import LedgerError
+from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.ledger.event_files import PayloadReader
+from areal.ledger.rare_columns import (
+    EXPERT_SHAPE,
+    LENGTH,
+    TrajectoryError,
+    baselines_of,
+    experts_of,
+    not_finite,
+    parts_of,
+    sessions_of,
+    temperatures_of,
+    uneven,
+)
 from areal.ledger.state import Event
 from areal.ledger.token_counts import TokenCounts, count_by_version
 
 _START = struct.Struct("<4sI")  # magic, CRC-32 of all that follows
 _SIZES = struct.Struct("<QII")  # episode id, n, T
-_LENGTH = struct.Struct("<I")
 _DATA = _START.size + _SIZES.size
 _MAGIC = b"ARP1"
 _MAGIC_WITH_BASELINES = b"ARP2"
 _MAGIC_WITH_PARTS = b"ARP3"
 _MAGIC_WITH_SESSIONS = b"ARP4"
 _AND_TEMPERATURES = {_MAGIC_WITH_PARTS: b"ATP3", _MAGIC_WITH_SESSIONS: b"ATP4"}
+_AND_EXPERTS = {_MAGIC_WITH_PARTS: b"AEP3", _MAGIC_WITH_SESSIONS: b"AEP4"}
 _PLAIN = (_MAGIC, _MAGIC_WITH_BASELINES, _MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS)
-_KINDS = {magic: magic for magic in _PLAIN} | {magic: kind for kind, magic in _AND_TEMPERATURES.items()}
+_KINDS = {magic: magic for magic in _PLAIN} | {
+    magic: kind for table in (_AND_TEMPERATURES, _AND_EXPERTS) for kind, magic in table.items()
+}
 """Magic -> the magic of the same columns without temperatures."""
-_NO_NAMES = _LENGTH.pack(2) + b"[]"
+_NO_NAMES = LENGTH.pack(2) + b"[]"
 _NO_BASELINE = struct.pack("<f", math.nan)
-
-
-class TrajectoryError(ArealError, ValueError):
-    """A workflow returned trajectories that cannot be trained on. It fails this episode only."""
 
 
 class EncodedEpisode(NamedTuple):
@@ -107,9 +120,9 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
         given, made = trajectory.rollout_logprobs, trajectory.output_versions
         size = len(ids)
         if not size or not size == len(mask) == len(given) == len(made):
-            raise _uneven(trajectory)
+            raise uneven(trajectory)
         if is_scored and not math.isfinite(reward):
-            raise _not_finite("reward", reward)
+            raise not_finite("reward", reward)
         lengths.append(size)
         rewards.append(reward)
         token_ids += to_array("i", ids)
@@ -120,20 +133,22 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     finished = bytes([trajectory.finished for trajectory in trajectories])
     by_version = count_by_version(np.frombuffer(versions, "i4"), np.frombuffer(loss_mask, np.uint8))
     integers, floats = (array("i", lengths), token_ids, versions), (array("f", rewards), logprobs)
-    baselines, (names, parts) = _baselines(trajectories), _parts(trajectories)
-    magic, temperatures = _MAGIC_WITH_BASELINES if baselines else _MAGIC, _temperatures(trajectories)
-    sessions = _sessions(trajectories, record)
+    baselines, (names, parts) = baselines_of(trajectories), parts_of(trajectories)
+    magic, temperatures = _MAGIC_WITH_BASELINES if baselines else _MAGIC, temperatures_of(trajectories)
+    sessions, experts = sessions_of(trajectories, record), experts_of(trajectories)
+    if experts and not temperatures:
+        temperatures = array("f", [math.nan]) * num_tokens
     if parts or sessions or temperatures:
         magic, baselines = _MAGIC_WITH_PARTS, baselines or array("f", [math.nan] * num_trajectories)
     if sessions or temperatures:
         magic, names = _MAGIC_WITH_SESSIONS if sessions else magic, names or _NO_NAMES
     if temperatures:
-        magic = _AND_TEMPERATURES[magic]
+        magic = (_AND_EXPERTS if experts else _AND_TEMPERATURES)[magic]
     if sys.byteorder == "big":
         for numbers in (*integers, *floats, baselines, parts, temperatures):
             numbers.byteswap()
     sizes = _SIZES.pack(episode_id, num_trajectories, num_tokens)
-    body = (sizes, *integers, *floats, loss_mask, finished, baselines, names, parts, sessions, temperatures)
+    body = (sizes, *integers, *floats, loss_mask, finished, baselines, names, parts, sessions, temperatures, experts)
     checksum = functools.reduce(lambda crc, piece: zlib.crc32(piece, crc), body, 0)
     made_by = [version for version, _, _ in by_version if version != -1]
     found = first_of_sessions(trajectories)
@@ -154,87 +169,13 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     )
 
 
-def _baselines(trajectories: Sequence[Trajectory]) -> array[float]:
-    """One per trajectory, NaN without a greedy answer; empty when no trajectory has one."""
-    if all(trajectory.baseline is None for trajectory in trajectories):
-        return array("f")
-    given = [trajectory.baseline for trajectory in trajectories]
-    for baseline in given:
-        if baseline is not None and not math.isfinite(baseline):
-            raise _not_finite("baseline", baseline)
-    return array("f", [math.nan if baseline is None else baseline for baseline in given])
-
-
-def _parts(trajectories: Sequence[Trajectory]) -> tuple[bytes, array[float]]:
-    """Names of the reward functions with their length, and the scores of each trajectory; empty when there are none."""
-    names = sorted({name for trajectory in trajectories for name in trajectory.reward_parts})
-    if not names:
-        return b"", array("f")
-    for trajectory in trajectories:
-        for name, score in trajectory.reward_parts.items():
-            if not math.isfinite(score):
-                raise _not_finite(f"reward_parts[{name!r}]", score)
-    text = json.dumps(names).encode()
-    scores = [trajectory.reward_parts.get(name, math.nan) for trajectory in trajectories for name in names]
-    return _LENGTH.pack(len(text)) + text, array("f", scores)
-
-
-def _sessions(trajectories: Sequence[Trajectory], record: str) -> bytes:
-    """The columns of sessions and the text for reward functions; empty when no trajectory is a part of a session."""
-    if all(trajectory.session < 0 for trajectory in trajectories) and not record:
-        return b""
-    turns, rewards = array("i", [one.session for one in trajectories]), array("f")
-    of_session: dict[int, float] = {}
-    for number, one in enumerate(trajectories):
-        size = len(one.token_ids)
-        if one.session >= 0 and of_session.setdefault(one.session, one.reward) != one.reward:
-            text = f"rows of session {one.session} have rewards {of_session[one.session]} and {one.reward}: give one"
-            raise TrajectoryError(text, code="workflow.session_rewards")
-        by_answer = Runs((number if flag else -1, count) for flag, count in to_runs(one.loss_mask).runs)
-        turns += to_array("i", one.turns or by_answer)
-        rewards += to_array("f", given := one.turn_rewards or Runs([(one.reward, size)]))
-        if len(one.turns) not in (0, size) or len(one.turn_rewards) not in (0, size):
-            raise _uneven(one)
-        for reward in (reward for reward in _distinct(given) if not math.isfinite(reward)):
-            raise _not_finite("turn_rewards", reward)
-    if sys.byteorder == "big":
-        turns.byteswap()
-        rewards.byteswap()
-    text = record.encode()
-    return b"".join((turns, rewards, _LENGTH.pack(len(text)), text))
-
-
-def _distinct(column: Sequence[float]) -> Sequence[float]:
-    return column.values if isinstance(column, Runs) else column
-
-
-def _temperatures(trajectories: Sequence[Trajectory]) -> array[float]:
-    """One per token, NaN where it is that of the run; empty when that is so for all."""
-    if not any(trajectory.temperatures for trajectory in trajectories):
-        return array("f")
-    found = array("f")
-    for trajectory in trajectories:
-        own, size = trajectory.temperatures, len(trajectory.token_ids)
-        if own and len(own) != size:
-            message = f"a trajectory has {len(own)} temperatures for {size} token_ids: give one for each, or none"
-            raise TrajectoryError(message, code="workflow.trajectory_lengths")
-        if bad := [value for value in _distinct(own) if value <= 0 or math.isinf(value)]:
-            raise _not_finite("temperature", bad[0])
-        found += to_array("f", own or Runs([(math.nan, size)]))
-    return found
-
-
-def _uneven(trajectory: Trajectory) -> TrajectoryError:
-    return TrajectoryError(
-        f"a trajectory has {len(trajectory.token_ids)} token_ids, {len(trajectory.loss_mask)} loss_mask, "
-        f"{len(trajectory.rollout_logprobs)} rollout_logprobs and {len(trajectory.output_versions)} output_versions: "
-        "they must be equally long and not empty",
-        code="workflow.trajectory_lengths",
-    )
-
-
-def _not_finite(name: str, value: float) -> TrajectoryError:
-    return TrajectoryError(f"a trajectory has {name}={value}, which is not finite", code="workflow.not_finite")
+def routed_experts(payload: bytes) -> RoutedExperts | None:
+    """Those of all tokens of a payload, if it has them."""
+    if payload[:4] not in _AND_EXPERTS.values():
+        return None
+    shape = ExpertShape(*EXPERT_SHAPE.unpack_from(payload, len(payload) - EXPERT_SHAPE.size))
+    end = len(payload) - EXPERT_SHAPE.size
+    return RoutedExperts(shape, payload[end - payload_sizes(payload)[1] * shape.row_bytes : end])
 
 
 def check_payload(episode_id: int, payload: bytes) -> None:
@@ -263,23 +204,30 @@ def _expected_bytes(payload: bytes) -> int:
     names, first = _reward_names(payload)
     size = first + 4 * n * len(names)
     if _KINDS[payload[:4]] == _MAGIC_WITH_SESSIONS:
-        (length,) = _LENGTH.unpack_from(payload, size + 4 * n + 8 * t)
-        size += 4 * n + 8 * t + _LENGTH.size + length
-    return size + (4 * t if has_temperatures(payload) else 0)
+        (length,) = LENGTH.unpack_from(payload, size + 4 * n + 8 * t)
+        size += 4 * n + 8 * t + LENGTH.size + length
+    return size + (4 * t if payload[:4] not in _PLAIN else 0) + _expert_bytes(payload)
 
 
-def has_temperatures(payload: bytes) -> bool:
-    """Whether the last 4 T bytes are temperatures."""
-    return payload[:4] in _AND_TEMPERATURES.values()
+def _expert_bytes(payload: bytes) -> int:
+    found = routed_experts(payload)
+    return 0 if found is None else len(found.data) + EXPERT_SHAPE.size
+
+
+def temperatures_start(payload: bytes) -> int | None:
+    """The offset of the temperatures f4[T]; None when the payload has none."""
+    if payload[:4] in _PLAIN:
+        return None
+    return len(payload) - _expert_bytes(payload) - 4 * payload_sizes(payload)[1]
 
 
 def _reward_names(payload: bytes) -> tuple[list[str], int]:
     """Names of the reward functions of a payload, and the offset of their scores."""
     n, t = payload_sizes(payload)
-    start = _DATA + 13 * (n + t) + _LENGTH.size
+    start = _DATA + 13 * (n + t) + LENGTH.size
     if _KINDS[payload[:4]] not in (_MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS):
         return [], start
-    (length,) = _LENGTH.unpack_from(payload, start - _LENGTH.size)
+    (length,) = LENGTH.unpack_from(payload, start - LENGTH.size)
     return json.loads(payload[start : start + length]), start + length
 
 
@@ -320,8 +268,8 @@ def read_head(reader: PayloadReader, episode_id: int, where: tuple[int, int, int
         return PayloadHead(t, [], has_sessions)
     names = offset + _DATA + 13 * (n + t)
     try:
-        (length,) = _LENGTH.unpack(reader.read((segment, names, _LENGTH.size)))
-        return PayloadHead(t, json.loads(reader.read((segment, names + _LENGTH.size, length))), has_sessions)
+        (length,) = LENGTH.unpack(reader.read((segment, names, LENGTH.size)))
+        return PayloadHead(t, json.loads(reader.read((segment, names + LENGTH.size, length))), has_sessions)
     except ValueError as error:
         raise _bad_payload(episode_id, f"is damaged: {error}") from error
 

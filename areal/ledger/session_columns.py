@@ -8,13 +8,15 @@ import numpy as np
 import orjson
 
 from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.errors import LedgerError
 from areal.ledger.payload import (
-    has_temperatures,
     join_columns,
     payload_head,
     payload_sizes,
     reward_parts,
+    routed_experts,
     sessions_start,
+    temperatures_start,
     to_columns,
 )
 
@@ -51,7 +53,7 @@ def session_columns(payload: bytes) -> SessionColumns | None:
     integers = np.frombuffer(payload, "<i4", n + t, start)
     rewards = np.frombuffer(payload, "<f4", t, start + integers.nbytes)
     text = start + integers.nbytes + rewards.nbytes + 4
-    end = len(payload) - (4 * t if has_temperatures(payload) else 0)
+    end = temperatures_start(payload)
     return SessionColumns(integers[:n], integers[n:], rewards, payload[text:end].decode())
 
 
@@ -67,7 +69,7 @@ def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
     names = payload_head(payload).reward_names
     parts = reward_parts([payload], names).tolist()
     baselines = np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist()
-    sampled_at = temperatures([payload])
+    sampled_at, experts = temperatures([payload]), routed_experts(payload)
     trajectories: list[Trajectory] = []
     end = 0
     for row, size in enumerate(columns.lengths.tolist()):
@@ -87,21 +89,45 @@ def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
         if sessions is not None:
             turns, rewards = sessions.turns[span].tolist(), sessions.turn_rewards[span].tolist()
             one = replace(one, session=int(sessions.sessions[row]), turns=turns, turn_rewards=rewards)
-        if sampled_at.size:
+        if not np.isnan(sampled_at).all():
             one = replace(one, temperatures=sampled_at[span].tolist())
+        if experts is not None:
+            one = replace(one, routed_experts=experts[span])
         trajectories.append(one)
     return TrajectoryGroup(trajectories=trajectories, record="" if sessions is None else sessions.record)
 
 
 def temperatures(payloads: Sequence[bytes]) -> np.ndarray:
     """Temperatures of the tokens of several episodes, NaN = that of the run; empty = all are. -> [T] or [0] float32"""
-    if not any(map(has_temperatures, payloads)):
+    starts = [temperatures_start(payload) for payload in payloads]
+    if not any(starts):
         return np.zeros(0, np.float32)
     rows: list[np.ndarray] = []
-    for payload in payloads:
+    for payload, start in zip(payloads, starts, strict=True):
         t = payload_sizes(payload)[1]
-        is_given = has_temperatures(payload)
-        rows.append(
-            np.frombuffer(payload, "<f4", t, len(payload) - 4 * t) if is_given else np.full(t, np.nan, np.float32)
-        )
+        rows.append(np.full(t, np.nan, np.float32) if start is None else np.frombuffer(payload, "<f4", t, start))
     return np.concatenate(rows)
+
+
+def join_experts(payloads: Sequence[bytes]) -> np.ndarray:
+    """Routed experts of the tokens of several episodes, -1 = not recorded; empty without any. -> [T, layers, k] int16
+
+    Raises LedgerError when they are of different models.
+    """
+    found = [routed_experts(payload) for payload in payloads]
+    shapes = {one.shape for one in found if one is not None}
+    if not shapes:
+        return np.zeros((0, 0, 0), np.int16)
+    if len(shapes) > 1:
+        raise LedgerError("episodes have routed experts of models of different sizes", code="ledger.bad_payload")
+    (shape,) = shapes
+    rows: list[np.ndarray] = []
+    for payload, one in zip(payloads, found, strict=True):
+        data = b"\xff" * (shape.row_bytes * payload_sizes(payload)[1]) if one is None else one.data
+        if shape.item_bytes == 1:
+            numbers = np.frombuffer(data, np.uint8).astype(np.int16)
+            numbers[numbers == 255] = -1
+        else:
+            numbers = np.frombuffer(data, "<i2").astype(np.int16)
+        rows.append(numbers)
+    return np.concatenate(rows).reshape(-1, shape.layers, shape.choices)

@@ -24,6 +24,7 @@ class ModelShape:
     vocabulary: int
     tied: bool
     experts: int
+    experts_per_token: int
     attention_bias: bool
     query_key_norm: bool
 
@@ -32,6 +33,7 @@ class ModelShape:
         """Read a local checkpoint folder. None when it has no config.json, or one of another kind of model."""
         try:
             found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+            found = found.get("text_config", {}) | found  # of a model for images and text
             kind = str(found.get("model_type", ""))
             heads = int(found["num_attention_heads"])
             experts = int(next((found[name] for name in _EXPERTS if found.get(name)), 0))
@@ -47,6 +49,7 @@ class ModelShape:
                 vocabulary=int(found["vocab_size"]),
                 tied=bool(found.get("tie_word_embeddings", False)),
                 experts=experts,
+                experts_per_token=int(found.get("num_experts_per_tok") or 0) if experts else 0,
                 attention_bias=bool(found.get("attention_bias", False)) or kind.startswith("qwen2"),
                 query_key_norm=kind.startswith("qwen3"),
             )

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.api.config import PPOConfig
+from areal.api.errors import ConfigError
+from areal.api.routed_experts import ExpertShape
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.data.tokenizer import load_tokenizer
@@ -22,6 +24,7 @@ from areal.rollout.controller import Controller
 from areal.rollout.controller_process import run_serving
 from areal.rollout.evaluation import HeldOutOptions, last_answer_ids
 from areal.system.discovery import registry_of
+from areal.system.model_shape import ModelShape
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.workflow.accept import resolve_accept_fn
@@ -68,6 +71,7 @@ def serve_rollouts(
                 abandoned=abandoned,
                 seed=config.seed,
                 dtype=config.native.dtype if servers.backend == NATIVE.name else "bfloat16",
+                experts=recorded_experts(config),
             ),
             workflow=workflow,
             rows=PromptStream.of(train_rows, config),
@@ -81,6 +85,17 @@ def serve_rollouts(
 
     with tracing(open_tracer(config.perf_tracer, RunPaths.of(config), context.name)):
         run_serving(make_controller, context.host, registry)
+
+
+def recorded_experts(config: PPOConfig) -> ExpertShape | None:
+    """What servers record of the chosen experts. Raises ConfigError for a model without experts."""
+    if not config.actor.router_replay:
+        return None
+    shape = ModelShape.read(config.actor.path)
+    if shape is None or not shape.experts:
+        message = f"actor.router_replay: config.json in {config.actor.path} states no experts: remove it"
+        raise ConfigError(message, code="model.no_router")
+    return ExpertShape(shape.layers, shape.experts_per_token, shape.experts)
 
 
 def held_out_options(config: PPOConfig) -> HeldOutOptions:

@@ -111,6 +111,7 @@ class Conversation:
             response.output_logprobs,
             response.output_versions,
             temperature=response.temperature,
+            experts=response.routed_experts,
         )
         self._answers.append(Answer(text=text, token_ids=response.output_ids, position=position, finished=finished))
         return text

@@ -1,8 +1,12 @@
 """A bridge with one token per character: `<` begins a message, `>` ends it, `!` ends reasoning."""
 
+import struct
+from collections.abc import Sequence
+
 from areal.agent.bridge import BridgeGap
 from areal.agent.turns import TurnRequest
 from areal.api.data import GenerationResponse, StopReason
+from areal.api.routed_experts import ExpertShape, RoutedExperts
 
 END = ord(">")
 ROLES = {"assistant": "<a", "user": "<u", "tool": "<t", "system": "<s"}
@@ -45,7 +49,17 @@ def request_of(*texts: str, tools=()) -> TurnRequest:
     return TurnRequest(messages=messages_of(*texts), tools=tools)
 
 
-def response_of(text: str, *, version: int = 1, stop_reason: StopReason = "stop") -> GenerationResponse:
+SHAPE = ExpertShape(1, 2, 256)
+
+
+def experts_of(token_ids, version: int) -> RoutedExperts:
+    """Rows (token, version)."""
+    return RoutedExperts(SHAPE, b"".join(struct.pack("<2h", token, version) for token in token_ids))
+
+
+def response_of(
+    text: str, *, version: int = 1, stop_reason: StopReason = "stop", context: Sequence[int] | None = None
+) -> GenerationResponse:
     """An answer of one token per character; the log-probability of a token is -its id / 1000."""
     ids = [ord(character) for character in text]
     return GenerationResponse(
@@ -55,6 +69,7 @@ def response_of(text: str, *, version: int = 1, stop_reason: StopReason = "stop"
         output_logprobs=[-one / 1000 for one in ids],
         output_versions=[version] * len(ids),
         stop_reason=stop_reason,
+        routed_experts=None if context is None else experts_of([*context, *ids][:-1], version),
     )
 
 
@@ -63,7 +78,7 @@ def answer(transcript, request: TurnRequest, text: str, turn_id: str, **options)
     context = transcript.context(request)
     reasoning, mark, content = text.rstrip(">").rpartition("!")
     message = {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if mark else {})
-    transcript.add_answer(context, turn_id, response_of(text, **options), message)
+    transcript.add_answer(context, turn_id, response_of(text, context=context.token_ids, **options), message)
     return message
 
 

@@ -1,3 +1,4 @@
+import struct
 from typing import get_args
 
 import pytest
@@ -112,3 +113,17 @@ class TestRows:
         assert all(row.turn_rewards == [] for row in rows)
         first, second = trajectories(forked(), cut="tree", reward=1.0, session=0, turn_rewards={"1": 2.0})
         assert (set(first.turn_rewards), set(second.turn_rewards)) == ({1.0, 2.0}, {1.0})
+
+
+@settings(max_examples=60, deadline=None)
+@given(transcripts(), st.sampled_from(CUTS))
+def test_routed_experts_are_those_of_the_answer_that_a_token_is_part_of(transcript, cut):
+    is_overwritten = any(turn.is_overwritten for turn in transcript.turns.values())
+    for row in trajectories(transcript, cut=cut, reward=1.0, session=0):
+        found = list(struct.iter_unpack("<2h", row.routed_experts.data))
+        assert len(found) == len(row.token_ids)
+        for place, (token, version) in enumerate(found):
+            assert token in (row.token_ids[place], -1)
+            if place + 1 < len(found) and row.loss_mask[place + 1]:
+                made_by = row.output_versions[place + 1]
+                assert version == made_by or (is_overwritten and version == -1)

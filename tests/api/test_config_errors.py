@@ -127,6 +127,7 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         ("conflict", "actor.temperature=0.7", "actor.temperature", ["0.7", "gconfig.temperature=1.0"]),
         ("conflict", "actor.group_size=4", "actor.group_size", ["4", "gconfig.n_samples=1"]),
         ("conflict", "ref={path: a, optimizer: {}}", "ref.optimizer", []),
+        ("conflict", "ref={path: a, router_replay: true}", "ref.router_replay", []),
         ("conflict", "ref={path: a, temperature: 2}", "ref.temperature", ["2.0", "gconfig.temperature"]),
         ("missing_requirement", "critic.path=a", "critic.optimizer", []),
         ("missing_requirement", "actor.optimizer=null", "actor.optimizer", []),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import struct
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.continuation import Answer, prior_output_bias, token_budget, versions_of
+from areal.api.routed_experts import ExpertShape, RoutedExperts
+from areal.fleet.continuation import Answer, experts_of, prior_output_bias, token_budget, versions_of
 from areal.fleet.replica import GenerationPart, PartChunk
 from areal.inference.sampler import _adjusted, sample
 from areal.inference.sequence import ALL_TOKENS, SamplingParams, Sequence
@@ -326,3 +329,56 @@ def test_an_answer_is_complete_with_correct_versions_after_any_failures(budget: 
         world.version = max(world.version - plan.goes_back_by, answer.newest_version or 0)  # the fleet waits for it
     assert answer.finished
     assert answer.response(latency_s=0.0, ttft_s=0.0).output_ids == list(range(budget))
+
+
+SHAPE = ExpertShape(1, 1, 8)
+
+
+def rows(*numbers: int) -> RoutedExperts:
+    return RoutedExperts(SHAPE, bytes(numbers))
+
+
+def test_routed_experts_are_those_of_the_pass_that_generated_the_next_token() -> None:
+    answer = Answer(a_request(max_new_tokens=6), stream_interval=8, experts=SHAPE)
+    part = answer.next_part("server-0")
+    assert (part.experts, part.num_known_experts) == (SHAPE, 0)
+    answer.add(chunk(5, 6))
+    answer.add(chunk(7, finish="abort")._replace(routed_experts=rows(1, 1, 1, 1, 1)))
+    assert answer.next_part("server-1").num_known_experts == 5
+    answer.add(chunk(8, 9, version=1))  # its server dies: no record
+    part = answer.next_part("server-2")
+    assert (part.num_known_experts, len(part.input_ids)) == (5, 8)
+    answer.add(chunk(4, version=1, finish="length")._replace(routed_experts=rows(2, 2, 2)))
+    response = answer.response(latency_s=1.0, ttft_s=0.5)
+    assert response.routed_experts == rows(1, 1, 1, 1, 1, 2, 2, 2)
+    assert len(response.routed_experts) == len(response.input_ids) + len(response.output_ids) - 1
+
+
+def test_an_answer_whose_last_part_has_no_record_is_unknown_there() -> None:
+    answer = Answer(a_request(max_new_tokens=2), stream_interval=8, experts=SHAPE)
+    answer.next_part("server-0")
+    answer.add(chunk(5, 6))
+    answer.interrupted()
+    assert answer.finished
+    assert answer.response(latency_s=1.0, ttft_s=0.5).routed_experts == rows(255, 255, 255, 255)
+
+
+@pytest.mark.parametrize("found", [None, rows(1, 1, 1), RoutedExperts(ExpertShape(1, 1, 9), bytes(4))])
+def test_a_finished_part_has_the_experts_of_all_its_tokens(found: RoutedExperts | None) -> None:
+    answer = Answer(a_request(max_new_tokens=2), stream_interval=8, experts=SHAPE)
+    answer.next_part("server-0")
+    with pytest.raises(ServerUnavailable) as caught:
+        answer.add(chunk(5, 6, finish="length")._replace(routed_experts=found))
+    assert caught.value.code == "server.unreadable_answer"
+    assert not answer.finished
+
+
+def test_routed_experts_are_read_from_both_dialects() -> None:
+    numbers = struct.pack("<3i", 0, 7, -1)
+    meta = {"routed_experts": base64.b64encode(numbers).decode()}
+    assert experts_of(meta, SHAPE, item_bytes=4) == rows(0, 7, 255)
+    assert experts_of({"routed_experts": base64.b64encode(b"\x02\x03").decode()}, SHAPE, item_bytes=0) == rows(2, 3)
+    assert experts_of({}, SHAPE, item_bytes=4) is experts_of(meta, None, item_bytes=4) is None
+    for text in (base64.b64encode(struct.pack("<i", 8)).decode(), "===", base64.b64encode(b"123").decode()):
+        with pytest.raises(ValueError):  # noqa: PT011 - the client makes it an unreadable answer
+            experts_of({"routed_experts": text}, SHAPE, item_bytes=4)

@@ -60,6 +60,7 @@ def problems(config: GRPOConfig) -> list[tuple[str, str]]:
         ([ON_VLLM, "vllm.logprobs_mode=raw_logprobs"], "vllm.logprobs_mode", "gconfig"),
         ([ON_VLLM, "vllm.api_server_count=2"], "vllm.api_server_count", "set it to 1"),
         (["sglang.use_ray=true"], "sglang.use_ray", "set it to false"),
+        ([ON_VLLM, "actor.router_replay=true"], "actor.router_replay", "native or sglang"),
         (["sglang.tokenizer_worker_num=2"], "sglang.tokenizer_worker_num", "2 "),
         ([ON_VLLM, "vllm.distributed-executor-backend=ray"], "vllm.distributed-executor-backend", "set it to mp"),
         ([ON_VLLM, "vllm.disable_log_stats=true"], "vllm.disable_log_stats", "set it to false"),

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from areal.api.config import NativeServerConfig
+from areal.api.routed_experts import ExpertShape
 from areal.inference import server
 from areal.inference.attention import ATTENTION_NAME, register_attention
 from areal.inference.cache import BlockPool
@@ -137,11 +138,12 @@ def drive() -> Callable[..., Driver]:
         max_prefill_tokens: int = 512,
         version: str = "0",
         detokenizer: Any = None,
+        experts: ExpertShape | None = None,
     ) -> Driver:
         register_attention()
         own = copy.deepcopy(model)
         own.set_attn_implementation(ATTENTION_NAME)
-        runner = ModelRunner(own)
+        runner = ModelRunner(own, experts=experts)
         runner.allocate_cache(num_blocks)
         scheduler = Scheduler(
             BlockPool(num_blocks, BLOCK_SIZE), max_running=max_running, max_prefill_tokens=max_prefill_tokens

@@ -86,6 +86,23 @@ def test_model_folders(tmp_path):
     assert missing_inputs(sft_config(tmp_path, model=model), None) == []
 
 
+@pytest.mark.parametrize("option", ["router_replay", "router_aux_loss_coef"])
+def test_router_options_need_a_model_with_experts(tmp_path, option):
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    actor = PPOActorConfig(path=str(tmp_path), optimizer=OptimizerConfig(), **{option: True})  # type: ignore[arg-type]
+    for experts, problems in (({}, 1), ({"num_experts": 4, "moe_intermediate_size": 4}, 0)):
+        (tmp_path / "config.json").write_text(json.dumps(sizes | experts))
+        found = [one for one in missing_inputs(ppo_config(tmp_path, actor=actor), "x.py") if f"actor.{option}" in one]
+        assert len(found) == problems
+
+
 def ppo_config(tmp_path, **fields):
     return PPOConfig(
         experiment_name="e",

@@ -1,13 +1,16 @@
 """Payloads of sessions: what is written is read again, and payloads without sessions are as before."""
 
+import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from areal.api.data import Trajectory, TrajectoryGroup, first_of_sessions
+from areal.api.routed_experts import ExpertShape, RoutedExperts
+from areal.data.pack import to_train_batch
 from areal.ledger.payload import encode_episode, payload_head
-from areal.ledger.session_columns import group_of_payload, session_columns
+from areal.ledger.session_columns import group_of_payload, join_experts, session_columns
 from areal.rollout.batching import build_share, share_parts
 from tests.expect import raises_code
 
@@ -19,6 +22,8 @@ ROW = Trajectory(
     reward=1.0,
     finished=True,
 )
+EXPERTS = RoutedExperts(ExpertShape(2, 2, 4), bytes([0, 1, 2, 3, 3, 2, 1, 0, 255, 255, 255, 255]))
+MANY = RoutedExperts(ExpertShape(1, 1, 300), struct.pack("<3h", 299, 0, -1))
 PART = replace(ROW, session=2, turns=[-1, 0, 1], turn_rewards=[0.0, 2.0, 1.0], reward_parts={"a": 0.5}, baseline=0.25)
 
 
@@ -28,6 +33,9 @@ PART = replace(ROW, session=2, turns=[-1, 0, 1], turn_rewards=[0.0, 2.0, 1.0], r
         TrajectoryGroup(trajectories=[ROW, replace(ROW, reward=0.5, finished=False)]),
         TrajectoryGroup(trajectories=[replace(ROW, baseline=0.5)]),
         TrajectoryGroup(trajectories=[replace(ROW, reward_parts={"b": 1.0})]),
+        TrajectoryGroup(trajectories=[replace(ROW, routed_experts=EXPERTS)]),
+        TrajectoryGroup(trajectories=[replace(PART, routed_experts=EXPERTS)], record="{}"),
+        TrajectoryGroup(trajectories=[replace(ROW, routed_experts=MANY, temperatures=[0.5, 0.5, 1.0])]),
         TrajectoryGroup(trajectories=[PART, replace(PART, token_ids=[1, 2, 3])], record='{"messages": [["é"]]}'),
     ],
 )
@@ -40,6 +48,34 @@ def test_only_sessions_change_the_format():
     assert plain[:4] == b"ARP1"
     assert session_columns(plain) is None
     assert encode_episode(1, TrajectoryGroup(trajectories=[PART])).payload[:4] == b"ARP4"
+
+
+def test_routed_experts_stay_at_their_tokens_in_a_batch():
+    groups = [[ROW], [replace(ROW, routed_experts=EXPERTS)], [ROW, replace(ROW, routed_experts=EXPERTS)]]
+    episodes = [encode_episode(i, TrajectoryGroup(trajectories=group)) for i, group in enumerate(groups)]
+    assert [episode.payload[:4] for episode in episodes] == [b"ARP1", b"AEP3", b"AEP3"]
+    payloads = [episode.payload for episode in episodes]
+    (part,) = share_parts([payload_head(payload) for payload in payloads], 1)
+    share = build_share(payloads, part, step=0, version=5, mask_before=0)
+    known, unknown = [[[0, 1], [2, 3]], [[3, 2], [1, 0]], [[-1, -1], [-1, -1]]], [[[-1, -1], [-1, -1]]] * 3
+    assert share.routed_experts.tolist() == [*unknown, *known, *unknown, *known]
+    batch = to_train_batch(share)
+    assert batch.routed_experts.tolist() == share.routed_experts.tolist()
+    with raises_code("data.inconsistent_batch"):
+        to_train_batch(replace(share, routed_experts=share.routed_experts[:-1]))
+    without = build_share(payloads[:1], part, step=0, version=5, mask_before=0)
+    assert without.routed_experts.size == 0
+
+
+@pytest.mark.parametrize("experts", [EXPERTS[:2], RoutedExperts(ExpertShape(2, 2, 5), EXPERTS.data)])
+def test_routed_experts_of_another_length_or_model_are_refused(experts):
+    rows = [replace(ROW, routed_experts=EXPERTS), replace(ROW, routed_experts=experts)]
+    with raises_code("workflow.trajectory_lengths"):
+        encode_episode(1, TrajectoryGroup(trajectories=rows))
+    own = TrajectoryGroup(trajectories=[replace(ROW, routed_experts=MANY)])
+    payloads = [encode_episode(1, one).payload for one in (own, TrajectoryGroup(trajectories=rows[:1]))]
+    with raises_code("ledger.bad_payload"):
+        join_experts(payloads)
 
 
 def test_a_batch_with_and_without_sessions():

@@ -134,6 +134,8 @@ class BaseExperimentConfig:
             text = f"{rows} is below the {dims.dp} data-parallel ranks of {self.allocation_mode}: raise it"
             yield "train_dataset.batch_size", text
         for key, model in self.models.items():
+            if model.router_replay and not (self._wants_servers and self.models["actor"].router_replay):
+                yield f"{key}.router_replay", "replays what servers record for actor.router_replay: remove it"
             size, sharing = model.fsdp.shard_size, dims.dp * dims.cp
             if self.allocation.train[0].backend == "megatron":
                 yield from below(key, model.megatron_problems())

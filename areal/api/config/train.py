@@ -140,6 +140,12 @@ class TrainEngineConfig:
     lora: LoRAConfig | None = option(None, also="AReaL: use_lora")
     """Train low-rank adapters of a frozen model; null = train all weights."""
 
+    @property
+    def router_option(self) -> str:
+        """The first option that needs a model with experts; empty = none is set."""
+        names = ("router_replay", "router_aux_loss_coef", "router_bias_update_rate")
+        return next((name for name in names if getattr(self, name)), "")
+
     def is_base_of(self, policy: "TrainEngineConfig") -> bool:
         """Whether this frozen model computes what `policy` computes without its adapters, so that it needs no copy."""
         return policy.lora is not None and all(getattr(self, name) == getattr(policy, name) for name in _SAME_OUTPUTS)
@@ -180,6 +186,8 @@ class ScoreModelConfig(TrainEngineConfig):
         yield from super().problems()
         if self.temperature != 1.0:
             yield "temperature", "applies to the logits of language models, and this model has none: remove it"
+        if self.router_replay:
+            yield "router_replay", "replays what the policy chose, and this model is another one: remove it"
         if self.logprob_kernel != "torch":
             yield "logprob_kernel", "applies to language models, and a score has no log-probabilities: remove it"
         if self.lora is not None:
