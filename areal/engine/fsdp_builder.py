@@ -82,12 +82,9 @@ def build_fsdp_engine(
     optimizer = None
     if config.optimizer is not None:
         trained = {name: weight for name, weight in hf_model.named_parameters() if weight.requires_grad}
+        offloads = config.fsdp.offload_optimizer and not config.fsdp.offload_params
         optimizer = ScheduledOptimizer(
-            trained,
-            config.optimizer,
-            total_steps,
-            world_size=mesh.world_size,
-            offloads_state=config.fsdp.offload_optimizer and not config.fsdp.offload_params,
+            trained, config.optimizer, total_steps, world_size=mesh.world_size, offloads_state=offloads
         )
     return FSDPEngine(
         model,

@@ -95,7 +95,7 @@ class Routing:
         self._sums: _Sums | None = None
         """Since the last optimiser step, on the device."""
         for layer, gate in self._gates.items():
-            if layer in self._rules:
+            if layer in self._rules and (config.router_option or not config.compile):
                 gate.forward = partial(self._route, layer, gate.forward)
 
     @property
