@@ -64,17 +64,16 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         problems.append(f"{script}: no such script")
     elif script is not None:
         problems += _errors_of(partial(parse_python, Path(script), key="script"))
-    loaded = ("actor",) if config.allocation.evaluation else config.models
-    for key in loaded:
+    for key in ("actor",) if config.allocation.evaluation else config.models:
         model = config.models[key]
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
         problems += _adapter_problems(key, model)
         shape = ModelShape.read(model.path)
-        trainer = config.allocation.train[0] if config.allocation.train and shape else None
-        if trainer and shape and (text := trainer_problem(shape, trainer, model.megatron)):
-            problems.append(f"allocation_mode: {key}: {text}")
-        if (name := model.router_option) and not (shape.experts if shape else name != "router_replay"):
-            problems.append(f"{key}.{name}: {model.path} is no local model with experts: remove it")
+        trainer = config.allocation.train[0] if config.allocation.train else None
+        text = trainer_problem(shape, trainer, model.megatron) if trainer and shape else None
+        problems += [f"allocation_mode: {key}: {text}"] if text else []
+        has_router = shape.experts if shape else not model.router_replay
+        problems += [] if has_router or not model.router_option else [f"{key}.{model.router_option}: no local experts"]
     if isinstance(config, PPOConfig):
         backend = backend_named(config.server_backend)
         model = backend.model(config)

@@ -136,14 +136,13 @@ class BaseExperimentConfig:
         for key, model in self.models.items():
             if model.router_replay and not (self._wants_servers and self.models["actor"].router_replay):
                 yield f"{key}.router_replay", "replays what servers record for actor.router_replay: remove it"
-            size, sharing = model.fsdp.shard_size, dims.dp * dims.cp
             if self.allocation.train[0].backend == "megatron":
                 yield from below(key, model.megatron_problems())
                 continue
             if model.compile and dims.tp > 1:
                 text = f"torch.compile fails on the distributed tensors of tensor ranks (t{dims.tp}): use compile=false"
                 yield Problem(f"{key}.compile", text, "config.unsupported")
-            if size is not None and sharing % size:
+            if (size := model.fsdp.shard_size) is not None and (sharing := dims.dp * dims.cp) % size:
                 works = " or ".join(str(count) for count in range(1, sharing + 1) if sharing % count == 0)
                 text = f"{size} does not divide the {sharing} data and context ranks of {dims}: use {works}"
                 yield f"{key}.fsdp.shard_size", text
