@@ -9,7 +9,8 @@ ARGS ?=
 PART ?= 1
 BIN := .venv/bin
 
-& test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-etcd test-gpu test-parallel test-megatron lint docs clean
+.PHONY: quickstart agent-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang \
+	test-etcd test-gpu test-parallel test-megatron lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
