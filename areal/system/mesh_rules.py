@@ -11,8 +11,8 @@ TENSOR_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """Model types whose blocks have the structure that `areal.engine.tensor_plan` distributes."""
 
 
-MEGATRON_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types with a weight map in `areal.engine.megatron`."""
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that `tests/megatron` has compared with one process."""
 
 
 def trainer_problem(shape: ModelShape, trainer: ModelAllocation, options: MegatronEngineConfig) -> str | None:
@@ -69,18 +69,14 @@ def _expert_problem(shape: ModelShape, dims: ParallelDims) -> str | None:
 
 
 def _pipeline_problem(shape: ModelShape, dims: ParallelDims, chunks: int) -> str | None:
-    """Why the layers or experts of a model cannot be distributed evenly."""
-    if chunks > 1 and dims.pp == 1:
-        return f"virtual_pipeline_parallel_size={chunks} needs several pipeline stages: use p2, or 1"
-    if shape.layers % (dims.pp * chunks):
-        works = [size for size in range(1, shape.layers + 1) if shape.layers % (size * chunks) == 0]
-        parts = f" with {chunks} parts each" if chunks > 1 else ""
-        return f"p{dims.pp}{parts} does not divide the {shape.layers} layers: use {_sizes('p', works) or 'fewer parts'}"
-    if (dims.ep > 1 or dims.etp > 1) and not shape.experts:
-        return f"e{dims.ep} distributes experts, and the model has none: leave e out"
-    if dims.ep > 1 and shape.experts % dims.ep:
-        works = [size for size in range(1, shape.experts + 1) if shape.experts % size == 0]
-        return f"e{dims.ep} does not divide the {shape.experts} experts: use {_sizes('e', works)}"
+    """Why the layers of a model cannot be distributed evenly."""
+    if chunks > 1:
+        return f"the interleaved schedule of virtual_pipeline_parallel_size={chunks} is not supported: use 1"
+    if dims.ep > 1 or dims.etp > 1:
+        return f"megatron distributes no experts (e{dims.ep}, etp {dims.etp}): use fsdp"
+    if shape.layers % dims.pp:
+        works = [size for size in range(1, shape.layers + 1) if shape.layers % size == 0]
+        return f"p{dims.pp} does not divide the {shape.layers} layers: use {_sizes('p', works)}"
     return None
 
 

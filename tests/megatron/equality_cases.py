@@ -4,7 +4,7 @@ The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder h
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +31,6 @@ MESHES = {
     "d1": Mesh(ParallelDims()),
     "t2": Mesh(ParallelDims(tp=2)),
     "p2": Mesh(ParallelDims(pp=2)),
-    "p2v2": Mesh(ParallelDims(pp=2), replace(SHARED, virtual_pipeline_parallel_size=2)),
     "c2": Mesh(ParallelDims(cp=2)),
     "d2": Mesh(ParallelDims(dp=2)),
     "t2p2": Mesh(ParallelDims(tp=2, pp=2)),

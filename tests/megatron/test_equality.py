@@ -19,7 +19,6 @@ CASES = {
     "d1": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16"],
     "t2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16"],
     "p2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16"],
-    "p2v2": [*MODELS, "qwen3-critic", "qwen3-micro"],
     "c2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed"],
     "d2": [*MODELS, "qwen3-critic", "qwen3-micro", "qwen3-bf16"],
     "t2p2": [*MODELS, "qwen3-critic"],

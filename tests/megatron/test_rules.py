@@ -1,5 +1,7 @@
 """Pure rules of the Megatron engine, which need no Megatron-Core: weight maps, places of layers, sizes, CPU sources."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -70,17 +72,23 @@ def shape_of(name: str, tmp_path) -> ModelShape:
     ("dims", "chunks", "words"),
     [
         (ParallelDims(pp=3), 1, ["p3", "2 layers", "p1 or p2"]),
-        (ParallelDims(pp=2), 2, ["p2", "2 parts", "2 layers"]),
-        (ParallelDims(), 2, ["virtual_pipeline_parallel_size=2"]),
+        (ParallelDims(pp=2), 2, ["virtual_pipeline_parallel_size=2"]),
         (ParallelDims(tp=4), 1, ["t4", "2 key and value heads"]),
         (ParallelDims(cp=3), 1, ["c3", "4 attention heads"]),
-        (ParallelDims(dp=2, ep=2), 1, ["e2", "experts"]),
+        (ParallelDims(dp=2, ep=2), 1, ["e2", "fsdp"]),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(dims, chunks, words, tmp_path):
     problem = mesh_problem(shape_of("qwen3", tmp_path), dims, backend="megatron", chunks=chunks)
     assert problem is not None
     assert all(word in problem for word in words)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma"])
+def test_families_that_were_not_compared_with_one_process_are_refused(family, tmp_path):
+    problem = mesh_problem(replace(shape_of("qwen3", tmp_path), family=family), ParallelDims(), backend="megatron")
+    assert problem is not None
+    assert family in problem
 
 
 def test_sizes_that_divide_are_no_problem(tmp_path):

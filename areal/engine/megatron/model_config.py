@@ -13,15 +13,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from areal.api.allocation import ParallelDims
 from areal.api.config import TrainEngineConfig
 from areal.api.errors import ConfigError
-from areal.engine.megatron.weight_map import FAMILIES, has_experts, num_experts
+from areal.engine.megatron.weight_map import has_experts, num_experts
+from areal.system.mesh_rules import MEGATRON_FAMILIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
 
 
 def require_mapped(config: Any) -> None:
     """Raise ConfigError for a model that Megatron-Core cannot compute here exactly."""
-    if config.model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+    if config.model_type not in MEGATRON_FAMILIES:
+        known = ", ".join(MEGATRON_FAMILIES)
         message = f"{config.model_type} models have no Megatron weight map, only {known}: use fsdp in allocation_mode"
         raise ConfigError(message, code="model.cannot_split")
     if config.hidden_act not in ("silu", "swish"):
