@@ -15,3 +15,6 @@ class FakeRanks:
 
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
         return values if self._group is None else self._group.all_reduce(self.rank, values, op)
+
+    def for_thread(self) -> FakeRanks:
+        return self if self._group is None else FakeRanks(self.rank, self._group.for_thread)

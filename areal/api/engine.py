@@ -39,6 +39,10 @@ class Ranks(Protocol):
         """Reduce a CPU float64 tensor over all trainer ranks; the argument is unchanged. A barrier too."""
         ...
 
+    def for_thread(self) -> Ranks:
+        """The same ranks for the collectives of one other thread, apart from those of this object; a collective."""
+        ...
+
 
 class WeightSource(Protocol):
     """The part of a train engine that a weight channel reads."""
@@ -128,7 +132,7 @@ class TrainEngine(WeightSource, Protocol):
         ...
 
     def stage(self, *, copies: bool) -> StagedState:
-        """The recovery state, to be written into a folder.
+        """The recovery state, to be written into a folder. Local.
 
         `copies`: in host memory, which the next call uses again, so that this engine may train before it is written.
         """

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal.api.allocation import ParallelDims
-from areal.api.engine import ReduceOp
+from areal.api.engine import Ranks, ReduceOp
 from areal.api.errors import ConfigError, LaunchError, ServerUnavailable
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry
@@ -156,6 +156,14 @@ class TrainerMesh:
         """Reduce a CPU tensor over one rank of each data-parallel rank; the argument is unchanged."""
         return values if self.dp_size == 1 else _reduced(values, op, self._groups["data"])
 
+    def for_thread(self) -> Ranks:
+        """The same ranks in a process group of one other thread; a collective."""
+        if self.world_size == 1:
+            return self
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return _ThreadRanks(self.rank, self.world_size, group)
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         self.all_reduce(torch.zeros(1))
@@ -188,6 +196,21 @@ class TrainerMesh:
                 group = dist.new_group(members)
                 if isinstance(group, dist.ProcessGroup) and self.rank in members:
                     self._groups[name] = group
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadRanks:
+    """Implements `areal.api.engine.Ranks`."""
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup
+
+    def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        return _reduced(values, op, self.group)
+
+    def for_thread(self) -> Ranks:
+        return self
 
 
 def _reduced(values: Tensor, op: ReduceOp, group: dist.ProcessGroup | None) -> Tensor:

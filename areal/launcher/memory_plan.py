@@ -4,6 +4,7 @@ The activations are those that autograd keeps in the decoder blocks of Llama, Qw
 by `saved_tensors_hooks`); the peak is compared with tracked allocations in tests/launcher/test_memory_plan.py.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from areal.system.model_shape import ModelShape
 
 _CARD_SHARE = 0.95
 """The rest is for the CUDA context and fragments."""
+_PINNED = 1.5
+"""Torch rounds each piece of memory that a GPU copies to up to a power of two bytes."""
 _BLOCK_LOGITS = {True: 2**26, False: 2**22}
 """By whether the rank has a GPU: logits that the head computes at a time (`areal.engine.linear_logprobs`)."""
 
@@ -33,6 +36,8 @@ class RankMemory:
     """At the largest micro-batch, for the model that needs most of them."""
     publishing: int
     """The largest weight and one bucket; not at the same time as activations."""
+    host_copy: int
+    """On the host: what a recovery checkpoint copies (recover.async_save), from the first one on."""
 
     @property
     def peak(self) -> int:
@@ -51,7 +56,7 @@ def rank_memory(
 ) -> RankMemory:
     """The peak of a rank that holds its part of these models. `tokens`: of the largest micro-batch. `accumulates`: an
     optimiser step has several."""
-    weights = gradients = optimizer = gathered = activations = largest = 0
+    weights = gradients = optimizer = gathered = activations = largest = copied = 0
     for model, shape in models:
         width = 2 if model.dtype == "bfloat16" else 4
         trained, ranks = model.optimizer is not None, num_shards(model, dims)
@@ -61,10 +66,12 @@ def rank_memory(
             learned = shape.parameters if model.lora is None else adapter_parameters(model.lora, shape)
             weights += 0 if model.lora is None or is_away else learned * 4 // ranks
             keeps_whole = accumulates and ranks > 1 and model.fsdp.gradient_sync == "last"
+            state = {"adam": 8, "adam_bf16": 4, "sgd": 0}[model.optimizer.type]
             if keeps_whole or not is_away:
                 gradients += learned * 4 // (dims.tp if keeps_whole else ranks)
             if not is_away and not (on_gpu and model.fsdp.offload_optimizer):
-                optimizer += learned * {"adam": 8, "adam_bf16": 4, "sgd": 0}[model.optimizer.type] // ranks
+                optimizer += learned * state // ranks
+            copied += learned * (4 + state) // dims.world_size
         if ranks > 1 or (trained and width < 4):
             gathered = max(gathered, _gathered(shape, width, trained=trained and model.lora is None) // dims.tp)
         own = -(-tokens // dims.cp)
@@ -77,6 +84,7 @@ def rank_memory(
         gathered=gathered,
         activations=activations,
         publishing=largest + bucket_bytes,
+        host_copy=int(copied * (_PINNED if on_gpu else 1)),
     )
 
 
@@ -139,7 +147,7 @@ def _gathered(shape: ModelShape, width: int, *, trained: bool) -> int:
 def memory_problems(
     config: BaseExperimentConfig, plan: LaunchPlan, *, card_bytes: int | None, host_bytes: int
 ) -> Iterator[str]:
-    """One sentence when a trainer rank needs more than its card has, or all ranks on the CPU more than the host."""
+    """One sentence when a trainer rank needs more than its card has, or the ranks of a machine more than the host."""
     ranks = [process for process in plan.processes if process.role == "trainer"]
     held = {name: one for name, one in config.models.items() if name != "ref" or not config.reference_is_base}
     shapes = [(model, ModelShape.read(model.path)) for model in held.values()]
@@ -158,14 +166,21 @@ def memory_problems(
     advice = "use more ranks (allocation_mode) or fsdp.offload_optimizer=true or fsdp.offload_params=true"
     if accumulates and any(model.fsdp.gradient_sync == "last" for model, _ in known):
         advice += ", or fsdp.gradient_sync=every"
-    if not on_gpu and (needed := state * len(ranks)) > host_bytes:
-        has = f"this machine has {_gib(host_bytes)}: use a smaller model or more nodes"
-        yield f"allocation_mode: weights, gradients and optimiser take {_gib(needed)}, {has}"
+    here = max(Counter(process.host for process in ranks).values())
+    needed, copied = (0 if on_gpu else state * here), found.host_copy * here
+    has = f"this machine has {_gib(host_bytes)}"
+    if needed > host_bytes:
+        text = f"weights, gradients and optimiser take {_gib(needed)}, {has}: use a smaller model or more nodes"
+        yield f"allocation_mode: {text}"
+    elif config.recover.mode != "disabled" and config.recover.async_save and needed + copied > host_bytes:
+        text = f"checkpoints need {_gib(copied)} of host memory"
+        text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
+        yield f"recover.async_save: {text}, {has}: set it to false"
     if on_gpu and card_bytes is not None and found.peak > card_bytes * _CARD_SHARE:
         key = "allocation_mode"
         if found.activations > state:
             key, advice = "actor.mb_spec.max_tokens_per_mb", "lower it, or set gradient_checkpointing=true"
-        parts = ", ".join(f"{name} {_gib(getattr(found, name))}" for name in RankMemory.__slots__)
+        parts = ", ".join(f"{name} {_gib(getattr(found, name))}" for name in RankMemory.__slots__[:-1])
         yield (
             f"{key}: a trainer rank needs about {_gib(found.peak)} with {tokens} tokens a micro-batch ({parts}), but a "
             f"GPU has {_gib(card_bytes)}: {advice}"

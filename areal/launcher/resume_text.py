@@ -34,10 +34,16 @@ class Interruptions:
         self.count = max(self.count, 1) if number == signal.SIGHUP else self.count + 1
 
 
-def unsaved_steps(paths: RunPaths) -> int:
-    """Train steps of the metrics that the newest recovery checkpoint does not contain."""
+def trained_steps(paths: RunPaths) -> int:
+    """Train steps of the metrics."""
+    return (last_record(paths.metrics) or {}).get("step", 0)
+
+
+def has_saved(paths: RunPaths, steps: int) -> bool:
+    """Whether the newest recovery checkpoint contains so many train steps. One that a thread of the trainers was still
+    writing may contain fewer."""
     saved = newest_checkpoint(paths)
-    return (last_record(paths.metrics) or {}).get("step", 0) - (step_of(saved) if saved else 0)
+    return (step_of(saved) if saved else 0) >= steps
 
 
 def how_to_continue(newest: Path | None, mode: str, command: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from areal.launcher.backend import Cluster
 from areal.launcher.local import launch, read_command_line
 from areal.launcher.nodes import NodeCluster
 from areal.launcher.preflight import newest_checkpoint
+from areal.launcher.resume_text import has_saved, trained_steps
 from areal.launcher.slurm_client import SlurmClient
 from areal.launcher.slurm_job import is_requeued, node_of
 from areal.launcher.slurm_jobs import JobsCluster
@@ -64,16 +65,16 @@ class TimeLimit:
         if self._closing.is_set():
             return
         self.was_announced = True
-        before, deadline_s = newest_checkpoint(self._paths), time.monotonic() + self._save_limit_s
+        wanted, deadline_s = trained_steps(self._paths) or 1, time.monotonic() + self._save_limit_s
         self._say("areal: the time of the job ends soon: the run saves after this step, and continues in a new turn")
         self._paths.checkpoint_request.parent.mkdir(parents=True, exist_ok=True)
         self._paths.checkpoint_request.touch()
-        while newest_checkpoint(self._paths) == before and time.monotonic() < deadline_s:
+        while not has_saved(self._paths, wanted) and time.monotonic() < deadline_s:
             if self._closing.wait(_POLL_S):  # the run has ended by itself
                 return
         saved = newest_checkpoint(self._paths)
-        if saved == before:
-            name = "the beginning" if before is None else before.name
+        if not has_saved(self._paths, wanted):
+            name = saved.name if saved else "the beginning"
             self._say(f"areal: no step ended within {self._save_limit_s:.0f} s: the run will continue from {name}")
         else:
             self._say(f"areal: the run is saved as {saved.name if saved else ''}")

@@ -19,7 +19,7 @@ from areal.launcher.preflight import checkpoint_text, disk_problem, newest_check
 from areal.launcher.replicas import ReplicaChanges
 from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
 from areal.launcher.result import RunAlarmLines, episodes_of
-from areal.launcher.resume_text import Interruptions, unsaved_steps
+from areal.launcher.resume_text import Interruptions, has_saved, trained_steps
 from areal.launcher.status import RunStatus, Source, StatusLine
 from areal.launcher.units import Child, Unit, units_of
 from areal.observe.alarms import Alarm
@@ -368,16 +368,16 @@ class Supervisor:
     def _save_before_stop(self) -> None:
         """After the first Ctrl-C, wait until the trainers have saved the current step, or the second Ctrl-C."""
         self._read_ready_signs()
-        saved, limit_s = newest_checkpoint(self._paths), self._config.save_grace_s
+        wanted, limit_s = trained_steps(self._paths), self._config.save_grace_s
         may_wait = self._interruptions.may_wait and self._deciding.is_ready and limit_s > 0
-        if not may_wait or unsaved_steps(self._paths) <= 0 or self._recover.mode == "disabled":
+        if not may_wait or has_saved(self._paths, wanted) or self._recover.mode == "disabled":
             return
         self._paths.checkpoint_request.parent.mkdir(parents=True, exist_ok=True)
         self._paths.checkpoint_request.touch()
         limit = f"at most {limit_s:g} s (launcher.save_grace_s)"
         self._line.say(f"areal: interrupted: saves after this step, {limit}, and ends; Ctrl-C again ends it at once")
         deadline = self._clock() + limit_s
-        while self._interruptions.count == 1 and newest_checkpoint(self._paths) == saved and self._clock() < deadline:
+        while self._interruptions.count == 1 and not has_saved(self._paths, wanted) and self._clock() < deadline:
             if self._kill_hung() or not all(child.is_running for child in self._deciding.children):
                 return
             self._status.show(self._children, was_ready=self._was_ready)

@@ -140,7 +140,7 @@ class AfterStep:
         `newest_step`: as in RecoverStore.start_from.
         """
         paths = RunPaths.of(config)
-        recover = RecoverStore(paths.recover, config.recover, recovered, ranks)
+        recover = RecoverStore(paths.recover, config.recover, recovered, ranks, committed=hooks.committed)
         source = recover.start_from(after_failure=after_failure, newest_step=newest_step)
         point = recover.load(source) if source else None
         first_step = point.step + 1 if point else 1
@@ -187,13 +187,14 @@ class AfterStep:
             (ends,) = self._any([self._ranks.rank == 0 and self._hooks.goal_reached(found)])
         self._track(info.step + 1, values)
         stopped_by = self._stopped_by(info.step + 1, values)
-        for name in due:
+        for name in due & self._cadences.keys():
             self._cadences[name].last_fired_s = elapsed_s  # before the checkpoint that contains it
         if "save" in due or info.is_last or ends:
             self._saver.save(info.step + 1)
         is_end = info.is_last or ends or stopped_by is not None
         if "recover" in due or (self._config.recover.mode != "disabled" and is_end):
-            self.save_recovery(info.step + 1, goal_reached=self._config.evaluator.stop_at if ends else {})
+            goal = self._config.evaluator.stop_at if ends else {}
+            self.save_recovery(info.step + 1, goal_reached=goal, waits=is_end or "requested" in due)
         if stopped_by is not None:
             raise alarm_stop(stopped_by, info.step + 1)
         return ends
@@ -209,41 +210,50 @@ class AfterStep:
         return next((chosen for chosen, flag in zip(may_stop, flags, strict=True) if flag), None)
 
     def close(self) -> None:
+        self._recover.close()
         if self._alarms is not None:
             self._alarms.close()
         for tracker in self._trackers:
             tracker.close()
 
     def _actions_due(self, info: StepInfo, elapsed_s: float) -> set[str]:
-        names = list(self._cadences)
-        due_here = {name for name in names if self._cadences[name].due(info, now_s=elapsed_s)}
-        if self._paths.checkpoint_request.exists():
-            due_here.add("recover")
+        """The periodic actions, "requested" when a checkpoint is; finishes a checkpoint that all ranks have written."""
+        due_here = {name for name, state in self._cadences.items() if state.due(info, now_s=elapsed_s)}
+        due_here |= {"requested"} if self._paths.checkpoint_request.exists() else set()
+        due_here |= {"writing"} if self._recover.is_writing else set()
+        names = [*self._cadences, "requested", "writing"]
         flags = self._any([name in due_here for name in names])
         due = {name for name, flag in zip(names, flags, strict=True) if flag}
+        if "writing" not in due:
+            self._recover.finish()
+        due |= {"recover"} if "requested" in due else set()
         if self._config.recover.mode == "disabled":
-            due.discard("recover")
+            due -= {"recover", "requested"}
         return due | {"evaluate"} if info.is_last else due
 
-    def save_recovery(self, steps_done: int, *, goal_reached: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Write the recovery checkpoint after `steps_done` train steps, unless it was just written; a collective."""
-        if steps_done == self._saved_step:
-            return
-        self._saved_step = steps_done
-        point = RecoverPoint(
-            step=steps_done,
-            cadence_s={name: state.last_fired_s for name, state in self._cadences.items()},
-            elapsed_s=time.monotonic() - self._began_s,
-            goal_reached=dict(goal_reached),
-            actor=self._hooks.actor_state(),
-        )
-        for tracker in self._trackers:
-            tracker.flush()
-        if self._alarms is not None:
-            self._alarms.flush()
-        path = self._recover.save(point)
-        if self._ranks.rank == 0:
-            self._hooks.committed(point.step, path)
+    def save_recovery(
+        self, steps_done: int, *, goal_reached: Mapping[str, float] = MappingProxyType({}), waits: bool = True
+    ) -> None:
+        """Save the recovery checkpoint after `steps_done` train steps, unless it was saved; a collective.
+
+        `waits`: until it is complete, also with recover.async_save.
+        """
+        if steps_done != self._saved_step:
+            self._saved_step = steps_done
+            point = RecoverPoint(
+                step=steps_done,
+                cadence_s={name: state.last_fired_s for name, state in self._cadences.items()},
+                elapsed_s=time.monotonic() - self._began_s,
+                goal_reached=dict(goal_reached),
+                actor=self._hooks.actor_state(),
+            )
+            for tracker in self._trackers:
+                tracker.flush()
+            if self._alarms is not None:
+                self._alarms.flush()
+            self._recover.save(point, waits=waits or not self._config.recover.async_save)
+        elif waits:
+            self._recover.finish()
 
     def log_samples(self, steps_done: int, rows: Sequence[SampleRow]) -> None:
         """Give a table of samples to the trackers."""

@@ -1,11 +1,13 @@
-"""Recovery checkpoints of the trainer: folders, contents, and choice of the one to continue from.
+"""Recovery checkpoints of the trainer: choice of the one to continue from, loading, saving beside the training.
 
 Every rank calls every method and waits only for the other ranks. An error on one rank is raised on all.
 """
 
 import re
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,16 +18,18 @@ from areal.api.config import BaseExperimentConfig, RecoverConfig
 from areal.api.engine import Ranks, TrainEngine
 from areal.api.errors import ConfigError, InputError
 from areal.observe.log import get_logger
-from areal.system.durable import damage_of, finish_interrupted_writes, install_folder, remove_folder, seal_folder
+from areal.system.durable import damage_of, finish_interrupted_writes, remove_folder
+from areal.trainer.recover_writer import NEXT, STATE, Agreement, StagedCheckpoint, rng_file, write_checkpoint
 from areal.trainer.rng import rng_state, set_rng_state
 
-NEXT = "next"
-"""Folder in which a checkpoint is written before it is renamed to its step."""
 _NAME = re.compile(r"step-(\d{6,})")
-_STATE = "state.json"
 _FORMAT = 3
 _OLD_FORMAT = 2
 """Has no `RecoverPoint.actor`: adaptive coefficients start with their configured values."""
+
+
+_PATIENCE_S = 5.0
+"""A wait for an unfinished checkpoint that takes longer is logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +59,37 @@ class RecoverPoint:
         return config.evaluator.goals_reached(self.goal_reached)
 
 
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """A checkpoint that a thread writes."""
+
+    step: int
+    written: Future[Path]
+
+
 class RecoverStore:
     """RUN/recover/step-000123, each complete or ignored. The previous one is kept until the new one is verified."""
 
-    def __init__(self, folder: Path, config: RecoverConfig, engines: dict[str, TrainEngine], ranks: Ranks) -> None:
-        """`engines`: the models to save, by role."""
+    def __init__(
+        self,
+        folder: Path,
+        config: RecoverConfig,
+        engines: dict[str, TrainEngine],
+        ranks: Ranks,
+        *,
+        committed: Callable[[int, Path], None] = lambda step, path: None,
+    ) -> None:
+        """`engines`: the models to save, by role. `committed`: called on rank 0 with each complete checkpoint."""
         self._folder = folder
         self._config = config
         self._engines = engines
         self._ranks = ranks
+        self._agreed = Agreement(ranks)
+        self._committed = committed
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recovery-checkpoint")
+        self._thread_ranks: Ranks | None = None
+        """The ranks for collectives of the thread."""
+        self._unfinished: _Unfinished | None = None
         self._is_rank0 = ranks.rank == 0
         self._previous: Path | None = None
         """The checkpoint that this run continued from or wrote last: known to be intact."""
@@ -79,7 +105,7 @@ class RecoverStore:
         if self._is_rank0:
             finish_interrupted_writes(self._folder)
             shutil.rmtree(self._folder / NEXT, ignore_errors=True)
-        self._count(False)  # the other ranks wait until this is done
+        self._agreed.count(False)  # the other ranks wait until this is done
         mode = self._config.mode
         if mode == "disabled" or (mode == "fault" and not after_failure):
             return None
@@ -89,7 +115,7 @@ class RecoverStore:
             if path in ahead:
                 continue
             found = damage_of(path, part=self._ranks.rank, parts=self._ranks.world_size)
-            if not self._count(bool(found)):
+            if not self._agreed.count(bool(found)):
                 self._set_aside(ahead)
                 self._previous = path
                 return path
@@ -131,13 +157,13 @@ class RecoverStore:
     def load(self, path: Path) -> RecoverPoint:
         """Restore every engine and the random number generators of this process from `path`."""
         try:
-            state = orjson.loads((path / _STATE).read_bytes())
+            state = orjson.loads((path / STATE).read_bytes())
             self._check(state)
             for role, engine in self._engines.items():
                 engine.load(path / role)
             # of more ranks than wrote it, the others continue the numbers of those
             place = self._ranks.rank % int(state["trainer ranks"])
-            set_rng_state((path / _rng_file(place)).read_bytes())
+            set_rng_state((path / rng_file(place)).read_bytes())
             facts = state["point"]
             point = RecoverPoint(**facts | {"actor": ActorState(**facts.get("actor", {}))})
         except (InputError, OSError, ValueError, KeyError, TypeError) as error:
@@ -153,49 +179,65 @@ class RecoverStore:
             if state.get(name) != value:
                 raise ValueError(f"its {name} is {state.get(name)}, not {value}")
 
-    def save(self, point: RecoverPoint) -> Path:
-        """Write a checkpoint; a collective. It is valid only when complete, on disk, verified and renamed.
+    def save(self, point: RecoverPoint, *, waits: bool = True) -> Path:
+        """Save a checkpoint, after the one that is not finished; a collective. Returns its folder.
 
-        Raises InputError on every rank when that fails; the earlier checkpoints are then unchanged.
+        `waits` false: return when the state is copied to host memory; a thread writes it, and `finish` gives its end.
+        Raises InputError on every rank when a checkpoint cannot be written; the earlier ones are then unchanged.
         """
-        writing, final = self._folder / NEXT, self._folder / f"step-{point.step:06d}"
+        self.finish()
+        began_s = time.monotonic()
+        facts = {"format": _FORMAT, "trainer ranks": self._ranks.world_size, "models": list(self._engines)}
+        staged = StagedCheckpoint(
+            step=point.step,
+            facts=orjson.dumps({**facts, "point": asdict(point)}),
+            engines={role: engine.stage(copies=not waits) for role, engine in self._engines.items()},
+            rng=rng_state(),
+        )
+        if waits:
+            self._commit(point.step, self._write(staged, self._ranks))
+        else:
+            self._thread_ranks = self._thread_ranks or self._ranks.for_thread()
+            written = self._thread.submit(self._write, staged, self._thread_ranks)
+            self._unfinished = _Unfinished(point.step, written)
+            seconds = time.monotonic() - began_s
+            get_logger("trainer").info("checkpoint after step %d: copied in %.3f s", point.step, seconds)
+        return self._folder / f"step-{point.step:06d}"
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread of this rank writes."""
+        return self._unfinished is not None and not self._unfinished.written.done()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete; a collective. Raises what `save` raises."""
+        if self._unfinished is None:
+            return
+        unfinished, self._unfinished = self._unfinished, None
+        self._commit(unfinished.step, _result_of(unfinished))
+
+    def close(self) -> None:
+        """Wait for an unfinished checkpoint; its failure is logged."""
+        if self._unfinished is not None:
+            self._unfinished.written.add_done_callback(_log_failure)
+            self._unfinished = None
+        self._thread.shutdown()
+
+    def _write(self, staged: StagedCheckpoint, ranks: Ranks) -> Path:
         try:
-            self._write(writing, point)
-            self._together("verified", lambda: self._verify(writing))
-            self._together("renamed", lambda: install_folder(writing, final), rank0_only=True)
+            final = write_checkpoint(self._folder, staged, ranks)
         except InputError as error:
-            if self._is_rank0:
-                shutil.rmtree(writing, ignore_errors=True)
             kept = ", ".join(path.name for path in self._checkpoints()) or "none before it"
-            message = f"the recovery checkpoint after step {point.step} failed: {error}; kept: {kept}"
+            message = f"the recovery checkpoint after step {staged.step} failed: {error}; kept: {kept}"
             raise InputError(message, code="checkpoint.not_written") from error
         if self._is_rank0:
             self._remove_all_but(final)
-        self._previous = final
         return final
 
-    def _write(self, writing: Path, point: RecoverPoint) -> None:
-        def prepare() -> None:
-            if writing.exists():
-                shutil.rmtree(writing)
-            (writing / _rng_file(self._ranks.rank)).parent.mkdir(parents=True)
-
-        def describe() -> None:
-            facts = {"format": _FORMAT, "trainer ranks": self._ranks.world_size, "models": list(self._engines)}
-            (writing / _STATE).write_bytes(orjson.dumps({**facts, "point": asdict(point)}))
-            seal_folder(writing)
-
-        self._together("started", prepare, rank0_only=True)
-        for role, engine in self._engines.items():
-            engine.save(writing / role, with_optimizer=True)
-        self._together("written", lambda: (writing / _rng_file(self._ranks.rank)).write_bytes(rng_state()))
-        self._together("written", describe, rank0_only=True)
-
-    def _verify(self, sealed: Path) -> None:
-        """Each rank reads its part of all files and compares the checksums, which were computed from memory."""
-        damage = damage_of(sealed, part=self._ranks.rank, parts=self._ranks.world_size)
-        if damage:
-            raise OSError(damage)
+    def _commit(self, step: int, final: Path) -> None:
+        self._previous = final
+        if self._is_rank0:
+            self._committed(step, final)
 
     def _remove_all_but(self, newest: Path) -> None:
         """Keep the newest and the previous one. The others are older, damaged, or from before a recovery."""
@@ -211,22 +253,17 @@ class RecoverStore:
         found = {int(match[1]): path for path in self._folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
         return [found[step] for step in sorted(found)]
 
-    def _together(self, what: str, action: Callable[[], object], *, rank0_only: bool = False) -> None:
-        """Run `action` on all ranks or on rank 0; raises InputError on all when it fails on one."""
-        error: OSError | None = None
-        if self._is_rank0 or not rank0_only:
-            try:
-                action()
-            except OSError as failure:  # for example a full disk
-                error = failure
-        if self._count(error is not None):
-            reason = error or "another trainer rank failed"
-            raise InputError(f"it could not be {what}: {reason}", code="checkpoint.not_written") from error
 
-    def _count(self, flag: bool) -> int:
-        """The number of ranks where `flag` is set. A barrier too."""
-        return int(self._ranks.all_reduce(torch.tensor([float(flag)], dtype=torch.float64)).item())
+def _result_of(unfinished: _Unfinished) -> Path:
+    try:
+        return unfinished.written.result(_PATIENCE_S)
+    except TimeoutError:
+        if unfinished.written.done():
+            raise
+        get_logger("trainer").info("waits until the recovery checkpoint after step %d is written", unfinished.step)
+        return unfinished.written.result()
 
 
-def _rng_file(rank: int) -> str:
-    return f"rng/rank-{rank:05d}.json"
+def _log_failure(written: Future[Path]) -> None:
+    if error := written.exception():
+        get_logger("trainer").error("%s", error)

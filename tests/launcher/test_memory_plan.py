@@ -110,3 +110,6 @@ def test_a_model_that_does_not_fit_is_refused_with_the_option_to_change(seven_bi
     assert host.startswith("allocation_mode: ")
     assert problems_of(seven_billion, Machine(cores=64)) == []
     assert problems_of("org/model", eight) == [], "a model that is not on this machine"
+    for machine, host_gib in ((Machine(cores=64), 160), (eight, 64)):
+        [copies] = problems_of(seven_billion, machine, host_gib=host_gib, **checkpointed)
+        assert copies.startswith("recover.async_save: ")

@@ -17,8 +17,9 @@ VOCABULARY = 6
 class RankGroup:
     """All-reduce among threads."""
 
-    def __init__(self, size):
+    def __init__(self, size, *, is_for_thread=False):
         self.size = size
+        self.for_thread = None if is_for_thread else RankGroup(size, is_for_thread=True)
         self._barrier = threading.Barrier(size, timeout=200)
         self._slots = [None] * size
 

@@ -1,5 +1,6 @@
 """What follows a step: cadences, exports, checkpoints, evaluations, the early end, on one rank and on two."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ class Engine:
 
     def __init__(self, group, rank):
         self._group, self._rank = group, rank
+        self.may_write = threading.Event()
+        self.may_write.set()
 
     def all_reduce(self, values, op="sum"):
         return self._group.all_reduce(self._rank, values, op)
@@ -34,6 +37,13 @@ class Engine:
         if self._rank == 0:
             path.mkdir(parents=True)
         self.all_reduce(torch.zeros(1))
+
+    def stage(self, *, copies):
+        return self
+
+    def write(self, folder):
+        assert self.may_write.wait(100)
+        return {}
 
     def load(self, path: Path):
         return None
@@ -68,7 +78,7 @@ def make(toolbox_group, rank, folder, hooks, **sections):
     )
     engines, ranks = {"actor": Engine(toolbox_group, rank)}, FakeRanks(rank, toolbox_group)
     records = Records()
-    recover = RecoverStore(folder / "recover", config.recover, engines, ranks)
+    recover = RecoverStore(folder / "recover", config.recover, engines, ranks, committed=hooks.committed)
     after = AfterStep(
         config,
         engines,
@@ -136,6 +146,7 @@ def test_a_checkpoint_remembers_what_fired_with_it(toolbox, tmp_path, monkeypatc
     for step in range(3):
         now_s += 60.0
         after(LENGTH.info(step), {}, {})
+    recover.finish()
     newest = recover.start_from(after_failure=False)
     assert newest is not None
     assert newest.name == "step-000002"
@@ -203,6 +214,7 @@ def test_ranks_whose_clocks_differ_save_together(toolbox, tmp_path, rank_of_cloc
         if rank == rank_of_clock:
             after._began_s -= 60.0
         after(LENGTH.info(0), {}, {})
+        after.close()
 
     group.run(rank_run)
     assert [path.name for path in (tmp_path / "recover").iterdir()] == ["step-000001"]
@@ -220,3 +232,33 @@ def test_a_requested_checkpoint_follows_the_step(toolbox, tmp_path):
     RunPaths(tmp_path).checkpoint_request.unlink()
     run(after, range(2, 3))
     assert not (tmp_path / "recover" / "step-000003").exists()
+
+
+def test_a_checkpoint_is_reported_after_it_is_complete_at_the_next_step(toolbox, tmp_path):
+    """So nothing that the ledger releases refers to a checkpoint that is not complete."""
+    reported: list[tuple[int, bool]] = []
+    hooks = StepHooks(evaluate=None, committed=lambda step, path: reported.append((step, path.is_dir())))
+    sections = {"recover": RecoverConfig(mode="auto", freq_steps=2)}
+    after, recover, engines, _ = make(toolbox.RankGroup(1), 0, tmp_path, hooks, **sections)
+    engines["actor"].may_write.clear()
+    run(after, range(3))
+    assert (reported, recover.is_writing) == ([], True)
+    engines["actor"].may_write.set()
+    run(after, range(3, 6))
+    assert reported == [(2, True), (4, True), (6, True)]
+    after.close()
+
+
+def test_a_requested_checkpoint_and_one_without_async_save_are_complete_when_the_step_ends(toolbox, tmp_path):
+    reported: list[int] = []
+    hooks = StepHooks(evaluate=None, committed=lambda step, path: reported.append(step))
+    config = RecoverConfig(mode="auto", freq_steps=1, async_save=False)
+    after, _, _, _ = make(toolbox.RankGroup(1), 0, tmp_path / "waits", hooks, recover=config)
+    run(after, range(2))
+    assert reported == [1, 2]
+    config = RecoverConfig(mode="auto", freq_steps=3)
+    after, _, _, _ = make(toolbox.RankGroup(1), 0, tmp_path / "asked", hooks, recover=config)
+    RunPaths(tmp_path / "asked").requests.mkdir(parents=True)
+    RunPaths(tmp_path / "asked").checkpoint_request.touch()
+    run(after, range(1))
+    assert reported == [1, 2, 1]

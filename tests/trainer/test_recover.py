@@ -1,7 +1,9 @@
 import json
 import logging
 import random
-from dataclasses import replace
+import threading
+import zlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +16,33 @@ from tests.expect import raises_code
 from tests.fake_ranks import FakeRanks
 
 
+@dataclass(frozen=True)
+class FakeState:
+    """Implements StagedState; writes when it may."""
+
+    name: str
+    state: str
+    may_write: threading.Event
+
+    def write(self, folder: Path) -> dict[str, int]:
+        assert self.may_write.wait(100)
+        (folder / self.name).write_text(self.state)
+        return {self.name: zlib.crc32(self.state.encode())}
+
+
 class FakeEngine:
     """Implements what the store calls of TrainEngine; ranks are threads."""
 
     def __init__(self, state: str, rank: int = 0) -> None:
         self.state = state
         self.rank = rank
+        self.num_copied = 0
+        self.may_write = threading.Event()
+        self.may_write.set()
 
-    def save(self, path: Path, *, with_optimizer: bool) -> None:
-        assert with_optimizer
-        path.mkdir(parents=True, exist_ok=True)
-        (path / f"state-{self.rank}").write_text(self.state)
+    def stage(self, *, copies: bool) -> FakeState:
+        self.num_copied += copies
+        return FakeState(f"state-{self.rank}", self.state, self.may_write)
 
     def load(self, path: Path) -> None:
         self.state = (path / f"state-{self.rank}").read_text()
@@ -113,6 +131,7 @@ def test_each_rank_has_its_own_random_numbers_and_proves_its_part(toolbox, tmp_p
         return ""
 
     monkeypatch.setattr("areal.trainer.recover.damage_of", damage_of)
+    monkeypatch.setattr("areal.trainer.recover_writer.damage_of", damage_of)
 
     def rank_run(rank):
         store = RecoverStore(
@@ -233,7 +252,7 @@ def test_a_checkpoint_that_reads_back_differently_never_counts(make_store, make_
     store = make_store(tmp_path)
     store.save(point(1))
     store.save(point(2))
-    monkeypatch.setattr("areal.trainer.recover.damage_of", lambda folder, **part: "x differs")
+    monkeypatch.setattr("areal.trainer.recover_writer.damage_of", lambda folder, **part: "x differs")
     with raises_code("checkpoint.not_written", "step 3", "x differs", "step-000002"):
         store.save(point(3))
     assert names(tmp_path) == ["step-000001", "step-000002"]
@@ -296,3 +315,75 @@ def test_with_checkpoints_ahead_of_the_ledger_only_nothing_is_changed(make_store
 
 def test_without_a_checkpoint_the_ledger_is_not_read(make_store, tmp_path):
     assert make_store(tmp_path).start_from(after_failure=False, newest_step=lambda: 1 // 0) is None
+
+
+def test_training_goes_on_while_a_thread_writes_and_what_was_copied_is_saved(make_engine, tmp_path):
+    engine, reported = make_engine("first"), []
+    store = RecoverStore(
+        tmp_path, RecoverConfig(), {"actor": engine}, FakeRanks(), committed=lambda step, path: reported.append(step)
+    )
+    engine.may_write.clear()
+    path = store.save(point(1), waits=False)
+    engine.state = "trained on"
+    assert (store.is_writing, path.exists(), reported, engine.num_copied) == (True, False, [], 1)
+    engine.may_write.set()
+    store.finish()
+    assert (store.is_writing, reported) == (False, [1])
+    assert store.load(path) == point(1)
+    assert engine.state == "first"
+    store.close()
+
+
+def test_a_save_waits_for_the_unfinished_one_and_says_for_what(make_engine, tmp_path, caplog, monkeypatch):
+    engine, waiting = make_engine(), threading.Event()
+    store = RecoverStore(tmp_path, RecoverConfig(), {"actor": engine}, FakeRanks())
+    monkeypatch.setattr("areal.trainer.recover._PATIENCE_S", 0.01)
+    monkeypatch.setattr(logging.getLogger("areal"), "propagate", True)
+
+    class Watch(logging.Handler):
+        def emit(self, record):
+            if record.args == (1,):
+                waiting.set()
+                engine.may_write.set()
+
+    engine.may_write.clear()
+    store.save(point(1), waits=False)
+    watch = Watch()
+    logging.getLogger("areal.trainer").addHandler(watch)
+    with caplog.at_level(logging.INFO, "areal"):
+        store.save(point(2))
+    logging.getLogger("areal.trainer").removeHandler(watch)
+    assert waiting.is_set()
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    store.close()
+
+
+def test_a_failed_write_is_an_error_at_the_next_call_on_all_ranks(toolbox, tmp_path):
+    group = toolbox.RankGroup(2)
+    engines = [FakeEngine(f"a{rank}", rank) for rank in range(2)]
+    reported: list[int] = []
+
+    class Full(FakeState):
+        def write(self, folder: Path) -> dict[str, int]:
+            raise OSError(28, "No space left on device")
+
+    def rank_run(rank):
+        store = RecoverStore(
+            tmp_path,
+            RecoverConfig(),
+            {"actor": engines[rank]},
+            FakeRanks(rank, group),
+            committed=lambda step, path: reported.append(step),
+        )
+        store.save(point(1), waits=False)
+        store.finish()
+        if rank == 1:
+            engines[rank].stage = lambda copies: Full("x", "x", engines[rank].may_write)
+        store.save(point(2), waits=False)
+        with raises_code("checkpoint.not_written", "step 2", "step-000001"):
+            store.save(point(3), waits=False)
+        store.close()
+
+    group.run(rank_run)
+    assert reported == [1]
+    assert names(tmp_path) == ["step-000001"]

@@ -93,6 +93,8 @@ class RecoverConfig(Cadence):
     """Interval in seconds, which bounds the share of time for checkpoints; null = no interval in seconds."""
     mode: str = choice("auto", "auto", "disabled", "fault", "resume", also="verl: trainer.resume_mode")
     """disabled = off; auto = recover if possible; fault = only trainers that failed; resume = require a checkpoint."""
+    async_save: bool = option(True, relevant=unless("mode", "disabled"), also="verl: actor.checkpoint.async_save")
+    """Training waits only for the copy of a checkpoint to host memory, while a thread writes it; false = for all."""
     retries: int = number(3, low=0)
     """Maximum restarts of one process (all trainer ranks count as one) without a new train step in between."""
 

@@ -1,0 +1,36 @@
+"""A trainer rank dies at each stage of an asynchronous save: the older checkpoint stays, and the run continues."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal.ledger.audit import audit
+from areal.system.durable import damage_of
+from tests.faults.kill_in_save.sitecustomize import STAGES
+from tests.faults.ledger_proof import raw_events
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_kill_at_each_stage_of_a_save_leaves_the_older_checkpoint(make_run, prove_all, tmp_path, monkeypatch):
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("kill_in_save")))
+    monkeypatch.setenv("KILLED_IN_SAVE", str(killed))
+    run = make_run("recover.freq_steps=2", "total_train_steps=24")
+    run.wait_for_the_end()
+    assert run.exit_code == 0, run.log_path.read_text()[-3000:]
+    found = sorted(killed.iterdir())
+    assert [path.name.partition("-")[2] for path in found] == list(STAGES)
+    prove_all(run)
+    assert audit(run.folder / "ledger").is_clean
+    events = raw_events(run.folder / "ledger")
+    starts = [event["step"] for event in events if event["event"] == "attached" and event["step"] > 0]
+    kept = [int(path.read_text()) for path in found]
+    assert sorted(set(starts)) == sorted(set(kept)), "each start continues from the newest complete checkpoint"
+    committed = [event["step"] for event in events if event["event"] == "committed"]
+    assert committed[-1] == 24
+    assert not any(damage_of(path) for path in (run.folder / "recover").glob("step-*"))
+    steps = [json.loads(line)["step"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(25))
