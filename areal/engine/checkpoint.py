@@ -1,20 +1,21 @@
 """Hugging Face exports, and folders that all ranks write. A folder is complete or does not exist."""
 
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers.configuration_utils import PretrainedConfig
 
+from areal.api.engine import WeightSource
 from areal.api.errors import InputError
 from areal.engine.adapter_format import PeftAdapter
 from areal.engine.mesh import TrainerMesh
 from areal.system.durable import publish_folder, writing_folder
-from areal.weights.weight_files import write_weights
+from areal.weights.weight_files import plan_files, write_index, write_own_files
 
 _COPIED = (
     "tokenizer*",
@@ -32,7 +33,7 @@ _COPIED = (
 
 def export_model(
     final: Path,
-    weights: Iterator[tuple[str, Tensor]],
+    engine: WeightSource,
     source_config: PretrainedConfig,
     *,
     architecture: str,
@@ -42,11 +43,17 @@ def export_model(
 ) -> None:
     """Write a checkpoint folder that `transformers` loads; a collective. InputError is raised on every rank.
 
-    `architecture`: the class of the model in transformers.
+    Each weight is gathered, and only the rank that writes its file keeps it. `architecture`: the class of the model in
+    transformers.
     """
+    specs = engine.weight_specs()
+    sizes = {spec.name: math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs}
+    files = plan_files(sizes, mesh.world_size)
 
     def write(folder: Path) -> None:
-        write_weights(folder, weights)
+        write_own_files(folder, engine.named_weights(), files, mesh.rank, mesh.world_size)
+
+    def finish(folder: Path) -> None:
         config = deepcopy(source_config)
         config.architectures = [architecture]
         config.dtype = dtype
@@ -55,23 +62,17 @@ def export_model(
             for path in source.glob(pattern):
                 if path.is_file():
                     shutil.copyfile(path, folder / path.name)
+        write_index(folder, files, sizes)
 
-    _write_gathered(final, mesh, write, weights)
+    write_folder(final, mesh, write, finish)
 
 
 def export_adapter(final: Path, adapter: PeftAdapter, mesh: TrainerMesh) -> None:
     """Write an adapter folder that `peft` loads; a collective. InputError is raised on every rank."""
     weights = adapter.named_weights()
-    _write_gathered(final, mesh, lambda folder: adapter.write(folder, weights), weights)
-
-
-def _write_gathered(
-    final: Path, mesh: TrainerMesh, write: Callable[[Path], None], weights: Iterator[tuple[str, Tensor]]
-) -> None:
-    """Rank 0 writes `weights`, which all ranks gather."""
 
     def gather(folder: Path) -> None:
-        error = _attempt(lambda: write(folder)) if mesh.rank == 0 else None
+        error = _attempt(lambda: adapter.write(folder, weights)) if mesh.rank == 0 else None
         for _ in weights:  # the other ranks are in these collectives
             pass
         if error is not None:
@@ -80,9 +81,21 @@ def _write_gathered(
     write_folder(final, mesh, gather)
 
 
-def write_folder(final: Path, mesh: TrainerMesh, write: Callable[[Path], object]) -> None:
-    """All ranks fill one temporary folder, which rank 0 then renames to `final`; an error of one is raised on all."""
+def write_folder(
+    final: Path,
+    mesh: TrainerMesh,
+    write: Callable[[Path], object],
+    finish: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """All ranks fill one temporary folder, which rank 0 then finishes and renames to `final`.
+
+    An error of one is raised on all.
+    """
     temporary = writing_folder(final)
+
+    def publish() -> None:
+        finish(temporary)
+        publish_folder(temporary, final)
 
     def prepare() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -90,7 +103,7 @@ def write_folder(final: Path, mesh: TrainerMesh, write: Callable[[Path], object]
 
     _raise_together(final, mesh, _attempt(prepare) if mesh.rank == 0 else None)
     _raise_together(final, mesh, _attempt(lambda: write(temporary)))
-    _raise_together(final, mesh, _attempt(lambda: publish_folder(temporary, final)) if mesh.rank == 0 else None)
+    _raise_together(final, mesh, _attempt(publish) if mesh.rank == 0 else None)
 
 
 def _attempt(action: Callable[[], object]) -> Exception | None:

@@ -215,8 +215,7 @@ class FSDPEngine:
         if not with_optimizer:
             model, options = self._model.model, {"source": self._source, "mesh": self._mesh}
             name = type(model).__name__
-            weights = self.named_weights()
-            return export_model(path, weights, model.config, architecture=name, dtype=self._dtype, **options)
+            return export_model(path, self, model.config, architecture=name, dtype=self._dtype, **options)
         staged = self.stage(copies=False)
         write_folder(path, self._mesh, staged.write)
 

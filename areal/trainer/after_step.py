@@ -16,15 +16,14 @@ from areal.api.config import BaseExperimentConfig, Cadence, ChosenAlarm
 from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine
 from areal.api.metrics import Metrics, metric_values
-from areal.observe.log import get_logger
 from areal.observe.step_files import SampleRow
 from areal.observe.trackers import Tracker, build_trackers
-from areal.system.durable import finish_interrupted_writes, remove_folder
 from areal.system.heartbeat import read_beats
 from areal.system.run_paths import RunPaths
 from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 from areal.trainer.reduce import reduce_metrics
 from areal.trainer.run_alarms import RunAlarms, alarm_stop, chosen_alarms
+from areal.trainer.saver import Saver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,32 +57,6 @@ class CadenceState:
         return by_epoch or by_step or by_time
 
 
-class Saver:
-    """Writes checkpoints/<role>/step-000123 (123 steps done) and removes the oldest beyond `keep_last`."""
-
-    def __init__(self, folder: Path, engines: dict[str, TrainEngine], ranks: Ranks, *, keep_last: int | None) -> None:
-        self._folder = folder
-        self._engines = engines
-        self._keep_last = keep_last
-        self._ranks = ranks
-        if ranks.rank == 0:
-            for role in engines:
-                finish_interrupted_writes(folder / role)
-
-    def save(self, steps_done: int) -> None:
-        """Export every trained model; a collective."""
-        name = f"step-{steps_done:06d}"
-        for role, engine in self._engines.items():
-            engine.save(self._folder / role / name, with_optimizer=False)
-        if self._ranks.rank == 0 and self._keep_last is not None:
-            for role in self._engines:
-                # Exports of later steps were written before a recovery; they do not count.
-                made = [path for path in sorted((self._folder / role).glob("step-*")) if path.name <= name]
-                for old in made[: -self._keep_last]:
-                    remove_folder(old)
-        get_logger("trainer").info("exported %s to %s", name, self._folder)
-
-
 class AfterStep:
     """Called once per train step on every rank; returns True when training should end."""
 
@@ -106,7 +79,7 @@ class AfterStep:
         self._config = config
         self._lead = next(iter(engines.values()))
         self._ranks = ranks
-        self._saver = Saver(paths.checkpoints, engines, ranks, keep_last=config.saver.keep_last)
+        self._saver = Saver(paths.checkpoints, engines, ranks, config.saver)
         self._paths = paths
         self._recover = recover
         self._trackers = trackers
@@ -180,6 +153,9 @@ class AfterStep:
         if self._ranks.rank == 0:
             sizes = {name: beat.resident_bytes for name, beat in read_beats(self._paths.alive).items()}
             values |= {f"memory/{name}": size / 2**30 for name, size in sizes.items() if size is not None}
+            values |= (
+                {"failed_uploads": float(self._saver.failed_uploads)} if self._config.saver.hub_upload.repo_id else {}
+            )
         ends = False
         if "evaluate" in due and self._hooks.evaluate is not None:
             found = self._hooks.evaluate(info.step + 1)
@@ -190,7 +166,7 @@ class AfterStep:
         for name in due & self._cadences.keys():
             self._cadences[name].last_fired_s = elapsed_s  # before the checkpoint that contains it
         if "save" in due or info.is_last or ends:
-            self._saver.save(info.step + 1)
+            self._saver.save(info.step + 1, values, is_last=info.is_last or ends)
         is_end = info.is_last or ends or stopped_by is not None
         if "recover" in due or (self._config.recover.mode != "disabled" and is_end):
             goal = self._config.evaluator.stop_at if ends else {}
@@ -211,6 +187,7 @@ class AfterStep:
 
     def close(self) -> None:
         self._recover.close()
+        self._saver.close()
         if self._alarms is not None:
             self._alarms.close()
         for tracker in self._trackers:

@@ -14,6 +14,8 @@ from areal.system.checkpoint_files import INDEX
 
 MAX_FILE_BYTES = 4 * 2**30
 """Largest weight file, which the writer holds in memory."""
+MIN_PART_BYTES = 256 * 2**20
+"""Several ranks write files of at least this size."""
 _BLOCK_BYTES = 2**20
 _TYPE_NAMES = {
     torch.float64: "F64",
@@ -92,6 +94,56 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_
         _part(folder, index).rename(folder / file)
         places |= dict.fromkeys(names, file)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": places}, indent=2))
+
+
+def plan_files(
+    sizes: Mapping[str, int], num_writers: int, *, max_file_bytes: int = MAX_FILE_BYTES, min_bytes: int = 0
+) -> dict[str, list[str]]:
+    """File -> its weights, of a checkpoint that several ranks write. `sizes`: bytes by name, in the order of writing.
+
+    Writer i writes files i, i + `num_writers`, ... `min_bytes`: of a file but the last; 0 = MIN_PART_BYTES.
+    """
+    limit = min(max_file_bytes, max(min_bytes or MIN_PART_BYTES, -(-sum(sizes.values()) // num_writers)))
+    parts: list[list[str]] = [[]]
+    num_bytes = 0
+    for name, size in sizes.items():
+        if parts[-1] and num_bytes + size > limit:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(name)
+        num_bytes += size
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
+
+
+def write_own_files(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], files: Mapping[str, list[str]], rank: int, num_writers: int
+) -> None:
+    """Write the files of this rank. All `weights` are read, also after an OSError: they may come from collectives."""
+    own = {name: file for file in list(files)[rank::num_writers] for name in files[file]}
+    pending: dict[str, Tensor] = {}
+    error: OSError | None = None
+    for name, weight in weights:
+        if error is not None or name not in own:
+            continue
+        pending[name] = weight.detach().cpu()
+        if len(pending) == len(files[own[name]]):
+            try:
+                write_tensors(folder / own[name], pending)
+            except OSError as failure:
+                error = failure
+            pending = {}
+    if error is not None:
+        raise error
+
+
+def write_index(folder: Path, files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> None:
+    """Write the index of several files."""
+    if len(files) > 1:
+        places = {name: file for file, names in files.items() for name in names}
+        facts = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(facts, indent=2))
 
 
 def _part(folder: Path, index: int) -> Path:

@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from areal.engine.region import whole_tensor
+from areal.weights import weight_files
 from tests.engine import engine_cases as cases
 from tests.engine import mesh_cases
 from tests.engine.mesh_cases import MESHES, open_mesh, share_indices, take
@@ -28,6 +31,20 @@ def whole_state(engine) -> dict[str, torch.Tensor]:
     return {name: whole_tensor(value.detach()).clone() for name, value in state.items()}
 
 
+def check_export(engine, path: Path, mesh) -> None:
+    """Each rank writes files of its own; together they have the gathered weights, and transformers reads them."""
+    engine.save(path, with_optimizer=False)
+    expected = cases.weights_of(engine)
+    if mesh.rank == 0:
+        files = sorted(path.glob("*.safetensors"))
+        assert len(files) >= mesh.world_size
+        found = {name: value for file in files for name, value in load_file(file).items()}
+        assert mesh_cases.is_equal(found, expected)
+        if "score.weight" not in found:
+            loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+            assert all(torch.equal(loaded[name], value) for name, value in expected.items() if name in loaded)
+
+
 def run_link(rank: int, folder: Path, number: int, name: str, source: str | None) -> None:
     """Load what another mesh saved, compare, train a step, save. `number`: of the link among all of the folder."""
     mesh = open_mesh(rank, folder, name, number)
@@ -43,6 +60,7 @@ def run_link(rank: int, folder: Path, number: int, name: str, source: str | None
         mine = take(batch, share_indices(batch, mesh.dp_size, mesh.dp_rank))
         cases.train(engine, mine, loss_fn=cases.value_loss if option == "critic" else cases.policy_loss)
         engine.save(folder / f"{name}-{option}", with_optimizer=True)
+        check_export(engine, folder / f"export-{number}-{option}", mesh)
         state = whole_state(engine)
         if rank == 0:
             torch.save(state, folder / f"state-{name}-{option}")
@@ -51,6 +69,7 @@ def run_link(rank: int, folder: Path, number: int, name: str, source: str | None
 
 def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    weight_files.MIN_PART_BYTES = 1
     for number, name, source in json.loads((folder / "chain.json").read_text()):
         run_link(rank, folder, number, name, source)
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from areal.api.config import OptimizerConfig, RecoverConfig, TrainEngineConfig
+from areal.api.config import OptimizerConfig, RecoverConfig, SaverConfig, TrainEngineConfig
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.durable import damage_of
-from areal.trainer.after_step import Saver
 from areal.trainer.progress import TrainingLength
 from areal.trainer.recover import RecoverPoint, RecoverStore
+from areal.trainer.saver import Saver
 from tests.expect import raises_code
 from tests.fake_ranks import FakeRanks
 
@@ -146,21 +146,21 @@ def test_an_export_killed_at_any_moment_shows_no_half_folder(killer, engine, tmp
     """The export of step 2 is made a second time, as after a recovery, and pushes out that of step 1."""
     before, folder = tmp_path / "before", tmp_path / "checkpoints"
     for step in (0, 1):
-        Saver(before, {"actor": engine}, FakeRanks(), keep_last=2).save(step + 1)
+        Saver(before, {"actor": engine}, FakeRanks(), SaverConfig(keep_last=2)).save(step + 1, {})
 
     def prepare():
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(before, folder)
-        saver = Saver(folder, {"actor": engine}, FakeRanks(), keep_last=1)
-        return lambda: saver.save(2)
+        saver = Saver(folder, {"actor": engine}, FakeRanks(), SaverConfig(keep_last=1))
+        return lambda: saver.save(2, {})
 
     for _ in killer.kill_at_each_operation(prepare):
         shown = [path for path in (folder / "actor").iterdir() if path.name.startswith("step-")]
         assert not any(damage_of(path) for path in shown)
-        again = Saver(folder, {"actor": engine}, FakeRanks(), keep_last=1)
+        again = Saver(folder, {"actor": engine}, FakeRanks(), SaverConfig(keep_last=1))
         assert "step-000002" in names(folder / "actor")  # one killed between its two renames comes back
         assert all(name.startswith("step-") for name in names(folder / "actor"))
-        again.save(2)
+        again.save(2, {})
         assert names(folder / "actor") == ["step-000002"]
 
 
@@ -188,7 +188,7 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_the_earlier_checkpoints(
         assert names(folder) == ["step-000001", "step-000002"]
     filler.write_bytes(b"x" * free)
     with raises_code("checkpoint.not_written", "No space left"):
-        Saver(small_disk / "checkpoints", {"actor": engine}, FakeRanks(), keep_last=1).save(1)
+        Saver(small_disk / "checkpoints", {"actor": engine}, FakeRanks(), SaverConfig(keep_last=1)).save(1, {})
     assert not list(small_disk.glob("checkpoints/actor/*"))
     filler.unlink()
     store.save(point(3))

@@ -19,6 +19,7 @@ from areal.api.config.observe import (
     Cadence,
     ChosenAlarm,
     EvaluatorConfig,
+    HubUploadConfig,
     MlflowConfig,
     PerfTracerConfig,
     RecoverConfig,

@@ -1,6 +1,7 @@
 """Options of saving, evaluating, recovering, tracking and tracing."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,12 +29,43 @@ class Cadence:
         return any(freq is not None for freq in (self.freq_epochs, self.freq_steps, self.freq_secs))
 
 
+_UPLOADS = given("repo_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubUploadConfig:
+    """Uploads of exports of the first model to the Hugging Face hub, while training continues."""
+
+    repo_id: str = option("", also="cosmos-rl: ckpt.hf_repo_name")
+    """Repository NAME or OWNER/NAME, which is created if it is missing; empty = no uploads."""
+    private: bool = option(True, relevant=_UPLOADS)
+    """Whether a created repository is private."""
+    every: int = number(1, low=1, relevant=_UPLOADS)
+    """Upload every n-th export of a process, and the last of the run."""
+    retries: int = number(5, low=0, relevant=_UPLOADS)
+    """Repetitions of a failed upload."""
+    timeout_s: float = number(1800.0, low=0, relevant=_UPLOADS)
+    """Seconds that the end of the run waits for uploads."""
+
+    def problems(self) -> Problems:
+        if self.repo_id and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.repo_id):
+            yield "repo_id", f"{self.repo_id!r} is not a name on the hub: use NAME or OWNER/NAME"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SaverConfig(Cadence):
     """Exports in Hugging Face format to checkpoints/; the last step of a run is always exported."""
 
     keep_last: int | None = number(None, low=1, also="cosmos-rl: ckpt.max_keep")
     """Number of newest exports to keep; null = all."""
+    keep_every: int | None = number(None, low=1, relevant=given("keep_last"))
+    """Keep exports of these steps too: multiples of this number; null = none."""
+    keep_best: str = option("", relevant=given("keep_last"))
+    """Keep the export with the best value of this metric too, for example eval/greedy/reward; empty = none."""
+    best_is: str = choice("highest", "highest", "lowest", relevant=given("keep_best"))
+    """Which value of keep_best is the best."""
+    hub_upload: HubUploadConfig = section(HubUploadConfig)
+    """Uploads to the Hugging Face hub."""
 
 
 _GENERATES = satisfies("/", lambda config: hasattr(config, "gconfig"), "the training generates answers")

@@ -179,7 +179,7 @@ class MegatronEngine:
         names = SEQUENCE_CLASSES if self._head.has_score else CAUSAL_CLASSES
         export_model(
             path,
-            self.named_weights(),
+            self,
             self._hf,
             architecture=str(names[self._hf.model_type]),
             dtype=self._dtype,
