@@ -1,4 +1,4 @@
-"""Uploads of exports to the Hugging Face hub beside the training, by a thread."""
+"""Uploads of exports to the Hugging Face hub by a thread, while training continues."""
 
 import threading
 from concurrent.futures import Future, wait

@@ -1,4 +1,4 @@
-"""Recovery checkpoints of the trainer: choice of the one to continue from, loading, saving beside the training.
+"""Recovery checkpoints of the trainer: choice of the one to continue from, loading, saving while training continues.
 
 Every rank calls every method and waits only for the other ranks. An error on one rank is raised on all.
 """

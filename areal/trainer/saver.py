@@ -11,7 +11,7 @@ from areal.system.durable import finish_interrupted_writes, remove_folder, write
 from areal.trainer.hub_uploads import HubUploads
 
 _SCORES = "scores.json"
-"""Beside the exports: {step: value of saver.keep_best}."""
+"""Next to the exports: {step: value of saver.keep_best}."""
 
 
 class Saver:

@@ -123,7 +123,7 @@ def hub(monkeypatch):
     thread.join()
 
 
-def test_exports_are_uploaded_beside_the_training_and_again_after_a_failure(hub, tmp_path):
+def test_exports_are_uploaded_during_the_training_and_again_after_a_failure(hub, tmp_path):
     hub.may_commit.clear()
     hub.failures = [503]
     config = SaverConfig(keep_last=1, hub_upload=HubUploadConfig(repo_id="me/model", every=2))
