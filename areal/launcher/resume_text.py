@@ -40,7 +40,7 @@ def trained_steps(paths: RunPaths) -> int:
 
 
 def has_saved(paths: RunPaths, steps: int) -> bool:
-    """Whether the newest recovery checkpoint contains so many train steps. One that a thread of the trainers was still
+    """Whether the newest recovery checkpoint contains `steps` train steps. One that a thread of the trainers was still
     writing may contain fewer."""
     saved = newest_checkpoint(paths)
     return (step_of(saved) if saved else 0) >= steps
