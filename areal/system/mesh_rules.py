@@ -70,13 +70,14 @@ def _expert_problem(shape: ModelShape, dims: ParallelDims) -> str | None:
 
 def _pipeline_problem(shape: ModelShape, dims: ParallelDims, chunks: int) -> str | None:
     """Why the layers of a model cannot be distributed evenly."""
-    if chunks > 1:
-        return f"the interleaved schedule of virtual_pipeline_parallel_size={chunks} is not supported: use 1"
+    if chunks > 1 and dims.pp == 1:
+        return f"virtual_pipeline_parallel_size={chunks} needs several pipeline stages: use p2, or 1"
     if dims.ep > 1 or dims.etp > 1:
         return f"megatron distributes no experts (e{dims.ep}, etp {dims.etp}): use fsdp"
-    if shape.layers % dims.pp:
-        works = [size for size in range(1, shape.layers + 1) if shape.layers % size == 0]
-        return f"p{dims.pp} does not divide the {shape.layers} layers: use {_sizes('p', works)}"
+    if shape.layers % (dims.pp * chunks):
+        works = [size for size in range(1, shape.layers + 1) if shape.layers % (size * chunks) == 0]
+        parts = f" with {chunks} parts each" if chunks > 1 else ""
+        return f"p{dims.pp}{parts} does not divide the {shape.layers} layers: use {_sizes('p', works) or 'fewer parts'}"
     return None
 
 

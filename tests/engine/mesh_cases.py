@@ -142,10 +142,8 @@ def is_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> b
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def run_case(
-    folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None, one: str = "one", **changes
-) -> dict[str, object]:
-    """`one`: start of the name of the recovery state of one process; `changes`: of the engine."""
+def run_case(folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None, **changes) -> dict[str, object]:
+    """`changes`: of the engine."""
 
     def share(batch: TrainBatch) -> TrainBatch:
         return take(batch, share_indices(batch, mesh.dp_size, mesh.dp_rank))
@@ -171,7 +169,7 @@ def run_case(
         facts["published"] = is_equal({name: exported[name] for name in weights}, weights)
         last = all_batches()[:1]
         steps_of(engine, case, share, last)
-        for key, source in (("resumed", folder / f"recover-{case}"), ("resharded", folder / f"{one}-{case}")):
+        for key, source in (("resumed", folder / f"recover-{case}"), ("resharded", folder / f"one-{case}")):
             again = make()
             again.load(source)
             if key == "resumed":

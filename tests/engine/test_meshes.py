@@ -71,8 +71,17 @@ MARK, END = "make test-parallel writes it", "<!-- end -->"
 
 def run_mesh(folder: Path, mesh: str, cases: list[str]) -> list[dict]:
     """What each rank found. One process trains first, and its state is what the ranks load."""
+    write_expected(folder, cases)
+    (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
+    world_size = mesh_cases.MESHES[mesh].dims.world_size
+    run_ranks(mesh_cases.__file__, "areal_mesh_ranks", folder, world_size)
+    return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def write_expected(folder: Path, cases: list[str], num_layers: int = 2) -> None:
+    """The models, and what one process computes."""
     (folder / "models").mkdir(parents=True)
-    mesh_cases.write_models(folder / "models")
+    mesh_cases.write_models(folder / "models", num_layers)
     for case in cases:
         expected = mesh_cases.make_engine(folder / "models", reference_of(case))
         outputs = mesh_cases.outputs_of(expected, mesh_cases.all_batches()[0])
@@ -87,10 +96,6 @@ def run_mesh(folder: Path, mesh: str, cases: list[str]) -> list[dict]:
             mesh_cases.save_file(mesh_cases.exact_of(expected), folder / f"one-weights-{case}")
             mesh_cases.steps_of(expected, case, batches=mesh_cases.all_batches()[:1])
             mesh_cases.save_file(mesh_cases.cases.weights_of(expected), folder / f"one-after-{case}")
-    (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
-    world_size = mesh_cases.MESHES[mesh].dims.world_size
-    run_ranks(mesh_cases.__file__, "areal_mesh_ranks", folder, world_size)
-    return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(world_size)]
 
 
 def reference_of(case: str) -> str:

@@ -4,7 +4,7 @@ The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder h
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ MESHES = {
     "d1": Mesh(ParallelDims()),
     "t2": Mesh(ParallelDims(tp=2)),
     "p2": Mesh(ParallelDims(pp=2)),
+    "p2v2": Mesh(ParallelDims(pp=2), replace(SHARED, virtual_pipeline_parallel_size=2)),
     "c2": Mesh(ParallelDims(cp=2)),
     "d2": Mesh(ParallelDims(dp=2)),
     "t2p2": Mesh(ParallelDims(tp=2, pp=2)),
@@ -55,7 +56,7 @@ def run_rank(rank: int, folder: Path) -> None:
     mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=layout.dims, timeout_s=60)
     facts = {}
     for case in order["cases"]:
-        facts[case] = mesh_cases.run_case(folder, case, mesh, None, "megatron", **changes_of(order["mesh"]))
+        facts[case] = mesh_cases.run_case(folder, case, mesh, None, **changes_of(order["mesh"]))
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
     mesh.close()
 

@@ -7,9 +7,10 @@ Processes start once for a mesh, which runs all its cases.
 import json
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.engine import mesh_cases
-from tests.engine.test_meshes import check, reference_of, table_row, write_table
+from tests.engine.test_meshes import check, largest, reference_of, table_row, write_expected, write_table
 from tests.megatron import equality_cases
 from tests.rank_processes import run_ranks
 
@@ -19,6 +20,7 @@ CASES = {
     "d1": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16"],
     "t2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16"],
     "p2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16"],
+    "p2v2": [*MODELS, "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16"],
     "c2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed"],
     "d2": [*MODELS, "qwen3-critic", "qwen3-micro", "qwen3-bf16"],
     "t2p2": [*MODELS, "qwen3-critic"],
@@ -31,28 +33,22 @@ MARK = "make test-megatron writes it"
 
 
 def run_mesh(folder, mesh: str, cases: list[str]) -> list[dict]:
-    """What each rank found. One process trains first, and its state is what the ranks load."""
-    models = folder / "models"
-    models.mkdir(parents=True)
-    mesh_cases.write_models(models, num_layers=4)
-    for case in cases:
-        expected = mesh_cases.make_engine(models, reference_of(case))
-        outputs = mesh_cases.outputs_of(expected, mesh_cases.all_batches()[0])
-        steps = mesh_cases.steps_of(expected, case)
-        found = {"outputs": outputs, "weights": mesh_cases.cases.weights_of(expected)}
-        mesh_cases.torch.save({"steps": steps, **found}, folder / f"expected-{case}")
-        if case.endswith(mesh_cases.SAVED):
-            one = mesh_cases.make_engine(models, reference_of(case), **equality_cases.changes_of("d1"))
-            mesh_cases.steps_of(one, case)
-            one.save(folder / f"megatron-{case}", with_optimizer=True)
-            mesh_cases.save_file(mesh_cases.cases.weights_of(one), folder / f"one-weights-{case}")
-            mesh_cases.steps_of(one, case, batches=mesh_cases.all_batches()[:1])
-            mesh_cases.save_file(mesh_cases.cases.weights_of(one), folder / f"one-after-{case}")
+    """What each rank found. One process of the FSDP engine trains first, and its state is what the ranks load."""
+    write_expected(folder, cases, num_layers=4)
     (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
     size = equality_cases.MESHES[mesh].dims.world_size
     imported = ["tests.megatron.cpu_modules"]
     run_ranks(equality_cases.__file__, "areal_megatron_ranks", folder, size, imported=imported)
     return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(size)]
+
+
+def check_that_fsdp_continues(folder, case: str) -> None:
+    """One process of the FSDP engine loads the state of the mesh bit for bit and takes the next step."""
+    engine = mesh_cases.make_engine(folder / "models", reference_of(case))
+    engine.load(folder / f"recover-{case}")
+    assert mesh_cases.is_equal(mesh_cases.exact_of(engine), load_file(folder / f"weights-{case}-0"))
+    mesh_cases.steps_of(engine, case, batches=mesh_cases.all_batches()[:1])
+    assert largest(mesh_cases.exact_of(engine), load_file(folder / f"one-after-{case}")) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -81,4 +77,7 @@ def facts_of(tmp_path_factory):
 @pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh, cases in CASES.items() for case in cases])
 def test_a_megatron_mesh_equals_one_process(facts_of, rows, mesh, case):
     folder, facts = facts_of(mesh)
-    rows[mesh, case] = table_row(mesh, case, check(folder, case, facts))
+    found = check(folder, case, facts)
+    if case.endswith(mesh_cases.SAVED):
+        check_that_fsdp_continues(folder, case)
+    rows[mesh, case] = table_row(mesh, case, found)

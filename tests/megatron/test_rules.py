@@ -72,7 +72,8 @@ def shape_of(name: str, tmp_path) -> ModelShape:
     ("dims", "chunks", "words"),
     [
         (ParallelDims(pp=3), 1, ["p3", "2 layers", "p1 or p2"]),
-        (ParallelDims(pp=2), 2, ["virtual_pipeline_parallel_size=2"]),
+        (ParallelDims(pp=2), 2, ["p2", "2 parts", "2 layers"]),
+        (ParallelDims(), 2, ["virtual_pipeline_parallel_size=2"]),
         (ParallelDims(tp=4), 1, ["t4", "2 key and value heads"]),
         (ParallelDims(cp=3), 1, ["c3", "4 attention heads"]),
         (ParallelDims(dp=2, ep=2), 1, ["e2", "fsdp"]),

@@ -46,7 +46,7 @@ class MegatronEngineConfig:
     ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
     """Options of Megatron's data parallelism."""
     virtual_pipeline_parallel_size: int = number(1, low=1)
-    """Parts of the layers on each pipeline stage (interleaved schedule); only 1 is supported."""
+    """Parts of the layers on each pipeline stage (interleaved schedule); needs p of at least 2."""
     use_deterministic_algorithms: bool = False
     """Only kernels with equal results in each run; slower on a GPU."""
     recompute_granularity: str | None = choice("full", "full", "selective")

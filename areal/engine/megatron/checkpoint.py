@@ -49,7 +49,7 @@ def _name(kind: str, weight: str) -> str:
 
 def load_state(folder: Path, own: RankWeights, optimizer: MegatronOptimizer | None) -> None:
     """Continue from the files of an engine. Raises InputError when they do not fit this model."""
-    shapes = {part.name: part.shape for weight, _ in own.of_rank() for part in weight.parts}
+    shapes = {part.name: part.shape for weight in own.weights for part in weight.parts}
     reader = RecoveryReader(folder, shapes)
     for weight, parameter in own.of_rank():
         found = {} if optimizer is None else reader.kinds(weight.parts[0].name)

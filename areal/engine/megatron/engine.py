@@ -33,6 +33,7 @@ from areal.engine.checkpoint import export_model, write_folder
 from areal.engine.megatron.checkpoint import load_state, staged_pieces
 from areal.engine.megatron.model import HeadPlan
 from areal.engine.megatron.optimizer import MegatronOptimizer
+from areal.engine.megatron.ranks import use_chunks
 from areal.engine.megatron.weight_map import HEAD, MappedWeight
 from areal.engine.megatron.weights import RankWeights, copy_weights, key_of
 from areal.engine.mesh import TrainerMesh
@@ -215,6 +216,8 @@ class MegatronEngine:
         plan, chunks = self._plan(batch), len(self._chunks)
         if chunks > 1:  # the interleaved schedule wants a multiple of the stages
             plan += [[] for _ in range(-len(plan) % self._mesh.dims.pp)]
+        multiple = self._multiple(batch, plan)
+        use_chunks(chunks)
         config = get_model_config(self._chunks[0])
         # gradients are divided by the data and context ranks where the collective averages them
         scale = 1.0 if config.calculate_per_token_loss else float(len(plan) * self._mesh.dp_size)
@@ -231,15 +234,25 @@ class MegatronEngine:
 
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[self._works(batch, plan) for _ in range(chunks)],
+            data_iterator=[self._works(batch, plan, multiple) for _ in range(chunks)],
             model=self._chunks,
             num_microbatches=len(plan),
-            seq_length=1,  # stages tell each other the shapes
+            seq_length=multiple,  # with one chunk, stages tell each other the shapes
             micro_batch_size=1,
             forward_only=not with_backward,
         )
 
-    def _works(self, batch: TrainBatch, plan: list[list[int]]) -> Iterator[_Work]:
+    def _multiple(self, batch: TrainBatch, plan: list[list[int]]) -> int:
+        """What divides the tokens of every micro-batch; with several chunks, the tokens of each."""
+        dims, chunks = self._mesh.dims, len(self._chunks)
+        ranks = dims.cp * (dims.tp if self._splits_tokens else 1)
+        if chunks == 1:
+            return ranks
+        lengths = batch.sequence_lengths
+        longest = max(sum(lengths[place] for place in indices) for indices in plan)
+        return ranks * -(-max(longest, 2) // ranks)  # a rank without sequences has two tokens
+
+    def _works(self, batch: TrainBatch, plan: list[list[int]], multiple: int) -> Iterator[_Work]:
         mesh = self._mesh
         for indices in plan:
             micro, positions = None, torch.zeros(0, dtype=torch.int64)
@@ -249,7 +262,7 @@ class MegatronEngine:
             else:
                 inputs = dummy_input(batch, mesh.device)
             count = inputs.input_ids.numel()
-            inputs = padded(inputs, mesh.dims.cp * (mesh.dims.tp if self._splits_tokens else 1))
+            inputs = padded(inputs, multiple)
             if mesh.context.size > 1:
                 inputs = over_context(inputs, mesh.context)
             yield _Work(inputs, count, micro, positions)

@@ -79,9 +79,9 @@ def transformer_config(
         expert_model_parallel_size=dims.ep,
         expert_tensor_parallel_size=dims.etp,
         sequence_parallel=splits_tokens,
-        variable_seq_lengths=True,
+        variable_seq_lengths=chunks == 1,  # two stages of several chunks confuse the shapes of both directions
         moe_token_dispatcher_type="alltoall",
-        batch_p2p_comm=is_cuda,
+        batch_p2p_comm=is_cuda and chunks == 1,
         overlap_p2p_comm=False,
         deallocate_pipeline_outputs=is_cuda,
         use_cpu_initialization=True,

@@ -19,7 +19,6 @@ def open_groups(mesh: TrainerMesh, chunks: int, seed: int) -> ProcessGroupCollec
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=dims.tp,
             pipeline_model_parallel_size=dims.pp,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
             context_parallel_size=dims.cp,
             expert_model_parallel_size=dims.ep,
             expert_tensor_parallel_size=dims.etp,
@@ -27,4 +26,10 @@ def open_groups(mesh: TrainerMesh, chunks: int, seed: int) -> ProcessGroupCollec
         )
         mesh.when_closed(parallel_state.destroy_model_parallel)
         model_parallel_cuda_manual_seed(seed)
+    use_chunks(chunks)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def use_chunks(count: int) -> None:
+    """Let Megatron-Core build and run a model of `count` chunks on each stage."""
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(count if count > 1 else None)
