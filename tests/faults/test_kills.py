@@ -129,8 +129,10 @@ def test_after_a_kill_of_all_processes_the_same_command_continues(make_run, prov
         ("allocation_mode=native:d2+fsdp:c2",),
         ("actor.lora={rank: 4, alpha: 16}", "actor.optimizer.lr=1e-2"),
         ("actor.lora={rank: 4, alpha: 16}", "actor.optimizer.lr=1e-2", "allocation_mode=native:d2+fsdp:t2"),
+        pytest.param(("allocation_mode=native:d2+megatron:t2",), marks=pytest.mark.megatron),
+        pytest.param(("allocation_mode=native:d2+megatron:p2",), marks=pytest.mark.megatron),
     ],
-    ids=["t2", "c2", "lora", "lora-t2"],
+    ids=["t2", "c2", "lora", "lora-t2", "megatron-t2", "megatron-p2"],
 )
 def test_ranks_of_every_mesh_continue_after_a_kill(make_run, hold, prove_all, overrides):
     """The proof trains the recorded batches again, and gets the same weights."""
