@@ -104,7 +104,7 @@ test-parallel: .venv/.installed
 # The Megatron-Core engine on the CPU: docs/train_engines.md.
 test-megatron: .venv/.installed
 	$(BIN)/python -c 'import megatron.core' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[megatron]'
-	$(PYTEST) -m megatron tests/megatron tests/faults/test_kills.py $(ARGS)
+	$(PYTEST) -m megatron tests/megatron tests/faults/test_kills.py tests/trainer/test_sft_killed.py $(ARGS)
 
 # A real etcd on loopback, and on nodes as above (root): apt-get install etcd-server etcd-client
 test-etcd: .venv/.installed

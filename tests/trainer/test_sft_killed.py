@@ -132,6 +132,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
         ("fsdp:d2", ("export", "save")),
         ("fsdp:t2", ("step", "save")),
         ("fsdp:c2", ("save", "step")),
+        pytest.param("megatron:p2", ("save", "step"), marks=pytest.mark.megatron),
     ],
 )
 def test_a_run_killed_again_and_again_equals_the_undisturbed_one(folder, allocation, kills):
