@@ -35,6 +35,7 @@ MESHES = {
     "c2": Mesh(ParallelDims(cp=2)),
     "d2": Mesh(ParallelDims(dp=2)),
     "t2p2": Mesh(ParallelDims(tp=2, pp=2)),
+    "t2p2v2": Mesh(ParallelDims(tp=2, pp=2), replace(SHARED, virtual_pipeline_parallel_size=2)),
     "d2t2": Mesh(ParallelDims(dp=2, tp=2)),
     "d2p2": Mesh(ParallelDims(dp=2, pp=2)),
     "c2t2": Mesh(ParallelDims(cp=2, tp=2)),

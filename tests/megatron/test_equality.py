@@ -24,6 +24,7 @@ CASES = {
     "c2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed"],
     "d2": [*MODELS, "qwen3-critic", "qwen3-micro", "qwen3-bf16"],
     "t2p2": [*MODELS, "qwen3-critic"],
+    "t2p2v2": [*MODELS],
     "d2t2": [*MODELS, "qwen3-critic", "qwen3-bf16"],
     "d2p2": [*MODELS, "qwen3-critic", "qwen3-micro"],
     "c2t2": [*MODELS, "qwen3-critic"],
