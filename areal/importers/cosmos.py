@@ -44,6 +44,11 @@ _SAME = {
     "validation.dataset.name": "valid_dataset.path",
     "validation.dataset.subset": "valid_dataset.name",
 }
+_LORA = {
+    "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules",
+    "use_rslora": "rslora", "modules_to_save": "modules_to_save",
+}  # fmt: skip
+"""Options of adapters."""
 _REWARDS = {"boxed_math": "math", "single_choice": "choice", "format": "format", "gsm8k": "gsm8k"}
 
 
@@ -168,9 +173,10 @@ def _devices(draft: Draft) -> None:
     backend = str(draft.get("rollout.backend", "vllm"))
     server = backend if backend in ("vllm", "sglang") else "vllm"
     shards = size("policy", "dp_shard_size") * size("policy", "dp_replicate_size") * size("policy", "n_init_replicas")
-    shards *= size("policy", "tp_size") * size("policy", "pp_size")
-    mode = allocation(server, replicas, tensor, shards, int(draft.options["train_dataset.batch_size"].value))
-    names = ("n_init_replicas", "tp_size", "dp_shard_size", "dp_replicate_size")
+    split, context = size("policy", "tp_size"), size("policy", "cp_size")
+    gpus, batch = shards * split * context, int(draft.options["train_dataset.batch_size"].value)
+    mode = allocation(server, replicas, tensor, gpus, batch, tensor=split, context=context)
+    names = ("n_init_replicas", "tp_size", "cp_size", "dp_shard_size", "dp_replicate_size")
     keys = [f"{role}.parallelism.{name}" for role in ("policy", "rollout") for name in names]
     draft.set(
         "allocation_mode",
@@ -180,10 +186,9 @@ def _devices(draft: Draft) -> None:
         "rollout.backend",
     )
     draft.lack(
-        "pipelines, expert and context parallelism do not exist here",
+        "choose p with megatron: in allocation_mode, or e with fsdp: (docs/train_engines.md)",
         "*.parallelism.pp_*",
         "*.parallelism.ep_*",
-        "*.parallelism.cp_*",
         off=(1, 0),
     )
     flags = {"gpu_memory_utilization": "gpu_memory_utilization" if server == "vllm" else "mem_fraction_static"}
@@ -256,7 +261,9 @@ def _dropped(draft: Draft) -> None:
         draft.drop("it is switched off", "train.fp8.*")
     if not draft.get("train.fp4.enable_fp4", False):
         draft.drop("it is switched off", "train.fp4.*")
-    draft.lack("adapters do not exist here", "policy.lora.*")
+    for name, option in _LORA.items():
+        draft.keep(f"policy.lora.{name}", f"actor.lora.{option}")
+    draft.lack("this option of adapters does not exist here", "policy.lora.*")
     if draft.get("train.resume") is not None:
         mode = "auto" if draft.get("train.resume") else "disabled"
         draft.set("recover.mode", mode, "cosmos-rl: train.resume", "train.resume")

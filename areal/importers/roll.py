@@ -175,7 +175,8 @@ def _devices(draft: Draft) -> None:
     if is_shared and served > 1:
         served, trained = served // 2, trained - trained // 2
     batch = int(draft.options["train_dataset.batch_size"].value)
-    mode = allocation(server, max(1, served // size), size, trained, batch)
+    context = max(1, int(draft.get("actor_train.model_args.ulysses_size", 1)))
+    mode = allocation(server, max(1, served // size), size, trained, batch, context=context)
     per_node = int(draft.get("num_gpus_per_node", 8))
     nodes = -(-(max(1, served // size) * size + trained) // per_node)
     draft.set("cluster.n_nodes", nodes, "ROLL: the GPUs of device_mapping / num_gpus_per_node")
@@ -183,20 +184,23 @@ def _devices(draft: Draft) -> None:
     keys = [f"{role}.device_mapping" for role in ("actor_train", "actor_infer")]
     keys += ["actor_infer.num_gpus_per_worker", "actor_infer.strategy_args.strategy_name"]
     keys += ["actor_train.strategy_args.strategy_name"]
-    keys += [f"{config}.tensor_parallel_size"]
+    keys += [f"{config}.tensor_parallel_size", "actor_train.model_args.ulysses_size"]
     draft.set("allocation_mode", mode, f"ROLL: device_mapping, {shared}", *keys)
     if server != "native":
         draft.server(f"{config}.", server)
     draft.drop("the servers load the policy, then get its weights", f"{config}.load_format")
-    draft.lack("a sequence is not divided over ranks here", "*.ulysses_size", off=(1,))
+    draft.drop("all models of a trainer are divided like the actor", "*.ulysses_size")
     train = "actor_train.strategy_args.strategy_config"
     draft.keep(f"{train}.offload_policy", "actor.fsdp.offload_params")
     draft.drop("FSDP2 shards each block", f"{train}.fsdp_size", f"{train}.*_dtype", f"{train}.reshard_after_forward")
     sizes = [f"{train}.{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert", "virtual_pipeline")]
     draft.lack(
-        "Megatron's parallel sizes: FSDP shards over all ranks", *sizes, f"{train}.context_parallel_size", off=(1,)
+        "choose sizes for megatron: or fsdp: in allocation_mode (docs/train_engines.md)",
+        *sizes,
+        f"{train}.context_parallel_size",
+        off=(1,),
     )
-    draft.lack("options of Megatron do not exist here", f"{train}.*")
+    draft.lack("choose options of actor.megatron, or leave them out", f"{train}.*")
     draft.drop(
         "placement of other roles", "*.device_mapping", "*.num_gpus_per_worker", "*.strategy_args.*", "*.world_size"
     )

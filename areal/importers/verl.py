@@ -304,11 +304,13 @@ def _servers(draft: Draft, backend: str) -> None:
     batch = int(draft.options["train_dataset.batch_size"].value)
     keys = (f"{_R}.name", f"{_R}.tensor_model_parallel_size")
     why = f"verl uses all {total} GPUs in turn; here about half generate while the others train"
-    draft.set("allocation_mode", split_gpus(total, size, batch, backend), why, *keys, f"{_A}.strategy")
+    context = max(1, int(draft.get(f"{_A}.ulysses_sequence_parallel_size", 1)))
+    mode = split_gpus(total, size, batch, backend, context=context)
+    draft.set("allocation_mode", mode, why, *keys, f"{_A}.strategy", f"{_A}.ulysses_sequence_parallel_size")
     draft.server(f"{_R}.", backend, _VLLM_FLAGS if backend == "vllm" else _SGLANG_FLAGS)
     draft.server(f"{_R}.engine_kwargs.{backend}.", backend)
     draft.drop("flags of another server", f"{_R}.engine_kwargs.*", *(f"{_R}.{name}" for name in _VLLM_FLAGS))
-    draft.lack("a sequence is not divided over ranks here", "*ulysses_sequence_parallel_size", off=(1,))
+    draft.drop("all models of a trainer are divided like the actor", "*ulysses_sequence_parallel_size")
     for key, option in (("save_freq", "saver.freq_steps"), ("test_freq", "evaluator.freq_steps")):
         if draft.get(f"trainer.{key}", -1) > 0:
             draft.keep(f"trainer.{key}", option)
@@ -358,8 +360,11 @@ def _dropped(draft: Draft) -> None:
     if draft.get("trainer.critic_warmup", 0) == 0:
         draft.drop("no warm-up of the critic", "trainer.critic_warmup")
     draft.keep("trainer.critic_warmup", "critic.warmup_steps")
-    draft.lack("adapters do not exist here", f"{_M}.lora_*", f"{_M}.target_modules")
-    draft.lack("options of Megatron do not exist here", "*megatron*")
+    if int(draft.get(f"{_M}.lora_rank", 0)) > 0:
+        for name, option in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("target_modules", "target_modules")):
+            draft.keep(f"{_M}.{name}", f"actor.lora.{option}")
+    draft.drop("there are no adapters", f"{_M}.lora_rank", f"{_M}.lora_alpha", f"{_M}.target_modules")
+    draft.lack("choose sizes and options for megatron: in allocation_mode (docs/train_engines.md)", "*megatron*")
     draft.lack("it changes the model's configuration", f"{_M}.override_config*", f"{_M}.external_lib")
     draft.drop(
         "nothing to trade: activations are recomputed",

@@ -28,7 +28,7 @@ def files(tmp_path_factory) -> dict[str, str]:
         chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
     )
     tokenizer.save_pretrained(folder / "model")
-    tiny_model(tokenizer, 1, num_heads=8).save_pretrained(folder / "model")
+    tiny_model(tokenizer, 1, num_heads=8, vocab_size=64).save_pretrained(folder / "model")
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "data_source": "sum"} for n in range(2000)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chats = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
@@ -100,7 +100,7 @@ def test_sizes_become_numbers_and_flags_go_to_the_servers(files, tmp_path, capsy
     options, fates = options_of("verl_dapo", files, tmp_path, capsys)
     assert options["actor.ppo_n_minibatches"] == 512 // 32
     assert options["actor.optimizer.warmup_steps_proportion"] == pytest.approx(10 / 300)
-    assert options["allocation_mode"] == "sglang:d2t4+fsdp:d8"
+    assert options["allocation_mode"] == "sglang:d2t4+fsdp:d2c4"
     assert options["sglang.mem_fraction_static"] == 0.8
     assert options["gconfig.max_tokens"] == 2048 + 20480
     assert (options["actor.eps_clip"], options["actor.eps_clip_higher"], options["actor.c_clip"]) == (0.2, 0.28, 10.0)
@@ -114,7 +114,10 @@ def test_what_has_no_counterpart_is_missing_and_in_the_file(files, tmp_path, cap
     path = next(path for path in EXAMPLES if path.stem == "cosmos_lora_fp8")
     output, report = imported(path, files, tmp_path, capsys)
     missing = {entry["key"] for entry in report["keys"] if entry["fate"] == "missing"}
-    assert {"policy.lora.r", "policy.parallelism.pp_size", "train.fp8.enable_fp8", "rollout.quantization"} <= missing
+    kept = {entry["key"]: entry["text"] for entry in report["keys"] if entry["fate"] == "kept"}
+    assert kept["policy.lora.r"] == "actor.lora.rank"
+    assert kept["policy.lora.lora_alpha"] == "actor.lora.alpha"
+    assert {"policy.parallelism.pp_size", "train.fp8.enable_fp8", "rollout.quantization"} <= missing
     text = output.read_text()
     assert all(f"# missing: {key}=" in text for key in missing)
     for line in text.splitlines():
@@ -125,7 +128,7 @@ def test_what_has_no_counterpart_is_missing_and_in_the_file(files, tmp_path, cap
 
 def test_separate_devices_stay_separate(files, tmp_path, capsys):
     options, _ = options_of("roll_fsdp_async", files, tmp_path, capsys)
-    assert options["allocation_mode"] == "sglang:d2t2+fsdp:d4"
+    assert options["allocation_mode"] == "sglang:d2t2+fsdp:d2c2"
     assert options["actor.ppo_n_minibatches"] == 32 * 8 // (64 * 1 * 2)
     assert options["rollout.max_head_offpolicyness"] == 1
 
