@@ -53,7 +53,7 @@ def export(words: Sequence[str]) -> int:
     final = (request.output or paths.root / "export" / f"{role}-{source_name(step)}").absolute()
     if final.exists():
         raise InputError(f"{final} exists: choose another folder with -o", code="export.folder")
-    if damage := damage_of(source):
+    if damage := damage_of(source.parent if request.recover else source):  # a recovery checkpoint is sealed as a whole
         raise InputError(f"{source} is damaged or incomplete: {damage}", code="checkpoint.damaged")
     final.parent.mkdir(parents=True, exist_ok=True)
     if request.recover:

@@ -6,7 +6,7 @@ by `saved_tensors_hooks`); the peak is compared with tracked allocations in test
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
@@ -180,7 +180,7 @@ def memory_problems(
         key = "allocation_mode"
         if found.activations > state:
             key, advice = "actor.mb_spec.max_tokens_per_mb", "lower it, or set gradient_checkpointing=true"
-        parts = ", ".join(f"{name} {_gib(getattr(found, name))}" for name in RankMemory.__slots__[:-1])
+        parts = ", ".join(f"{part.name} {_gib(getattr(found, part.name))}" for part in fields(found)[:-1])
         yield (
             f"{key}: a trainer rank needs about {_gib(found.peak)} with {tokens} tokens a micro-batch ({parts}), but a "
             f"GPU has {_gib(card_bytes)}: {advice}"

@@ -30,7 +30,8 @@ def test_a_job_gets_secrets_through_its_environment_only(tmp_path, monkeypatch) 
         launcher=LauncherConfig(trainer_env_vars=f"A=1,HF_TOKEN={SECRET}"),
     )
     needs = Resources(nodes=1, gpus=0, cpus=1, memory_mib=1)
-    monkeypatch.setattr(slurm, "_needs", lambda request, line: needs)
+    monkeypatch.setattr(slurm, "checked_plan", lambda request, machines, line: None)
+    monkeypatch.setattr(slurm, "resources_of", lambda plan, config: needs)
     monkeypatch.setattr(slurm.SlurmClient, "kill_wait_s", lambda self: None)
     monkeypatch.setattr(
         slurm.SlurmClient, "submit", lambda self, script, environment, request: submitted.append(environment) or "7"

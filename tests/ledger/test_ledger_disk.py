@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from areal.api.errors import ArealError, LedgerError
+from areal.cli.show import show
 from areal.ledger import event_log
 from areal.ledger.__main__ import main
 from areal.ledger.audit import audit
@@ -242,9 +243,10 @@ async def test_a_clock_jump_changes_only_times(tmp_path, monkeypatch, capsys):
     assert recover_folder(tmp_path / "ledger").state == ledger.state
     report = audit(tmp_path / "ledger")
     assert report.is_clean, report.lines()
-    for command in (["audit"], ["stats"], ["stats", "--json"], ["show", "0"], ["show", "0", "--tokens"]):
+    for command in (["audit"], ["stats"], ["stats", "--json"]):
         assert main([command[0], str(tmp_path), *command[1:]]) == 0
-    assert main(["show", str(tmp_path), "--step", "1"]) == 0
+    for words in (["--episode", "0"], ["--episode", "0", "--tokens"], ["--step", "1"]):
+        assert show([str(tmp_path), *words]) == 0
     out = capsys.readouterr().out
     assert "(the clock went back" in out
     assert "the clock jumped" in out
