@@ -87,7 +87,7 @@ def write_expected(folder: Path, cases: list[str], num_layers: int = 2) -> None:
         outputs = mesh_cases.outputs_of(expected, mesh_cases.all_batches()[0])
         steps = mesh_cases.steps_of(expected, case)
         found = {"outputs": outputs, "weights": mesh_cases.cases.weights_of(expected)}
-        if case.endswith("bf16"):
+        if case.endswith("-bf16"):
             exact = mesh_cases.make_engine(folder / "models", case.replace("bf16", "plain"))
             found["exact"] = mesh_cases.outputs_of(exact, mesh_cases.all_batches()[0])
         torch.save({"steps": steps, **found}, folder / f"expected-{case}")
@@ -146,7 +146,7 @@ def check(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
     found = differences(folder, case, facts)
     limit = 0.05 if case.endswith("bf16") else 5e-6  # two roundings of a bfloat16 number differ by 0.4%
     assert max(found.values()) < limit, found
-    assert not case.endswith("bf16") or error_ratio(folder, case, facts) < 1.5
+    assert not case.endswith("-bf16") or error_ratio(folder, case, facts) < 1.5
     assert all(fact[case].get("adapter", True) for fact in facts)
     if case.endswith(mesh_cases.SAVED):
         for rank, fact in enumerate(fact[case] for fact in facts):
