@@ -67,11 +67,12 @@ class Shifted(RLVRWorkflow):
 
     async def arun_episode(self, engine, data):
         group = await super().arun_episode(engine, data)
-        for trajectory in group.trajectories:
-            first = trajectory.loss_mask.index(1)
-            answer = trajectory.token_ids[first:]
-            trajectory.token_ids[first:] = answer[1:] + answer[:1]
-        return group
+        return dataclasses.replace(group, trajectories=[self.shifted(one) for one in group.trajectories])
+
+    def shifted(self, trajectory):
+        token_ids, first = list(trajectory.token_ids), list(trajectory.loss_mask).index(1)
+        moved = token_ids[:first] + token_ids[first + 1 :] + token_ids[first : first + 1]
+        return dataclasses.replace(trajectory, token_ids=moved)
 
 
 class FallsToZero(RLVRWorkflow):
