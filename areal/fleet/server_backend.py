@@ -42,6 +42,8 @@ class ServerBackend:
     context_key: str
     """The option that limits prompt plus answer, in tokens."""
     sampling_problems: SamplingLimits | None = None
+    run_flags: Callable[[PPOConfig], dict[str, tuple[Any, str]]] | None = None
+    """Flags that this configuration needs -> the value and why; as `FlagRules.fixed`, and areal sets them."""
     flags: FlagRules | None = None
     """Of a foreign server: its section holds flags, it has a separate environment, and a host process runs it. None:
     the section is a dataclass and the server is a process of areal."""
@@ -77,7 +79,9 @@ class ServerBackend:
             text = f"needs servers that return the chosen experts, and {self.title} does not: use native or sglang"
             yield "actor.router_replay", text
         if self.flags is not None:
-            yield from flag_problems(self.name, self.flags, getattr(config, self.name))
+            needed = {} if self.run_flags is None else self.run_flags(config)
+            rules = dataclasses.replace(self.flags, fixed={**self.flags.fixed, **needed})
+            yield from flag_problems(self.name, rules, getattr(config, self.name))
             load_format = given.get("load_format", "dummy")
             if config.actor.init_from_scratch and load_format != "dummy":
                 text = f"{load_format!r} loads other weights than actor.init_from_scratch draws: remove it"

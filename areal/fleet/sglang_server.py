@@ -34,10 +34,8 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         "nccl_port": "{port_nccl}",  # SGLang draws one at random, which two servers may both choose
         "enable_metrics": True,
         "incremental_streaming_output": True,
+        **{name: value for name, (value, _) in run_flags(config).items()},
     }
-    if config.rollout.weight_update == "keep_cache":
-        # A pause leaves the step in flight alone: its token of the old weights would be reported as one of the new.
-        owned["disable_overlap_schedule"] = True
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # otherwise a paused server is soon reported as unhealthy
     if config.publishes_adapters and config.actor.lora is not None:
         lora = config.actor.lora
@@ -45,8 +43,6 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         targets = ["all"] if ALL_LINEAR in targets else targets
         defaults |= {"enable_lora": True, "max_lora_rank": lora.served_rank, "lora_target_modules": targets}
         defaults |= {"max_loras_per_batch": ADAPTERS + 1}  # and the base model
-    if config.actor.router_replay:
-        owned["enable_return_routed_experts"] = True
     if not on_gpu:
         defaults |= {
             "attention_backend": "torch_native",
@@ -62,6 +58,17 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     program = ("-m", "sglang.launch_server", f"--model-path={SGLANG.model(config)}")
     return foreign_command(config, SGLANG, program=program, defaults=defaults, owned=owned, env=env)
+
+
+def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
+    """See `ServerBackend`."""
+    needed: dict[str, tuple[Any, str]] = {}
+    if config.rollout.weight_update == "keep_cache":
+        # A pause leaves the step in flight alone: its token of the old weights would be reported as one of the new.
+        needed["disable_overlap_schedule"] = True, "rollout.weight_update=keep_cache needs exact versions"
+    if config.actor.router_replay:
+        needed["enable_return_routed_experts"] = True, "actor.router_replay needs the chosen experts"
+    return needed
 
 
 def core_bindings(index: int, size: int, threads: int, cores: Sequence[int]) -> dict[str, str]:
@@ -86,6 +93,7 @@ SGLANG = ServerBackend(
     model_key="model_path",
     context_key="context_length",
     sampling_problems=sampling_problems,
+    run_flags=run_flags,
     returns_experts=True,
     minimum_version="0.5.10",  # --incremental-streaming-output
     tested_version="0.5.23",

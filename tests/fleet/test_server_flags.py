@@ -19,6 +19,8 @@ gconfig: {max_new_tokens: 64}
 actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
 """
 ON_VLLM = "allocation_mode=vllm:d1+fsdp:d1"
+KEEP_CACHE = ["rollout.weight_update=keep_cache"]
+REPLAY = ["actor.router_replay=true"]
 
 
 @pytest.fixture
@@ -62,6 +64,8 @@ def problems(config: GRPOConfig) -> list[tuple[str, str]]:
         (["sglang.use_ray=true"], "sglang.use_ray", "set it to false"),
         ([ON_VLLM, "actor.router_replay=true"], "actor.router_replay", "native or sglang"),
         (["sglang.tokenizer_worker_num=2"], "sglang.tokenizer_worker_num", "2 "),
+        ([*KEEP_CACHE, "sglang.disable-overlap-schedule=false"], "sglang.disable-overlap-schedule", "keep_cache"),
+        ([*REPLAY, "sglang.enable_return_routed_experts=false"], "sglang.enable_return_routed_experts", "replay"),
         ([ON_VLLM, "vllm.distributed-executor-backend=ray"], "vllm.distributed-executor-backend", "set it to mp"),
         ([ON_VLLM, "vllm.disable_log_stats=true"], "vllm.disable_log_stats", "set it to false"),
         ([ON_VLLM, "vllm.max-model-len=8"], "gconfig.max_new_tokens", "vllm.max_model_len=8"),
