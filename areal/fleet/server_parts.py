@@ -21,6 +21,8 @@ _PORT = re.compile(r"\{port(?:_[a-z]+)?\}")
 _FIRST = re.compile(r"\{first(?:_address|_port)?\}")
 STORE_COMMAND = (sys.executable, "-m", "areal.weights.parts_store")
 """Serves torch's store on loopback and prints its port. The host of a server itself does not import torch."""
+STORE_START_S = 120.0
+"""It imports torch, from a file system that may be slow."""
 CLIENT_OF_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Environment of the parts: torch's ranks join the store at the given address, and none of them serves one."""
 _INDEX = re.compile(r"\{index(?:\+(\d+))?\}")
@@ -100,27 +102,41 @@ async def meeting_point(
             with contextlib.suppress(ConnectionError):
                 await asyncio.gather(_pass_on(reader, back_writer), _pass_on(back_reader, writer))
 
+    server = await asyncio.start_server(relay, sock=bound)
     try:
-        async with await asyncio.start_server(relay, sock=bound):
-            yield
+        yield
     finally:
+        server.close()  # its connections end with the store
         if store is not None:
-            with contextlib.suppress(OSError, ValueError):
-                process, _ = await store
-                process.kill()
-                await process.wait()
+            store.cancel()  # ends only a store that still starts
+            (started,) = await asyncio.gather(store, return_exceptions=True)
+            if not isinstance(started, BaseException):
+                await _end(started[0])
 
 
 async def _start_store(command: Sequence[str]) -> tuple[asyncio.subprocess.Process, int]:
-    """The process and the port that it printed; ValueError when it ended before. It dies with this process."""
+    """The process and the port that it printed; ValueError when it does not print one. It dies with this process."""
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, preexec_fn=tied_to_this_process()
     )
     assert process.stdout is not None
-    line = await process.stdout.readline()
-    if not line:
-        raise ValueError(f"it ended with exit code {await process.wait()}")
-    return process, int(line)
+    try:
+        async with asyncio.timeout(STORE_START_S):
+            line = await process.stdout.readline()
+        if not line:
+            raise ValueError(f"it ended with exit code {await process.wait()}")
+        return process, int(line)
+    except BaseException as error:
+        await _end(process)
+        if isinstance(error, TimeoutError):
+            raise ValueError(f"it has no port after {STORE_START_S:g} s") from error
+        raise
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -93,6 +93,36 @@ async def test_a_store_that_does_not_start_and_a_silent_registry_are_reported(ca
     assert [(record.levelname, record.name) for record in caplog.records] == [("ERROR", server_parts.__name__)]
 
 
+SILENT = (sys.executable, "-S", "-c", "import time; time.sleep(99)")
+
+
+def _silent_stores():
+    return [child for child in psutil.Process().children() if child.cmdline() == list(SILENT)]
+
+
+async def test_a_store_that_still_starts_ends_with_its_host():
+    bound = bind_socket()
+    async with asyncio.timeout(20):
+        async with meeting_point(bound, lambda peer: True, SILENT):
+            reader, writer = await asyncio.open_connection(*bound.getsockname())
+            while not _silent_stores():
+                await asyncio.sleep(0.01)
+        assert await reader.read() == b""
+    writer.close()
+    assert not _silent_stores()
+
+
+async def test_a_store_that_prints_no_port_is_given_up(caplog, monkeypatch):
+    monkeypatch.setattr(server_parts, "STORE_START_S", 0.05)
+    bound = bind_socket()
+    async with meeting_point(bound, lambda peer: True, SILENT):
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        assert await reader.read() == b""
+        assert not _silent_stores()
+        writer.close()
+    assert [(record.levelname, record.name) for record in caplog.records] == [("ERROR", server_parts.__name__)]
+
+
 def test_the_machines_of_a_server_are_those_that_its_parts_registered(tmp_path):
     registry, first = FileRegistry(tmp_path), NetHost(bind="10.0.0.1", advertise="10.0.0.1", node="a")
     registry.add("parts/3", json.dumps({"address": "10.0.0.1", "port": 1}))
