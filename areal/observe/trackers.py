@@ -8,9 +8,12 @@ import dataclasses
 import logging
 import math
 import re
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from areal.api.config import BaseExperimentConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandBConfig
@@ -145,9 +148,10 @@ class SwanLabTracker:
 
 
 class MlflowTracker:
-    """An MLflow run. Its client sends metrics in the background.
+    """An MLflow run. The first start creates it, with the configuration as parameters; a recovery continues it.
 
-    The first start makes the run and logs the configuration as parameters; a recovery continues it.
+    A thread sends everything in order, because the client repeats a request for minutes when the server does not
+    answer.
     """
 
     def __init__(self, settings: MlflowConfig, config: BaseExperimentConfig, folder: Path, *, first_step: int) -> None:
@@ -157,7 +161,7 @@ class MlflowTracker:
             from mlflow.exceptions import MlflowException
         except ImportError:
             raise _missing("stats_logger.mlflow.mode", "mlflow-skinny", "mlflow") from None
-        self._metric, self._failure = Metric, MlflowException
+        self._metric = Metric
         is_local = settings.mode == "local"
         uri = f"sqlite:///{folder.absolute()}/mlflow.db" if is_local else settings.tracking_uri or None
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +176,9 @@ class MlflowTracker:
         except MlflowException as error:
             message = f"stats_logger.mlflow.mode={settings.mode}: MLflow did not start: {public_text(str(error))}"
             raise ConfigError(message, code="launch.tracker_failed") from None
-        self._sent: list[Any] = []
+        self._calls: SimpleQueue[tuple[str, Callable[[], object]] | None] = SimpleQueue()
+        # A daemon: a server that does not answer must not keep the process from ending.
+        threading.Thread(target=self._send_all, name="mlflow", daemon=True).start()
 
     def _new_run(self, experiment_id: str, config: BaseExperimentConfig, name: str) -> str:
         from mlflow.entities import Param
@@ -194,32 +200,45 @@ class MlflowTracker:
         metrics = [
             self._metric(_MLFLOW_NAME.sub("_", name), value, now_ms, step) for name, value in _finite(values).items()
         ]
-        self._sent.append(self._client.log_batch(self._run, metrics=metrics, synchronous=False))
+        call = partial(self._client.log_batch, self._run, metrics, synchronous=True)
+        self._send(f"the metrics of step {step}", call)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """As a Markdown file among the artifacts."""
-        try:
-            self._client.log_text(self._run, _markdown_table(rows), f"samples/step-{step:06d}.md")
-        except self._failure as error:
-            logger.warning("MLflow did not take the samples of step %d: %s", step, public_text(str(error)))
+        call = partial(self._client.log_text, self._run, _markdown_table(rows), f"samples/step-{step:06d}.md")
+        self._send(f"the samples of step {step}", call)
 
     def flush(self) -> None:
-        """Waits for what is on its way; what MLflow did not take is a warning, and is in metrics.jsonl."""
-        for sent in self._sent:
-            try:
-                sent.wait()
-            except self._failure as error:
-                logger.warning("MLflow did not take the metrics of a step: %s", public_text(str(error)))
-        self._sent.clear()
+        """Wait until the server has everything, at most _WAIT_S; what it does not have is in the run folder."""
+        done = threading.Event()
+        self._calls.put(("", done.set))
+        if not done.wait(_WAIT_S):
+            logger.warning("MLflow has not received everything after %g s; training continues", _WAIT_S)
 
     def close(self) -> None:
+        self._send("the end of the run", partial(self._client.set_terminated, self._run))
         self.flush()
-        try:
-            self._client.set_terminated(self._run)
-        except self._failure as error:
-            logger.warning("MLflow shows the run as running: %s", public_text(str(error)))
+        self._calls.put(None)
+
+    def _send(self, what: str, call: Callable[[], object]) -> None:
+        if self._calls.qsize() < _MAX_CALLS:
+            self._calls.put((what, call))
+        else:
+            logger.warning("MLflow does not receive %s: %d requests wait", what, _MAX_CALLS)
+
+    def _send_all(self) -> None:
+        while (order := self._calls.get()) is not None:
+            what, call = order
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - a request to a foreign server, through a foreign library
+                logger.warning("MLflow did not receive %s: %s", what, public_text(str(error)))
 
 
+_WAIT_S = 30.0
+"""Longest wait for an MLflow server at a recovery checkpoint and at the end of a run."""
+_MAX_CALLS = 1000
+"""Most requests that wait for an MLflow server."""
 _PARAMETERS = 100
 """MLflow's limit of parameters in a request."""
 _PARAMETER_LENGTH = 6000
