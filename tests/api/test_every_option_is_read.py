@@ -1,57 +1,101 @@
-"""No dead options: whatever a user may configure is read somewhere outside the configuration classes."""
+"""No dead options: whatever a user may configure is read, by its type, somewhere outside the configuration classes."""
 
-import ast
 from pathlib import Path
 
 import pytest
 
-from areal.api.config import GRPOConfig
 from areal.api.config.kinds import KINDS
-from areal.api.config.schema import leaf_paths
+from areal.api.config.schema import FieldSpec, leaf_paths
 from areal.fleet.backends import BACKENDS
+from tests.api.typed_reads import Reads
+from tests.api.typed_source import Class, Program
 
 AREAL = Path(__file__).resolve().parents[2] / "areal"
-DEFINITIONS = AREAL / "api" / "config"
 
 CHECKED_ONLY = {
-    "adapter_update_mode": "experiment.py decides publishes_adapters with it, which trainer and servers read",
-    "consumer_batch_size": "AReaL repeats train_dataset.batch_size here; experiment.py checks that they agree",
+    "rollout.consumer_batch_size": "AReaL repeats train_dataset.batch_size here; experiment.py checks that they agree",
     "strict_config": "a switch of the check itself; experiment.py refuses options without effect when it is true",
-    "group_size": "AReaL repeats gconfig.n_samples here; experiment.py checks that they agree",
+    "actor.group_size": "AReaL repeats gconfig.n_samples here; experiment.py checks that they agree",
 }
-"""Options that only a check of the config classes reads, and why that is enough. The section of an inference backend is
-read by the name of the backend (`ServerBackend.given`)."""
+"""Options that only a check of the config classes reads, and why that is enough."""
 
 
-def attributes_in(folder: Path, *, without: Path) -> set[str]:
-    """Every attribute name read in the modules below `folder`, except from `self`: no config class is defined there."""
-    names: set[str] = set()
-    for path in folder.rglob("*.py"):
-        if without in path.parents:
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names |= {
-            node.attr
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-            if not (isinstance(node.value, ast.Name) and node.value.id == "self")
+class OptionReads:
+    """The reads of options in a package whose configuration classes are below `definitions`."""
+
+    def __init__(self, package: Path, definitions: str) -> None:
+        program = Program(package, "onfig")
+        self._found = Reads(program, definitions).found
+        self._classes: dict[tuple[str, str], Class] = {
+            (module.name, name): one for module in program.modules.values() for name, one in module.classes.items()
         }
-    return names
+
+    def has(self, spec: FieldSpec) -> bool:
+        return self.of(spec.owner.__module__, spec.owner.__name__, spec.name)
+
+    def of(self, module: str, cls: str, name: str) -> bool:
+        """Whether the attribute is read of an object that may be of the class."""
+        return any((up, name) in self._found for up in self._classes[module, cls].lineage)
 
 
 @pytest.fixture(scope="module")
-def read_names() -> set[str]:
-    return attributes_in(AREAL, without=DEFINITIONS)
+def reads() -> OptionReads:
+    return OptionReads(AREAL, "areal.api.config")
 
 
 @pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
-def test_every_option_is_read(cls: type, read_names: set[str]) -> None:
-    options = {path: path.rpartition(".")[2] for path, _ in leaf_paths(cls)}
-    known = read_names | set(CHECKED_ONLY) | set(BACKENDS)
-    unread = sorted(path for path, name in options.items() if name not in known)
-    assert not unread, "no code reads these options; implement or remove them:\n" + "\n".join(unread)
+def test_every_option_is_read(cls: type, reads: OptionReads) -> None:
+    unread = [path for path, spec in leaf_paths(cls) if not reads.has(spec)]
+    unread = sorted(set(unread) - set(CHECKED_ONLY) - set(BACKENDS))  # a backend's section is read by its name
+    text = "no code reads these options, or through objects whose type no annotation says"
+    assert not unread, f"{text}; implement, annotate or remove:\n" + "\n".join(unread)
 
 
-def test_the_exceptions_are_needed(read_names: set[str]) -> None:
-    names = {path.rpartition(".")[2] for path, _ in leaf_paths(GRPOConfig)}
-    assert set(CHECKED_ONLY) <= names - read_names
+def test_the_exceptions_are_needed(reads: OptionReads) -> None:
+    options = {path: spec for cls in KINDS for path, spec in leaf_paths(cls)}
+    assert [path for path in CHECKED_ONLY if reads.has(options[path])] == []
+
+
+CONFIG = """
+class Discovery:
+    type: str
+    root: str
+    kept: int
+    timeout_s: float
+    twice: int
+
+    @property
+    def both(self):
+        return self.twice
+
+    def problems(self):
+        return [self.root, self.kept]
+
+class Config:
+    discovery: Discovery
+    others: list[Discovery]
+"""
+USER = """
+from package.config import Config
+
+class Other:
+    type: str
+    root: str
+
+def start(config: Config, other: Other) -> Discovery | None:
+    print(other.type, other.root, config.discovery.timeout_s)
+    for place, one in enumerate(config.others):
+        print(one.both)
+"""
+
+
+def test_a_namesake_of_another_class_and_a_check_are_no_reads(tmp_path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "config.py").write_text(CONFIG)
+    (package / "user.py").write_text(USER)
+    reads = OptionReads(package, "package.config")
+    found = {
+        name: reads.of("package.config", "Discovery", name) for name in ("type", "root", "kept", "timeout_s", "twice")
+    }
+    assert found == {"type": False, "root": False, "kept": False, "timeout_s": True, "twice": True}
