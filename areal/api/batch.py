@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from areal.api.errors import StageError
+from areal.api.images import ImageRef
 from areal.api.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class TrainBatch:
     """Fraction of that update's optimiser steps before this minibatch, below 1."""
     routed_experts: Tensor | None = field(default=None, metadata=PER_TOKEN)
     """[T, layers, k] int16, experts that the server chose for token t (not t+1) in each decoder layer; -1 = unknown."""
+    images: tuple[ImageRef, ...] = ()
+    """The images of the whole share; a part of a batch has all of them too."""
+    image_index: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
+    """[S, m] int64, the places in `images` of those of each sequence in order, then -1; None = no images."""
     candidate_ids: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] int64, see OutputSpec.candidates
     prox_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the policy's
     ref_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the reference's

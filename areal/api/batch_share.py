@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from areal.api.images import ImageRef
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShare:
@@ -35,5 +37,7 @@ class BatchShare:
     """[T] float32, temperature of each generated token, NaN = that of the run; [0] = that of the run for all."""
     routed_experts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.int16))
     """[T, layers, k] int16, experts that the servers chose for each token, -1 = not recorded; [0, 0, 0] = none."""
+    images: list[tuple[ImageRef, ...]] = field(default_factory=list[tuple[ImageRef, ...]])
+    """S tuples, the images of each sequence in order; empty = no sequence has any."""
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Statistics of the whole batch (queue, staleness, episodes), equal on every rank."""

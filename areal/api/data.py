@@ -12,6 +12,7 @@ from typing import Literal
 
 from areal.api.columns import to_array
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.images import ImageRef
 from areal.api.routed_experts import RoutedExperts
 
 StopReason = Literal["stop", "length", "interrupted"]
@@ -24,7 +25,7 @@ class GenerationRequest:
     request_id: str
     """Unique and of fixed length (servers may match ids by prefix)."""
     input_ids: Sequence[int]
-    """Prompt token ids, at least one."""
+    """Prompt token ids, at least one; expanded where there are images."""
     gconfig: GenerationHyperparameters
     """Sampling settings of this request."""
     group_id: str = ""
@@ -33,6 +34,8 @@ class GenerationRequest:
     """Sampling seed; None = chosen by the server."""
     adapter: str = ""
     """Versioned name of the LoRA adapter to generate with; empty = the base model."""
+    images: Sequence[ImageRef] = ()
+    """The images of the prompt, in the order of their placeholders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,8 @@ class Trajectory:
     have `reward`."""
     routed_experts: RoutedExperts | None = None
     """The experts that the servers chose for each token, T rows; None = not recorded."""
+    images: Sequence[ImageRef] = ()
+    """The images in the tokens, in the order of their placeholders, which are expanded."""
 
 
 def first_of_sessions(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -156,6 +156,12 @@ data.chat_template: The tokenizer has no chat template, or one that cannot rende
     Use the tokenizer of a chat model, or rows with a column `prompt` of plain text.
 data.curriculum_failed: The function in train_dataset.curriculum raised an error or returned no list of rows.
     Return a list with at least one row; test it on the rows that load_rows returns.
+data.image_changed: A file in the folder `images` of a run is not what was written: its digest differs.
+    Restore the file from a copy of the run folder, or delete it and start the run again from its dataset.
+data.image_missing: A trajectory refers to an image whose file is not in the folder `images` of the run.
+    Restore the folder, which belongs to the ledger. Ranks on several nodes need it on a shared file system.
+data.image_tokens: The image placeholders of a prompt or trajectory do not belong to its images.
+    Use the tokenizer and the image processor of the model, and one placeholder for each image.
 data.inconsistent_batch: The arrays of a batch have different lengths.
     Report it as a bug, unless your own code builds the batch.
 data.invalid_column: A column of a dataset row has the wrong type or an unusable value.
@@ -343,6 +349,8 @@ model.cannot_split: The trainer ranks cannot split the model: a size does not di
     Use sizes in allocation_mode that the message names.
 model.context_length: native.context_length exceeds the limit of the model, or the model states no limit.
     Set native.context_length to a value within the limit of the model.
+model.image_processor: The image processor of a model is missing, or belongs to another model.
+    Copy preprocessor_config.json from the folder of the model that actor.path names.
 model.liger_unavailable: logprob_kernel=liger cannot run with this device, these outputs or this liger-kernel.
     Use logprob_kernel=torch, or install the version that the message names.
 model.no_compiler: actor.compile=true needs a C++ compiler on the CPU, and there is none.

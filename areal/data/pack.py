@@ -9,6 +9,7 @@ from torch import Tensor
 from areal.api.batch import TrainBatch
 from areal.api.batch_share import BatchShare
 from areal.api.errors import InputError
+from areal.api.images import ImageRef
 
 
 def to_train_batch(share: BatchShare) -> TrainBatch:
@@ -37,6 +38,8 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
         reward_names=tuple(share.reward_names),
         temperatures=_next_token(sampled_at, bounds, np.nan, torch.float32) if sampled_at.size else None,
         routed_experts=_tensor(share.routed_experts, torch.int16) if share.routed_experts.size else None,
+        images=(table := tuple(dict.fromkeys(image for row in share.images for image in row))),
+        image_index=_image_index(share.images, table),
         version=share.version,
         session_ids=_tensor(share.sessions, torch.int64) if share.sessions.size else None,
         turns=_next_token(share.turns, bounds, -1, torch.int64) if share.turns.size else None,
@@ -44,8 +47,15 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
     )
 
 
-def rows_to_train_batch(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int]]) -> TrainBatch:
-    """Pack rows for supervised training. Masks are aligned with tokens: 1 = train on this token."""
+def rows_to_train_batch(
+    token_ids: Sequence[Sequence[int]],
+    loss_mask: Sequence[Sequence[int]],
+    images: Sequence[Sequence[ImageRef]] = (),
+) -> TrainBatch:
+    """Pack rows for supervised training. Masks are aligned with tokens: 1 = train on this token.
+
+    `images`: those of each row; empty = no row has any.
+    """
     for row, (ids, mask) in enumerate(zip(token_ids, loss_mask, strict=True)):
         if len(ids) != len(mask):
             message = f"row {row} has {len(ids)} token ids, but {len(mask)} mask entries"
@@ -64,6 +74,7 @@ def rows_to_train_batch(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[
         group_index=np.arange(num_rows, dtype=np.int32),
         finished=np.ones(num_rows, np.uint8),
         baselines=np.full(num_rows, np.nan, np.float32),
+        images=[tuple(row) for row in images],
     )
     return to_train_batch(share)
 
@@ -84,8 +95,21 @@ def _require_lengths(share: BatchShare, lengths: np.ndarray) -> None:
                 problems.append(f"{name} has {getattr(share, name).size} entries, not {expected}")
     if share.routed_experts.size and len(share.routed_experts) != num_tokens:
         problems.append(f"routed_experts has {len(share.routed_experts)} rows, not {num_tokens}")
+    if len(share.images) not in (0, lengths.size):
+        problems.append(f"images has {len(share.images)} entries, not {lengths.size}")
     if problems:
         raise InputError(f"a train batch is inconsistent: {'; '.join(problems)}", code="data.inconsistent_batch")
+
+
+def _image_index(rows: Sequence[Sequence[ImageRef]], table: Sequence[ImageRef]) -> Tensor | None:
+    """Places in `table`, -1 after the last image of a row. -> [S, m] int64"""
+    if not table:
+        return None
+    place = {image: index for index, image in enumerate(table)}
+    found = torch.full((len(rows), max(map(len, rows))), -1)
+    for number, row in enumerate(rows):
+        found[number, : len(row)] = torch.tensor([place[image] for image in row], dtype=torch.int64)
+    return found
 
 
 def _next_token(values: np.ndarray, bounds: np.ndarray, last: float, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,8 @@ those with the scores of several reward functions have a third one, always basel
 then sessions i4[n], turns i4[T], turn_rewards f4[T], and a JSON text for reward functions (u4 length, bytes). The fifth
 and the sixth are the third and the fourth followed by temperatures f4[T], where tokens have others than the run. The
 seventh and the eighth are the fifth and the sixth followed by the routed experts of the tokens: their bytes, then
-layers, choices and experts as u4.
+layers, choices and experts as u4. With images the magic starts with a small letter, and the images follow all other
+columns, which include baselines: digest (32 bytes) and grid u4[3] of each, numbers of images u4[n], their sum u4.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 from areal.api.columns import to_array
 from areal.api.data import Trajectory, TrajectoryGroup, first_of_sessions
 from areal.api.errors import LedgerError
+from areal.api.images import ImageRef
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.rare_columns import (
@@ -38,6 +40,9 @@ from areal.ledger.rare_columns import (
     TrajectoryError,
     baselines_of,
     experts_of,
+    image_bytes,
+    images_at_end,
+    images_of,
     not_finite,
     parts_of,
     sessions_of,
@@ -57,10 +62,12 @@ _MAGIC_WITH_SESSIONS = b"ARP4"
 _AND_TEMPERATURES = {_MAGIC_WITH_PARTS: b"ATP3", _MAGIC_WITH_SESSIONS: b"ATP4"}
 _AND_EXPERTS = {_MAGIC_WITH_PARTS: b"AEP3", _MAGIC_WITH_SESSIONS: b"AEP4"}
 _PLAIN = (_MAGIC, _MAGIC_WITH_BASELINES, _MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS)
-_KINDS = {magic: magic for magic in _PLAIN} | {
+_ROWS = {magic: magic for magic in _PLAIN} | {
     magic: kind for table in (_AND_TEMPERATURES, _AND_EXPERTS) for kind, magic in table.items()
 }
-"""Magic -> the magic of the same columns without temperatures."""
+_WITH_IMAGES = {magic: b"a" + magic[1:] for magic in _ROWS if magic != _MAGIC}
+_KINDS = _ROWS | {magic: _ROWS[plain] for plain, magic in _WITH_IMAGES.items()}
+"""Magic -> the magic of the same columns without temperatures, experts and images."""
 _NO_NAMES = LENGTH.pack(2) + b"[]"
 _NO_BASELINE = struct.pack("<f", math.nan)
 
@@ -135,7 +142,9 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     integers, floats = (array("i", lengths), token_ids, versions), (array("f", rewards), logprobs)
     baselines, (names, parts) = baselines_of(trajectories), parts_of(trajectories)
     magic, temperatures = _MAGIC_WITH_BASELINES if baselines else _MAGIC, temperatures_of(trajectories)
-    sessions, experts = sessions_of(trajectories, record), experts_of(trajectories)
+    sessions, experts, images = sessions_of(trajectories, record), experts_of(trajectories), images_of(trajectories)
+    if images and not baselines:
+        magic, baselines = _MAGIC_WITH_BASELINES, array("f", [math.nan] * num_trajectories)
     if experts and not temperatures:
         temperatures = array("f", [math.nan]) * num_tokens
     if parts or sessions or temperatures:
@@ -144,11 +153,13 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
         magic, names = _MAGIC_WITH_SESSIONS if sessions else magic, names or _NO_NAMES
     if temperatures:
         magic = (_AND_EXPERTS if experts else _AND_TEMPERATURES)[magic]
+    magic = _WITH_IMAGES[magic] if images else magic
     if sys.byteorder == "big":
         for numbers in (*integers, *floats, baselines, parts, temperatures):
             numbers.byteswap()
     sizes = _SIZES.pack(episode_id, num_trajectories, num_tokens)
-    body = (sizes, *integers, *floats, loss_mask, finished, baselines, names, parts, sessions, temperatures, experts)
+    rare = (baselines, names, parts, sessions, temperatures, experts, images)
+    body = (sizes, *integers, *floats, loss_mask, finished, *rare)
     checksum = functools.reduce(lambda crc, piece: zlib.crc32(piece, crc), body, 0)
     made_by = [version for version, _, _ in by_version if version != -1]
     found = first_of_sessions(trajectories)
@@ -171,11 +182,25 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
 
 def routed_experts(payload: bytes) -> RoutedExperts | None:
     """Those of all tokens of a payload, if it has them."""
-    if payload[:4] not in _AND_EXPERTS.values():
+    if _columns(payload) not in _AND_EXPERTS.values():
         return None
-    shape = ExpertShape(*EXPERT_SHAPE.unpack_from(payload, len(payload) - EXPERT_SHAPE.size))
-    end = len(payload) - EXPERT_SHAPE.size
+    end = len(payload) - _image_bytes(payload) - EXPERT_SHAPE.size
+    shape = ExpertShape(*EXPERT_SHAPE.unpack_from(payload, end))
     return RoutedExperts(shape, payload[end - payload_sizes(payload)[1] * shape.row_bytes : end])
+
+
+def images(payload: bytes) -> list[tuple[ImageRef, ...]]:
+    """The images of each trajectory; empty when none has any."""
+    return images_at_end(payload, payload_sizes(payload)[0]) if payload[:4] in _WITH_IMAGES.values() else []
+
+
+def _columns(payload: bytes) -> bytes:
+    """The magic of the same columns without images."""
+    return payload[:4].upper()
+
+
+def _image_bytes(payload: bytes) -> int:
+    return image_bytes(payload, payload_sizes(payload)[0]) if payload[:4] in _WITH_IMAGES.values() else 0
 
 
 def check_payload(episode_id: int, payload: bytes) -> None:
@@ -196,17 +221,17 @@ def _bad_payload(episode_id: int, problem: str) -> LedgerError:
 def _expected_bytes(payload: bytes) -> int:
     """The size that the counts of a payload imply."""
     n, t = payload_sizes(payload)
-    size = _DATA + 9 * n + 13 * t
+    size = _DATA + 9 * n + 13 * t + _image_bytes(payload)
     if payload[:4] == _MAGIC:
         return size
-    if payload[:4] == _MAGIC_WITH_BASELINES:
+    if _columns(payload) == _MAGIC_WITH_BASELINES:
         return size + 4 * n
     names, first = _reward_names(payload)
-    size = first + 4 * n * len(names)
+    size = first + 4 * n * len(names) + _image_bytes(payload)
     if _KINDS[payload[:4]] == _MAGIC_WITH_SESSIONS:
-        (length,) = LENGTH.unpack_from(payload, size + 4 * n + 8 * t)
+        (length,) = LENGTH.unpack_from(payload, first + 4 * n * len(names) + 4 * n + 8 * t)
         size += 4 * n + 8 * t + LENGTH.size + length
-    return size + (4 * t if payload[:4] not in _PLAIN else 0) + _expert_bytes(payload)
+    return size + (4 * t if _columns(payload) not in _PLAIN else 0) + _expert_bytes(payload)
 
 
 def _expert_bytes(payload: bytes) -> int:
@@ -216,9 +241,9 @@ def _expert_bytes(payload: bytes) -> int:
 
 def temperatures_start(payload: bytes) -> int | None:
     """The offset of the temperatures f4[T]; None when the payload has none."""
-    if payload[:4] in _PLAIN:
+    if _columns(payload) in _PLAIN:
         return None
-    return len(payload) - _expert_bytes(payload) - 4 * payload_sizes(payload)[1]
+    return len(payload) - _image_bytes(payload) - _expert_bytes(payload) - 4 * payload_sizes(payload)[1]
 
 
 def _reward_names(payload: bytes) -> tuple[list[str], int]:

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from areal.api.columns import Runs, to_array, to_runs
 from areal.api.data import Trajectory
 from areal.api.errors import ArealError
+from areal.api.images import ImageRef
 from areal.api.routed_experts import RoutedExperts
 
 LENGTH = struct.Struct("<I")
 EXPERT_SHAPE = struct.Struct("<III")  # layers, choices, experts
+_IMAGE = struct.Struct("<32s3I")  # digest, grid
 
 
 class TrajectoryError(ArealError, ValueError):
@@ -105,6 +107,36 @@ def experts_of(trajectories: Sequence[Trajectory]) -> bytes:
             raise TrajectoryError(f"{text}: give one for each, or None", code="workflow.trajectory_lengths")
         rows.append(RoutedExperts.unknown(shape, size) if own is None else own)
     return RoutedExperts.joined(rows).data + EXPERT_SHAPE.pack(shape.layers, shape.choices, shape.experts)
+
+
+def images_of(trajectories: Sequence[Trajectory]) -> bytes:
+    """The images: those of all trajectories in order, how many each has, and their number; empty without images."""
+    images = [image for one in trajectories for image in one.images]
+    if not images:
+        return b""
+    rows = [_IMAGE.pack(bytes.fromhex(image.sha256), *image.grid) for image in images]
+    numbers = (len(one.images) for one in trajectories)
+    return b"".join([*rows, *map(LENGTH.pack, numbers), LENGTH.pack(len(images))])
+
+
+def image_bytes(payload: bytes, num_trajectories: int) -> int:
+    """Size of what `images_of` wrote at the end of a payload."""
+    (num_images,) = LENGTH.unpack_from(payload, len(payload) - LENGTH.size)
+    return num_images * _IMAGE.size + (num_trajectories + 1) * LENGTH.size
+
+
+def images_at_end(payload: bytes, num_trajectories: int) -> list[tuple[ImageRef, ...]]:
+    """Inverse of `images_of`: the images of each trajectory."""
+    start = len(payload) - image_bytes(payload, num_trajectories)
+    end = len(payload) - (num_trajectories + 1) * LENGTH.size
+    rows = (
+        ImageRef(digest.hex(), (time, height, width))
+        for digest, time, height, width in _IMAGE.iter_unpack(payload[start:end])
+    )
+    return [
+        tuple(next(rows) for _ in range(number))
+        for (number,) in LENGTH.iter_unpack(payload[end : len(payload) - LENGTH.size])
+    ]
 
 
 def uneven(trajectory: Trajectory) -> TrajectoryError:

@@ -9,7 +9,9 @@ import orjson
 
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import LedgerError
+from areal.api.images import ImageRef
 from areal.ledger.payload import (
+    images,
     join_columns,
     payload_head,
     payload_sizes,
@@ -19,6 +21,7 @@ from areal.ledger.payload import (
     temperatures_start,
     to_columns,
 )
+from areal.ledger.rare_columns import LENGTH
 
 
 class SessionColumns(NamedTuple):
@@ -52,9 +55,10 @@ def session_columns(payload: bytes) -> SessionColumns | None:
     n, t = payload_sizes(payload)
     integers = np.frombuffer(payload, "<i4", n + t, start)
     rewards = np.frombuffer(payload, "<f4", t, start + integers.nbytes)
-    text = start + integers.nbytes + rewards.nbytes + 4
-    end = temperatures_start(payload)
-    return SessionColumns(integers[:n], integers[n:], rewards, payload[text:end].decode())
+    size_at = start + integers.nbytes + rewards.nbytes
+    text = size_at + LENGTH.size
+    (size,) = LENGTH.unpack_from(payload, size_at)
+    return SessionColumns(integers[:n], integers[n:], rewards, payload[text : text + size].decode())
 
 
 def recorded_sessions(record: str) -> list[Mapping[str, Any]]:
@@ -70,6 +74,7 @@ def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
     parts = reward_parts([payload], names).tolist()
     baselines = np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist()
     sampled_at, experts = temperatures([payload]), routed_experts(payload)
+    pictures = images(payload)
     trajectories: list[Trajectory] = []
     end = 0
     for row, size in enumerate(columns.lengths.tolist()):
@@ -93,6 +98,8 @@ def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
             one = replace(one, temperatures=sampled_at[span].tolist())
         if experts is not None:
             one = replace(one, routed_experts=experts[span])
+        if pictures:
+            one = replace(one, images=pictures[row])
         trajectories.append(one)
     return TrajectoryGroup(trajectories=trajectories, record="" if sessions is None else sessions.record)
 
@@ -131,3 +138,13 @@ def join_experts(payloads: Sequence[bytes]) -> np.ndarray:
             numbers = np.frombuffer(data, "<i2").astype(np.int16)
         rows.append(numbers)
     return np.concatenate(rows).reshape(-1, shape.layers, shape.choices)
+
+
+def join_images(payloads: Sequence[bytes]) -> list[tuple[ImageRef, ...]]:
+    """Images of each trajectory of several episodes; empty when none has any."""
+    found = [images(payload) for payload in payloads]
+    if not any(found):
+        return []
+    return [
+        row for payload, rows in zip(payloads, found, strict=True) for row in rows or [()] * payload_sizes(payload)[0]
+    ]

@@ -14,7 +14,7 @@ import numpy as np
 from areal.api.batch_share import BatchShare
 from areal.data.balance import balanced_parts
 from areal.ledger.payload import PayloadHead, join_columns, payload_sizes, reward_parts
-from areal.ledger.session_columns import SessionColumns, join_experts, join_sessions, temperatures
+from areal.ledger.session_columns import SessionColumns, join_experts, join_images, join_sessions, temperatures
 from areal.ledger.state import AcceptedEpisode
 from areal.ledger.token_counts import TokenCounts
 
@@ -92,6 +92,7 @@ def build_share(
         reward_names=part.reward_names,
         temperatures=temperatures(payloads),
         routed_experts=join_experts(payloads),
+        images=join_images(payloads),
         stats=stats or {},
     )
     return _with_sessions(share, join_sessions(payloads)) if part.has_sessions else share

@@ -51,6 +51,8 @@ class RunPaths:
     initial_weights = _Below("initial_weights.json")
     """Checksums of the models at the start of the run."""
     ledger = _Below("ledger")
+    images = _Below("images")
+    """The images of the prompts, by their content."""
     turns = _Below("turns")
     """Stages of the turns of agents, one file for each controller process."""
     sessions = _Below("sessions.json")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from areal.api.data import Trajectory, TrajectoryGroup, first_of_sessions
+from areal.api.images import ImageRef
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.pack import to_train_batch
 from areal.ledger.payload import encode_episode, payload_head
@@ -24,6 +25,7 @@ ROW = Trajectory(
 )
 EXPERTS = RoutedExperts(ExpertShape(2, 2, 4), bytes([0, 1, 2, 3, 3, 2, 1, 0, 255, 255, 255, 255]))
 MANY = RoutedExperts(ExpertShape(1, 1, 300), struct.pack("<3h", 299, 0, -1))
+IMAGES = tuple(ImageRef(digit * 64, (1, 2, int(digit))) for digit in "123")
 PART = replace(ROW, session=2, turns=[-1, 0, 1], turn_rewards=[0.0, 2.0, 1.0], reward_parts={"a": 0.5}, baseline=0.25)
 
 
@@ -37,6 +39,10 @@ PART = replace(ROW, session=2, turns=[-1, 0, 1], turn_rewards=[0.0, 2.0, 1.0], r
         TrajectoryGroup(trajectories=[replace(PART, routed_experts=EXPERTS)], record="{}"),
         TrajectoryGroup(trajectories=[replace(ROW, routed_experts=MANY, temperatures=[0.5, 0.5, 1.0])]),
         TrajectoryGroup(trajectories=[PART, replace(PART, token_ids=[1, 2, 3])], record='{"messages": [["é"]]}'),
+        TrajectoryGroup(trajectories=[ROW, replace(ROW, images=IMAGES), replace(ROW, images=IMAGES[:1])]),
+        TrajectoryGroup(trajectories=[replace(PART, images=IMAGES), PART], record="{}"),
+        TrajectoryGroup(trajectories=[replace(ROW, images=IMAGES, temperatures=[0.5, 0.5, 1.0])]),
+        TrajectoryGroup(trajectories=[replace(PART, images=IMAGES, routed_experts=EXPERTS)], record="{}"),
     ],
 )
 def test_a_group_is_read_as_it_was_written(group):
@@ -48,6 +54,22 @@ def test_only_sessions_change_the_format():
     assert plain[:4] == b"ARP1"
     assert session_columns(plain) is None
     assert encode_episode(1, TrajectoryGroup(trajectories=[PART])).payload[:4] == b"ARP4"
+
+
+def test_images_stay_with_their_sequences_in_a_batch():
+    groups = [[ROW], [ROW, replace(ROW, images=IMAGES[:2])], [replace(ROW, images=IMAGES[1:])]]
+    payloads = [encode_episode(i, TrajectoryGroup(trajectories=group)).payload for i, group in enumerate(groups)]
+    assert [payload[:4] for payload in payloads] == [b"ARP1", b"aRP2", b"aRP2"]
+    (part,) = share_parts([payload_head(payload) for payload in payloads], 1)
+    share = build_share(payloads, part, step=0, version=5, mask_before=0)
+    assert share.images == [(), (), IMAGES[:2], IMAGES[1:]]
+    batch = to_train_batch(share)
+    assert batch.images == IMAGES
+    assert batch.image_index.tolist() == [[-1, -1], [-1, -1], [0, 1], [1, 2]]
+    with raises_code("data.inconsistent_batch"):
+        to_train_batch(replace(share, images=share.images[:-1]))
+    (part,) = share_parts([payload_head(payloads[0])], 1)
+    assert to_train_batch(build_share(payloads[:1], part, step=0, version=5, mask_before=0)).image_index is None
 
 
 def test_routed_experts_stay_at_their_tokens_in_a_batch():

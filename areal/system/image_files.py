@@ -1,0 +1,51 @@
+"""The image files of a run: PNG files named by their content, which trajectories refer to."""
+
+import hashlib
+import re
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+from areal.api.errors import InputError
+from areal.system.durable import open_regular, write_atomic
+
+_NAME = re.compile(r"[0-9a-f]{64}\.png")
+
+
+class ImageFiles:
+    """A folder of PNG files. Several processes may write and read it; a file that exists is complete."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+
+    def path(self, sha256: str) -> Path:
+        return self.folder / sha256[:2] / f"{sha256}.png"
+
+    def put(self, png: bytes) -> str:
+        """Store a file and sync it to disk, unless it is there; returns its digest. Raises OSError."""
+        digest = hashlib.sha256(png).hexdigest()
+        path = self.path(digest)
+        with self._lock:  # threads that write one file would use one temporary name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, png)
+        return digest
+
+    def read(self, sha256: str) -> bytes:
+        """The file with this digest. Raises InputError when it is missing or was changed."""
+        try:
+            with open_regular(self.path(sha256)) as file:
+                png = file.read()
+        except OSError as error:
+            text = f"image {sha256} cannot be read: {error}"
+            raise InputError(text, code="data.image_missing") from error
+        if hashlib.sha256(png).hexdigest() != sha256:
+            text = f"image file {self.path(sha256)} has changed since it was written (its digest differs)"
+            raise InputError(text, code="data.image_changed")
+        return png
+
+    def unreachable(self, kept: Collection[str]) -> list[Path]:
+        """The files whose digests are not in `kept`, sorted. No file that is being written."""
+        files = (path for path in self.folder.glob("*/*.png") if _NAME.fullmatch(path.name))
+        return sorted(path for path in files if path.stem not in kept)
