@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from areal.agent.agent_watch import AgentWatch, place_of, printed_place
 from areal.agent.environment import run_environment
+from areal.agent.turns import END_CODES
 from areal.api.errors import ArealError, ConfigError, InputError, RewardError
 from areal.api.functions import FunctionRef, load_function
 from areal.observe.episode_metrics import logged_metrics
@@ -69,6 +70,8 @@ class AgentOutcome:
     """Further named numbers."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """What the agent logged with log_metric."""
+    refusal: str = ""
+    """One of END_CODES, if its error comes from this refusal of a request."""
     leaks: list[str] = field(default_factory=list[str])
     """Tasks and processes that the agent left behind. Of an agent in Python only when its job has `watch`."""
     last_error: str = ""
@@ -121,7 +124,8 @@ class LoadedAgents:
             try:
                 found = outcome_of(await function(job.row, client, session), session)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: it fails this session
-                found = AgentOutcome(status="error", message=described(error))
+                refusal = refusal_in("\n".join(_texts(error)))
+                found = AgentOutcome(status="error", message=described(error), refusal=refusal)
         if watch is not None:
             found = replace(found, leaks=await watch.leaks(), last_error=watch.last_error)
         return replace(found, metrics=logged.means())
@@ -216,7 +220,7 @@ async def run_command(job: AgentJob, *, knows_session: bool = True) -> AgentOutc
     text = output.decode("utf-8", "replace").strip()
     place = f" ({found})" if (found := printed_place(text)) else ""
     message = f"{argv[0]} ended with exit code {process.returncode}{place}: {text[-_OUTPUT_CHARS:]}"
-    return AgentOutcome(status="error", message=message, leaks=leaks)
+    return AgentOutcome(status="error", message=message, refusal=refusal_in(text), leaks=leaks)
 
 
 def with_columns(text: str, row: Mapping[str, Any]) -> str:
@@ -237,6 +241,25 @@ def client_variables(job: AgentJob) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": job.base_url,
         "ANTHROPIC_API_KEY": job.key,
     }
+
+
+def refusal_in(text: str) -> str:
+    """The one of END_CODES in the text of an error, as the SDKs and their tracebacks print it; empty = none."""
+    return next((code for code in END_CODES if code in text), "")
+
+
+def _texts(error: BaseException) -> Iterator[str]:
+    """The texts of an error, of the errors that it replaced, and of those in a group, without traceback."""
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield f"{one} {getattr(one, 'body', '')}"  # of an SDK's error: what the session server answered
+        earlier = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        left += [earlier] if earlier is not None else []
+        left += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
 
 
 def described(error: BaseException) -> str:

@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from areal.agent.session import BUDGET_CODES
 from areal.agent.tool_functions import Tool, answer_call, parsed_arguments, tool_schema
-from areal.agent.turns import Message
+from areal.agent.turns import BUDGET_CODES, Message
 from areal.api.errors import ConfigError, RewardError
 
 MAX_TURNS = 64

@@ -9,7 +9,6 @@ from typing import Any
 from aiohttp import web
 
 from areal.agent.rehearsal import Fault, Step
-from areal.agent.session import BUDGET_CODES
 from areal.agent.session_directory import OpenedSession, OpenRequest, SessionReward
 from areal.agent.tool_calls import split_answer, style_of
 from areal.agent.turns import FinishReason, Message, ToolCall, TurnAnswer, TurnRefused, TurnRequest
@@ -55,8 +54,6 @@ class RehearsedSession:
         """Whether a request got something else than a plain answer or call."""
         self.num_malformed = 0
         """Tool calls that were delivered as text."""
-        self.has_used_budget = False
-        """Whether a request was refused as one of a run is after which the session is scored as it is."""
         self.reported = SessionReward()
         self.is_final = asyncio.Event()
         """Set by a report that ends the session."""
@@ -76,11 +73,7 @@ class RehearsedSession:
 
     async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
         self.num_requests += 1
-        try:
-            turn = await self._turn(request)
-        except TurnRefused as refused:
-            self.has_used_budget |= refused.code in BUDGET_CODES
-            raise
+        turn = await self._turn(request)
         self.next_fault = turn.faults.pop(0) if turn.faults else ""
         return turn.answers
 

@@ -21,8 +21,6 @@ RETRY_AFTER_S = 1.0
 
 _END_TOKENS = 16
 """Tokens at the end of a prompt that show whether it opens the reasoning."""
-BUDGET_CODES = frozenset({"agent.turn_budget", "agent.token_budget", "agent.prompt_too_long"})
-"""Refusals after which the policy has used what it may: the session is over, and is scored as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

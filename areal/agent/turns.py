@@ -10,6 +10,10 @@ Message = dict[str, Any]
 """A chat message in OpenAI's form, as chat templates take it: role, content, tool_calls, tool_call_id, name,
 reasoning_content. Content is text or None."""
 FinishReason = Literal["stop", "length", "tool_calls"]
+BUDGET_CODES = frozenset({"agent.turn_budget", "agent.token_budget", "agent.prompt_too_long"})
+"""Refusals after which the policy has used what it may: the session is over, and is scored as it is."""
+END_CODES = BUDGET_CODES | {"agent.time_budget"}
+"""Refusals after which every further turn is refused too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from areal.agent.rehearsal import SCENARIOS, Scenario, chosen, problems_of
 from areal.agent.rehearsal_session import RehearsalDirectory, RehearsedSession, Script
 from areal.agent.session_directory import OpenedSession
 from areal.agent.session_routes import SessionServer
+from areal.agent.turns import BUDGET_CODES
 from areal.api.config import DatasetConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.config.validate import raise_problems
@@ -168,7 +169,7 @@ async def play(pool: AgentPool, target: Target, scenarios: Sequence[Scenario], *
                 outcome = await pool.run(job, timeout_s=timeout_s)
             if outcome.status == "unusable":
                 raise ConfigError(f"the agent cannot be started: {outcome.message}", code="agent.not_startable")
-            if outcome.status == "error" and session.has_used_budget and target.scorer is not None:
+            if outcome.refusal in BUDGET_CODES and target.scorer is not None:
                 outcome = replace(outcome, status="ok")  # as in a run: the session is scored as it is
             reward = await _reward(target, session, outcome)
             good = reward if scenario is scenarios[0] else good

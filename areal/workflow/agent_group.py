@@ -8,8 +8,9 @@ from typing import Any, cast
 
 from areal.agent.agent_run import AgentOutcome
 from areal.agent.samples import Cut, trajectories
-from areal.agent.session import BUDGET_CODES, Session
+from areal.agent.session import Session
 from areal.agent.session_directory import SessionReward
+from areal.agent.turns import BUDGET_CODES, END_CODES
 from areal.api.config import AgentConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import RewardError, ServerUnavailable
@@ -36,9 +37,9 @@ class FinishedSession:
 
     @property
     def has_ended_well(self) -> bool:
-        """The agent ended, or the policy used its budget. A time-out or another error says nothing about the policy."""
-        budget_used = any(self.session.counts.refused[code] for code in BUDGET_CODES)
-        return self.outcome.status == "ok" or (self.outcome.status == "error" and budget_used)
+        """The agent ended, or its error comes from a refusal because the policy used its budget. A time-out or another
+        error says nothing about the policy."""
+        return self.outcome.status == "ok" or self.outcome.refusal in BUDGET_CODES
 
     @property
     def turn_rewards(self) -> dict[str, float]:
@@ -91,8 +92,8 @@ class FinishedSession:
 
     @property
     def agent_error(self) -> str:
-        """Why there is no reward, where the cause is the agent: no time-out, used budget or failure of a server."""
-        if self.is_usable or self.outcome.status in ("ok", "timeout") or self.has_ended_well:
+        """Why there is no reward, where the cause is the agent: no time-out, refusal or failure of a server."""
+        if self.is_usable or self.outcome.status in ("ok", "timeout") or self.outcome.refusal in END_CODES:
             return ""
         return "" if self.session.counts.failures else " ".join(self.outcome.message.split())
 
@@ -133,7 +134,7 @@ def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> Trajec
     if not usable and agent_error:
         what = "agent_error in every session" if _EXCEPTION.match(agent_error) else "no session has a reward"
         raise RewardError(f"{what}: {agent_error}", code="agent.failed")
-    unserved = next((one.outcome for one in found if one.outcome.status == "error" and not one.has_ended_well), None)
+    unserved = next((one.outcome for one in found if one.outcome.status == "error" and not one.outcome.refusal), None)
     if not usable and unserved is not None:
         raise ServerUnavailable(f"no session has a reward: {unserved.message}", code="agent.no_server")
     least = len(found) if config.missing_reward == "reject" else min(2, len(found))

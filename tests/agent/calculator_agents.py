@@ -90,6 +90,21 @@ async def too_many_turns(row: dict[str, Any], client: Any, session: Any) -> floa
     return 1.0
 
 
+async def fails_beyond_budget(row: dict[str, Any], client: Any, session: Any) -> float:
+    """Its first request is answered. What it raises because of the refusal of the second one depends on the row."""
+    await ask(row, client)
+    try:
+        await ask(row, client)
+    except Exception as refusal:
+        if row["kind"] == "wrapped":
+            raise RuntimeError("the model failed") from refusal
+        if row["kind"] == "in a group":
+            raise ExceptionGroup("tasks", [refusal]) from None
+        if row["kind"] == "while handling it":
+            raise RuntimeError("the model failed")  # noqa: B904 - as some agents do
+    return float(row["no such column"])
+
+
 class Guessing:
     """An environment: the policy guesses a number in at most three answers."""
 

@@ -83,10 +83,11 @@ async def test_python_is_the_interpreter_of_the_run_and_a_program_from_outside_g
     assert (await run_command(job, knows_session=False)).status == "ok"
 
 
-async def test_a_command_that_fails_has_its_last_output_in_the_message() -> None:
-    command = (sys.executable, "-c", "raise SystemExit('no such page')")
+@pytest.mark.parametrize("refusal", ["", "agent.turn_budget"])
+async def test_a_command_that_fails_has_its_last_output_in_the_message_and_the_refusal_in_it(refusal) -> None:
+    command = (sys.executable, "-c", f"raise SystemExit('{refusal} no such page')")
     found = await run_command(AgentJob(row={}, base_url="http://localhost:1", key="secret", command=command))
-    assert found.status == "error"
+    assert (found.status, found.refusal) == ("error", refusal)
     assert "no such page" in found.message
 
 

@@ -116,9 +116,26 @@ async def test_sessions_that_the_servers_failed_are_no_error_of_the_agent(make, 
     assert caught.value.code == "agent.no_server"
 
 
-async def test_a_used_up_budget_without_a_reward_is_no_error_of_the_agent(make) -> None:
-    group = await make("too_many_turns", max_turns=2).arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
+@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_seconds": 1e-9}])
+async def test_a_used_up_budget_without_a_reward_is_no_error_of_the_agent(make, limit) -> None:
+    group = await make("too_many_turns", **limit).arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
     assert (group.rejected, group.agent_error) == ("no_reward", "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_own"), [("wrapped", False), ("in a group", False), ("while handling it", False), ("own", True)]
+)
+async def test_an_error_after_a_refusal_is_of_the_budget_only_if_it_comes_from_the_refusal(make, kind, is_own) -> None:
+    """An error that the agent raises later is its own: the reward function does not score its session."""
+    workflow = make("fails_beyond_budget", reward_fn="exact", n_samples=1, max_turns=1)
+    episode = workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), {**ROW, "kind": kind})
+    if not is_own:
+        group = await episode
+        assert (group.rejected, [one.reward for one in group.trajectories]) == ("", [1.0])
+        return
+    with pytest.raises(RewardError) as caught:
+        await episode
+    assert caught.value.code == "agent.failed"
 
 
 @pytest.mark.parametrize("in_all", [False, True])
