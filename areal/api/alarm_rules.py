@@ -70,23 +70,23 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
     ),
     AlarmRule(
         code="alarm.budget_stops",
-        value="`rollout/episode/budget_stops`: share of agents' sessions that used their budget of turns or tokens",
+        value="`rollout/ended/budget_stops`: share of agents' sessions that used their budget of turns or tokens",
         side="above",
         limit=0.5,
         steps=3,
         meaning="most sessions of agents end because their budget is used, not because the agent has finished",
         causes="agent.max_turns, agent.max_tokens or gconfig.max_tokens is too small; the policy repeats tool calls",
-        look_at="areal show RUN --worst 5; rollout/episode/num_turns, tool_calls and malformed_tool_calls",
+        look_at="areal show RUN --worst 5; rollout/ended/num_turns, tool_calls and malformed_tool_calls",
     ),
     AlarmRule(
         code="alarm.drifts",
-        value="`rollout/episode/drifts`: turns of a session whose messages extend an answer, and whose tokens do not",
+        value="`rollout/ended/drifts`: turns of a session whose messages extend an answer, and whose tokens do not",
         side="above",
         limit=0.5,
         steps=3,
         meaning="the chat template or the client changes the history of dialogues, so a session becomes more samples",
         causes="a client that does not send answers back unchanged; a template that removes earlier reasoning",
-        look_at="areal prove-template; areal show RUN; rollout/episode/forks; agent.template_options, agent.on_drift",
+        look_at="areal prove-template; areal show RUN; rollout/ended/forks; agent.template_options, agent.on_drift",
     ),
     _mismatch(
         code="alarm.effective_sample_size", value="`batch/mismatch/ess_token`", side="below", limit=0.05, steps=3
@@ -216,14 +216,14 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
     ),
     AlarmRule(
         code="alarm.zeros_by_load",
-        value="`rollout/episode/zeros_by_load`: the zero rate of agents' sessions under much load minus that of the "
+        value="`rollout/ended/zeros_by_load`: the zero rate of agents' sessions under much load minus that of the "
         "others, within policy versions; 0 = not beyond chance",
         side="above",
         limit=0.1,
         steps=2,
         meaning="sessions of agents get no reward because of the load, and not because of the policy",
         causes="a time limit in the agent, its tools or its environment that is too short when many sessions run",
-        look_at="rollout/episode/queue_s, open_sessions, agent_timeouts and no_reward; agent.timeout_s; "
+        look_at="rollout/ended/queue_s, open_sessions, agent_timeouts and no_reward; agent.timeout_s; "
         "rollout.max_concurrent_rollouts",
     ),
 )

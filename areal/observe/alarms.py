@@ -238,7 +238,7 @@ MEASURES: dict[str, Measure] = {
     "truncated_answers": latest("batch/unfinished_ratio"),
     "uniform_groups": uniform_groups,
     "update_kl": latest("actor/approx_kl"),
-    "budget_stops": latest("rollout/episode/budget_stops"),
-    "drifts": latest("rollout/episode/drifts"),
-    "zeros_by_load": latest("rollout/episode/zeros_by_load"),
+    "budget_stops": latest("rollout/ended/budget_stops"),
+    "drifts": latest("rollout/ended/drifts"),
+    "zeros_by_load": latest("rollout/ended/zeros_by_load"),
 }

@@ -42,6 +42,7 @@ rollout/dropped: episodes: Accepted episodes that were dropped as stale.
 rollout/accepted_frac: share: Accepted among accepted and rejected episodes.
 rollout/dropped_tokens_mean: tokens: Mean tokens of the dropped episodes.
 rollout/dropped_to_kept_tokens: ratio: Mean tokens of dropped episodes divided by those of the episodes in the batch.
+rollout/ended/NAME: number: As rollout/episode/NAME, but over accepted and rejected episodes, in the batch or not.
 rollout/produced_tokens: tokens: Tokens that all servers generated, for training and evaluation.
 rollout/generated_tokens_per_s: tokens/s: Tokens that all servers generated, for training and evaluation.
 rollout/replica_tokens_per_s/REPLICA: tokens/s: Mean speed of one answer of a replica.
@@ -90,7 +91,7 @@ rollout/episode/open_sessions: sessions: Open sessions at the start of a session
 rollout/episode/zeros_by_load: share: Zero rate under much load minus that of other sessions; 0 = not beyond chance.
 rollout/episode/zero_gap/LOAD: share: Zero rate of sessions above the median of a load minus that of the others.
 rollout/episode/reward_gap/LOAD: reward: The same difference of the mean reward; within policy versions, both.
-rollout/episode/NAME: number: A statistic of the workflow (log_metric, stats of the group), mean over its episodes.
+rollout/episode/NAME: number: A statistic of the workflow (log_metric, stats of the group), mean over the batch.
 
 # The train batch, as the trainer sees it
 batch/num_sequences: sequences: Sequences.

@@ -87,13 +87,13 @@ def verdict_on(
     """Whether the result of an episode is accepted. Raises TrajectoryError when it cannot be used."""
     if group is None:
         return Rejected(reason="workflow")
+    check_stats(group)
     if group.rejected and not group.trajectories:
         return Rejected(reason=group.rejected)
     encoded = encode_episode(episode_id, group)
     if check_format:
         for trajectory in group.trajectories:
             check_trajectory(trajectory)
-    check_stats(group)
     _check_filter_rewards(group)
     if group.rejected:
         return Rejected(reason=group.rejected, payload=encoded.payload)

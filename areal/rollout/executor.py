@@ -208,6 +208,7 @@ class Executor:
         seconds: float,
     ) -> None:
         self._failed_in_a_row = 0
+        self._producer.count_ended(stats)
         if isinstance(verdict, Rejected):
             self._producer.num_rejected += 1
             self._reject(episode_id, verdict.reason, verdict.payload or _answers_of(episode_id, engine))

@@ -1,6 +1,7 @@
 """Counts the results of episodes since the last batch, and the rate of generated tokens."""
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 
 from areal.api.data import GenerationResponse
 
@@ -18,6 +19,7 @@ class ProducerStats:
         self._replica_tokens: Counter[str] = Counter()
         self._replica_seconds: defaultdict[str, float] = defaultdict(float)
         self._dropped_lengths: list[int] = []
+        self._ended: defaultdict[str, list[float]] = defaultdict(list)
         self._last_batch_s: float | None = None
         self._last_batch_tokens = 0
         self._readings: deque[tuple[float, int]] = deque()
@@ -29,6 +31,11 @@ class ProducerStats:
         if len(response.replicas) == 1:  # the time of an answer of several replicas cannot be divided
             self._replica_tokens[response.replicas[0]] += num_tokens
             self._replica_seconds[response.replicas[0]] += response.latency_s
+
+    def count_ended(self, stats: Mapping[str, float]) -> None:
+        """An episode ended without failing. The statistics of the batch have those of accepted episodes alone."""
+        for name, value in stats.items():
+            self._ended[name].append(value)
 
     def count_dropped(self, num_tokens: int) -> None:
         """An accepted episode of `num_tokens` was dropped as stale; long ones are dropped more often."""
@@ -50,6 +57,8 @@ class ProducerStats:
             dropped = sum(self._dropped_lengths) / len(self._dropped_lengths)
             stats["dropped_tokens_mean"] = dropped
             stats["dropped_to_kept_tokens"] = dropped / (sum(kept_lengths) / len(kept_lengths))
+        stats |= {f"ended/{name}": sum(values) / len(values) for name, values in self._ended.items()}
+        self._ended.clear()
         stats["produced_tokens"] = float(self.generated_tokens - self._last_batch_tokens)
         if self._last_batch_s is not None and now_s > self._last_batch_s:
             stats["generated_tokens_per_s"] = stats["produced_tokens"] / (now_s - self._last_batch_s)

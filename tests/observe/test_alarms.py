@@ -32,9 +32,9 @@ SIMPLE = {
     "stale_tokens": ("rollout/stale_tokens_frac", 0.1, 0.11, 5),
     "truncated_answers": ("batch/unfinished_ratio", 0.5, 0.51, 3),
     "update_kl": ("actor/approx_kl", 1.0, 1.01, 3),
-    "budget_stops": ("rollout/episode/budget_stops", 0.5, 0.51, 3),
-    "drifts": ("rollout/episode/drifts", 0.5, 0.51, 3),
-    "zeros_by_load": ("rollout/episode/zeros_by_load", 0.1, 0.11, 2),
+    "budget_stops": ("rollout/ended/budget_stops", 0.5, 0.51, 3),
+    "drifts": ("rollout/ended/drifts", 0.5, 0.51, 3),
+    "zeros_by_load": ("rollout/ended/zeros_by_load", 0.1, 0.11, 2),
 }
 """Rules of one metric: the value at the limit, which raises nothing, one beyond it, and the steps."""
 

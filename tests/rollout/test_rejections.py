@@ -107,16 +107,25 @@ def test_a_run_that_filters_everything_warns_and_ends_at_its_limit(caplog):
     assert [text for text in caplog.messages if " one group in 10 " in text]
 
 
-def test_batches_report_the_accepted_fraction():
+def test_batches_report_the_accepted_fraction_and_statistics_of_rejected_episodes_too():
+    class Counting(rollout_kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            group = await super().arun_episode(engine, data)
+            group.stats["number"] = float(len(self.seen) % 3)
+            return group
+
     async def main():
         ledger = rollout_kit.memory_ledger()
         config = rollout_kit.make_config(batch_size=2, max_staleness=0, rejections=6)
-        turns = iter(range(1000))
-        controller = rollout_kit.make_controller(ledger, config=config, accept=lambda group: next(turns) % 3 == 2)
+        controller = rollout_kit.make_controller(
+            ledger, config=config, workflow=Counting(), accept=lambda group: group.stats["number"] == 2
+        )
         await controller.start()
         await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
         await rollout_kit.train(controller, range(4))
         await controller.close()
         return ledger.state.batches[1].stats
 
-    assert rollout_kit.run_virtual(main())["accepted_frac"] == pytest.approx(1 / 3)
+    stats = rollout_kit.run_virtual(main())
+    assert stats["accepted_frac"] == pytest.approx(1 / 3)
+    assert (stats["episode/number"], stats["ended/number"]) == (2.0, pytest.approx(1.0))
