@@ -156,10 +156,14 @@ data.chat_template: The tokenizer has no chat template, or one that cannot rende
     Use the tokenizer of a chat model, or rows with a column `prompt` of plain text.
 data.curriculum_failed: The function in train_dataset.curriculum raised an error or returned no list of rows.
     Return a list with at least one row; test it on the rows that load_rows returns.
+data.image_broken: An image is damaged, or not a PNG file where one is needed.
+    Replace the image, or remove its row; the native server takes PNG files only.
 data.image_changed: A file in the folder `images` of a run is not what was written: its digest differs.
     Restore the file from a copy of the run folder, or delete it and start the run again from its dataset.
 data.image_missing: A trajectory refers to an image whose file is not in the folder `images` of the run.
     Restore the folder, which belongs to the ledger. Ranks on several nodes need it on a shared file system.
+data.image_size: An image has a size that the vision tower does not take, or more pixels than allowed.
+    Resize it to the multiples and the limit in the message before it is sent.
 data.image_tokens: The image placeholders of a prompt or trajectory do not belong to its images.
     Use the tokenizer and the image processor of the model, and one placeholder for each image.
 data.inconsistent_batch: The arrays of a batch have different lengths.
@@ -420,6 +424,8 @@ request.foreign_origin: A request comes from a web page, or is addressed to anot
     Send requests from a program, to the address that the server printed.
 request.invalid_field: A request has a missing, unknown or invalid field.
     Correct the field that the message names; a retry with the same body fails again.
+request.no_images: A request has images, and the served model takes none.
+    Serve a model for images and text of a family that areal supports (docs/vision.md), or send no images.
 request.no_tokenizer: A request needs a tokenizer that the server does not have, or cannot use in a stream.
     Add a tokenizer to the folder of the model, use stop_token_ids, or decode the token ids in the client.
 request.not_finite: The model has no finite probabilities for the next token of a request.

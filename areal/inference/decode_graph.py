@@ -41,8 +41,9 @@ class DecodeRow:
     """One token of a sequence."""
 
     token: int
-    place: int
-    """Its position, from 0."""
+    position: int
+    length: int
+    """Tokens to attend to, including its own."""
     slot: int
     """Where its keys and values go."""
     blocks: Sequence[int]
@@ -76,7 +77,7 @@ class DecodeGraphs:
         self._compute, self._kernel, self._capture = compute, kernel, capture
         self._weights = list(weights)
         self._block_size = block_size
-        self._filling = DecodeRow(token=0, place=0, slot=spare_block * block_size, blocks=[spare_block])
+        self._filling = DecodeRow(token=0, position=0, length=1, slot=spare_block * block_size, blocks=[spare_block])
         self._device = device
         self._graphs: dict[tuple[int, ...], dict[tuple[int, int], _Graph]] = {}
         """By addresses of the weights, then by rows and blocks per row."""
@@ -98,7 +99,7 @@ class DecodeGraphs:
     def trial_error(self) -> float:
         """Difference of a graph's logits, for other inputs than those of its capture, relative to the largest logit."""
         self.logits([self._filling])
-        row = DecodeRow(token=1, place=0, slot=self._filling.slot, blocks=self._filling.blocks)
+        row = DecodeRow(token=1, position=0, length=1, slot=self._filling.slot, blocks=self._filling.blocks)
         found = self.logits([row])
         if found is None:
             return float("inf")
@@ -135,10 +136,10 @@ class DecodeGraphs:
         size, width = paged.block_table.shape
         filled = [*rows, *[self._filling] * (size - len(rows))]
         numbers = chain.from_iterable((*row.blocks, *[row.blocks[0]] * (width - len(row.blocks))) for row in filled)
-        inputs.copy_(torch.tensor([[row.token for row in filled], [row.place for row in filled]]))
+        inputs.copy_(torch.tensor([[row.token for row in filled], [row.position for row in filled]]))
         slots.copy_(torch.tensor([row.slot for row in filled]))
         paged.block_table.copy_(torch.tensor(list(numbers), dtype=torch.int32).view(size, width))
-        paged.lengths.copy_(torch.tensor([row.place + 1 for row in filled], dtype=torch.int32))
+        paged.lengths.copy_(torch.tensor([row.length for row in filled], dtype=torch.int32))
 
 
 def tried(graphs: DecodeGraphs) -> DecodeGraphs | None:

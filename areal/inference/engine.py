@@ -144,6 +144,8 @@ class Engine:
         if mode == "in_place":
             self.scheduler.stop_sharing()
         self.weights.install()
+        if self.runner.vision is not None:
+            self.runner.vision.forget()
         self.version = version
         self.counters.install_s += time.perf_counter() - start_s
 

@@ -16,11 +16,13 @@ from areal.api.errors import ConfigError
 from areal.api.routed_experts import ExpertShape
 from areal.inference.cache import BlockPool
 from areal.inference.engine import Delivery, Detokenizer, Engine
-from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
+from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import Scheduler
+from areal.inference.served_model import load_model, vocabulary_size
 from areal.inference.weight_update import ServedWeights, weight_bytes
 from areal.system.model_shape import ModelShape
+from areal.system.vision_layout import read_vision_layout
 from areal.weights.routers import routers_of
 
 NO_VERSION = "-1"
@@ -56,7 +58,8 @@ def build_engine(
     if records_experts and not (shape and shape.experts and routers_of(model)):
         raise ConfigError(f"actor.router_replay: {model_path} has no known experts: remove it", code="model.no_router")
     experts = None if shape is None else ExpertShape(shape.layers, shape.experts_per_token, shape.experts)
-    runner = ModelRunner(model, head_dtype=config.head_dtype, experts=experts)
+    layout = read_vision_layout(str(model_path))
+    runner = ModelRunner(model, head_dtype=config.head_dtype, experts=experts, layout=layout)
     weights = ServedWeights(model, in_host_memory=not _fits_on_device(config, runner))
     if runner.device.type == "cuda":
         weights.allocate()  # before the cache takes the free memory
@@ -120,9 +123,10 @@ def _cache_tokens(config: NativeServerConfig, runner: ModelRunner, longest: int)
 
 
 def request_limits(
-    config: NativeServerConfig, model: PreTrainedModel, detokenizer: FolderTokenizer | None
+    config: NativeServerConfig, runner: ModelRunner, detokenizer: FolderTokenizer | None
 ) -> RequestLimits:
     """What requests may contain. End tokens are the union of those in generation config, config and tokenizer."""
+    model = runner.model
     stop_ids: set[int] = set()
     sources = [model.config.get_text_config().eos_token_id, detokenizer.eos_token_id if detokenizer else None]
     if model.generation_config is not None:
@@ -136,6 +140,7 @@ def request_limits(
         context_length=context_length(config, model),
         default_stop_ids=frozenset(stop for stop in stop_ids if 0 <= stop < vocab_size),
         has_tokenizer=detokenizer is not None,
+        layout=None if runner.vision is None else runner.vision.layout,
     )
 
 

@@ -8,15 +8,18 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import orjson
 from aiohttp import web
 
-from areal.api.errors import RequestError, ServerUnavailable
+from areal.api.errors import InputError, RequestError, ServerUnavailable
+from areal.api.images import ImageRef, VisionLayout, expanded
 from areal.inference.engine import Detokenizer, Engine
+from areal.inference.image_reader import ImageReader
 from areal.inference.json_answers import error_body, json_response, read_json
 from areal.inference.request_parser import (
     RequestLimits,
@@ -29,7 +32,8 @@ from areal.inference.request_parser import (
     text_field,
     token_ids_field,
 )
-from areal.inference.sequence import FinishReason, SamplingParams, Sequence
+from areal.inference.sequence import FinishReason, PlacedImage, SamplingParams, Sequence
+from areal.inference.vision import placed_images
 from areal.observe.spans import add_span, track
 
 _EVENT_STREAM = "text/event-stream"
@@ -38,7 +42,7 @@ _FIXED_BODY_BYTES = 1 << 19
 """Maximum size of a body without its token ids: more than all stop strings take as JSON escapes."""
 _BYTES_PER_ID = 24
 _GENERATE_FIELDS = frozenset(
-    {"rid", "input_ids", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
+    {"rid", "input_ids", "image_data", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
     | {"return_routed_experts", "routed_experts_start_len"}
 )
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init) | {
@@ -71,7 +75,9 @@ class GenerateRoute:
         """Set the engine that answers. Called once, before the first request."""
         self._engine = engine
         self._limits = limits
-        self.max_body_bytes = _FIXED_BODY_BYTES + _BYTES_PER_ID * (limits.context_length + limits.vocab_size)
+        self._images = ImageReader(limits.layout, limits.context_length)
+        ids_bytes = _BYTES_PER_ID * (limits.context_length + limits.vocab_size)
+        self.max_body_bytes = _FIXED_BODY_BYTES + ids_bytes + self._images.max_bytes
         self._detokenizer = detokenizer
 
     def deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
@@ -99,7 +105,9 @@ class GenerateRoute:
         """The handler of /generate: parses the body, queues a sequence, and answers from its tokens."""
         self._num_requests += 1
         default_id = f"{self._id_prefix}{self._num_requests:012d}"
-        call = self._parse(await read_json(request, self.max_body_bytes), default_id)
+        body = check_fields(await read_json(request, self.max_body_bytes), _GENERATE_FIELDS)
+        images = await self._images.read(body["image_data"]) if "image_data" in body else []
+        call = self._parse(body, images, default_id)
         with track("request", call.sequence.request_id):
             return await self._answer(request, call)
 
@@ -192,14 +200,16 @@ class GenerateRoute:
         if (sequence := self._by_id.get(request_id)) is not None:
             self._engine.abort(sequence, "abort_request was called")
 
-    def _parse(self, body: Any, request_id: str) -> _Call:
+    def _parse(self, body: Mapping[str, Any], images: list[tuple[ImageRef, np.ndarray]], request_id: str) -> _Call:
         """RequestError unless the body is valid. `request_id` is used for a request without one."""
         limits = self._limits
-        body = check_fields(body, _GENERATE_FIELDS)
         context = limits.context_length
         input_ids = token_ids_field(body, "input_ids", limits.vocab_size, max_count=context - 1)
         if not input_ids:
             raise RequestError("input_ids must have at least one token", code="request.invalid_field")
+        placed: tuple[PlacedImage, ...] = ()
+        if limits.layout is not None:
+            input_ids, placed = _with_images(input_ids, images, limits.layout)
         num_prompt = len(input_ids)
         sampling = check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params")
         is_streaming = bool_field(body, "stream", False)
@@ -226,6 +236,7 @@ class GenerateRoute:
             request_id=text_field(body, "rid", request_id) or request_id,
             token_ids=input_ids,
             num_prompt=num_prompt,
+            images=placed,
             params=params,
             seed=seed,
             num_prior_output=int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt),
@@ -233,6 +244,19 @@ class GenerateRoute:
             stream_interval=parse_stream_interval(sampling, is_streaming),
         )
         return _Call(sequence=sequence, with_logprobs=bool_field(body, "return_logprob", False), with_text=with_text)
+
+
+def _with_images(
+    input_ids: list[int], images: list[tuple[ImageRef, np.ndarray]], layout: VisionLayout
+) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    """The expanded ids, and where the images are in them. RequestError for another number of placeholders."""
+    if layout.image_token_id not in input_ids and not images:
+        return input_ids, ()
+    try:
+        input_ids = expanded(input_ids, [image for image, _ in images], layout)
+    except InputError as error:
+        raise RequestError(str(error), code=error.code) from error
+    return input_ids, placed_images(input_ids, images, layout)
 
 
 def _finish_json(finish: FinishReason, num_output: int) -> dict[str, Any]:

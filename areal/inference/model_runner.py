@@ -2,20 +2,16 @@
 
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from areal.api.errors import ConfigError
+from areal.api.images import VisionLayout
 from areal.api.routed_experts import ExpertShape
 from areal.inference.attention import (
-    ATTENTION_NAME,
     AttentionPlan,
     AttentionProbe,
     DecodeGroup,
@@ -23,13 +19,13 @@ from areal.inference.attention import (
     LayerCache,
     LayerShape,
     PromptGroup,
-    register_attention,
 )
 from areal.inference.decode_graph import Capture, DecodeGraphs, DecodeRow, capture_cuda, tried
 from areal.inference.paged_kernel import PagedKernel, PagedRows, find_kernel, paged_rows
 from areal.inference.scheduler import Chunk, StepPlan
 from areal.inference.sequence import Sequence
-from areal.weights.output_head import has_float32_head, unrounded_linear
+from areal.inference.served_model import fuse_norms, use_float32_head, vocabulary_size
+from areal.inference.vision import Vision
 from areal.weights.routers import routers_of
 
 BLOCK_SIZE = 16
@@ -39,80 +35,31 @@ _CPU_GROUP_BYTES = 1 << 20
 _CUDA_GROUP_BYTES = 1 << 28
 
 
-def load_model(path: Path, dtype: torch.dtype, device: str, *, from_scratch: bool = False) -> PreTrainedModel:
-    """The causal language model in `path`, using our attention; `from_scratch`: with random weights."""
-    if not (path / "config.json").is_file():
-        message = f"model_path={path} has no config.json: set it to the folder of a Hugging Face checkpoint"
-        raise ConfigError(message, code="model.not_found")
-    register_attention()
-    try:
-        config = AutoConfig.from_pretrained(path)
-        if from_scratch:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
-        model.set_attn_implementation(ATTENTION_NAME)
-    except (ValueError, OSError) as error:
-        message = f"model_path={path}: transformers cannot load it ({error})"
-        raise ConfigError(message, code="model.not_loadable") from error
-    model.to(torch.device(device))  # pyright: ignore[reportArgumentType] - its stub lacks the device form
-    return model.eval().requires_grad_(False)
-
-
 def capture_of(device: torch.device) -> Capture | None:
     """How decode steps become graphs on a device; None where they do not."""
     return capture_cuda if device.type == "cuda" else None
 
 
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """The number of token ids of the model."""
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[0]
-
-
-def fuse_norms(model: nn.Module) -> int:
-    """Use the fused RMS norm kernel of torch on CPU for norms where it is bitwise equal. Returns their number.
-
-    The seven operations of an unfused norm take a tenth of the decode step of a small model.
-    """
-    num_fused = 0
-    for module in model.modules():
-        weight, epsilon = module.__dict__.get("_parameters", {}).get("weight"), module.__dict__.get("variance_epsilon")
-        if not type(module).__name__.endswith("RMSNorm") or weight is None or epsilon is None:
-            continue
-        fused = partial(_rms_norm, module, epsilon)
-        trial = torch.linspace(-3.0, 5.0, 7 * weight.numel(), dtype=weight.dtype).view(7, -1).sin()
-        with torch.inference_mode():
-            if weight.device.type == "cpu" and torch.equal(fused(trial), module(trial)):
-                module.forward = fused
-                num_fused += 1
-    return num_fused
-
-
-def _rms_norm(module: nn.Module, epsilon: float, hidden_states: Tensor) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return rms_norm(hidden_states, weight.shape, weight, epsilon)
-
-
-def _unrounded_head(head: nn.Linear, input: Tensor) -> Tensor:
-    return unrounded_linear(input.flatten(0, -2), head.weight, head.bias).unflatten(0, input.shape[:-1])
-
-
 class ModelRunner:
     """Computes the logits of a planned step."""
 
-    def __init__(self, model: PreTrainedModel, *, head_dtype: str = "auto", experts: ExpertShape | None = None) -> None:
-        """`head_dtype`: see native.head_dtype. `experts`: record the chosen experts of each cached token."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        head_dtype: str = "auto",
+        experts: ExpertShape | None = None,
+        layout: VisionLayout | None = None,
+    ) -> None:
+        """`head_dtype`: see native.head_dtype. `experts`: record the chosen experts of each cached token. `layout`: of
+        a model that takes images."""
         self.model = model
+        self.vision = None if layout is None else Vision(model, layout)
         self._experts, self.records_experts = experts, experts is not None
         self._chosen: dict[int, Tensor] = {}
         self._routed = torch.empty(0)
         fuse_norms(model)
-        head = model.get_output_embeddings()
-        if isinstance(head, nn.Linear) and has_float32_head(head_dtype, model.device, model.dtype):
-            head.forward = partial(_unrounded_head, head)
+        use_float32_head(model, head_dtype)
         self.device = model.device
         self.dtype = model.dtype
         self.layer_shapes = self._probe()
@@ -209,19 +156,22 @@ class ModelRunner:
             logits = self._computed(single, longer, rows)
         if expand is not None:
             logits = logits[torch.tensor(expand, device=self.device)]
+        if self.vision is not None:
+            logits = self.vision.without_banned(logits)
         self._copy_blocks(plan.copies_after)
         return logits, sequences
 
     def _by_graph(self, single: list[Chunk], rows: list[int]) -> Tensor | None:
         """The logits of `rows` of a step that only decodes; None without graphs."""
-        if self._graphs is None:
+        if self._graphs is None or any(chunk.start < chunk.sequence.image_end for chunk in single):
             return None
         slots = self._slots_of(single)
         logits = self._graphs.logits(
             [
                 DecodeRow(
                     token=chunk.sequence.token_ids[chunk.start],
-                    place=chunk.start,
+                    position=chunk.start + chunk.sequence.position_shift,
+                    length=chunk.start + 1,
                     slot=slot,
                     blocks=chunk.sequence.blocks[: chunk.start // BLOCK_SIZE + 1],
                 )
@@ -245,15 +195,18 @@ class ModelRunner:
             held = [chunk.sequence.blocks[: chunk.start // BLOCK_SIZE + 1] for chunk in single]
             attention_plan.paged = paged_rows(self._paged, held, [chunk.start + 1 for chunk in single], self.device)
         self._add_longer(attention_plan, longer, len(single))
-        logits: Tensor = self.model(
-            input_ids=input_ids,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=0
-            if len(rows) == input_ids.shape[1]
-            else torch.tensor(rows, dtype=torch.int64, device=self.device),
-            attention_plan=attention_plan,
-        ).logits[0]
+        kept = None if len(rows) == input_ids.shape[1] else torch.tensor(rows, dtype=torch.int64, device=self.device)
+        chunks = single + longer
+        if self.vision is not None and any(chunk.start < chunk.sequence.image_end for chunk in chunks):
+            logits = self.vision.logits(chunks, input_ids, positions, kept, attention_plan)
+        else:
+            logits = self.model(
+                input_ids=input_ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=0 if kept is None else kept,
+                attention_plan=attention_plan,
+            ).logits[0]
         for layer, chosen in self._chosen.items():
             self._routed.flatten(0, 1)[attention_plan.slots, layer] = chosen.to(self._routed.dtype)
         return logits
@@ -279,12 +232,13 @@ class ModelRunner:
         sequence.experts += [row.tobytes() for row in rows]
 
     def _inputs(self, single: list[Chunk], longer: list[Chunk]) -> tuple[Tensor, Tensor]:
+        """Token ids and positions, [1, tokens] each; `Vision` replaces the positions up to the last image."""
         ids = [chunk.sequence.token_ids[chunk.start] for chunk in single]
-        places = [chunk.start for chunk in single]
+        places = [chunk.start + chunk.sequence.position_shift for chunk in single]
         for chunk in longer:
-            end = chunk.start + chunk.count
+            end, shift = chunk.start + chunk.count, chunk.sequence.position_shift
             ids += chunk.sequence.token_ids[chunk.start : end]
-            places += range(chunk.start, end)
+            places += range(chunk.start + shift, end + shift)
         both = torch.tensor((ids, places), device=self.device)
         return both[:1], both[1:]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.errors import RequestError
+from areal.api.images import VisionLayout
 from areal.inference.sequence import ALL_TOKENS, SamplingParams
 
 _MAX_STOP_STRINGS = 64
@@ -28,6 +29,8 @@ class RequestLimits:
     default_stop_ids: frozenset[int]
     """End tokens of the model."""
     has_tokenizer: bool
+    layout: VisionLayout | None = None
+    """Of a model that takes images."""
 
 
 def _invalid(message: str) -> RequestError:

@@ -109,7 +109,11 @@ class Scheduler:
             sequence = self.waiting[0]
             source = next((one for one in self._groups.get(sequence.group_id, ()) if one.may_share), None)
             leader = leaders.get(source) if source else None
-            if leader is not None and leader.is_last and leader.sequence.token_ids == sequence.token_ids:
+            if (
+                leader is not None
+                and leader.is_last
+                and (leader.sequence.token_ids, leader.sequence.images) == (sequence.token_ids, sequence.images)
+            ):
                 if not self._fork(plan, leader, sequence):
                     return
                 continue
@@ -134,7 +138,7 @@ class Scheduler:
         shared = 0
         if source is not None:
             # The last token is always computed, because its logits are needed.
-            shared = min(common_prefix(source.token_ids, sequence.token_ids), source.num_computed, length - 1)
+            shared = min(shared_prefix(source, sequence), source.num_computed, length - 1)
             # Whole blocks may be read in the step that writes them, since each layer writes before it reads. A partial
             # block is copied before the step, so it must have been written in an earlier step.
             shared = max(min(shared, source.num_written), shared - shared % self._pool.block_size)
@@ -227,6 +231,15 @@ class Scheduler:
             members.remove(sequence)
             if not members:
                 del self._groups[sequence.group_id]
+
+
+def shared_prefix(one: Sequence, other: Sequence) -> int:
+    """Length of the prefix in which two sequences have the same tokens and the same images."""
+    length = common_prefix(one.token_ids, other.token_ids)
+    for left, right in zip(one.images, other.images, strict=False):
+        if left != right:
+            return min(length, left.start, right.start)
+    return length
 
 
 def common_prefix(first: list[int], second: list[int]) -> int:

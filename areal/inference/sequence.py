@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import numpy as np
+
 ALL_TOKENS = -1
 """`top_k` of a request that samples among all tokens."""
 
@@ -61,6 +63,25 @@ class FinishReason:
     """abort, error: the cause."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedImage:
+    """An image of a prompt. Equal images at equal places have equal keys and values."""
+
+    sha256: str
+    start: int
+    """Number of its first placeholder in the prompt."""
+    count: int
+    """Of placeholders."""
+    grid: tuple[int, int, int] = field(compare=False)
+    """Patches: time, height, width."""
+    position: int
+    """Position of its first placeholder."""
+    shift_after: int
+    """The position of token i behind it, up to the next image, is i + shift_after."""
+    colours: np.ndarray = field(compare=False, repr=False)
+    """uint8 [height, width, 3], one array for all requests with this image."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """One request. The engine thread writes it. Another thread must read `logprobs` first, then as many outputs."""
@@ -96,10 +117,21 @@ class Sequence:
     started_ns: int = 0
     """time.perf_counter_ns at its first start; 0 = it waits."""
     finish: FinishReason | None = None
+    images: tuple[PlacedImage, ...] = ()
+    """In the order of their placeholders."""
+    image_end: int = field(init=False)
+    """Number of tokens up to the last placeholder; 0 = there are no images."""
+    position_shift: int = field(init=False)
+    """The position of token i behind the images is i + position_shift."""
     experts_start: int | None = None
     """First token whose chosen experts are to be recorded; None = none are."""
     experts: list[bytes] = field(default_factory=list[bytes])
     """A record for each token from `experts_start` on, set when the sequence ends or loses its cache."""
+
+    def __post_init__(self) -> None:
+        last = self.images[-1] if self.images else None
+        self.image_end = last.start + last.count if last else 0
+        self.position_shift = last.shift_after if last else 0
 
     @property
     def num_output(self) -> int:

@@ -151,7 +151,7 @@ async def serve(
         from_scratch=options.from_scratch,
         records_experts=options.records_experts,
     )
-    app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
+    app.attach(engine, request_limits(native, engine.runner, detokenizer), detokenizer)
     bound = listen(options.host, options.token, options.port)
     http_log = HttpLogger()
     # A closed connection cancels its handler, which aborts the request of the client.

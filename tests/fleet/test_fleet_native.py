@@ -75,7 +75,7 @@ class NativeServer:
         self.engine = build_engine(
             native, folder, "cpu", deliver=app.generate.deliver, on_failure=print, detokenizer=None
         )
-        app.attach(self.engine, request_limits(native, self.engine.runner.model, None), None)
+        app.attach(self.engine, request_limits(native, self.engine.runner, None), None)
         self._runner = web.AppRunner(app.application(), handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         bound = bind_socket()

@@ -29,14 +29,15 @@ from transformers import (
 )
 
 from areal.api.config import NativeServerConfig
+from areal.api.images import VisionLayout
 from areal.api.routed_experts import ExpertShape
 from areal.inference import server
-from areal.inference.attention import ATTENTION_NAME, register_attention
 from areal.inference.cache import BlockPool
 from areal.inference.engine import Engine
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
 from areal.inference.scheduler import Scheduler
-from areal.inference.sequence import SamplingParams, Sequence
+from areal.inference.sequence import PlacedImage, SamplingParams, Sequence
+from areal.inference.served_model import use_paged_attention
 from areal.inference.server import ServerOptions, serve
 from areal.system.network import Host
 from tests.inference.integrity import check_scheduler
@@ -88,7 +89,15 @@ class Driver:
     progressed: list[Sequence]
     ids: Any = field(default_factory=itertools.count)
 
-    def add(self, prompt: list[int], *, group_id: str = "", seed: int = 0, **params: Any) -> Sequence:
+    def add(
+        self,
+        prompt: list[int],
+        *,
+        group_id: str = "",
+        seed: int = 0,
+        images: tuple[PlacedImage, ...] = (),
+        **params: Any,
+    ) -> Sequence:
         options = {"max_new_tokens": 8, "temperature": 0.0, **params}
         sequence = Sequence(
             request_id=str(next(self.ids)),
@@ -98,6 +107,7 @@ class Driver:
             seed=seed,
             group_id=group_id,
             stream_interval=1,
+            images=images,
         )
         self.engine.scheduler.add(sequence)
         return sequence
@@ -139,11 +149,11 @@ def drive() -> Callable[..., Driver]:
         version: str = "0",
         detokenizer: Any = None,
         experts: ExpertShape | None = None,
+        layout: VisionLayout | None = None,
     ) -> Driver:
-        register_attention()
         own = copy.deepcopy(model)
-        own.set_attn_implementation(ATTENTION_NAME)
-        runner = ModelRunner(own, experts=experts)
+        use_paged_attention(own)
+        runner = ModelRunner(own, experts=experts, layout=layout)
         runner.allocate_cache(num_blocks)
         scheduler = Scheduler(
             BlockPool(num_blocks, BLOCK_SIZE), max_running=max_running, max_prefill_tokens=max_prefill_tokens

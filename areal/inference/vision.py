@@ -1,0 +1,177 @@
+"""Images in a step: features of the vision tower, embeddings and positions of the tokens that hold them."""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from areal.api.images import ImageRef, VisionLayout
+from areal.inference.attention import AttentionPlan
+from areal.inference.scheduler import Chunk
+from areal.inference.sequence import PlacedImage, Sequence
+from areal.system.image_pixels import patches_of
+
+_KEPT_BYTES = 1 << 28
+"""Features that are kept for later chunks and requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """The output of the vision tower for one image."""
+
+    vectors: Tensor  # [tokens, hidden size]: in place of the embeddings of the placeholders
+    deep: tuple[Tensor, ...]  # added to the output of the decoder's first layers; [tokens, hidden size] each
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.nbytes for one in (self.vectors, *self.deep))
+
+
+class Vision:
+    """The images of one model. Only the engine thread uses it."""
+
+    def __init__(self, model: PreTrainedModel, layout: VisionLayout) -> None:
+        self._model, self.layout = model, layout
+        self._features: OrderedDict[str, ImageFeatures] = OrderedDict()
+        """Of the present weights, by digest, the last used one last."""
+        self._num_bytes = 0
+        self._banned = torch.tensor(layout.banned_ids, device=model.device)
+        self.num_computed = 0
+        """Images that the tower has computed so far."""
+
+    def forget(self) -> None:
+        """The weights have changed."""
+        self._features.clear()
+        self._num_bytes = 0
+
+    def without_banned(self, logits: Tensor) -> Tensor:
+        """Logits [rows, vocabulary] in which the banned tokens are impossible."""
+        return logits.index_fill_(1, self._banned, -torch.inf)
+
+    def logits(
+        self, chunks: list[Chunk], input_ids: Tensor, positions: Tensor, kept: Tensor | None, plan: AttentionPlan
+    ) -> Tensor:
+        """The logits [rows, vocabulary] of a step with images, for the rows `kept`; None = all.
+
+        `chunks` in the order of their rows in `input_ids` and `positions` [1, tokens].
+        """
+        embeddings = self._model.get_input_embeddings()(input_ids)
+        features = self._features_of(chunks)
+        is_image = torch.zeros_like(input_ids, dtype=torch.bool)
+        deep: list[tuple[Tensor, ...]] = []
+        if self.layout.has_3d_positions:
+            positions = positions.repeat(3, 1)[:, None]
+        row = 0
+        for chunk in chunks:
+            for image, first, end in _images_in(chunk):
+                found = features[image.sha256]
+                rows = slice(row + first - chunk.start, row + end - chunk.start)
+                part = slice(first - image.start, end - image.start)
+                embeddings[0, rows] = found.vectors[part]
+                is_image[0, rows] = True
+                deep.append(tuple(one[part] for one in found.deep))
+            if self.layout.has_3d_positions and chunk.start < chunk.sequence.image_end:
+                places = positions_of(chunk.sequence, chunk.start, chunk.start + chunk.count, self.layout.merge_size)
+                positions[:, 0, row : row + chunk.count] = torch.from_numpy(places).to(positions.device)
+            row += chunk.count
+        options: dict[str, Any] = {}
+        if deep and deep[0]:
+            options["visual_pos_masks"] = is_image
+            options["deepstack_visual_embeds"] = [torch.cat(level) for level in zip(*deep, strict=True)]
+        decoder = cast(nn.Module, self._model.get_decoder())
+        hidden = decoder(
+            inputs_embeds=embeddings, position_ids=positions, use_cache=False, attention_plan=plan, **options
+        ).last_hidden_state[0]
+        head = self._model.get_output_embeddings()
+        assert head is not None
+        return head(hidden if kept is None else hidden[kept])
+
+    def _features_of(self, chunks: list[Chunk]) -> dict[str, ImageFeatures]:
+        """The features of all images in these chunks, by digest."""
+        images = {image.sha256: image for chunk in chunks for image, _, _ in _images_in(chunk)}
+        missing = [image for digest, image in images.items() if digest not in self._features]
+        if missing:
+            for image, found in zip(missing, self._computed(missing), strict=True):
+                self._features[image.sha256] = found
+                self._num_bytes += found.num_bytes
+            self.num_computed += len(missing)
+        for digest in images:
+            self._features.move_to_end(digest)
+        needed = {digest: self._features[digest] for digest in images}
+        while self._num_bytes > _KEPT_BYTES:
+            self._num_bytes -= self._features.popitem(last=False)[1].num_bytes
+        return needed
+
+    def _computed(self, images: list[PlacedImage]) -> list[ImageFeatures]:
+        patches = np.concatenate([patches_of(image.colours, self.layout) for image in images])
+        found = self._model.base_model.get_image_features(
+            pixel_values=torch.from_numpy(patches).to(self._model.device),
+            image_grid_thw=torch.tensor([image.grid for image in images], device=self._model.device),
+            return_dict=True,
+        )
+        levels: list[Items[Tensor]] = list(getattr(found, "deepstack_features", None) or ())  # Qwen3-VL only
+        dtype = self._model.dtype
+        return [
+            ImageFeatures(vectors.to(dtype), tuple(level[number].to(dtype) for level in levels))
+            for number, vectors in enumerate(found.pooler_output)
+        ]
+
+
+def _images_in(chunk: Chunk) -> list[tuple[PlacedImage, int, int]]:
+    """The images of a chunk, each with the first of its tokens in the chunk and the one behind the last."""
+    if chunk.start >= chunk.sequence.image_end:
+        return []
+    end = chunk.start + chunk.count
+    cut = [(one, max(one.start, chunk.start), min(one.start + one.count, end)) for one in chunk.sequence.images]
+    return [(one, first, last) for one, first, last in cut if first < last]
+
+
+def placed_images(
+    token_ids: Items[int], images: Items[tuple[ImageRef, np.ndarray]], layout: VisionLayout
+) -> tuple[PlacedImage, ...]:
+    """Where the images are in expanded token ids, which belong to them."""
+    places: list[PlacedImage] = []
+    end = shift = 0
+    for image, colours in images:
+        start, count = token_ids.index(layout.image_token_id, end), layout.tokens_of(image)
+        end = start + count
+        position = start + shift
+        if layout.has_3d_positions:
+            shift += max(image.grid[1:]) // layout.merge_size - count
+        places.append(
+            PlacedImage(
+                sha256=image.sha256,
+                start=start,
+                count=count,
+                grid=image.grid,
+                colours=colours,
+                position=position,
+                shift_after=shift,
+            )
+        )
+    return tuple(places)
+
+
+def positions_of(sequence: Sequence, start: int, end: int, merge_size: int) -> np.ndarray:
+    """Positions of the tokens start..end-1: time, height and width, int64 [3, end - start].
+
+    Equal for a token of the text. Those of an image count from its first position on; the text behind it continues
+    after the larger of its height and width (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    """
+    places = np.arange(start, end)
+    found = np.repeat(places[None], 3, axis=0)
+    for image in sequence.images:
+        last = image.start + image.count
+        first = max(image.start, start)
+        if first < min(last, end):
+            time, height, width = image.grid
+            counts = np.indices((time, height // merge_size, width // merge_size)).reshape(3, -1)
+            found[:, first - start : last - start] = image.position + counts[:, first - image.start : end - image.start]
+        behind = max(last - start, 0)
+        found[:, behind:] = places[behind:] + image.shift_after
+    return found
