@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,12 @@ class ImageFeatures:
     @property
     def num_bytes(self) -> int:
         return sum(one.nbytes for one in (self.vectors, *self.deep))
+
+
+class _Tower(Protocol):
+    """The part of a model of transformers that computes features."""
+
+    def get_image_features(self, *, pixel_values: Tensor, image_grid_thw: Tensor, return_dict: bool) -> Any: ...
 
 
 class Vision:
@@ -109,7 +115,7 @@ class Vision:
 
     def _computed(self, images: list[PlacedImage]) -> list[ImageFeatures]:
         patches = np.concatenate([patches_of(image.colours, self.layout) for image in images])
-        found = self._model.base_model.get_image_features(
+        found = cast(_Tower, self._model.base_model).get_image_features(
             pixel_values=torch.from_numpy(patches).to(self._model.device),
             image_grid_thw=torch.tensor([image.grid for image in images], device=self._model.device),
             return_dict=True,

@@ -31,9 +31,7 @@ def expect_logprobs(sequence, expected: torch.Tensor, start: int, end: int) -> N
 def test_greedy_answers_to_images_are_those_of_transformers(max_prefill_tokens, drive):
     model = qwen3_vl()
     driver = drive(model, max_running=4, max_prefill_tokens=max_prefill_tokens, layout=LAYOUT)
-    sequences = [
-        driver.add(ids, images=images, max_new_tokens=10) for ids, images in (pictured(*p) for p in PROMPTS)
-    ]
+    sequences = [driver.add(ids, images=images, max_new_tokens=10) for ids, images in (pictured(*p) for p in PROMPTS)]
     driver.run()
     for sequence in sequences:
         expected = reference(model, sequence.token_ids, sequence.images)
