@@ -70,6 +70,7 @@ class FSDPEngine:
         shard_size: int | None = None,
         syncs_every_pass: bool = False,
         routing: Routing | None = None,
+        shares_prompts: bool = False,
     ) -> None:
         """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports.
         `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
@@ -86,6 +87,7 @@ class FSDPEngine:
         self._syncs_every_pass = syncs_every_pass
         self._host_copies = HostCopies()
         self._routing = routing
+        self._micro_batch = partial(make_micro_batch, device=mesh.device, shares_prompts=shares_prompts)
         towers = {
             id(value) for tower in other_towers(model.model) for value in tower.state_dict(keep_vars=True).values()
         }
@@ -117,7 +119,7 @@ class FSDPEngine:
             for indices in self._plan(batch):
                 positions = torch.zeros(0, dtype=torch.int64)
                 if indices:
-                    micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
+                    micro, inputs = self._micro_batch(batch, indices)
                     positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
                 else:
                     inputs = dummy_input(batch, self._mesh.device)
@@ -154,7 +156,7 @@ class FSDPEngine:
                 values, balance = self._routed_pass(dummy_input(batch, self._mesh.device), num_tokens, is_dummy=True)
                 (values[0].sum() * 0.0 + balance).backward()
                 continue
-            micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
+            micro, inputs = self._micro_batch(batch, indices)
             values, balance = self._routed_pass(inputs, num_tokens)
             result = loss_fn(self._model.as_outputs(values), micro)
             (result.loss * scale + balance).backward()

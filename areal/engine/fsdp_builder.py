@@ -28,13 +28,14 @@ from areal.engine.liger_head import require_liger
 from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import ScheduledOptimizer
-from areal.engine.packed_attention import choose_attention
+from areal.engine.packed_attention import SDPA, choose_attention
 from areal.engine.routing import Routing
 from areal.engine.tensor_plan import apply_tensor_plan
 from areal.engine.token_model import PolicyModel, ScoreModel, TokenModel, ValueModel
 from areal.system.mesh_rules import mesh_problem
 from areal.system.model_shape import ModelShape
 from areal.weights.output_head import has_float32_head
+from areal.weights.routers import routers_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -97,7 +98,22 @@ def build_fsdp_engine(
         shard_size=config.fsdp.shard_size,
         syncs_every_pass=config.fsdp.gradient_sync == "every",
         routing=routing,
+        shares_prompts=_shares_prompts(hf_model, config, mesh, attention),
     )
+
+
+def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh, attention: str) -> bool:
+    """Whether the model may compute a common prompt once: its attention can, and each token is equal in every answer.
+
+    Routers count tokens, dropout is drawn for each, and images belong to sequences. In bfloat16 the gradients of the
+    answers would be added with rounding.
+    """
+    is_exact = mesh.device.type == "cpu" and config.dtype == "float32" and attention == SDPA
+    has_dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in hf_model.modules())
+    has_dropout |= bool(getattr(hf_model.config.get_text_config(), "attention_dropout", 0.0))
+    has_dropout |= config.lora is not None and config.lora.dropout > 0
+    is_text = getattr(hf_model.config, "vision_config", None) is None and not routers_of(hf_model)
+    return config.shared_prompts and is_exact and mesh.context.size == 1 and is_text and not has_dropout
 
 
 def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh) -> Adapters | None:

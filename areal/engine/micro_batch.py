@@ -15,6 +15,7 @@ from areal.data.split import split_by_tokens, take
 from areal.engine.context_parallel import own_tokens
 from areal.engine.mesh import RankGroup
 from areal.engine.packed_attention import PackedLayout, packed_layout
+from areal.engine.shared_prompts import shared_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class ModelInput:
     candidate_ids: Tensor | None = None  # [T, k] int64, as in the batch
     temperatures: Tensor | None = None  # [T] float32, as in the batch
     routed_experts: Tensor | None = None  # [T, layers, k] int16, as in the batch
+    rows: Tensor | None = None
+    """[T] int64: place of each token in a row of fewer tokens, whose are input_ids, position_ids and layout."""
 
 
 def plan_micro_batches(
@@ -85,8 +88,13 @@ def checked_ids(
     return reduce_max
 
 
-def make_micro_batch(batch: TrainBatch, indices: list[int], device: torch.device) -> tuple[MicroBatch, ModelInput]:
-    """The sequences `indices` on `device`, sorted by length: neighbours of equal length share attention calls."""
+def make_micro_batch(
+    batch: TrainBatch, indices: list[int], device: torch.device, *, shares_prompts: bool = False
+) -> tuple[MicroBatch, ModelInput]:
+    """The sequences `indices` on `device`, sorted by length: neighbours of equal length share attention calls.
+
+    `shares_prompts`: the model computes a prompt that several of them have once, if that saves enough.
+    """
     lengths = batch.sequence_lengths
     order = sorted(indices, key=lambda i: (lengths[i], i))
     chosen = batch if order == list(range(len(lengths))) else take(batch, order)
@@ -97,6 +105,10 @@ def make_micro_batch(batch: TrainBatch, indices: list[int], device: torch.device
         routed_experts=chosen.routed_experts,
     )
     micro = MicroBatch(batch=chosen, position_ids=model_input.position_ids, max_seqlen=max(sizes), source_index=order)
+    if shares_prompts and (shared := shared_row(chosen, model_input.layout)) is not None:
+        ids, positions = model_input.input_ids[shared.source], model_input.position_ids[shared.source]
+        shorter = {"input_ids": ids, "position_ids": positions, "layout": shared.layout, "rows": shared.rows}
+        model_input = replace(model_input, **shorter)
     return micro, model_input
 
 

@@ -24,6 +24,17 @@ VARLEN = "areal_packed_varlen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRun:
+    """Neighbours of equal length that continue prompts of equal length."""
+
+    length: int
+    """Tokens of each."""
+    prompts: Tensor  # [n] int64: for each the number of its prompt within the block
+    block: int
+    """The run of `PackedLayout.runs` that consists of the prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
     """Boundaries of the sequences of one packed row."""
 
@@ -35,6 +46,8 @@ class PackedLayout:
     """Set when this rank computes only its part of the row's tokens."""
     num_tokens: int = 0
     """Of the row without padding, when `context` is set."""
+    answers: tuple[AnswerRun, ...] = ()
+    """They follow the sequences of `runs`, and attend to their prompts too. Only for sdpa."""
 
 
 def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
@@ -105,18 +118,38 @@ def _sdpa_per_sequence(
     """One call of scaled_dot_product_attention per run of sequences with equal length. Returns [1, T, H, D]."""
     _require_causal(module, attention_mask, sliding_window)
     repeats = query.shape[1] // key.shape[1]
+    attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
+    shapes = [(count, length) for _, count, length in layout.runs]
+    shapes += [(answers.prompts.numel(), answers.length) for answers in layout.answers]
+    # split, because its backward pass is one concatenation; that of a slice fills a gradient of the whole row
+    sizes = [count * length for count, length in shapes]
+    runs = zip(*(states[0].split(sizes, dim=1) for states in (query, key, value)), strict=True)
     parts: list[Tensor] = []
-    for start, count, length in layout.runs:
-        q, k, v = (
-            states[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
-            for states in (query, key, value)
-        )
+    blocks: list[tuple[Tensor, Tensor]] = []
+    for number, (shape, states) in enumerate(zip(shapes, runs, strict=True)):
+        q, k, v = (each.unflatten(1, shape).transpose(0, 1) for each in states)
         if repeats > 1:  # enable_gqa would take the slow path on the CPU
-            k, v = (states.repeat_interleave(repeats, dim=1) for states in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling)
+            k, v = (each.repeat_interleave(repeats, dim=1) for each in (k, v))
+        if number < len(layout.runs):
+            blocks.append((k, v))
+            out = attend(q, k, v, is_causal=True)
+        else:
+            answers = layout.answers[number - len(layout.runs)]
+            before = (_of_prompts(each, answers.prompts) for each in blocks[answers.block])
+            k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
+            seen = torch.ones(answers.length, k.shape[2], dtype=torch.bool, device=k.device)
+            out = attend(q, k, v, attn_mask=seen.tril(k.shape[2] - answers.length))
         parts.append(out.transpose(1, 2).flatten(0, 1))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.unsqueeze(0), None
+
+
+def _of_prompts(states: Tensor, prompts: Tensor) -> Tensor:
+    """Keys or values of chosen prompts: [n, H, P, D] -> [len(prompts), H, P, D].
+
+    As an embedding, because the backward pass of an index adds one row at a time.
+    """
+    return F.embedding(prompts, states.flatten(1)).unflatten(1, states.shape[1:])
 
 
 def _varlen(

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
@@ -73,7 +74,8 @@ class TokenModel(nn.Module, ABC):
                 use_cache=False,
                 layout=inputs.layout,
             )
-        return outputs.last_hidden_state[0]
+        hidden = outputs.last_hidden_state[0]
+        return hidden if inputs.rows is None else F.embedding(inputs.rows, hidden)  # fast in both directions
 
 
 class PolicyModel(TokenModel):

@@ -103,6 +103,8 @@ class TrainEngineConfig:
     """Divisor of the logits before log-probabilities; must equal gconfig.temperature, which it follows if not given."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How batches are split into forward passes."""
+    shared_prompts: bool = True
+    """On the CPU in float32, compute a prompt once per micro-batch for all its answers; not with experts or dropout."""
     disable_dropout: bool = False
     """Set all dropout probabilities to 0."""
     gradient_checkpointing: bool = option(

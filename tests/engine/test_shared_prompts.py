@@ -1,0 +1,101 @@
+"""A prompt that several answers share is computed once, with the outputs and gradients of whole sequences."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from areal.data.pack import rows_to_train_batch
+from areal.engine.micro_batch import make_micro_batch
+from areal.engine.packed_attention import packed_layout
+from areal.engine.shared_prompts import shared_row
+
+CPU = torch.device("cpu")
+# (group, prompt, answer): group 1 has an answer to another prompt of the same length; one answer is alone.
+ANSWERS = [
+    *((0, [1, 2, 3, 4, 5, 6], length) for length in (2, 5, 2, 1)),
+    *((1, [7, 8, 9, 10, 11, 12], length) for length in (2, 3)),
+    (1, [7, 8, 9, 10, 11, 13], 3),
+    *((2, [14, 15, 16], length) for length in (4, 4, 2)),
+    (3, [1, 2, 3, 4], 2),
+]
+
+
+def grouped_batch(untrained: int | None = None):
+    """`untrained`: a sequence without trained tokens."""
+    generator = torch.Generator().manual_seed(5)
+    rows = [prompt + torch.randint(0, 23, (n,), generator=generator).tolist() for _, prompt, n in ANSWERS]
+    masks = [[0] * len(prompt) + [int(i != untrained)] * n for i, (_, prompt, n) in enumerate(ANSWERS)]
+    batch = rows_to_train_batch(rows, masks)
+    weights = torch.randn(2, batch.num_tokens, generator=generator)
+    groups = torch.tensor([group for group, _, _ in ANSWERS])
+    return replace(batch, group_ids=groups, advantages=weights[0], returns=weights[1])
+
+
+@pytest.mark.parametrize("untrained", [None, 1])
+def test_every_token_has_its_place_in_a_shorter_row(untrained):
+    batch = grouped_batch(untrained)
+    _, whole = make_micro_batch(batch, list(range(len(ANSWERS))), CPU)
+    micro, inputs = make_micro_batch(batch, list(range(len(ANSWERS))), CPU, shares_prompts=True)
+    assert torch.equal(inputs.input_ids[inputs.rows], whole.input_ids)
+    assert torch.equal(inputs.position_ids[inputs.rows], whole.position_ids)
+    assert torch.equal(micro.position_ids, whole.position_ids)
+    saved = (2 if untrained else 3) * 6 + 6 + 2 * 3
+    assert inputs.input_ids.numel() == batch.num_tokens - saved
+    layout = inputs.layout
+    in_runs = sum(count * length for _, count, length in layout.runs)
+    in_answers = sum(run.prompts.numel() * run.length for run in layout.answers)
+    assert in_runs + in_answers == inputs.input_ids.numel()
+    for run in layout.answers:
+        assert run.prompts.max() < layout.runs[run.block][1]
+
+
+def test_a_row_that_saves_little_is_left_as_it_is():
+    rows = [[1, 2, *range(3, 20)], [1, 2, *range(4, 21)]]
+    batch = rows_to_train_batch(rows, [[0, 0, *[1] * (len(row) - 2)] for row in rows])
+    batch = replace(batch, group_ids=torch.zeros(2, dtype=torch.int64))
+    assert shared_row(batch, packed_layout(batch.cu_seqlens, batch.sequence_lengths)) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("qwen2", {}), ("qwen3", {}), ("llama", {"gradient_checkpointing": True}), ("qwen3", {"mb_spec_mbs": 3})],
+)
+def test_outputs_and_gradients_equal_those_of_whole_sequences(cases, models, monkeypatch, model, options):
+    computed: list[int] = []
+    original = make_micro_batch
+
+    def counted(*args, **kwargs):
+        micro, inputs = original(*args, **kwargs)
+        computed.append(inputs.input_ids.numel())
+        return micro, inputs
+
+    monkeypatch.setattr("areal.engine.fsdp.make_micro_batch", counted)
+    options = dict(options)
+    if (count := options.pop("mb_spec_mbs", None)) is not None:
+        options["mb_spec"] = cases.MicroBatchSpec(n_mbs=count)
+    batch = grouped_batch(untrained=9)
+    found, sizes = [], []
+    for shared in (False, True):
+        engine = cases.make_engine(models / model, outputs=cases.RICH, shared_prompts=shared, **options)
+        computed.clear()
+        outputs = engine.forward(batch)
+        sizes.append(sum(computed))
+        batch_with_ids = replace(batch, candidate_ids=outputs.candidate_ids)
+        found.append((outputs, cases.gradients(engine, batch_with_ids, loss_fn=cases.rich_loss)))
+    assert sizes[1] < sizes[0] == batch.num_tokens
+    (plain, expected), (shared_outputs, gradients) = found
+    for name in cases.RICH_NAMES:
+        torch.testing.assert_close(getattr(shared_outputs, name), getattr(plain, name), rtol=0, atol=3e-6, msg=name)
+    for name, value in expected.items():
+        torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"lora": "dropout"}, {"experts": True}])
+def test_other_models_compute_whole_sequences(cases, models, options):
+    name = "qwen3_moe" if options.pop("experts", False) else "qwen3"
+    if options.get("lora"):
+        options = {"lora": replace(cases.LORA, dropout=0.1)}
+    engine = cases.make_engine(models / name, **options)
+    _, inputs = engine._micro_batch(grouped_batch(), list(range(len(ANSWERS))))
+    assert inputs.rows is None
