@@ -220,7 +220,7 @@ def _too_long(config: DatasetConfig, index: int, num_tokens: int, limit: int) ->
 
 
 def _of_all(config: DatasetConfig, load: Callable[[DatasetConfig], list[AnyT]]) -> list[AnyT]:
-    """The rows that `load` gives for each dataset of `path`, mixed by `weights`, or the first max_rows of them.
+    """The rows that `load` gives for each dataset of `path`, mixed by `weights`, or those that an evaluation chooses.
 
     Raises InputError when a dataset has no rows.
     """
@@ -231,4 +231,9 @@ def _of_all(config: DatasetConfig, load: Callable[[DatasetConfig], list[AnyT]]) 
             limit = f" of at most max_length={config.max_length} tokens" if config.max_length else ""
             raise InputError(f"dataset {path} has no rows{limit}", code="data.no_rows")
     rows = mixed_rows(parts, config.weights if isinstance(config, TrainDatasetConfig) else ())
-    return rows[: config.max_rows] if isinstance(config, ValidDatasetConfig) else rows
+    if not isinstance(config, ValidDatasetConfig):
+        return rows
+    if not (chosen := config.chosen(len(rows))):
+        message = f"dataset {config.path} has {len(rows)} rows, and drop_last drops them all: lower batch_size"
+        raise InputError(message, code="data.too_few_rows")
+    return [rows[index] for index in chosen]

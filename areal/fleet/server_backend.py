@@ -7,7 +7,7 @@ from typing import Any
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.fleet.replica import Replica
-from areal.fleet.server_flags import FlagRules, Flags, Problems, flag_problems, given_flags
+from areal.fleet.server_flags import FlagRules, Flags, Problems, flag_problems, given_flags, plain_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class ServerBackend:
     the section is a dataclass and the server is a process of areal."""
     returns_experts: bool = False
     """Whether answers can have the experts that the model chose (actor.router_replay)."""
+    areal_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Flags that AReaL v0.5 gives the server where it has another default (server_defaults=areal)."""
     minimum_version: str = ""
     """The oldest version that accepts the command."""
     tested_version: str = ""
@@ -65,7 +67,13 @@ class ServerBackend:
     def given(self, config: PPOConfig) -> dict[str, Any]:
         """The options of this backend's section that reach the server."""
         section = getattr(config, self.name)
-        return dataclasses.asdict(section) if self.flags is None else given_flags(self.flags, section)
+        if self.flags is None:
+            return dataclasses.asdict(section)
+        defaults = self.areal_defaults if config.server_defaults == "areal" else {}
+        # A null in the section takes the server's own default.
+        named = {plain_name(key) for key in section}
+        defaults = {name: value for name, value in defaults.items() if name not in named}
+        return defaults | given_flags(self.flags, section)
 
     def model(self, config: PPOConfig) -> str:
         """Folder or hub name of the model that the servers load when they start."""

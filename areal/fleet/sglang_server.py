@@ -95,6 +95,18 @@ SGLANG = ServerBackend(
     sampling_problems=sampling_problems,
     run_flags=run_flags,
     returns_experts=True,
+    areal_defaults={
+        "random_seed": 1,
+        "context_length": 32768,
+        "mem_fraction_static": 0.9,
+        "chunked_prefill_size": -1,
+        "max_prefill_tokens": 32768,
+        "schedule_policy": "lpm",
+        "disable_radix_cache": True,
+        "log_level": "warning",
+        "log_level_http": "warning",
+        "decode_log_interval": 1,
+    },
     minimum_version="0.5.10",  # --incremental-streaming-output
     tested_version="0.5.23",
     core_bindings=core_bindings,

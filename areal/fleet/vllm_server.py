@@ -171,6 +171,16 @@ VLLM = ServerBackend(
     model_key="model",
     context_key="max_model_len",
     sampling_problems=sampling_problems,
+    areal_defaults={
+        "seed": 1,
+        "max_model_len": 32768,
+        "max_num_seqs": 256,
+        "gpu_memory_utilization": 0.9,
+        "disable_sliding_window": True,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "uvicorn_log_level": "warning",
+    },
     minimum_version="0.30.0",  # --enable-scale-out
     tested_version="0.32.0",
     part_words=part_words,

@@ -37,7 +37,7 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
         elif rule.action == "copy":
             draft.drop(f"a copy of {rule.path}", key)
         else:
-            draft.drop(rule.hint or "no effect here", key)
+            draft.drop(rule.why or "no effect here", key)
     draft.finish()
     return draft
 

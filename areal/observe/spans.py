@@ -8,15 +8,23 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from areal.observe.trace import ChromeTracer
+from areal.observe.session_trace import SessionTracer
 
-_TRACER: ContextVar[ChromeTracer | None] = ContextVar("areal_tracer", default=None)
+
+class PartTracer(Protocol):
+    """Receives the parts of concurrent work, between two readings of time.perf_counter_ns."""
+
+    def add_part(self, kind: str, track: str, name: str, start_ns: int, end_ns: int) -> None: ...
+    def flush(self) -> None: ...
+
+
+_TRACERS: ContextVar[tuple[PartTracer, ...]] = ContextVar("areal_tracers", default=())
 
 
 class _Track(NamedTuple):
-    tracer: ChromeTracer
+    tracers: tuple[PartTracer, ...]
     kind: str
     id: str
 
@@ -25,30 +33,39 @@ _TRACK: ContextVar[_Track | None] = ContextVar("areal_track", default=None)
 
 
 @contextmanager
-def tracing(tracer: ChromeTracer | None) -> Iterator[None]:
-    """Write the spans of the block to `tracer`, also those of tasks and event loops that it starts. None = nowhere."""
-    token = _TRACER.set(tracer)
+def tracing(*tracers: PartTracer | None) -> Iterator[None]:
+    """Write the spans of the block to `tracers`, also those of tasks and event loops that it starts. None = nowhere."""
+    active = tuple(tracer for tracer in tracers if tracer is not None)
+    token = _TRACERS.set(active)
     try:
         yield
     finally:
-        _TRACER.reset(token)
-        if tracer is not None:
+        _TRACERS.reset(token)
+        for tracer in active:
             tracer.flush()
 
 
 @contextmanager
 def track(kind: str, name: str) -> Iterator[None]:
     """One piece of work, for example the episode 17; the spans inside the block are parts of it."""
-    tracer = _TRACER.get()
-    if tracer is None:
+    tracers = _TRACERS.get()
+    if not tracers:
         yield
         return
-    token, start_ns = _TRACK.set(_Track(tracer, kind, name)), time.perf_counter_ns()
+    token, start_ns = _TRACK.set(_Track(tracers, kind, name)), time.perf_counter_ns()
     try:
         yield
     finally:
         _TRACK.reset(token)
-        tracer.add_part(kind, name, kind, start_ns, time.perf_counter_ns())
+        for tracer in tracers:
+            tracer.add_part(kind, name, kind, start_ns, time.perf_counter_ns())
+
+
+def episode_ended(episode_id: int, status: str, reason: str = "") -> None:
+    """The episode is over: accepted, rejected, dropped or failed."""
+    for tracer in _TRACERS.get():
+        if isinstance(tracer, SessionTracer):
+            tracer.ended(str(episode_id), status, reason)
 
 
 def span(name: str) -> AbstractContextManager[None]:
@@ -63,10 +80,15 @@ def _span(found: _Track, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        found.tracer.add_part(found.kind, found.id, name, start_ns, time.perf_counter_ns())
+        _add(found, name, start_ns, time.perf_counter_ns())
 
 
 def add_span(name: str, start_ns: int, end_ns: int) -> None:
     """A part of the current track between two readings of time.perf_counter_ns."""
     if found := _TRACK.get():
-        found.tracer.add_part(found.kind, found.id, name, start_ns, end_ns)
+        _add(found, name, start_ns, end_ns)
+
+
+def _add(found: _Track, name: str, start_ns: int, end_ns: int) -> None:
+    for tracer in found.tracers:
+        tracer.add_part(found.kind, found.id, name, start_ns, end_ns)

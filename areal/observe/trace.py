@@ -31,7 +31,7 @@ class ChromeTracer:
     def __init__(self, path: Path, process_name: str, *, save_interval: int = 1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._save_interval = save_interval
+        self._save_interval = max(1, save_interval)
         self._steps = 0
         self._pid = os.getpid()
         self._written_s = time.monotonic()

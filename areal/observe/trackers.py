@@ -86,7 +86,7 @@ class WandBTracker:
                 group=settings.group or "_".join(names),
                 notes=settings.notes,
                 tags=settings.tags,
-                config=public(dataclasses.asdict(config)),
+                config=public(dataclasses.asdict(config) | (settings.config or {})),
                 settings=wandb.Settings(console="off", silent=True, **connection),
             )
         except (wandb.Error, ValueError) as error:
@@ -118,6 +118,7 @@ class SwanLabTracker:
             import swanlab
         except ImportError:
             raise _missing("stats_logger.swanlab.mode", "swanlab", "swanlab") from None
+        folder = folder if settings.logdir is None else Path(settings.logdir)
         folder.mkdir(parents=True, exist_ok=True)
         if settings.api_key:
             swanlab.login(api_key=settings.api_key)
@@ -127,7 +128,7 @@ class SwanLabTracker:
             log_dir=str(folder),
             project=settings.project or config.experiment_name,
             name=settings.name or f"{config.trial_name}_train",
-            config=public(dataclasses.asdict(config)),
+            config=public(dataclasses.asdict(config) | (settings.config or {})),
             settings=quiet,
         )
         self._text = swanlab.Text
@@ -302,7 +303,7 @@ def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step:
         trackers.append(TensorBoardTracker(Path(chosen.tensorboard.path), first_step=first_step))
     if chosen.wandb.mode != "disabled":
         trackers.append(WandBTracker(chosen.wandb, config, paths.root))
-    if chosen.swanlab.mode != "disabled":
+    if chosen.swanlab.mode not in (None, "disabled"):
         trackers.append(SwanLabTracker(chosen.swanlab, config, paths.root / "swanlog"))
     if chosen.mlflow.mode != "disabled":
         trackers.append(MlflowTracker(chosen.mlflow, config, paths.root, first_step=first_step))

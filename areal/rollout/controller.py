@@ -73,6 +73,7 @@ class Controller:
             max_concurrent=config.max_concurrent_rollouts,
             max_staleness=options.max_head_offpolicyness,
             total_episodes=total_steps * size,
+            queue_size=options.queue_size,
         )
         self._executor = Executor(
             limits=limits,

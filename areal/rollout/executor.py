@@ -19,10 +19,10 @@ from areal.data.prompt_stream import PromptStream
 from areal.ledger.kept import encode_answers
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import EncodedEpisode, TrajectoryError
-from areal.ledger.state import REJECTED
+from areal.ledger.state import REJECTED, WAITING
 from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
-from areal.observe.spans import track
+from areal.observe.spans import episode_ended, track
 from areal.rollout.episode import EpisodeEngine, Rejected, verdict_on
 from areal.rollout.gate import GateLimits, room, why_closed
 from areal.rollout.producer_stats import ProducerStats
@@ -100,7 +100,8 @@ class Executor:
     def why_closed(self) -> str:
         """Why no episode may start; empty while one may."""
         state = self._ledger.state
-        return why_closed(self.limits, running=len(self._tasks), accepted=self._gate_accepted(), version=state.version)
+        counts = {"accepted": self._gate_accepted(), "waiting": state.counts[WAITING]}
+        return why_closed(self.limits, running=len(self._tasks), version=state.version, **counts)
 
     def _gate_accepted(self) -> int:
         state = self._ledger.state
@@ -117,8 +118,10 @@ class Executor:
         """Start as many episodes as the gate allows, first those that ran when the previous controller died."""
         if not self.is_open:
             return
-        version = self._ledger.state.version
-        free = room(self.limits, running=len(self._tasks), accepted=self._gate_accepted(), version=version)
+        state = self._ledger.state
+        version, waiting = state.version, state.counts[WAITING]
+        accepted = self._gate_accepted()
+        free = room(self.limits, running=len(self._tasks), accepted=accepted, waiting=waiting, version=version)
         if free > STARTS_PER_TURN:
             free = STARTS_PER_TURN
             if not self._admits_more:
@@ -219,7 +222,7 @@ class Executor:
             return
         if self._is_dropped(verdict.min_version):
             self._producer.count_dropped(verdict.num_tokens)
-            self._reject(episode_id, "stale", verdict.payload)
+            self._reject(episode_id, "stale", verdict.payload, status="dropped")
             return
         self._ledger.accept(
             episode_id,
@@ -230,13 +233,15 @@ class Executor:
             num_interruptions=engine.num_interruptions,
         )
         self._producer.num_accepted += 1
+        episode_ended(episode_id, "accepted")
         self._rejections.count_accepted()
         if self._options.enable_rollout_tracing:
             _log.info("episode %d accepted, reward %.4g; %s", episode_id, verdict.reward, self._ledger.state.counts)
         self._on_accepted()
 
-    def _reject(self, episode_id: int, reason: str, payload: bytes) -> None:
+    def _reject(self, episode_id: int, reason: str, payload: bytes, status: str = "rejected") -> None:
         self._ledger.reject(episode_id, reason, payload=payload)
+        episode_ended(episode_id, status, reason)
         if self._options.enable_rollout_tracing:
             _log.info("episode %d rejected (%s); %s", episode_id, reason, self._ledger.state.counts)
 
@@ -247,6 +252,7 @@ class Executor:
         self._producer.num_failed += 1
         self._producer.num_agent_errors += isinstance(error, ArealError) and error.code == "agent.failed"
         self._ledger.fail(episode_id, reason, payload=_answers_of(episode_id, engine))
+        episode_ended(episode_id, "failed", reason)
         self.first_failure = self.first_failure or f"episode {episode_id} failed: {reason}"
         if why := self._repeated(episode_id, error):
             self._stop(f"{why}: {reason}", code="rollout.first_failed")

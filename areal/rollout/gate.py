@@ -15,6 +15,8 @@ class GateLimits:
     """Maximum staleness that admission allows for, in policy versions."""
     total_episodes: int
     """Accepted episodes that all train steps of the run need together."""
+    queue_size: int | None = None
+    """Maximum number of episodes that run or wait for a train step; None = no such limit."""
 
     def open_until(self, version: int) -> int:
         """How many episodes may be accepted or running while the policy is at `version`."""
@@ -22,27 +24,33 @@ class GateLimits:
         return by_version if by_version < self.total_episodes else self.total_episodes
 
 
-def room(limits: GateLimits, *, running: int, accepted: int, version: int) -> int:
+def room(limits: GateLimits, *, running: int, accepted: int, version: int, waiting: int = 0) -> int:
     """Episodes that may start now, 0 when the gate is closed.
 
-    `accepted` counts all accepted episodes except those dropped as stale. Rejected and failed episodes are in neither
-    number, so their room is free immediately.
+    `accepted` counts all accepted episodes except those dropped as stale, `waiting` those of them that no train step
+    has. Rejected and failed episodes are in no number, so their room is free immediately.
     """
     by_staleness = limits.open_until(version) - accepted - running
     by_concurrency = limits.max_concurrent - running
     free = by_staleness if by_staleness < by_concurrency else by_concurrency
+    if limits.queue_size is not None and limits.queue_size - waiting - running < free:
+        free = limits.queue_size - waiting - running
     return free if free > 0 else 0
 
 
-def why_closed(limits: GateLimits, *, running: int, accepted: int, version: int) -> str:
+def why_closed(limits: GateLimits, *, running: int, accepted: int, version: int, waiting: int = 0) -> str:
     """Why no episode may start, as the end of a sentence; empty while the gate is open."""
-    if room(limits, running=running, accepted=accepted, version=version) > 0:
+    if room(limits, running=running, accepted=accepted, waiting=waiting, version=version) > 0:
         return ""
     if running >= limits.max_concurrent:
         return f"{running} episodes are running, the maximum (max_concurrent_rollouts={limits.max_concurrent})"
     started = f"{accepted} accepted and {running} running episodes"
     if accepted + running >= limits.total_episodes:
         return f"the run needs no more than its {started}"
+    if limits.queue_size is not None and waiting + running >= limits.queue_size:
+        return (
+            f"{waiting} waiting and {running} running episodes reach the limit rollout.queue_size={limits.queue_size}"
+        )
     return (
         f"{started} reach the limit ({limits.max_staleness} + {version} + 1) x {limits.batch_size} = "
         f"{limits.open_until(version)} until policy version {version + 1} is published"

@@ -92,7 +92,8 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
     def _run(self, task: RowTask[RowT], rank: TrainingRank, stack: contextlib.ExitStack) -> None:
         config, valid = self._config, self._valid_rows
         batch_size = config.train_dataset.batch_size
-        hooks = StepHooks(evaluate=(lambda done: evaluate(task, valid, rows_at_once=batch_size)) if valid else None)
+        at_once = (config.valid_dataset.batch_size if config.valid_dataset else None) or batch_size
+        hooks = StepHooks(evaluate=(lambda done: evaluate(task, valid, rows_at_once=at_once)) if valid else None)
         engines, is_restart = task.engines, self._context.recover
         after_step, point = AfterStep.of_run(
             config, engines, rank.mesh, hooks=hooks, recovered=engines, after_failure=is_restart

@@ -17,6 +17,7 @@ from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
 from areal.ledger.ledger import Ledger
+from areal.observe.session_trace import open_session_tracer
 from areal.observe.spans import tracing
 from areal.observe.trace import open_tracer
 from areal.reward.answers import answer_function
@@ -83,7 +84,9 @@ def serve_rollouts(
             accept=accept or resolve_accept_fn(config.rollout.should_accept_fn),
         )
 
-    with tracing(open_tracer(config.perf_tracer, RunPaths.of(config), context.name)):
+    paths = RunPaths.of(config)
+    sessions = open_session_tracer(config.perf_tracer, paths)
+    with tracing(open_tracer(config.perf_tracer, paths, context.name), sessions):
         run_serving(make_controller, context.host, registry)
 
 

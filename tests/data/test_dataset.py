@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
+from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig, check_config
 from areal.api.errors import ConfigError
 from areal.data.dataset import load_rows, load_sft_rows
 from areal.data.sft_rows import encode_sft_row
@@ -133,6 +133,23 @@ def test_validation_rows_may_be_limited(jsonl):
     path = jsonl({"a": 1}, {"a": 2})
     assert load_rows(ValidDatasetConfig(path=path, max_rows=1), default_split="test") == [{"a": 1}]
     assert len(load_rows(TrainDatasetConfig(path=path), default_split="train")) == 2
+
+
+def test_validation_rows_may_be_chosen_at_random_and_in_whole_batches(jsonl):
+    path = jsonl(*({"a": number} for number in range(10)))
+
+    def rows(**options):
+        chosen = load_rows(ValidDatasetConfig(path=path, **options), default_split="test")
+        return [row["a"] for row in chosen]
+
+    assert rows(batch_size=4, drop_last=True) == list(range(8))
+    assert rows(batch_size=4) == list(range(10))
+    assert rows(shuffle=True, max_rows=4) == rows(shuffle=True)[:4] != list(range(4))
+    assert sorted(rows(shuffle=True)) == list(range(10))
+    with raises_code("data.too_few_rows"):
+        rows(batch_size=11, drop_last=True)
+    with raises_code("config.missing_requirement"):
+        check_config(ValidDatasetConfig(path=path, drop_last=True))
 
 
 def test_bad_files_are_named_with_their_line(jsonl):

@@ -104,6 +104,19 @@ def test_command_of_vllm():
     }
 
 
+@pytest.mark.parametrize(
+    ("backend", "flag", "own"),
+    [("sglang", "--context-length=32768", "context_length"), ("vllm", "--max-model-len=32768", "max_model_len")],
+)
+def test_the_profile_of_areal_gives_flags_that_the_user_does_not(backend, flag, own):
+    assert flag not in command(config_of(backend)).argv
+    assert flag in command(config_of(backend, server_defaults="areal")).argv
+    changed = command(config_of(backend, server_defaults="areal", **{backend: {own: 100}})).argv
+    assert (flag in changed, f"{flag.partition('=')[0]}=100" in changed) == (False, True)
+    servers_own = command(config_of(backend, server_defaults="areal", **{backend: {own: None}})).argv
+    assert not any(word.startswith(flag.partition("=")[0]) for word in servers_own)
+
+
 def test_flags_of_the_user_override_the_defaults():
     flags = {"model_path": "/other", "dtype": "half", "random_seed": 7, "page-size": 16, "torchao_config": ""}
     argv = command(config_of("sglang", sglang=flags | {"enable_fast_load": True})).argv

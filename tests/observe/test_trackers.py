@@ -130,7 +130,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "250")  # its own process gets half a minute to start otherwise
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "250")
     pytest.importorskip("wandb")
-    config = config_with(wandb=WandBConfig(mode="offline", wandb_api_key="k" * 40, tags=["a"]))
+    own = WandBConfig(mode="offline", wandb_api_key="k" * 40, tags=["a"], config={"note": "own-note"})
+    config = config_with(wandb=own)
     log_three(build_trackers(config, RunPaths(tmp_path)))
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-exp_trial_train.wandb")
     deadline = time.monotonic() + 200
@@ -138,6 +139,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
         time.sleep(0.05)  # wandb's own process writes on for a moment after finish()
     assert b"loss" in content
     assert b"train_step" in content
+    assert b"own-note" in content
     assert b"samples" in content
     (table, *_) = (tmp_path / "wandb").rglob("*.table.json")
     assert b"wrong-answer" in table.read_bytes()
@@ -146,9 +148,10 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 def test_swanlab_offline(tmp_path):
     pytest.importorskip("swanlab")
-    config = config_with(swanlab=SwanlabConfig(mode="offline"))
-    log_three(build_trackers(config, RunPaths(tmp_path)))
-    files = [path for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]
+    own = SwanlabConfig(mode="offline", logdir=str(tmp_path / "own"), config={"note": "my-own-note"})
+    log_three(build_trackers(config_with(swanlab=own), RunPaths(tmp_path)))
+    files = [path for path in (tmp_path / "own").rglob("*") if path.is_file()]
+    assert any(b"my-own-note" in path.read_bytes() for path in files)
     assert any(b"loss" in path.read_bytes() for path in files)
     assert any(b"wrong-answer" in path.read_bytes() for path in files)
 

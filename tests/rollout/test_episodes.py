@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from areal.ledger.payload import (
     payload_sizes,
 )
 from areal.observe.episode_metrics import log_metric
+from areal.observe.session_trace import SessionTracer
+from areal.observe.spans import tracing
 from areal.rollout import executor
 from areal.rollout.episode import check_trajectory, verdict_on
 from areal.rollout.share_codec import decode_share
@@ -180,6 +183,21 @@ async def test_results_of_a_cancelled_attempt_are_ignored():
     assert ledger.state.reasons == {}
     ledger.state.check_integrity()
     await controller.close()
+
+
+async def test_the_record_of_an_episode_has_its_end_and_its_times(tmp_path):
+    outcomes = {0: "reject", 1: "fail"}
+    tracer = SessionTracer(tmp_path / "sessions.ndjson", flush_threshold=0)
+    workflow = rollout_kit.ScriptedWorkflow(lambda row: rollout_kit.Script(outcome=outcomes.get(row % 4, "accept")))
+    ledger = rollout_kit.memory_ledger()
+    with tracing(None, tracer):
+        await run_one_batch(workflow, ledger)
+    records = [json.loads(line) for line in (tmp_path / "sessions.ndjson").read_text().splitlines()]
+    assert {record["status"] for record in records} == {"accepted", "rejected", "failed"}
+    assert {record["reason"] for record in records if record["status"] == "rejected"} == {"workflow"}
+    assert len({record["task_id"] for record in records}) == len(records)
+    for record in records:
+        assert 0 <= record["generate_s"] <= record["total_s"] <= record["finalized_ts"] - record["submit_ts"] + 1e-3
 
 
 async def test_another_prompt_replaces_a_filtered_group():

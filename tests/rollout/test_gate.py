@@ -25,6 +25,13 @@ def test_max_staleness_zero_is_synchronous():
     assert room(limits, running=0, accepted=4, version=1) == 4
 
 
+def test_a_queue_bounds_what_runs_and_waits():
+    limits = GateLimits(batch_size=4, max_concurrent=6, max_staleness=3, total_episodes=40, queue_size=5)
+    assert room(limits, running=0, accepted=4, waiting=0, version=1) == 5
+    assert room(limits, running=2, accepted=8, waiting=3, version=1) == 0
+    assert "queue_size=5" in why_closed(limits, running=2, accepted=8, waiting=3, version=1)
+
+
 def test_room_is_never_negative_after_a_recovery():
     assert room(LIMITS, running=9, accepted=30, version=0) == 0
 

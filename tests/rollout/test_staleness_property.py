@@ -22,6 +22,7 @@ def runs(draw):
         "batch_size": draw(st.integers(1, 5)),
         "max_staleness": draw(st.integers(0, 3)),
         "max_concurrent": draw(st.integers(1, 20)),
+        "queue_room": draw(st.one_of(st.none(), st.integers(0, 5))),
         "step_s": draw(st.sampled_from([0.0, 0.05, 1.0])),
         "dp_size": draw(st.integers(1, 3)),
         "episodes": draw(st.lists(st.tuples(OUTCOMES, DURATIONS, st.integers(1, 4)), min_size=25, max_size=40)),
@@ -30,11 +31,14 @@ def runs(draw):
 
 def play(run, on_stale, num_steps=6, workflow_class=None):
     """One whole run; the events, and per step the shares and the ids of the batch."""
+    room = run.get("queue_room")
+    queue_size = None if room is None else run["batch_size"] + room
     config = rollout_kit.make_config(
         batch_size=run["batch_size"],
         max_staleness=run["max_staleness"],
         on_stale=on_stale,
         max_concurrent=run["max_concurrent"],
+        queue_size=queue_size,
     )
     scripts = [
         rollout_kit.Script(outcome=outcome, token_s=seconds, num_tokens=tokens)
@@ -49,6 +53,7 @@ def play(run, on_stale, num_steps=6, workflow_class=None):
             assert len(state.running) <= run["max_concurrent"]
             limit = (run["max_staleness"] + state.version + 1) * run["batch_size"]
             assert state.num_accepted + len(state.running) <= limit
+            assert queue_size is None or len(state.waiting) + len(state.running) <= queue_size
 
     ledger = rollout_kit.memory_ledger(check_after_every_event)
 

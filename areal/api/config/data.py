@@ -1,9 +1,10 @@
 """Options of datasets."""
 
+import random
 from dataclasses import dataclass
 
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
-from areal.api.config.relevance import given, satisfies
+from areal.api.config.relevance import given, satisfies, when
 
 _SEVERAL = satisfies("path", lambda path: not isinstance(path, str), "a list")
 
@@ -81,10 +82,29 @@ class TrainDatasetConfig(DatasetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidDatasetConfig(DatasetConfig):
-    """The held-out set; rows are neither shuffled nor dropped."""
+    """The held-out set; every evaluation reads the same rows."""
 
     max_rows: int | None = number(None, low=1, also="verl: data.val_max_samples")
     """Number of rows to evaluate on, from the start; null = all rows."""
+    shuffle: bool = option(False, relevant=given("max_rows") | when("drop_last", True), also="verl: validation_shuffle")
+    """Choose these rows at random, the same ones in every run, in place of those from the start."""
+    batch_size: int | None = number(None, low=1, also="verl: data.val_batch_size")
+    """Rows that sft, rw and dpo evaluate at once, and the unit of drop_last; null = train_dataset.batch_size."""
+    drop_last: bool = False
+    """Leave out the rows after the last full batch_size."""
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if self.drop_last and self.batch_size is None:
+            yield Problem("drop_last", "needs batch_size, of which it drops a part", "config.missing_requirement")
+
+    def chosen(self, num_rows: int) -> list[int]:
+        """The indices of the rows of an evaluation."""
+        rows = list(range(num_rows))
+        if self.shuffle:
+            random.Random(0).shuffle(rows)
+        rows = rows[: self.max_rows]
+        return rows[: len(rows) // self.batch_size * self.batch_size] if self.drop_last and self.batch_size else rows
 
 
 def misplaced_data(kind: str, train: DatasetConfig, valid: DatasetConfig | None) -> Problems:

@@ -1,11 +1,14 @@
 """The page docs/config.md, generated from the config classes: `python -m areal.api.config.docs > docs/config.md`."""
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.api.config.help import default_text
 from areal.api.config.kinds import KINDS
+from areal.api.config.legacy import LEGACY
+from areal.api.config.legacy_scheduling import SBATCH, SLURM, WITHOUT_OPTION
 from areal.api.config.relevance import relevance_of
 from areal.api.config.schema import FieldSpec, fields_of, type_text
 
@@ -34,7 +37,7 @@ _AREAL_KEYS = {
     "OptimizerConfig": "type lr weight_decay beta1 beta2 eps min_lr_ratio lr_scheduler_type warmup_steps_proportion"
     " gradient_clipping",
     "TrainEngineConfig": "path attn_impl init_from_scratch temperature mb_spec disable_dropout gradient_checkpointing"
-    " dtype grad_reduce_dtype optimizer weight_update_mode fsdp",
+    " dtype grad_reduce_dtype optimizer fsdp megatron",
     "PPOActorConfig": "group_size ppo_n_minibatches eps_clip eps_clip_higher c_clip m2_threshold reward_norm"
     " reward_scaling reward_bias reward_clip overlong_reward_penalty overlong_tokens overlong_penalty_factor"
     " mask_no_eos_with_zero discount gae_lambda adv_norm kl_ctl kl_estimator recompute_logprob use_decoupled_loss"
@@ -42,21 +45,32 @@ _AREAL_KEYS = {
     "PPOCriticConfig": "ppo_n_minibatches eps_clip",
     "GenerationHyperparameters": "n_samples max_new_tokens min_new_tokens max_tokens greedy top_p top_k temperature"
     " stop_token_ids stop frequency_penalty",
-    "InferenceEngineConfig": "max_concurrent_rollouts consumer_batch_size max_head_offpolicyness"
+    "InferenceEngineConfig": "max_concurrent_rollouts queue_size consumer_batch_size max_head_offpolicyness"
     " enable_rollout_tracing check_trajectory_format schedule_policy setup_timeout request_timeout request_retries"
     " pause_grace_period",
     "DatasetConfig": "path type max_length",
     "TrainDatasetConfig": "batch_size shuffle drop_last",
+    "ValidDatasetConfig": "batch_size shuffle drop_last",
     "ClusterSpecConfig": "name_resolve fileroot n_nodes n_gpus_per_node",
     "NameResolveConfig": "type nfs_record_root etcd3_addr",
-    "LauncherConfig": "inference_server_cpus_per_gpu trainer_cpus_per_gpu inference_server_env_vars trainer_env_vars",
+    "LauncherConfig": "inference_server_cpus_per_gpu inference_server_mem_per_gpu trainer_cpus_per_gpu"
+    " trainer_mem_per_gpu inference_server_env_vars trainer_env_vars slurm",
+    "SlurmConfig": "srun_additional_args additional_bash_cmds container_type mount trainer_image"
+    " inference_server_image",
+    "DistributedDataParallelConfig": "grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather align_param_gather"
+    " use_distributed_optimizer check_for_nan_in_grad bucket_size average_in_collective fp8_param_gather",
+    "MegatronEngineConfig": "ddp virtual_pipeline_parallel_size overlap_param_gather_with_optimizer_step"
+    " use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
+    " use_deterministic_algorithms recompute_granularity recompute_method recompute_num_layers"
+    " distribute_saved_activations recompute_modules",
     "Cadence": "freq_epochs freq_steps freq_secs",
     "RecoverConfig": "mode retries",
     "StatsLoggerConfig": "wandb swanlab tensorboard",
-    "SwanlabConfig": "project name mode api_key",
+    "SwanlabConfig": "project name mode api_key config logdir",
     "TensorBoardConfig": "path",
-    "WandBConfig": "mode wandb_base_url wandb_api_key entity project name job_type group notes tags id_suffix",
-    "PerfTracerConfig": "enabled save_interval",
+    "WandBConfig": "mode wandb_base_url wandb_api_key entity project name job_type group notes tags id_suffix config",
+    "PerfTracerConfig": "enabled save_interval profile_steps session_tracer",
+    "SessionTracerConfig": "enabled flush_threshold",
 }
 """Class -> the keys that AReaL v0.5 has under the same name in the same section."""
 
@@ -74,7 +88,52 @@ def config_page() -> str:
         lines.append("| option | type | default | meaning | relevant when | also known as |\n|---|---|---|---|---|---|")
         lines += [_row(cls, spec, paths[0]) for name, spec in fields_of(cls).items() if name not in base]
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_keys_of_areal(places)])
+
+
+_KEYS = """## Keys of AReaL that are no options here
+
+Files of AReaL v0.5 load unchanged. A key of this table takes the values of the second column; another value is refused.
+`MODEL` is `actor`, `critic`, `ref` or another model.
+
+| key | values | reason |
+|---|---|---|"""
+_SPEC = """
+The first entry of `actor.scheduling_spec` (or `model.scheduling_spec`) and of `rollout.scheduling_spec` sets these
+options of `launcher`, where the file does not set them. ROLE is `trainer` or `inference_server`.
+
+| key | option or reason |
+|---|---|
+| `cpu` | `ROLE_cpus_per_gpu` |
+| `mem` (GB) | `ROLE_mem_per_gpu` (MiB) |
+| `env_vars` | `ROLE_env_vars` |
+| `image` | `slurm.ROLE_image` |"""
+
+
+def _keys_of_areal(places: Mapping[type[Any], Sequence[str]]) -> Iterator[str]:
+    """The table of the keys with rules in `legacy`."""
+    yield _KEYS
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, rules in LEGACY.items():
+        above = {path for cls, paths in places.items() for path in paths if name in (up.__name__ for up in cls.__mro__)}
+        where = "MODEL" if name == "TrainEngineConfig" else min(above, key=lambda path: (len(path.split(".")), path))
+        where = where.replace("actor.", "MODEL.") if where.startswith("actor.") else where
+        for key, rule in rules.items():
+            values = {"accept": ", ".join(map(_yaml, rule.values)), "copy": "empty, or equal", "lora": "any"}
+            rows.setdefault((values.get(rule.action, "any"), rule.why), []).append(
+                f"`{where}.{key}`".replace("`.", "`")
+            )
+    for (values, why), keys in rows.items():
+        yield f"| {', '.join(dict.fromkeys(keys))} | {values} | {why} |"
+    yield _SPEC
+    yield from (f"| `{name}` | `slurm.sbatch_additional_args`: `--{name}` |" for name in SBATCH)
+    yield from (f"| `{name}` | `slurm.{name}` |" for name in SLURM)
+    yield from (f"| `{name}` | no effect: {why} |" for name, why in WITHOUT_OPTION.items())
+    yield ""
+
+
+def _yaml(value: Any) -> str:
+    return f"`{str(value).lower()}`" if isinstance(value, bool) else f"`{value}`"
 
 
 def _places() -> dict[type[Any], list[str]]:

@@ -14,7 +14,7 @@ from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.benchmark import BenchmarkConfig
 from areal.api.config.cut_rules import cut_problems
 from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
-from areal.api.config.fields import Problem, Problems, below, number, option, section
+from areal.api.config.fields import Problem, Problems, below, choice, number, option, section
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, LauncherConfig
 from areal.api.config.loss_assembly import filter_problems
@@ -28,7 +28,7 @@ from areal.api.config.observe import (
 )
 from areal.api.config.relevance import Condition, above, given, options_without_effect, satisfies, when
 from areal.api.config.reward import RewardConfig, score_weight_problems, selection_problems
-from areal.api.config.roles import RewardModelConfig, TeacherConfig
+from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.schema import with_defaults
 from areal.api.config.train import TrainEngineConfig
@@ -179,6 +179,8 @@ class PPOConfig(BaseExperimentConfig):
     """Flags of the SGLang servers, under the names that SGLang uses."""
     vllm: dict[str, Any] = section(dict[str, Any], relevant=_servers("vllm"))
     """Flags of the vLLM servers, under the names that vLLM uses."""
+    server_defaults: str = choice("server", "server", "areal", relevant=_servers("sglang", "vllm"))
+    """Flags of the servers that are not given: server = their defaults, areal = AReaL's (docs/servers.md)."""
     server_python: str = option("", relevant=_servers("sglang", "vllm") & when("rollout.server_addrs", []))
     """Python interpreter of the environment with SGLang or vLLM; empty = the interpreter that runs areal."""
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
@@ -276,7 +278,8 @@ class PPOConfig(BaseExperimentConfig):
         yield from self._must_be_equal()
         yield from self._sampling_problems()
         if self.reward_model is not None:
-            yield from self._reward_model_problems()
+            has_functions = bool(self.reward_fn) or self.reward.names_functions
+            yield from reward_model_problems(self.actor, self.rollout, has_functions=has_functions)
         if self.workflow == "agent":
             yield from cut_problems(self.actor, has_reward_model=self.reward_model is not None)
         yield from self._attach_problems()
@@ -297,18 +300,6 @@ class PPOConfig(BaseExperimentConfig):
         if self.ref is not None and self.ref.logprob_kernel == "liger" and self.actor.wants_distributions:
             yield "ref.logprob_kernel", "liger computes log-probabilities only, and a full KL needs more: use torch"
 
-    def _reward_model_problems(self) -> Problems:
-        """Options that cannot work with a reward model, which scores in the trainer."""
-        has_functions = self.reward_fn or self.reward.names_functions
-        if self.rollout.should_accept_fn and not has_functions:
-            text = "filters before the reward model scores, and there is no reward function: remove it"
-            yield "rollout.should_accept_fn", text
-        if self.actor.adv_estimator == "remax":
-            text = "remax needs the reward of the greedy answer, which the reward model does not score: use another"
-            yield "actor.adv_estimator", text
-        if self.actor.adv_estimator == "gdpo":
-            yield "actor.adv_estimator", "gdpo reads the reward functions without the reward model: use another"
-
     def _critic_problems(self, critic: PPOCriticConfig) -> Problems:
         if critic.optimizer is None:
             yield no_optimizer("critic")
@@ -328,6 +319,8 @@ class PPOConfig(BaseExperimentConfig):
         size = self.rollout.consumer_batch_size
         if size not in (None, rows):
             yield _unequal("rollout.consumer_batch_size", size, "train_dataset.batch_size", rows)
+        if (limit := self.rollout.queue_size) is not None and limit < rows:
+            yield "rollout.queue_size", f"{limit} is below train_dataset.batch_size={rows}: no batch would be complete"
         for name, model in self.models.items():
             ours, sampled = model.temperature, self.gconfig.temperature
             if name in ("actor", "ref", "teacher") and not math.isclose(ours, sampled):

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from areal.api.alarm_rules import ALARM_NAMES, ALARM_RULES, AlarmAction, AlarmRule
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
@@ -136,7 +136,7 @@ class RecoverConfig(Cadence):
             yield Problem("mode", text, "config.missing_requirement")
 
 
-_TRACKS = unless("mode", "disabled")
+_TRACKS = unless("mode", "disabled", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +163,8 @@ class WandBConfig:
     """Notes; null = none."""
     tags: list[str] | None = option(None, relevant=_TRACKS)
     """Tags; null = none."""
+    config: dict[str, Any] | None = option(None, relevant=_TRACKS)
+    """More entries of the run's configuration there; null = none."""
     id_suffix: str | None = option("train", relevant=_TRACKS)
     """Suffix of the run id; null = none."""
 
@@ -175,10 +177,14 @@ class SwanlabConfig:
     """Project name; null = experiment_name."""
     name: str | None = option(None, relevant=_TRACKS)
     """Run name; null = trial_name followed by _train."""
-    mode: str = choice("disabled", "disabled", "cloud", "local", "offline")
-    """Mode of the SwanLab client; disabled = off, offline and local = write to the run folder."""
+    mode: str | None = choice("disabled", "disabled", "cloud", "local", "offline")
+    """Mode of the SwanLab client; disabled and null = off, offline and local = write to the run folder."""
     api_key: str | None = option(None, relevant=_TRACKS)
     """API key; null = the key from the environment."""
+    config: dict[str, Any] | None = option(None, relevant=_TRACKS)
+    """More entries of the run's configuration there; null = none."""
+    logdir: str | None = option(None, relevant=_TRACKS)
+    """Folder of SwanLab's files; null = swanlog in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,17 +248,29 @@ class StatsLoggerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SessionTracerConfig:
+    """One record for each episode in trace/sessions.ndjson: when it ran, how it ended, and where its time went."""
+
+    enabled: bool = False
+    """Write the records."""
+    flush_threshold: int = number(256, relevant=when("enabled", True))
+    """Records between two writes to disk; 0 and below = 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PerfTracerConfig:
     """Chrome traces: phases of the trainer ranks; episodes with requests, rewards and tools; requests of servers."""
 
     enabled: bool = False
     """Write trace/{process}.jsonl in the run folder."""
-    save_interval: int = number(1, low=1, relevant=when("enabled", True))
-    """Train steps between two writes to disk."""
+    save_interval: int = number(1, relevant=when("enabled", True))
+    """Train steps between two writes to disk; 0 and below = 1."""
     profile_steps: list[int] | None = None
     """Train steps, counted from 1, that torch.profiler records, with a memory snapshot on CUDA; null = none."""
     profile_ranks: list[int] = section(lambda: [0], relevant=given("profile_steps"))
     """Trainer ranks that record them, in profile/ of the run folder."""
+    session_tracer: SessionTracerConfig | None = option(None, relevant=_GENERATES)
+    """Records of episodes, also without `enabled`; null = off."""
 
     def problems(self) -> Problems:
         for name, values, low in (

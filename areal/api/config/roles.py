@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from areal.api.config.algorithm import PPOActorConfig
 from areal.api.config.fields import Problems, choice, number
 from areal.api.config.relevance import above
+from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.train import ScoreModelConfig, TrainEngineConfig
 
 
@@ -43,3 +45,15 @@ class RewardModelConfig(ScoreModelConfig):
         yield from super().problems()
         if self.optimizer is not None:
             yield "optimizer", "is set, but this reward model is never trained: set it to null"
+
+
+def reward_model_problems(actor: PPOActorConfig, rollout: InferenceEngineConfig, *, has_functions: bool) -> Problems:
+    """Options that cannot work with a reward model, which scores in the trainer."""
+    if rollout.should_accept_fn and not has_functions:
+        text = "filters before the reward model scores, and there is no reward function: remove it"
+        yield "rollout.should_accept_fn", text
+    if actor.adv_estimator == "remax":
+        text = "remax needs the reward of the greedy answer, which the reward model does not score: use another"
+        yield "actor.adv_estimator", text
+    if actor.adv_estimator == "gdpo":
+        yield "actor.adv_estimator", "gdpo reads the reward functions without the reward model: use another"

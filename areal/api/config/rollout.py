@@ -14,6 +14,8 @@ class InferenceEngineConfig:
 
     max_concurrent_rollouts: int | None = number(None, low=1)
     """Maximum episodes in flight; null = consumer_batch_size x (max_head_offpolicyness + 1)."""
+    queue_size: int | None = number(None, low=1)
+    """Maximum episodes that run or wait for a train step, at least train_dataset.batch_size; null = no such limit."""
     consumer_batch_size: int | None = number(None, low=1)
     """Accepted for AReaL files: episodes per train step, must equal train_dataset.batch_size; null = that value."""
     max_head_offpolicyness: int = number(0, low=0, also="ROLL: async_generation_ratio")

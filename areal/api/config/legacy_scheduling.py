@@ -1,0 +1,65 @@
+"""Options of `launcher` that are equal to AReaL's `scheduling_spec`, and its `scheduling_strategy`. Pure rules."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from areal.api.errors import ConfigProblem
+
+SLURM = ("partition", "time_limit", "srun_additional_args", "additional_bash_cmds", "container_type", "mount")
+SBATCH = ("nodelist", "exclude", "begin", "deadline")
+WITHOUT_OPTION = {
+    "gpu": "`allocation_mode` decides the GPUs of a process",
+    "port_count": "processes choose free ports",
+    "task_type": "an engine runs in the process of its rank",
+    "cmd": "areal starts its own processes",
+    "ray_placement_strategy": "each process has an actor with its own resources",
+}
+"""Keys of a spec that have no effect -> why."""
+
+
+def launcher_options(spec: Mapping[str, Any], *, is_server: bool) -> dict[str, Any]:
+    """The options of `launcher` by dotted path, of one spec; unset values are left out."""
+    role = "inference_server" if is_server else "trainer"
+    variables = cast("dict[str, Any]", spec.get("env_vars") or {})
+    found: dict[str, Any] = {
+        f"{role}_cpus_per_gpu": spec.get("cpu"),
+        f"{role}_mem_per_gpu": int(spec.get("mem") or 0) * 1024,
+        f"{role}_env_vars": ",".join(
+            f"{name}={str(value).replace(',', chr(92) + ',')}" for name, value in variables.items()
+        ),
+        f"slurm.{role}_image": spec.get("image"),
+        "slurm.sbatch_additional_args": " ".join(f"--{name}={spec[name]}" for name in SBATCH if spec.get(name)),
+        **{f"slurm.{name}": spec.get(name) for name in SLURM},
+    }
+    return {path: value for path, value in found.items() if value not in (None, "", 0, [])}
+
+
+def spec_problems(path: str, value: Any) -> Iterator[ConfigProblem]:
+    """What is wrong with a `scheduling_spec`: a list of one or two mappings with known keys."""
+    specs = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
+    if not 1 <= len(specs) <= 2 or not all(isinstance(spec, dict) for spec in specs):
+        yield ConfigProblem(path, "is not a list of one or two mappings", "config.wrong_type")
+        return
+    known = {"cpu", "mem", "env_vars", "image", *SLURM, *SBATCH, *WITHOUT_OPTION}
+    for key in {str(key) for spec in specs for key in spec} - known:
+        yield ConfigProblem(f"{path}.{key}", "unknown key", "config.unknown_key")
+    for spec in cast("list[dict[str, Any]]", specs):
+        for key in ("cpu", "mem"):
+            number = spec.get(key)
+            if number is not None and (type(number) is not int or number < 0):
+                yield ConfigProblem(f"{path}.{key}", f"{number!r} is no integer of at least 0", "config.wrong_type")
+        if not isinstance(spec.get("env_vars") or {}, dict):
+            yield ConfigProblem(f"{path}.env_vars", "is not a mapping", "config.wrong_type")
+
+
+def strategy_problem(section: str, value: Any) -> str:
+    """Why a `scheduling_strategy` cannot be followed; empty when it is how areal places the models."""
+    if not isinstance(value, dict):
+        return ""
+    given = cast("dict[str, Any]", value)
+    shares = given.get("type") == "colocation"
+    if given.get("type") not in (None, "separation", "colocation"):
+        return f"has the type {given['type']!r}: use separation or colocation"
+    if shares and (section == "rollout" or given.get("target") == "rollout"):
+        return "shares GPUs between servers and trainers: allocation_mode gives each its own; use type: separation"
+    return ""

@@ -1,0 +1,195 @@
+"""Every option of AReaL v0.5.0 is an option here, a flag of a server, or a key with a rule; its values load."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from areal.api.config import GRPOConfig, SFTConfig
+from areal.api.config.kinds import KINDS
+from areal.api.config.legacy import legacy_rule
+from areal.api.config.legacy_scheduling import WITHOUT_OPTION, launcher_options
+from areal.api.config.load import read
+from areal.api.config.schema import fields_of, sections_in, with_defaults
+from areal.fleet.backends import backend_named
+
+OPTIONS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "areal_v05_options.yaml").read_text())
+SECTIONS = {
+    "cluster": "ClusterSpecConfig", "name_resolve": "NameResolveConfig", "train_dataset": "TrainDatasetConfig",
+    "valid_dataset": "ValidDatasetConfig", "saver": "SaverConfig", "evaluator": "EvaluatorConfig",
+    "stats_logger": "StatsLoggerConfig", "wandb": "WandBConfig", "swanlab": "SwanlabConfig",
+    "tensorboard": "TensorBoardConfig", "perf_tracer": "PerfTracerConfig", "session_tracer": "SessionTracerConfig",
+    "recover": "RecoverConfig", "sglang": "SGLangConfig", "vllm": "vLLMConfig", "launcher": "LauncherConfig",
+    "slurm": "SlurmLauncherConfig", "scheduler": "SchedulerConfig", "gconfig": "GenerationHyperparameters",
+    "rollout": "InferenceEngineConfig", "actor": "PPOActorConfig", "ref": "PPOActorConfig", "critic": "PPOCriticConfig",
+    "model": "TrainEngineConfig", "mb_spec": "MicroBatchSpec", "optimizer": "OptimizerConfig",
+    "fsdp": "FSDPEngineConfig", "wrap_policy": "FSDPWrapPolicy", "megatron": "MegatronEngineConfig",
+    "ddp": "DistributedDataParallelConfig", "reward_norm": "NormConfig", "adv_norm": "NormConfig",
+    "scheduling_strategy": "SchedulingStrategy",
+}  # fmt: skip
+BASES = {
+    "PPOConfig": "BaseExperimentConfig",
+    "SFTConfig": "BaseExperimentConfig",
+    "PPOActorConfig": "TrainEngineConfig",
+    "PPOCriticConfig": "TrainEngineConfig",
+}
+REQUIRED = {"experiment_name": "e", "trial_name": "t", "fileroot": "/tmp/areal/", "path": "p"}
+
+
+def with_all_keys(cls: str, nulls: list[str], prefix: str = "") -> dict[str, Any]:
+    """A tree with every key of the class; the paths that may be null are added to `nulls`."""
+    tree: dict[str, Any] = with_all_keys(BASES[cls], nulls, prefix) if cls in BASES else {}
+    for key, default in OPTIONS[cls].items():
+        name, path = key.removesuffix("?"), f"{prefix}{key.removesuffix('?')}"
+        nulls += [path] if key.endswith("?") else []
+        if name in SECTIONS and default in ("section", None):
+            tree[name] = with_all_keys(SECTIONS[name], nulls, f"{path}.")
+        elif default == "spec":
+            tree[name] = [with_all_keys("SchedulingSpec", nulls, f"{path}[0].") | {"cmd": "a command"}]
+        else:
+            tree[name] = REQUIRED[name] if default == "???" and name in REQUIRED else default
+    return tree
+
+
+def full(cls: str, allocation_mode: str, kind: str) -> tuple[dict[str, Any], list[str]]:
+    nulls: list[str] = []
+    tree = with_all_keys(cls, nulls) | {"allocation_mode": allocation_mode}
+    tree["train_dataset"]["type"] = tree["valid_dataset"]["type"] = kind
+    for role in tree.keys() & {"actor", "critic", "model"}:
+        tree[role]["path"] = "p"
+    if "ref" in tree:
+        tree["ref"] |= {"path": "p", "optimizer": None}
+    tree["valid_dataset"]["batch_size"] = 1
+    return tree, nulls
+
+
+def grpo(allocation_mode: str = "sglang:d1+d1") -> tuple[dict[str, Any], list[str]]:
+    return full("PPOConfig", allocation_mode, "rl")
+
+
+def problems_of(cls: type, tree: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(found.path, found.message) for found in read(cls, copy.deepcopy(tree)).problems]
+
+
+def test_every_key_is_an_option_or_has_a_rule_with_a_reason() -> None:
+    for cls, tree in ((GRPOConfig, grpo()[0]), (SFTConfig, full("SFTConfig", "d1", "sft")[0])):
+        for section, values, path in sections_in(cls, with_defaults(cls, tree)):
+            for key in values.keys() - fields_of(section).keys():
+                rule = legacy_rule(section, key, path)
+                assert rule is not None, (path, key)
+                assert rule.why, (path, key)
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_file_with_every_option_at_its_default_loads(backend: str) -> None:
+    tree, _ = grpo(f"{backend}:d1+d1")
+    reading = read(GRPOConfig, tree)
+    assert reading.problems == []
+    assert reading.config is not None
+    assert list(backend_named(backend).problems(reading.config)) == []
+
+
+def test_so_does_one_of_supervised_training() -> None:
+    assert problems_of(SFTConfig, full("SFTConfig", "d1", "sft")[0]) == []
+
+
+def test_every_null_that_areal_accepts_is_accepted() -> None:
+    tree, nulls = grpo()
+    needed = {"actor.optimizer", "critic.optimizer"}  # of a trained model
+    # Megatron-Core refuses these two with recompute_granularity=full.
+    needed |= {path for path in nulls if path.endswith(("recompute_method", "recompute_num_layers"))}
+    for path in sorted(set(nulls) - needed):
+        changed = copy.deepcopy(tree)
+        place: Any = changed
+        *above, name = path.replace("[0]", ".0").split(".")
+        for part in above:
+            place = place[int(part) if part == "0" else part]
+        place[name] = None
+        if path in ("ref", "recover.freq_steps"):
+            changed["actor"]["kl_ctl"] = 0.0
+        assert problems_of(GRPOConfig, changed) == [], path
+    assert len(nulls) > 60
+
+
+def test_a_scheduling_spec_becomes_options_of_the_launcher() -> None:
+    spec = {"cpu": 6, "mem": 3, "env_vars": {"A": "1,2", "B": 3}, "image": "i.sif"}
+    spec |= {"nodelist": "n[1-2]", "exclude": "n3"}
+    tree, _ = grpo()
+    del tree["launcher"]
+    tree["actor"]["scheduling_spec"] = [spec | {"partition": "p", "time_limit": "1:00:00"}]
+    tree["rollout"]["scheduling_spec"] = [{"cpu": 2, "mem": 0}]
+    reading = read(GRPOConfig, tree)
+    assert reading.problems == []
+    assert reading.config is not None
+    launcher = reading.config.launcher
+    assert (launcher.trainer_cpus_per_gpu, launcher.trainer_mem_per_gpu) == (6, 3072)
+    assert launcher.trainer_env_vars == "A=1\\,2,B=3"
+    assert (launcher.slurm.trainer_image, launcher.slurm.partition) == ("i.sif", "p")
+    assert launcher.slurm.time_limit == "1:00:00"
+    assert launcher.slurm.sbatch_additional_args == "--nodelist=n[1-2] --exclude=n3"
+    assert (launcher.inference_server_cpus_per_gpu, launcher.inference_server_mem_per_gpu) == (2, 32768)
+    tree["launcher"] = {"trainer_cpus_per_gpu": 9}
+    given = read(GRPOConfig, tree).config
+    assert given is not None
+    assert (given.launcher.trainer_cpus_per_gpu, given.launcher.trainer_mem_per_gpu) == (9, 3072)
+
+
+def test_every_key_of_a_spec_has_an_option_or_a_reason() -> None:
+    values = {"cpu": 1, "mem": 1, "env_vars": {"A": 1}}
+    for key in OPTIONS["SchedulingSpec"]:
+        name = key.removesuffix("?")
+        assert (name in WITHOUT_OPTION) != bool(launcher_options({name: values.get(name, "x")}, is_server=True)), name
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "path", "code"),
+    [
+        ("actor", "scheduling_spec", [], "", ""),
+        ("actor", "scheduling_spec", "x", "actor.scheduling_spec", "config.wrong_type"),
+        ("actor", "scheduling_spec", [{"cpus": 1}], "actor.scheduling_spec.cpus", "config.unknown_key"),
+        ("actor", "scheduling_spec", [{"cpu": "many"}], "actor.scheduling_spec.cpu", "config.wrong_type"),
+        ("ref", "scheduling_strategy", {"type": "colocation", "target": "actor"}, "", ""),
+        ("rollout", "scheduling_strategy", {"type": "colocation", "target": "actor"},
+         "rollout.scheduling_strategy", "config.unsupported"),
+        ("actor", "scheduling_strategy", {"type": "colocation", "target": "rollout"},
+         "actor.scheduling_strategy", "config.unsupported"),
+        ("actor", "scheduling_strategy", {"type": "anywhere"}, "actor.scheduling_strategy", "config.unsupported"),
+    ],
+)  # fmt: skip
+def test_what_no_launcher_can_do_is_refused(section, key, value, path, code) -> None:
+    tree, _ = grpo()
+    tree[section][key] = value
+    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert found == ([(path, code)] if path else [])
+
+
+def test_the_switches_of_offloading_become_options_of_the_engine() -> None:
+    tree, _ = grpo()
+    tree["actor"]["optimizer"]["offload"] = True
+    tree["critic"]["offload"] = True
+    tree["ref"]["offload"] = False
+    tree["ref"]["fsdp"]["offload_params"] = True
+    reading = read(GRPOConfig, tree)
+    config = reading.config
+    assert reading.problems == []
+    assert config is not None
+    assert config.critic is not None
+    assert config.ref is not None
+    assert (config.actor.fsdp.offload_optimizer, config.actor.fsdp.offload_params) == (True, False)
+    assert config.critic.fsdp.offload_params
+    assert config.ref.fsdp.offload_params
+
+
+def test_the_launcher_of_areal_1_is_chosen_by_the_type_of_its_scheduler() -> None:
+    tree, _ = grpo()
+    reading = read(GRPOConfig, tree | {"scheduler": {"type": "slurm"}})
+    assert reading.config is not None
+    assert reading.config.launcher.type == "slurm"
+    assert "scheduler" not in reading.ignored
+    assert "scheduler" in read(GRPOConfig, tree).ignored
+
+
+def test_kinds_have_the_classes_of_areal() -> None:
+    assert {kind.__name__ for kind in KINDS} >= {"GRPOConfig", "SFTConfig", "RWConfig"}
