@@ -68,15 +68,8 @@ class Controller:
             producer=self._producer,
             on_fatal=self.fail,
         )
-        limits = GateLimits(
-            batch_size=size,
-            max_concurrent=config.max_concurrent_rollouts,
-            max_staleness=options.max_head_offpolicyness,
-            total_episodes=total_steps * size,
-            queue_size=options.queue_size,
-        )
         self._executor = Executor(
-            limits=limits,
+            limits=GateLimits.of(config, total_steps=total_steps),
             temperature=config.gconfig.temperature,
             engine=fleet,
             workflow=workflow,

@@ -1,6 +1,9 @@
 """The admission rule: how many episodes may start, and why none may. Pure; docs/async_rl.md has the proof."""
 
 from dataclasses import dataclass
+from typing import Self
+
+from areal.api.config import PPOConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +20,17 @@ class GateLimits:
     """Accepted episodes that all train steps of the run need together."""
     queue_size: int | None = None
     """Maximum number of episodes that run or wait for a train step; None = no such limit."""
+
+    @classmethod
+    def of(cls, config: PPOConfig, *, total_steps: int) -> Self:
+        batch_size = config.train_dataset.batch_size
+        return cls(
+            batch_size=batch_size,
+            max_concurrent=config.max_concurrent_rollouts,
+            max_staleness=config.rollout.max_head_offpolicyness,
+            total_episodes=total_steps * batch_size,
+            queue_size=config.rollout.queue_size,
+        )
 
     def open_until(self, version: int) -> int:
         """How many episodes may be accepted or running while the policy is at `version`."""
