@@ -103,7 +103,6 @@ def test_an_sft_file_loads_as_it_is(tmp_path: Path) -> None:
     [
         ("actor.use_lora=maybe", "actor.use_lora"),
         ("actor.peft_type=ia3", "actor.peft_type"),
-        ("actor.pad_to_maximum=true", "actor.pad_to_maximum"),
         ("actor.is_critic=true", "actor.is_critic"),
         ("actor.optimizer.offload=maybe", "actor.optimizer.offload"),
     ],
@@ -116,7 +115,7 @@ def test_what_is_not_implemented_is_refused(grpo, override: str, path: str) -> N
 
 @pytest.mark.parametrize(
     "override",
-    ["enable_offload=true", "actor.optimizer.initial_loss_scale=65536", "gconfig.lora_name=mine"],
+    ["enable_offload=true", "actor.pad_to_maximum=true", "gconfig.lora_name=mine"],
 )
 def test_what_changes_nothing_here_is_noticed(grpo, caplog, override: str) -> None:
     with caplog.at_level(logging.WARNING):
@@ -129,6 +128,15 @@ def test_a_queue_holds_at_least_a_batch(grpo) -> None:
     with pytest.raises(ConfigError) as caught:
         grpo("rollout.queue_size=99")
     assert [problem.path for problem in caught.value.problems] == ["rollout.queue_size"]
+
+
+def test_a_group_has_the_size_of_the_samples_or_that_of_the_workflow(grpo) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grpo("actor.group_size=3")
+    assert [(problem.path, problem.code) for problem in caught.value.problems] == [
+        ("actor.group_size", "config.conflict")
+    ]
+    assert grpo("gconfig.n_samples=1", "actor.group_size=3").actor.group_size == 3
 
 
 def test_a_length_limit_of_the_actor_matters_only_to_its_penalty(grpo) -> None:

@@ -125,7 +125,6 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         # across sections
         ("conflict", "rollout.consumer_batch_size=7", "rollout.consumer_batch_size", ["train_dataset.batch_size=8"]),
         ("conflict", "actor.temperature=0.7", "actor.temperature", ["0.7", "gconfig.temperature=1.0"]),
-        ("conflict", "actor.group_size=4", "actor.group_size", ["4", "gconfig.n_samples=1"]),
         ("conflict", "ref={path: a, optimizer: {}}", "ref.optimizer", []),
         ("conflict", "ref={path: a, router_replay: true}", "ref.router_replay", []),
         ("conflict", "ref={path: a, temperature: 2}", "ref.temperature", ["2.0", "gconfig.temperature"]),
@@ -142,7 +141,7 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         ("not_a_choice", "evaluator.modes=[]", "evaluator.modes", ["[]"]),
         ("conflict", "evaluator.stop_at={greedy: 1}", "evaluator.stop_at", ["'greedy'"]),
         ("conflict", "train_dataset.type=sft", "train_dataset.type", ["sft", "rl"]),
-        ("missing_requirement", "recover.freq_secs=null", "recover.mode", ["freq_steps"]),
+        ("missing_requirement", "recover={mode: fault, freq_secs: null}", "recover.mode", ["freq_steps"]),
         ("conflict", "native={context_length: 99, max_total_tokens: 98}", "native.max_total_tokens", ["98"]),
         # the command line itself
         ("bad_override", "seed", "seed", []),

@@ -330,7 +330,7 @@ class PPOConfig(BaseExperimentConfig):
             if norm is not None:
                 groups.append((f"actor.{path}.group_size", norm.group_size))
         for path, group_size in groups:
-            if group_size not in (1, samples):
+            if samples > 1 and group_size not in (1, samples):  # with 1 the workflow decides the size of a group
                 yield _unequal(path, group_size, "gconfig.n_samples", samples)
 
     def _sampling_problems(self) -> Problems:

@@ -73,9 +73,7 @@ _SCHEDULING: dict[str, LegacyRule] = {
     "scheduling_spec": LegacyRule("scheduling", why="becomes options of `launcher`, see below"),
     "scheduling_strategy": LegacyRule("strategy", why="models share the ranks of the trainer, servers have their own"),
 }
-_NO_FLOAT16 = _ignore(
-    "there is no training in float16, which needs loss scales; AReaL does not read it", is_silent=False
-)
+_NO_FLOAT16 = _ignore("there is no training in float16, which needs loss scales; AReaL does not read it")
 _NO_KIND = "this kind of training has no servers"
 _SERVICES = "AReaL does not read it either"
 _LOADER = "rows are read once, before the first step; there is no loader process"
@@ -101,7 +99,10 @@ LEGACY: dict[str, dict[str, LegacyRule]] = {
         **_ADAPTERS,
         "backend": _BACKEND,
         "offload": _turn_on("fsdp.offload_params"),
-        "pad_to_maximum": _accept(False, why="sequences are packed without padding; `mb_spec` limits the tokens"),
+        "pad_to_maximum": _ignore(
+            "sequences are packed without padding, and `mb_spec` limits the tokens; results do not depend on it",
+            is_silent=False,
+        ),
         "peft_type": _accept("lora", why="lora is the only kind of adapter"),
         "is_critic": _accept(False, why="the section decides the kind of model"),
         "weight_update_mode": _ignore("only the weights of the actor are published"),
@@ -212,7 +213,7 @@ class LegacyKeys:
         other = rule.path
         match rule.action:
             case "ignore":
-                self.ignored += [] if rule.is_silent else [path]
+                self.ignored += [] if rule.is_silent or value in (None, False, "") else [path]
             case "accept":
                 if value not in rule.values:
                     why = rule.why.replace("`", "")

@@ -118,7 +118,7 @@ class EvaluatorConfig(Cadence):
 class RecoverConfig(Cadence):
     """Recovery checkpoints: all state that a restarted run needs. The newest two are kept.
 
-    One is also written at the end of a run and after the first Ctrl-C.
+    One is also written at the end of a run and after the first Ctrl-C; without an interval, only then.
     """
 
     freq_secs: int | None = number(600, low=1)
@@ -131,7 +131,7 @@ class RecoverConfig(Cadence):
     """Maximum restarts of one process (all trainer ranks count as one) without a new train step in between."""
 
     def problems(self) -> Problems:
-        if self.mode in ("auto", "fault") and not self.is_set:
+        if self.mode == "fault" and not self.is_set:
             text = f"{self.mode} needs recovery checkpoints, but no interval is set: set freq_steps"
             yield Problem("mode", text, "config.missing_requirement")
 
