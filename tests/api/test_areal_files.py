@@ -136,7 +136,8 @@ def test_a_group_has_the_size_of_the_samples_or_that_of_the_workflow(grpo) -> No
     assert [(problem.path, problem.code) for problem in caught.value.problems] == [
         ("actor.group_size", "config.conflict")
     ]
-    assert grpo("gconfig.n_samples=1", "actor.group_size=3").actor.group_size == 3
+    alone = grpo("gconfig.n_samples=1", "actor.reward_norm=null", "actor.group_size=3")
+    assert alone.actor.group_size == 3
 
 
 def test_a_length_limit_of_the_actor_matters_only_to_its_penalty(grpo) -> None:
