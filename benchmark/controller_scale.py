@@ -13,8 +13,9 @@ lag       10,000 episodes of 1,000 to 3,000 tokens in flight on 1,000 servers, 5
           meanwhile, and batches of 1 GB for 8 ranks: how late a timer of the loop is, and the growth of the
           resident memory by a batch
 
-CPU time is `time.process_time`, so other processes change it little; lag is wall time and needs an idle machine: the
-text on stderr has the CPU seconds of the longest turn of the loop as well. The last line on stdout is JSON.
+CPU time is `time.process_time`, so other processes change it little. Lag is wall time and needs an idle machine: the
+largest lag of a loop that does nothing in another process meanwhile is `idle_loop_lag_max_ms`, and the CPU time of the
+longest callback, which the loop cannot divide, is `longest_callback_ms`. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ from areal.rollout.controller import Controller  # noqa: E402
 from areal.rollout.controller_process import collect_rarely  # noqa: E402
 from areal.rollout.share_codec import encode_head  # noqa: E402
 from areal.workflow.conversation import Conversation  # noqa: E402
+from benchmark.loop_timer import LoopTimer, TimedLoop, idle_loop  # noqa: E402
 from benchmark.scale_servers import InProcessReplica, MemoryRegistry, listen  # noqa: E402
 
 CLIENTS: dict[str, Callable[[str, str], Replica]] = {
@@ -103,8 +105,8 @@ SMALL = Size(
 )  # fmt: skip
 
 
-def run(main: Coroutine[Any, Any, Any]) -> Any:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+def run(main: Coroutine[Any, Any, Any], new_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.Loop) -> Any:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(main)
 
 
@@ -313,47 +315,31 @@ async def held_bytes(size: Size, folder: Path) -> float:
 # Lag
 
 
-@dataclass
-class LoopTimer:
-    """How late a timer of 2 ms is, in ms, and the CPU time of the thread meanwhile."""
-
-    late_ms: list[float] = field(default_factory=list[float])
-    most_cpu_ms: float = 0.0
-
-    async def watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due_s, cpu_s = loop.time() + 0.002, time.thread_time()
-            await asyncio.sleep(0.002)
-            self.late_ms.append(max(0.0, loop.time() - due_s) * 1e3)
-            self.most_cpu_ms = max(self.most_cpu_ms, (time.thread_time() - cpu_s) * 1e3)
-
-    def at(self, share: float) -> float:
-        return sorted(self.late_ms)[min(len(self.late_ms) - 1, int(share * len(self.late_ms)))]
-
-
-async def lag_ms(size: Size, folder: Path) -> tuple[float, float]:
-    """99th percentile and maximum."""
+async def lag_of(size: Size, folder: Path) -> dict[str, float]:
+    """The lag of the loop, of an idle loop at the same time, and the longest callback."""
     batch_size = max(4, size.batch_bytes // (13 * (size.answer_tokens + 64)))
     fleet = fleet_of(size.servers[-1], "least_loaded", chunk_tokens=32, chunk_s=size.chunk_s, check_s=1.0)
     controller = controller_of(
         fleet, OneAnswer(size.answer_tokens, varies=True), folder, batch_size=batch_size, in_flight=size.in_flight,
         steps=size.batches,
     )  # fmt: skip
-    timer, process = LoopTimer(), psutil.Process()
+    timer, process, loop = LoopTimer(), psutil.Process(), asyncio.get_running_loop()
+    assert isinstance(loop, TimedLoop)
     used: list[int] = []
     await controller.start()
-    watching = asyncio.create_task(timer.watch(), name="loop timer")
-    await train(controller, size.batches, ranks=8, on_batch=lambda: used.append(process.memory_info().rss))
-    watching.cancel()
+    with idle_loop() as idle_ms:
+        watching = asyncio.create_task(timer.watch(), name="loop timer")
+        await train(controller, size.batches, ranks=8, on_batch=lambda: used.append(process.memory_info().rss))
+        watching.cancel()
     await fleet.close()
     growth = max(0, used[-1] - used[0]) / 1e6
     print(
-        f"lag: {timer.at(0.5):.1f} ms median, longest turn {timer.most_cpu_ms:.0f} ms of CPU; resident memory "
+        f"lag: {timer.at(0.5):.1f} ms median; longest callback: {loop.longest}; resident memory "
         f"{used[-1] / 1e6:.0f} MB, {growth:.0f} MB more than at the first batch of {size.batch_bytes / 1e6:.0f} MB",
         file=sys.stderr,
     )
-    return timer.at(0.99), max(timer.late_ms)
+    lag = {"loop_lag_p99_ms": timer.at(0.99), "loop_lag_max_ms": max(timer.late_ms)}
+    return lag | {"idle_loop_lag_max_ms": idle_ms[0], "longest_callback_ms": loop.longest_ms}
 
 
 def measure(size: Size, parts: tuple[str, ...], base: Path) -> dict[str, Any]:
@@ -372,7 +358,7 @@ def measure(size: Size, parts: tuple[str, ...], base: Path) -> dict[str, Any]:
     if "memory" in parts:
         found["bytes_per_token"] = run(held_bytes(size, base / "memory"))
     if "lag" in parts:
-        found["loop_lag_p99_ms"], found["loop_lag_max_ms"] = run(lag_ms(size, base / "lag"))
+        found |= run(lag_of(size, base / "lag"), TimedLoop)
     return found
 
 
