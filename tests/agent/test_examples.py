@@ -72,8 +72,7 @@ def test_a_black_box_over_the_variables_of_openai_learns(data, tmp_path):
     """Scored by a function over the finished session: after the warm-up, the policy learns to use the tool."""
     common = [f"cluster.fileroot={tmp_path}", f"train_dataset.path={data['calculator']}/warm_up.jsonl"]
     launch = [sys.executable, "-m", "areal.launcher.local", "--config"]
-    one_thread = "launcher.trainer_cpus_per_gpu=1"  # several threads of a small model wait for each other
-    warm_up = [*launch, str(EXAMPLES / "warm_up.yaml"), *common, f"model.path={data['calculator']}/model", one_thread]
+    warm_up = [*launch, str(EXAMPLES / "warm_up.yaml"), *common, f"model.path={data['calculator']}/model"]
     subprocess.run(warm_up, cwd=ROOT, check=True)
     common[1] = f"train_dataset.path={data['calculator']}/train.jsonl"
     more = [f"valid_dataset.path={data['calculator']}/held_out.jsonl", "total_train_steps=15"]
