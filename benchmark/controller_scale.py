@@ -243,6 +243,7 @@ async def train(
         while (record := await controller.next_batch(step, timeout_s=60.0)) is None:
             pass
         for rank in range(ranks):
+            await asyncio.sleep(0)  # each rank sends a request
             encode_head(record)  # a rank that reads the ledger itself
             if rank == 0:  # and one that cannot
                 part = await controller.batches.part(record, rank, ranks)
