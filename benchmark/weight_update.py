@@ -6,11 +6,11 @@
 The trainer's engine (float32 masters, one rank, on the CPU) publishes through the weight channels of a run and a fleet
 to a server in another process, which streams one answer meanwhile, one token per event. `gather` and `cast` are the
 passes over the engine's weights without and with a change of dtype; `transfer` is writing the folder, or the broadcasts
-including the server's copies; `load` is the fleet's part of an update over the disk. `longest_wait_s` is the longest
-wait between two tokens during an update, less the median wait before it. The stall is this less the same figure of as
-many tokens without an update (`quiet_wait_s`). `swap_s` is the time in which the server's engine could not start a
-step. `memcpy` copies the same bytes from one buffer to another in one thread. Figures are medians over the updates. The
-last line is JSON.
+including the server's copies; `load` is the fleet's part of an update over the disk. `step_s` is the median wait
+between two tokens. `longest_wait_s` is the longest one during an update, less the median before it. The stall is this
+less the same figure of as many tokens without an update (`quiet_wait_s`). `swap_s` is the time in which the server's
+engine could not start a step. `memcpy` copies the same bytes from one buffer to another in one thread. Figures are
+medians over the updates. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 TOKEN = "benchmark-benchmark-benchmark"
 PROMPT = [5, 6, 7, 8]
-FIGURES = ("publish_s", "fleet_s", "swap_s", "longest_wait_s", "quiet_wait_s")
+FIGURES = ("publish_s", "fleet_s", "swap_s", "step_s", "longest_wait_s", "quiet_wait_s")
 QUIET_TOKENS = 20
 """Tokens that must arrive before and after an update."""
 
@@ -221,7 +221,7 @@ def measure(engine: FSDPEngine, stream: Stream, kind: str, folder: Path, updates
         if index:
             waits = (longest_wait(during)[0] - usual, quiet - usual)
             swap_s = stream.swap_seconds() - swapped_s
-            for name, value in zip(found, (total_s, control.seconds, swap_s, *waits), strict=True):
+            for name, value in zip(found, (total_s, control.seconds, swap_s, usual, *waits), strict=True):
                 found[name].append(value)
     channel.close()
     return {name: median(values) for name, values in found.items()}
@@ -287,6 +287,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ[TOKEN_VARIABLE] = TOKEN
     torch.set_num_threads(1)
+    sys.setswitchinterval(1e-4)  # the thread that notes tokens must not wait for the one that publishes
     rows = [row for size in args.sizes for dtype in args.dtypes for row in one_model(size, dtype, args)]
     names = [" ".join((row["size"], row["dtype"], row["kind"], row["mode"])) for row in rows]
     ratios = ("stall_over_memcpy", "swap_over_memcpy")
