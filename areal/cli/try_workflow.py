@@ -22,6 +22,7 @@ from areal.api.errors import ArealError, ConfigError, LaunchError
 from areal.data.tokenizer import Tokenizer
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
+from areal.fleet.run_images import RunImages
 from areal.observe.episode_metrics import logged_metrics
 from areal.rollout.episode import Rejected, verdict_on
 from areal.system.file_registry import FileRegistry
@@ -130,7 +131,13 @@ async def native_server(config: PPOConfig) -> AsyncIterator[InferenceEngine]:
                 await asyncio.sleep(_POLL_S)
             registry = FileRegistry(folder / "names")
             registry.add("servers/0", json.dumps({"address": addresses[0], "pid": process.pid}))
-            fleet = Fleet(registry, 1, config.rollout, lambda name, address: NATIVE.client(name, address, token))
+            fleet = Fleet(
+                registry,
+                1,
+                config.rollout,
+                lambda name, address: NATIVE.client(name, address, token),
+                vision=RunImages.of(config),
+            )
             try:
                 await fleet.start()
                 yield fleet

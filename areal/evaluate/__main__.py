@@ -26,6 +26,7 @@ from areal.evaluate.samples import Sample, SampleKey, read_samples, source_of, w
 from areal.evaluate.settings import held_out_sets
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
+from areal.fleet.run_images import RunImages
 from areal.observe.log import get_logger
 from areal.reward.answers import AnswerFn, answer_function
 from areal.rollout.evaluation import (
@@ -149,7 +150,8 @@ async def evaluate(evaluation: Evaluation, config: PPOConfig, context: ProcessCo
     """Wait for the servers, then make the remaining answers."""
     registry, servers = registry_of(config), config.allocation.inference
     assert servers is not None  # it is an allocation of servers only
-    fleet = Fleet(registry, context.num_servers, config.rollout, replica_factory(servers.backend))
+    factory = replica_factory(servers.backend)
+    fleet = Fleet(registry, context.num_servers, config.rollout, factory, vision=RunImages.of(config))
 
     def doing() -> str:
         waits = fleet.status()["waiting_for"]

@@ -6,9 +6,11 @@ import random
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.fleet.replica import GenerationPart
+from areal.fleet.run_images import RunImages
 
 PROBE_TOKENS = 4
 _PROMPT_TOKENS = 8
@@ -36,12 +38,14 @@ class ProbeAnswer:
         return hashlib.sha256(data).hexdigest()[:16]
 
 
-def probe(seed: int, vocab_size: int, part_id: str) -> GenerationPart:
+def probe(seed: int, vocab_size: int, part_id: str, vision: RunImages | None = None) -> GenerationPart:
     """The request that every replica of a run answers after a weight update: the same for equal arguments."""
     draw = random.Random(f"canary {seed} {vocab_size}")
+    banned = () if vision is None else vision.layout.banned_ids
+    allowed = (token for token in iter(lambda: draw.randrange(vocab_size), None) if token not in banned)
     return GenerationPart(
         part_id=part_id,
-        input_ids=[draw.randrange(vocab_size) for _ in range(_PROMPT_TOKENS)],
+        input_ids=list(islice(allowed, _PROMPT_TOKENS)),
         num_prior_output_tokens=0,
         max_new_tokens=PROBE_TOKENS,
         min_new_tokens=0,
@@ -50,6 +54,7 @@ def probe(seed: int, vocab_size: int, part_id: str) -> GenerationPart:
         group_id="",
         seed=None,
         stream_interval=PROBE_TOKENS,
+        vision=vision,
     )
 
 

@@ -14,9 +14,10 @@ from itertools import combinations
 from areal.api.data import CanaryReport, ProbeScore, ProbeTokens
 from areal.api.errors import ArealError
 from areal.fleet.canary import PROBE_TOKENS, ProbeAnswer, Tolerance, agreed, difference, probe
-from areal.fleet.replica import PartChunk
+from areal.fleet.replica import GenerationPart, PartChunk
 from areal.fleet.replica_set import ReplicaSet
 from areal.fleet.replica_states import Event, Slot, State, Weights
+from areal.fleet.run_images import RunImages
 from areal.observe.log import get_logger
 
 log = get_logger(__name__)
@@ -39,11 +40,18 @@ class CanaryCheck:
     """Compares the replicas of a fleet, one exchange at a time."""
 
     def __init__(
-        self, replicas: ReplicaSet, *, seed: int, dtype: str, install_again: Callable[[list[Slot]], Awaitable[None]]
+        self,
+        replicas: ReplicaSet,
+        *,
+        seed: int,
+        dtype: str,
+        vision: RunImages | None,
+        install_again: Callable[[list[Slot]], Awaitable[None]],
     ) -> None:
         """`install_again` stops the requests of replicas and, where that is possible, installs their weights again."""
         self._replicas = replicas
         self._seed = seed
+        self._vision = vision
         self._dtype = dtype
         self._tolerance = Tolerance(dtype)
         self._trainer_tolerance: Tolerance | None = None
@@ -72,8 +80,11 @@ class CanaryCheck:
         """The probe and its answer for `version`; None without an answer."""
         if self._agreed is None or self._agreed.version != version:
             return None
-        prompt = probe(self._seed, self._replicas.limits.vocab_size, "").input_ids
+        prompt = self._probe("").input_ids
         return ProbeTokens(prompt_ids=list(prompt), answer_ids=list(self._agreed.answer.token_ids))
+
+    def _probe(self, part_id: str) -> GenerationPart:
+        return probe(self._seed, self._replicas.limits.vocab_size, part_id, self._vision)
 
     async def compare(self, score: ProbeScore) -> CanaryReport | None:
         """See `areal.api.engine.InferenceFleet.compare`."""
@@ -204,7 +215,7 @@ class CanaryCheck:
             return None
         chunks: list[PartChunk] = []
         self._num_probes += 1
-        part = probe(self._seed, self._replicas.limits.vocab_size, f"canary-{slot.name}-{self._num_probes}")
+        part = self._probe(f"canary-{slot.name}-{self._num_probes}")
         problem = ""
         try:
             async with self._replicas.lateness.timeout(PROBE_TIMEOUT_S):

@@ -18,6 +18,7 @@ from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.fleet.replica import NO_VERSION, FinishReason, GenerationPart, PartChunk, RequestLimits
+from areal.fleet.run_images import RunImages
 
 
 def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> int:
@@ -37,9 +38,17 @@ def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> 
 class Answer:
     """One answer while it is generated: the tokens so far and the next part to request."""
 
-    def __init__(self, request: GenerationRequest, *, stream_interval: int, experts: ExpertShape | None = None) -> None:
-        """`experts`: record the chosen experts of a model of this shape."""
+    def __init__(
+        self,
+        request: GenerationRequest,
+        *,
+        stream_interval: int,
+        experts: ExpertShape | None = None,
+        vision: RunImages | None = None,
+    ) -> None:
+        """`experts`: record the chosen experts of a model of this shape. `vision`: of a model that takes images."""
         self._request = request
+        self._vision = vision
         self._experts = None if experts is None else RoutedExperts(experts, b"")
         self._stream_interval = stream_interval
         self._budget = token_budget(request.gconfig, len(request.input_ids))
@@ -76,6 +85,11 @@ class Answer:
         _check_ids(self._request.input_ids, vocab_size, "the prompt", "use the tokenizer of the served model")
         if gconfig.stop_token_ids:
             _check_ids(gconfig.stop_token_ids, vocab_size, "gconfig.stop_token_ids", "remove it")
+        if self._vision is not None:
+            self._vision.collapsed(self._request.input_ids, self._request.images)
+        elif self._request.images:
+            text = "the prompt has images, and the served model takes none: use a model for images and text"
+            raise RequestError(text, code="request.no_images")
         if num_prompt >= context:
             raise RequestError(
                 f"a prompt of {num_prompt} tokens exceeds the servers' context length of {context}: shorten it",
@@ -108,6 +122,8 @@ class Answer:
             stream_interval=self._stream_interval,
             experts=None if self._experts is None else self._experts.shape,
             num_known_experts=0 if self._experts is None else len(self._experts),
+            images=request.images,
+            vision=self._vision,
         )
 
     def add(self, chunk: PartChunk) -> None:

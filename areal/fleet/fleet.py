@@ -17,6 +17,7 @@ from areal.fleet.continuation import Answer
 from areal.fleet.replica import OnChunk, PartChunk, Replica, ReplicaFactory
 from areal.fleet.replica_set import ReplicaSet
 from areal.fleet.replica_states import Slot, State
+from areal.fleet.run_images import RunImages
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit
@@ -36,16 +37,18 @@ class Fleet:
         seed: int = 1,
         dtype: str = "bfloat16",
         experts: ExpertShape | None = None,
+        vision: RunImages | None = None,
     ) -> None:
         """`abandoned`: versions from before the trainer recovered, which it will make again with other weights.
 
         `seed` of the canary probe; `dtype` in which the servers compute, which bounds its tolerance. `experts`: answers
-        have the chosen experts of a model of this shape.
+        have the chosen experts of a model of this shape. `vision`: of a model that takes images.
         """
         self._experts = experts
+        self._vision = vision
         self._config = config
         self._replicas = ReplicaSet(registry, num_servers, config, factory, abandoned)
-        self._updater = WeightUpdater(self._replicas, config, seed=seed, dtype=dtype)
+        self._updater = WeightUpdater(self._replicas, config, seed=seed, dtype=dtype, vision=vision)
         self.update_weights = self._updater.update
         self.probe_tokens = self._updater.canary.tokens
         self.compare = self._updater.canary.compare
@@ -87,7 +90,9 @@ class Fleet:
         allows, or none served for request_timeout. While the fleet serves an older version than that of the newest
         token, the request waits without a limit.
         """
-        answer = Answer(request, stream_interval=self._config.stream_interval, experts=self._experts)
+        answer = Answer(
+            request, stream_interval=self._config.stream_interval, experts=self._experts, vision=self._vision
+        )
         started = time.perf_counter()
         first_token: float | None = None
 

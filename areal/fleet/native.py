@@ -153,11 +153,13 @@ def _generate_body(part: GenerationPart) -> dict[str, Any]:
         sampling["stream_interval"] = part.stream_interval
     body = {
         "rid": part.part_id,
-        "input_ids": part.input_ids,
+        "input_ids": part.wire_ids,
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": part.is_streamed,
     }
+    if part.images:
+        body["image_data"] = part.image_urls
     if part.group_id:
         body["group_id"] = part.group_id
     if part.experts is not None:

@@ -9,7 +9,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import WeightUpdate
+from areal.api.images import ImageRef
 from areal.api.routed_experts import ExpertShape, RoutedExperts
+from areal.fleet.run_images import RunImages
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """abort: running requests return their tokens so far. retract: they stay and continue later with a new cache.
@@ -44,6 +46,19 @@ class GenerationPart:
     """Of the model, when the chosen experts are to be returned."""
     num_known_experts: int = 0
     """Tokens from the first on whose experts are known already: those of later tokens are to be returned."""
+    images: Sequence[ImageRef] = ()
+    """Of the prompt, in the order of their placeholders in `input_ids`, which are expanded."""
+    vision: RunImages | None = None
+    """Of a model that takes images, also for a prompt without one."""
+
+    @property
+    def wire_ids(self) -> Sequence[int]:
+        """`input_ids` as servers get them: one placeholder for each image."""
+        return self.input_ids if self.vision is None else self.vision.collapsed(self.input_ids, self.images)
+
+    @property
+    def image_urls(self) -> list[str]:
+        return [] if self.vision is None else [self.vision.url(image) for image in self.images]
 
     @property
     def is_streamed(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.fleet.replica import Replica
 from areal.fleet.server_flags import FlagRules, Flags, Problems, flag_problems, given_flags, plain_name
+from areal.system.vision_layout import read_vision_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,8 @@ class ServerBackend:
     context_key: str
     """The option that limits prompt plus answer, in tokens."""
     sampling_problems: SamplingLimits | None = None
+    image_problems: Callable[[PPOConfig], Problems] | None = None
+    """What these servers cannot do with a model that takes images; None: they can do everything."""
     run_flags: Callable[[PPOConfig], dict[str, tuple[Any, str]]] | None = None
     """Flags that this configuration needs -> the value and why; as `FlagRules.fixed`, and areal sets them."""
     flags: FlagRules | None = None
@@ -86,6 +89,8 @@ class ServerBackend:
         if config.actor.router_replay and not self.returns_experts:
             text = f"needs servers that return the chosen experts, and {self.title} does not: use native or sglang"
             yield "actor.router_replay", text
+        if self.image_problems is not None and read_vision_layout(self.model(config)) is not None:
+            yield from self.image_problems(config)
         if self.flags is not None:
             needed = {} if self.run_flags is None else self.run_flags(config)
             rules = dataclasses.replace(self.flags, fixed={**self.flags.fixed, **needed})

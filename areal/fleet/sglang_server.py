@@ -17,9 +17,11 @@ from areal.fleet.server_flags import (
     ONE_PROCESS,
     OWN_GPUS,
     FlagRules,
+    Problems,
 )  # fmt: skip
 from areal.fleet.sglang import SGLangReplica
 from areal.fleet.sglang_wire import sampling_problems
+from areal.system.vision_layout import read_vision_layout
 
 
 def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
@@ -37,6 +39,8 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         **{name: value for name, (value, _) in run_flags(config).items()},
     }
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # otherwise a paused server is soon reported as unhealthy
+    if read_vision_layout(SGLANG.model(config)) is not None:
+        env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # otherwise it keeps image features of the old weights after an update
     if config.publishes_adapters and config.actor.lora is not None:
         lora = config.actor.lora
         targets = lora.target_modules if isinstance(lora.target_modules, list) else ["all"]
@@ -71,6 +75,13 @@ def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
     return needed
 
 
+def image_problems(config: PPOConfig) -> Problems:
+    """See `ServerBackend`."""
+    if config.rollout.weight_update == "keep_cache":
+        text = "keep_cache was not verified for models with images on SGLang: use keep or interrupt, or native servers"
+        yield "rollout.weight_update", text
+
+
 def core_bindings(index: int, size: int, threads: int, cores: Sequence[int]) -> dict[str, str]:
     """See `ServerBackend.core_bindings`. SGLang requires this variable when a server has several ranks."""
     if size == 1:
@@ -93,6 +104,7 @@ SGLANG = ServerBackend(
     model_key="model_path",
     context_key="context_length",
     sampling_problems=sampling_problems,
+    image_problems=image_problems,
     run_flags=run_flags,
     returns_experts=True,
     areal_defaults={

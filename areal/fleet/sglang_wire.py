@@ -84,7 +84,7 @@ def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> 
         raise RequestError(f"gconfig.{problem[0]}: {problem[1]}", code="server.unsupported_sampling")
     body: dict[str, Any] = {
         "rid": part.part_id,
-        "input_ids": part.input_ids,
+        "input_ids": part.wire_ids,
         "sampling_params": _sampling(part, stream=stream),
         "return_logprob": True,
         "logprob_start_len": -1,
@@ -98,6 +98,10 @@ def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> 
             "the server ignores seeds: set sglang.enable_deterministic_inference=true (GPU only), or send no seed",
             code="server.unsupported_sampling",
         )
+    if part.vision is not None:
+        body["sampling_params"]["logit_bias"] = {str(token): bias for token, bias in part.vision.bans.items()}
+    if part.images:
+        body["image_data"] = part.image_urls
     if part.adapter:
         body["lora_path"] = part.adapter
     if part.experts is not None:

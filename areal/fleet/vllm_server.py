@@ -34,6 +34,7 @@ from areal.fleet.vllm import VLLMReplica
 from areal.fleet.vllm_wire import MAX_BIASED_TOKENS
 from areal.system.model_shape import ModelShape
 from areal.system.network import LOOPBACK
+from areal.system.vision_layout import read_vision_layout
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
@@ -46,8 +47,13 @@ _CPU_CACHE_BYTES = 2**30
 """KV cache on the CPU for a model that is not on this machine."""
 
 
-def logprobs_mode(gconfig: GenerationHyperparameters) -> str:
-    """The --logprobs-mode under which a server reports the log-probabilities that training needs."""
+def logprobs_mode(gconfig: GenerationHyperparameters, *, has_bans: bool = False) -> str:
+    """The --logprobs-mode under which a server reports the log-probabilities that training needs.
+
+    `has_bans`: tokens are banned, which raw log-probabilities ignore.
+    """
+    if has_bans:
+        return PROCESSED
     is_raw = (gconfig.temperature == 1 and not gconfig.temperature_key) or gconfig.greedy
     return RAW if is_raw else PROCESSED
 
@@ -74,7 +80,18 @@ def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_lo
         yield "stop_token_ids", f"has {len(gconfig.stop_token_ids)} ids, and vLLM accepts {_MAX_STOP_IDS}: remove some"
 
 
-def _logprob_problems(gconfig: GenerationHyperparameters) -> Problems:
+def image_problems(config: PPOConfig) -> Problems:
+    """See `ServerBackend`."""
+    if config.rollout.weight_update == "keep_cache":
+        text = "keep_cache would keep image features of old weights on vLLM: use keep or interrupt, or native servers"
+        yield "rollout.weight_update", text
+    if changed := _changed_distribution(config.gconfig):
+        text = "makes vLLM report log-probabilities that training cannot use, because image tokens are banned: set it "
+        yield f"gconfig.{changed[0]}", f"{text}to its default, or use native servers"
+
+
+def _changed_distribution(gconfig: GenerationHyperparameters) -> list[str]:
+    """The settings that sample from another distribution than the softmax of logits / temperature."""
     changes_distribution = {
         "top_p": gconfig.top_p < 1,
         "top_k": gconfig.top_k < ALL_TOKENS,
@@ -82,7 +99,11 @@ def _logprob_problems(gconfig: GenerationHyperparameters) -> Problems:
         "repetition_penalty": gconfig.repetition_penalty != 1,
         "min_new_tokens": gconfig.min_new_tokens > 0 and not gconfig.ignore_eos,  # end tokens are masked until then
     }
-    changed = [name for name, is_used in changes_distribution.items() if is_used]
+    return [name for name, is_used in changes_distribution.items() if is_used]
+
+
+def _logprob_problems(gconfig: GenerationHyperparameters) -> Problems:
+    changed = _changed_distribution(gconfig)
     if gconfig.greedy and gconfig.temperature != 1:
         yield (
             "temperature",
@@ -146,7 +167,7 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         "enable_scale_out": True,
         "worker_extension_cls": "areal_vllm.extension.WorkerExtension",
         "weight_transfer_config": {"backend": "areal"},
-        "logprobs_mode": logprobs_mode(config.gconfig),
+        "logprobs_mode": logprobs_mode(config.gconfig, has_bans=read_vision_layout(model) is not None),
     }
     program = ("-m", "vllm.entrypoints.cli.main", "serve", model)
     return foreign_command(config, VLLM, program=program, defaults=defaults, owned=owned, env=env)
@@ -171,6 +192,7 @@ VLLM = ServerBackend(
     model_key="model",
     context_key="max_model_len",
     sampling_problems=sampling_problems,
+    image_problems=image_problems,
     areal_defaults={
         "seed": 1,
         "max_model_len": 32768,

@@ -13,12 +13,16 @@ MAX_BIASED_TOKENS = 1024
 
 def generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
     """The body of /inference/v1/generate."""
-    body = {
+    body: dict[str, Any] = {
         "request_id": part.part_id,
-        "token_ids": part.input_ids,
+        "token_ids": part.wire_ids,
         "sampling_params": _sampling(part, stream=stream),
         "stream": stream,
     }
+    if part.images:
+        # The server caches images by uuid and would use the old one for another image with the same.
+        urls = zip(part.images, part.image_urls, strict=True)
+        body["content_parts"] = [{"type": "image_url", "url": url, "uuid": image.sha256} for image, url in urls]
     if part.adapter:
         body["model"] = part.adapter
     return body
@@ -46,7 +50,7 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         sampling["skip_special_tokens"] = False  # a stop string may be one
     if part.seed is not None:
         sampling["seed"] = part_seed(part.seed, part.num_prior_output_tokens)
-    if bias := prior_output_bias(part):
+    if bias := prior_output_bias(part) | ({} if part.vision is None else part.vision.bans):
         if len(bias) > MAX_BIASED_TOKENS:
             raise RequestError(
                 f"vLLM continues an answer with a frequency_penalty only up to {MAX_BIASED_TOKENS} different tokens, "

@@ -19,6 +19,7 @@ from areal.fleet.canary_check import CanaryCheck
 from areal.fleet.replica import PauseMode, Replica
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet
 from areal.fleet.replica_states import Event, Slot, State, Weights, reported
+from areal.fleet.run_images import RunImages
 from areal.observe.log import get_logger
 from areal.system.durable import is_complete
 from areal.system.folder_server import PULLED_WEIGHTS
@@ -38,7 +39,15 @@ GROUP_GRACE_S = 1.0
 class WeightUpdater:
     """Gives replicas new weights, one update at a time."""
 
-    def __init__(self, replicas: ReplicaSet, config: InferenceEngineConfig, *, seed: int, dtype: str) -> None:
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        config: InferenceEngineConfig,
+        *,
+        seed: int,
+        dtype: str,
+        vision: RunImages | None = None,
+    ) -> None:
         self._replicas = replicas
         self._config = config
         self._lock = asyncio.Lock()
@@ -47,7 +56,7 @@ class WeightUpdater:
         self.updating_to: int | None = None
         """The version that is being installed."""
         self._mode: PauseMode = PAUSE_MODES[config.weight_update]
-        self.canary = CanaryCheck(replicas, seed=seed, dtype=dtype, install_again=self._install_again)
+        self.canary = CanaryCheck(replicas, seed=seed, dtype=dtype, vision=vision, install_again=self._install_again)
         replicas.update_stale = self._update_stale
 
     async def update(self, update: WeightUpdate) -> CanaryReport | None:

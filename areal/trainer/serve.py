@@ -16,6 +16,7 @@ from areal.data.tokenizer import load_tokenizer
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
+from areal.fleet.run_images import RunImages
 from areal.ledger.ledger import Ledger
 from areal.observe.session_trace import open_session_tracer
 from areal.observe.spans import tracing
@@ -73,6 +74,7 @@ def serve_rollouts(
                 seed=config.seed,
                 dtype=config.native.dtype if servers.backend == NATIVE.name else "bfloat16",
                 experts=recorded_experts(config),
+                vision=RunImages.of(config),
             ),
             workflow=workflow,
             rows=PromptStream.of(train_rows, config),

@@ -25,6 +25,7 @@ from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import Replica
+from areal.fleet.run_images import RunImages
 from areal.system.durable import seal_folder
 from areal.system.file_registry import FileRegistry
 from areal.system.network import bind_socket, http_address
@@ -346,7 +347,9 @@ class FleetKit:
         self.servers.append(server)
         return server
 
-    async def fleet(self, num_servers: int, *, abandoned: range = range(0), **config: Any) -> Fleet:
+    async def fleet(
+        self, num_servers: int, *, abandoned: range = range(0), vision: RunImages | None = None, **config: Any
+    ) -> Fleet:
         settings: dict[str, Any] = {
             "health_check_interval_s": 0.03,
             "setup_timeout": 200.0,
@@ -359,6 +362,7 @@ class FleetKit:
             self.server_class.client,
             abandoned=abandoned,
             dtype="float32",
+            vision=vision,
         )
         self.fleets.append(fleet)
         await fleet.start()

@@ -220,13 +220,13 @@ class FakeSGLang(FakeServer):
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         sampling = body["sampling_params"]
-        if "logit_bias" in sampling:
+        if str(2**31 - 1) in sampling.get("logit_bias", {}):
             await self.answers()
             body = _told(recorded("vocabulary"), f"logit_bias must has keys in [0, {VOCABULARY - 1}], got 2147483647.")
             return web.json_response(body, status=RECORDING["vocabulary"]["status"])
         known = RECORDING["generate_stream"]["request"]["body"]
-        assert body.keys() - {"lora_path"} == known.keys()
-        assert sampling.keys() - {"sampling_seed"} <= known["sampling_params"].keys()
+        assert body.keys() - {"lora_path", "image_data"} == known.keys()
+        assert sampling.keys() - {"sampling_seed", "logit_bias"} <= known["sampling_params"].keys()
         if body.get("lora_path") is not None and body["lora_path"] not in self.adapters:
             return self._as_recorded("generate_unknown_adapter")
         asked = Asked(

@@ -149,6 +149,34 @@ def test_a_flag_as_words(backend, name, value, words):
     assert flag_words(backend.flags, name, value) == words
 
 
+@pytest.fixture
+def vision_model(tmp_path):
+    ids = {"image_token_id": 40, "video_token_id": 41, "vision_start_token_id": 42, "vision_end_token_id": 43}
+    tower = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    config = {"model_type": "qwen3_vl", "text_config": MODEL, "vision_config": tower, **ids}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4, "merge_size": 2}))
+    return str(tmp_path)
+
+
+def test_servers_of_models_with_images_forget_features_and_report_logprobs_with_bans(vision_model):
+    actor = {"path": vision_model}
+    assert command(config_of("sglang", actor=actor)).env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert "--logprobs-mode=processed_logprobs" in command(config_of("vllm", actor=actor)).argv
+    assert "SGLANG_VLM_CACHE_SIZE_MB" not in command(config_of("sglang")).env
+
+
+def test_what_servers_cannot_do_with_images_is_refused(vision_model):
+    def problems(backend, **changes):
+        return [path for path, _ in backend_named(backend).problems(config_of(backend, actor=actor, **changes))]
+
+    actor = {"path": vision_model}
+    cached = {"rollout": InferenceEngineConfig(weight_update="keep_cache")}
+    cut = {"gconfig": GenerationHyperparameters(max_new_tokens=8, top_p=0.9)}
+    assert [problems(one, **cached) for one in ("native", "sglang", "vllm")] == [[], *[["rollout.weight_update"]] * 2]
+    assert [problems(one, **cut) for one in ("native", "sglang", "vllm")] == [[], [], ["gconfig.top_p"]]
+
+
 def test_servers_without_a_gpu_get_cpu_flags(model):
     actor = {"path": model}
     sglang = command(config_of("sglang", actor=actor), on_gpu=False)

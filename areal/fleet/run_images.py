@@ -1,0 +1,49 @@
+"""The images of a run as inference servers get them: collapsed ids, and PNG files as data URLs."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from areal.api.config import PPOConfig
+from areal.api.errors import InputError, RequestError
+from areal.api.images import ImageRef, ImageStore, VisionLayout, collapsed
+from areal.system.image_files import ImageFiles
+from areal.system.run_paths import RunPaths
+from areal.system.vision_layout import read_vision_layout
+
+BAN = -100.0
+"""Bias of a logit that makes a token impossible: in float32 its probability is 0 beside any other of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunImages:
+    """How the served model takes images, and the files of the run."""
+
+    layout: VisionLayout
+    store: ImageStore
+
+    @classmethod
+    def of(cls, config: PPOConfig) -> Self | None:
+        """Of a run; None for a model without images."""
+        layout = read_vision_layout(config.actor.path)
+        return None if layout is None else cls(layout, ImageFiles(RunPaths.of(config).images))
+
+    def collapsed(self, input_ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+        """What a server gets: one placeholder for each image. RequestError where they do not belong together.
+
+        Without this check some servers answer, from other images or none.
+        """
+        try:
+            return collapsed(input_ids, images, self.layout)
+        except InputError as error:
+            raise RequestError(str(error), code=error.code) from error
+
+    def url(self, image: ImageRef) -> str:
+        """The file of an image as a data URL. Raises InputError when it is missing or has changed."""
+        return "data:image/png;base64," + base64.b64encode(self.store.read(image.sha256)).decode()
+
+    @property
+    def bans(self) -> dict[int, float]:
+        """Biases for servers that would sample tokens which hold the places of images."""
+        return dict.fromkeys(self.layout.banned_ids, BAN)
