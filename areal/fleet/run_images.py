@@ -13,7 +13,7 @@ from areal.system.run_paths import RunPaths
 from areal.system.vision_layout import read_vision_layout
 
 BAN = -100.0
-"""Bias of a logit that makes a token impossible: in float32 its probability is 0 beside any other of the model."""
+"""Bias of a logit that makes a token impossible: in float32 its probability is 0 next to that of any other token."""
 
 
 @dataclass(frozen=True, slots=True)
