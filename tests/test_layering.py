@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "system": {"api"},
     "observe": {"api", "system"},
     "algorithm": {"api"},
-    "data": {"api"},
+    "data": {"api", "system"},
     "reward": {"api", "observe", "system"},
     "weights": {"api", "system", "observe", "server_side"},
     "inference": {"api", "system", "observe", "weights"},
@@ -59,6 +59,7 @@ OPTIONAL = (
     "ray",
     "openai",
     "anthropic",
+    "PIL",
 )
 """Dependencies of extras: at most one module imports each of them, and names it when it is missing."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "experimental"}

@@ -156,8 +156,8 @@ data.chat_template: The tokenizer has no chat template, or one that cannot rende
     Use the tokenizer of a chat model, or rows with a column `prompt` of plain text.
 data.curriculum_failed: The function in train_dataset.curriculum raised an error or returned no list of rows.
     Return a list with at least one row; test it on the rows that load_rows returns.
-data.image_broken: An image is damaged, or not a PNG file where one is needed.
-    Replace the image, or remove its row; the native server takes PNG files only.
+data.image_broken: The bytes of an image are no image, or are incomplete.
+    Correct or remove the row; rows may have PNG, JPEG, WebP, GIF, BMP and TIFF, requests to a server PNG only.
 data.image_changed: A file in the folder `images` of a run is not what was written: its digest differs.
     Restore the file from a copy of the run folder, or delete it and start the run again from its dataset.
 data.image_missing: A trajectory refers to an image whose file is not in the folder `images` of the run.
@@ -166,6 +166,8 @@ data.image_size: An image has a size that the vision tower does not take, or mor
     Resize it to the multiples and the limit in the message before it is sent.
 data.image_tokens: The image placeholders of a prompt or trajectory do not belong to its images.
     Use the tokenizer and the image processor of the model, and one placeholder for each image.
+data.image_too_large: An image has too many pixels to be decoded safely, or is extremely long.
+    Reduce it to at most 67 million pixels, with one side at most 200 times the other.
 data.inconsistent_batch: The arrays of a batch have different lengths.
     Report it as a bug, unless your own code builds the batch.
 data.invalid_column: A column of a dataset row has the wrong type or an unusable value.
@@ -178,6 +180,8 @@ data.missing_column: A dataset row lacks the columns that its type needs.
     Set columns or a map_fn that creates them, or add them to the data.
 data.no_datasets_library: A hub dataset or a saved folder needs the `datasets` library, which is not installed.
     Run pip install 'areal[hub]', or convert the dataset to .jsonl.
+data.no_pillow: A run with images needs the package pillow, which is not installed.
+    Run pip install 'areal[vision]'.
 data.no_pyarrow: A dataset in Parquet or Arrow format needs the package pyarrow, which is not installed.
     Run pip install 'areal[parquet]', or convert the dataset to .jsonl.
 data.no_rows: A dataset has no usable rows.
@@ -353,14 +357,18 @@ model.cannot_split: The trainer ranks cannot split the model: a size does not di
     Use sizes in allocation_mode that the message names.
 model.context_length: native.context_length exceeds the limit of the model, or the model states no limit.
     Set native.context_length to a value within the limit of the model.
-model.image_processor: The image processor of a model is missing, or belongs to another model.
+model.image_processor: The image processor of a model is missing where images come, or belongs to another model.
     Copy preprocessor_config.json from the folder of the model that actor.path names.
 model.liger_unavailable: logprob_kernel=liger cannot run with this device, these outputs or this liger-kernel.
     Use logprob_kernel=torch, or install the version that the message names.
 model.no_compiler: actor.compile=true needs a C++ compiler on the CPU, and there is none.
     Install g++, set CXX to another compiler, or use compile=false.
+model.no_images: A batch has images, and the model takes none, or belongs to a family that areal lacks.
+    Name a model for images in actor.path; docs/vision.md has the families.
 model.no_router: A router option is set for a model without experts, or with routers that cannot follow it.
     Remove router_replay, router_aux_loss_coef or router_bias_update_rate, as the message says.
+model.no_such_weight: A pattern of freeze or optimizer.lr_of matches no weight of the model.
+    Use a regular expression that matches names of the model, such as visual, or remove it.
 model.not_found: There is no model at the given path or hub name.
     Set the path to the folder of a Hugging Face checkpoint, or to an existing hub name.
 model.not_loadable: transformers cannot load the model or its tokenizer.

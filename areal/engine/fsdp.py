@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from areal.api.batch import LossFn, TokenOutputs, TrainBatch, required
+from areal.api.batch import LossFn, MicroBatch, TokenOutputs, TrainBatch, required
 from areal.api.config import MicroBatchSpec
 from areal.api.data import WeightSpec
 from areal.api.engine import ReduceOp
-from areal.api.errors import InputError, StageError
+from areal.api.errors import ConfigError, InputError, StageError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
 from areal.engine.adapter_format import PeftAdapter
@@ -27,6 +27,7 @@ from areal.engine.micro_batch import (
     make_micro_batch,
     over_context,
     plan_micro_batches,
+    with_images,
 )
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.recovery import HostCopies, RecoveryReader, StagedPieces, empty_like, own_pieces
@@ -34,6 +35,7 @@ from areal.engine.region import copy_part, whole_tensor
 from areal.engine.routing import EXPERT_BIAS, Routing
 from areal.engine.sharded_load import copy_stored_part
 from areal.engine.token_model import TokenModel
+from areal.engine.vision import VisionReader
 from areal.weights.stored_form import StoredPart
 
 FLOAT32_HEAD = "score.weight"
@@ -71,10 +73,12 @@ class FSDPEngine:
         syncs_every_pass: bool = False,
         routing: Routing | None = None,
         shares_prompts: bool = False,
+        vision: VisionReader | None = None,
     ) -> None:
         """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports.
         `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
         `syncs_every_pass`: gradients are reduced over the ranks after each micro-batch, not after the last of a call.
+        `vision`: reads the images of batches (None: the model takes none).
         """
         self._model = model
         self._mesh = mesh
@@ -88,9 +92,16 @@ class FSDPEngine:
         self._host_copies = HostCopies()
         self._routing = routing
         self._micro_batch = partial(make_micro_batch, device=mesh.device, shares_prompts=shares_prompts)
-        towers = {
-            id(value) for tower in other_towers(model.model) for value in tower.state_dict(keep_vars=True).values()
-        }
+        self._vision = vision
+        self._runs_tower = False
+        """Whether any rank has images in the batch of the running call."""
+        towers = (
+            set()
+            if vision is not None
+            else {
+                id(value) for tower in other_towers(model.model) for value in tower.state_dict(keep_vars=True).values()
+            }
+        )
         self._unused = {name for name, value in model.named_tensors() if id(value) in towers}
         """Weights that only images use."""
         self._loss = torch.zeros(())
@@ -122,8 +133,8 @@ class FSDPEngine:
                     micro, inputs = self._micro_batch(batch, indices)
                     positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
                 else:
-                    inputs = dummy_input(batch, self._mesh.device)
-                own = self._own(inputs)
+                    micro, inputs = None, dummy_input(batch, self._mesh.device)
+                own = self._own(self._with_images(inputs, micro))
                 if self._routing is not None:
                     self._routing.begin(own.routed_experts, is_counting=False)
                 found: tuple[Tensor, ...] = self._model(own)
@@ -153,11 +164,12 @@ class FSDPEngine:
             if isinstance(self._model, FSDPModule):
                 self._model.set_requires_gradient_sync(self._syncs_every_pass or number == len(plan))
             if not indices:
-                values, balance = self._routed_pass(dummy_input(batch, self._mesh.device), num_tokens, is_dummy=True)
+                inputs = self._with_images(dummy_input(batch, self._mesh.device), None)
+                values, balance = self._routed_pass(inputs, num_tokens, is_dummy=True)
                 (values[0].sum() * 0.0 + balance).backward()
                 continue
             micro, inputs = self._micro_batch(batch, indices)
-            values, balance = self._routed_pass(inputs, num_tokens)
+            values, balance = self._routed_pass(self._with_images(inputs, micro), num_tokens)
             result = loss_fn(self._model.as_outputs(values), micro)
             (result.loss * scale + balance).backward()
             self._loss = self._loss.to(result.loss.device) + result.loss.detach()
@@ -177,6 +189,12 @@ class FSDPEngine:
         valid = place < (0 if is_dummy else inputs.input_ids.numel())
         loss = routing.finish(valid, self._mesh.all_reduce, num_tokens)
         return values, 0.0 if loss is None else loss * (self.dp_size * ranks.size)
+
+    def _with_images(self, inputs: ModelInput, micro: MicroBatch | None) -> ModelInput:
+        reader = self._vision
+        if reader is None:
+            return inputs
+        return with_images(inputs, None if micro is None else micro.batch, reader, runs_tower=self._runs_tower)
 
     def _own(self, inputs: ModelInput) -> ModelInput:
         ranks = self._mesh.context
@@ -279,9 +297,22 @@ class FSDPEngine:
         Raises InputError on every rank when any rank holds a token id outside the vocabulary.
         """
         vocab_size = self._model.model.config.get_text_config().vocab_size
-        all_max, with_candidates = partial(self._mesh.all_reduce, op="max"), self._model.spec.candidates is not None
-        reduce_max = checked_ids(batch, vocab_size, all_max, with_candidates=with_candidates)
-        return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max)
+        if self._vision is None and batch.images:
+            raise InputError("a batch has images, and the model takes none", code="model.no_images")
+
+        def all_max(facts: Tensor) -> Tensor:
+            found = self._mesh.all_reduce(torch.cat([facts, facts.new_tensor([float(len(batch.images))])]), op="max")
+            self._runs_tower = self._vision is not None and bool(found[-1])
+            if self._runs_tower and self._mesh.context.size > 1:
+                text = (
+                    "a batch has images, and context ranks split sequences of text only: use allocation_mode without c"
+                )
+                raise ConfigError(text, code="model.cannot_split")
+            return found[:-1]
+
+        reduce_max = checked_ids(batch, vocab_size, all_max, with_candidates=self._model.spec.candidates is not None)
+        patches = () if self._vision is None else self._vision.num_patches(batch)
+        return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max, patches)
 
     @torch.no_grad()
     def _copy(self, weights: Iterable[tuple[str, Tensor]], targets: dict[str, _Target], source: str) -> None:

@@ -1,5 +1,7 @@
 """Builds `FSDPEngine`: loads a Hugging Face model, chooses its head and attention, shards it."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import ModelRole
 from areal.api.errors import ConfigError
+from areal.api.images import ImageStore
 from areal.engine.adapter_format import with_values
 from areal.engine.expert_parallel import apply_expert_plan, expert_modules
 from areal.engine.fsdp import FSDPEngine
@@ -32,8 +35,10 @@ from areal.engine.packed_attention import SDPA, choose_attention
 from areal.engine.routing import Routing
 from areal.engine.tensor_plan import apply_tensor_plan
 from areal.engine.token_model import PolicyModel, ScoreModel, TokenModel, ValueModel
+from areal.engine.vision import VisionReader
 from areal.system.mesh_rules import mesh_problem
 from areal.system.model_shape import ModelShape
+from areal.system.vision_layout import read_vision_layout
 from areal.weights.output_head import has_float32_head
 from areal.weights.routers import routers_of
 
@@ -48,6 +53,7 @@ def build_fsdp_engine(
     mesh: TrainerMesh,
     seed: int,
     outputs: OutputSpec | None = None,
+    images: ImageStore | None = None,
 ) -> FSDPEngine:
     """Load the model that `config` names; a collective over all trainer ranks. Raises ConfigError or InputError.
 
@@ -68,29 +74,25 @@ def build_fsdp_engine(
     is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
     held = stored if config.lora is None else compute
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
-    hf_model = load_model(folder, config, **kind, dtype=held, attention=attention, is_empty=is_sharded)
+    layout = read_vision_layout(str(folder))
+    vision = None if layout is None or images is None else VisionReader(layout, images)
+    how: dict[str, Any] = {"dtype": held, "attention": attention, "is_empty": is_sharded}
+    hf_model = load_model(folder, config, **kind, **how, takes_images=vision is not None)
     routing = Routing(hf_model, config)
     adapters = _prepare(hf_model, config, mesh)
-    model = _token_model(hf_model, config, role, mesh, outputs)
+    model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)
     model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"
     if is_sharded:
-        _shard(model, config, mesh, compute=compute, stored=stored)
+        _shard(model, config, mesh, compute=compute, stored=stored, runs_towers=vision is not None)
         device = torch.device("cpu") if config.fsdp.offload_params else mesh.device
         fill_model(hf_model, model.form, folder, config, **kind, device=device)
     else:
         model.to(mesh.device)  # nothing to shard or cast: the plain model is exact and faster
     lora = None if adapters is None else with_values(adapters, folder, config, seed, compute)
-    optimizer = None
-    if config.optimizer is not None:
-        trained = {name: weight for name, weight in hf_model.named_parameters() if weight.requires_grad}
-        offloads = config.fsdp.offload_optimizer and not config.fsdp.offload_params
-        optimizer = ScheduledOptimizer(
-            trained, config.optimizer, total_steps, world_size=mesh.world_size, offloads_state=offloads
-        )
     return FSDPEngine(
         model,
         mesh=mesh,
-        optimizer=optimizer,
+        optimizer=None if config.optimizer is None else _optimizer(hf_model, config, total_steps, mesh),
         mb_spec=config.mb_spec,
         dtype=compute,
         source=folder,
@@ -99,6 +101,7 @@ def build_fsdp_engine(
         syncs_every_pass=config.fsdp.gradient_sync == "every",
         routing=routing,
         shares_prompts=_shares_prompts(hf_model, config, mesh, attention),
+        vision=vision,
     )
 
 
@@ -116,10 +119,34 @@ def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: 
     return config.shared_prompts and is_exact and mesh.context.size == 1 and is_text and not has_dropout
 
 
+def _optimizer(
+    hf_model: PreTrainedModel, config: TrainEngineConfig, total_steps: int, mesh: TrainerMesh
+) -> ScheduledOptimizer:
+    assert config.optimizer is not None
+    trained = {name: weight for name, weight in hf_model.named_parameters() if weight.requires_grad}
+    offloads = config.fsdp.offload_optimizer and not config.fsdp.offload_params
+    return ScheduledOptimizer(
+        trained, config.optimizer, total_steps, world_size=mesh.world_size, offloads_state=offloads
+    )
+
+
+def _freeze(hf_model: PreTrainedModel, patterns: Sequence[str]) -> None:
+    """Exclude the weights whose names match from training. ConfigError for a pattern without a match."""
+    weights = dict(hf_model.named_parameters())
+    for pattern in patterns:
+        found = [name for name in weights if re.search(pattern, name)]
+        if not found:
+            text = f"freeze: no weight of the model matches {pattern!r}; the first one is {next(iter(weights))}"
+            raise ConfigError(text, code="model.no_such_weight")
+        for name in found:
+            weights[name].requires_grad_(False)
+
+
 def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh) -> Adapters | None:
     """What is between construction and sharding, in this order: adapters, tensor plan, checkpointing, compilation."""
     if config.optimizer is None:
         hf_model.requires_grad_(False)
+    _freeze(hf_model, config.freeze)
     adapters = None if config.lora is None else Adapters(hf_model, config.lora)
     if mesh.tensor.size > 1:
         apply_tensor_plan(hf_model, mesh.device_mesh(config.fsdp.shard_size)["tensor"])
@@ -135,7 +162,12 @@ def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: Trainer
 
 
 def _token_model(
-    hf_model: PreTrainedModel, config: TrainEngineConfig, role: ModelRole, mesh: TrainerMesh, outputs: OutputSpec | None
+    hf_model: PreTrainedModel,
+    config: TrainEngineConfig,
+    role: ModelRole,
+    mesh: TrainerMesh,
+    outputs: OutputSpec | None,
+    banned_ids: Sequence[int],
 ) -> TokenModel:
     if role in ("critic", "reward"):
         hf_model.get_submodule("score").float()  # also of a frozen model
@@ -147,11 +179,18 @@ def _token_model(
         with_liger=config.logprob_kernel == "liger",
         float32_head=has_float32_head(config.head_dtype, mesh.device, _DTYPES[config.dtype]),
         tensor_ranks=mesh.tensor if mesh.tensor.size > 1 else None,
+        banned_ids=banned_ids,
     )
 
 
 def _shard(
-    model: TokenModel, config: TrainEngineConfig, mesh: TrainerMesh, *, compute: torch.dtype, stored: torch.dtype
+    model: TokenModel,
+    config: TrainEngineConfig,
+    mesh: TrainerMesh,
+    *,
+    compute: torch.dtype,
+    stored: torch.dtype,
+    runs_towers: bool,
 ) -> None:
     """Apply FSDP2 to experts that ranks split, to every block, to a critic's head (in float32), and to the rest, which
     holds a policy's head."""
@@ -175,7 +214,7 @@ def _shard(
             fully_shard(experts, mp_policy=policy, **expert_options)
     towers = other_towers(model.model)
     for tower in towers:
-        fully_shard(tower, **options)
+        fully_shard(tower, mp_policy=policy if runs_towers else MixedPrecisionPolicy(), **options)
     unused = {id(weight) for tower in towers for weight in tower.parameters()}
     for unit in _units(model.model, config):
         if any(id(weight) in unused for weight in unit.parameters()):

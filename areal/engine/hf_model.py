@@ -65,10 +65,12 @@ def load_model(
     dtype: torch.dtype,
     attention: str,
     is_empty: bool = False,
+    takes_images: bool = False,
 ) -> PreTrainedModel:
     """Build the model in `folder` on the CPU, equal on every rank. A trained critic without a head gets a new one.
 
     `is_empty`: without memory, on the meta device; `fill_model` gives it weights after it was sharded.
+    `takes_images`: its parts for images are used; else they are frozen in the type of the checkpoint.
     """
     model_config = read_config(folder, is_critic=is_critic)
     _refuse_unsupported(model_config)
@@ -90,13 +92,16 @@ def load_model(
         else:
             model = _from_weights(auto, folder, model_config, attention, dtype, _head_seed(config, is_critic, seed))
     _refuse_unsupported_model(model, is_critic=is_critic)
+    if takes_images:
+        model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
+        return model
     for tower in other_towers(model):  # in the type of the checkpoint: an export has the same bits
         tower.requires_grad_(False).to(stored)
     return model
 
 
 def other_towers(model: PreTrainedModel) -> list[nn.Module]:
-    """The parts of a model for images and text that only images use: they are neither run nor trained."""
+    """The parts of a model for images and text that only images use."""
     used = [model.base_model, model.get_decoder(), model.get_output_embeddings()]
     if getattr(model.config, "vision_config", None) is None:
         return []

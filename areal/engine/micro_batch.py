@@ -1,6 +1,6 @@
 """Micro-batches: partition of a batch by token budget, equal in number on every rank, and model inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from areal.engine.context_parallel import own_tokens
 from areal.engine.mesh import RankGroup
 from areal.engine.packed_attention import PackedLayout, packed_layout
 from areal.engine.shared_prompts import shared_row
+from areal.engine.vision import ImageInput, VisionReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class ModelInput:
     """Inputs of one forward pass, on the model's device. T tokens."""
 
     input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, or [3, T] of a row with images
     labels: Tensor  # [T] int64: the next token, 0 at the last position of each sequence
     has_label: Tensor  # [T] bool: false at the last position of each sequence
     layout: PackedLayout
@@ -32,16 +33,22 @@ class ModelInput:
     routed_experts: Tensor | None = None  # [T, layers, k] int16, as in the batch
     rows: Tensor | None = None
     """[T] int64: place of each token in a row of fewer tokens, whose are input_ids, position_ids and layout."""
+    images: ImageInput | None = None
 
 
 def plan_micro_batches(
-    lengths: list[int], spec: MicroBatchSpec, reduce_max: Callable[[Tensor], Tensor]
+    lengths: list[int], spec: MicroBatchSpec, reduce_max: Callable[[Tensor], Tensor], patches: Sequence[int] = ()
 ) -> list[list[int]]:
     """Sequence indices of each micro-batch: equally many lists on every rank, some may be empty. A collective.
 
     `reduce_max`: elementwise maximum of a float64 tensor over all ranks. An error on one rank is raised on every rank.
+    `patches`: of the images of each sequence, for mb_spec.max_patches_per_mb.
     """
     granularity = spec.granularity
+    if spec.max_patches_per_mb and any(patches):  # a patch counts as the tokens that fill a pass as far as it does
+        limit = spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, *lengths)
+        each = [-(-number * limit // spec.max_patches_per_mb) for number in patches]
+        lengths = [max(pair) for pair in zip(lengths, each, strict=True)]
     units = [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)]
     limit = spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, *units, 0)
     uneven = float(len(lengths) % granularity)
@@ -56,6 +63,8 @@ def plan_micro_batches(
         raise ConfigError(message, code="data.uneven_units")
     if spec.max_tokens_per_mb is not None and longest > limit:
         message = f"mb_spec.max_tokens_per_mb={limit} is below the {int(longest)} tokens of a sequence: raise it"
+        if spec.max_patches_per_mb is not None:
+            message += f", or mb_spec.max_patches_per_mb={spec.max_patches_per_mb} if it has images"
         raise InputError(message, code="data.too_long")
     if len(parts) < num_parts:
         parts = split_by_tokens(lengths, limit, int(num_parts), spec.n_mbs_divisor, granularity)
@@ -110,6 +119,16 @@ def make_micro_batch(
         shorter = {"input_ids": ids, "position_ids": positions, "layout": shared.layout, "rows": shared.rows}
         model_input = replace(model_input, **shorter)
     return micro, model_input
+
+
+def with_images(inputs: ModelInput, batch: TrainBatch | None, reader: VisionReader, *, runs_tower: bool) -> ModelInput:
+    """The inputs of a micro-batch (None: of `dummy_input`) with its images, or with one if the tower runs elsewhere."""
+    images, positions = None, None
+    if batch is not None:
+        images, positions = reader.of(batch, inputs.input_ids.device)
+    if images is None and runs_tower:
+        images = reader.without_images(inputs.input_ids)
+    return replace(inputs, images=images, position_ids=inputs.position_ids if positions is None else positions)
 
 
 def dummy_input(batch: TrainBatch, device: torch.device) -> ModelInput:

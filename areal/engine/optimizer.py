@@ -1,6 +1,7 @@
 """One optimiser with its learning-rate schedule, gradient clipping and state."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from areal.api.config import OptimizerConfig
-from areal.api.errors import TrainingDiverged
+from areal.api.errors import ConfigError, TrainingDiverged
 from areal.api.metrics import Metric, Metrics
 from areal.engine.adam_bf16 import AdamBf16
 from areal.engine.region import local_part, num_copies
@@ -35,7 +36,7 @@ class ScheduledOptimizer:
         self._copies = {name: num_copies(parameter, world_size) for name, parameter in parameters.items()}
         self._config = config
         self._total_steps = total_steps
-        self._optimizer = _make_optimizer(list(parameters.values()), config)
+        self._optimizer = _make_optimizer(parameters, config)
         self._on_cpu: dict[Tensor, dict[str, Tensor]] | None = {} if offloads_state else None
         """With `offloads_state`: the state of each parameter, sharded as the parameter is."""
         self.num_steps = 0
@@ -58,7 +59,7 @@ class ScheduledOptimizer:
             for gradient in gradients.values():
                 gradient.mul_(self._config.gradient_clipping / norm)
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_factor"]
         self._update()
         self._optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
@@ -150,13 +151,21 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shapes[config.lr_scheduler_type])
 
 
-def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """One group for each layout: fused and foreach kernels accept no DTensors of different meshes in one call."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
+def _make_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """One group for each layout: fused and foreach kernels accept no DTensors of different meshes in one call.
+
+    Parts of the model with another learning rate (optimizer.lr_of) are other groups: `lr_factor` times the rate.
+    """
+    factors = {name: _lr_factor(name, config) for name in parameters}
+    for pattern in config.lr_of:
+        if not any(re.search(pattern, name) for name in parameters):
+            text = f"optimizer.lr_of: no trained weight matches {pattern!r}; the first one is {next(iter(parameters))}"
+            raise ConfigError(text, code="model.no_such_weight")
+    groups: dict[tuple[float, object], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
         layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        groups.setdefault(layout, []).append(parameter)
-    grouped = [{"params": group} for group in groups.values()]
+        groups.setdefault((factors[name], layout), []).append(parameter)
+    grouped = [{"params": group, "lr_factor": factor} for (factor, _), group in groups.items()]
     if config.type == "sgd":
         return torch.optim.SGD(grouped, lr=config.lr, weight_decay=config.weight_decay)
     if config.type == "adam_bf16":
@@ -170,6 +179,11 @@ def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> 
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def _lr_factor(name: str, config: OptimizerConfig) -> float:
+    """The learning rate of a weight, that of the first pattern that matches, as a multiple of optimizer.lr."""
+    return next((rate for pattern, rate in config.lr_of.items() if re.search(pattern, name)), config.lr) / config.lr
 
 
 def _held(parameter: Tensor, part: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,11 @@ from areal.engine.liger_head import liger_logprobs
 from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.mesh import RankGroup
 from areal.engine.micro_batch import ModelInput
+from areal.engine.vision import embedded
 from areal.weights.stored_form import StoredForm
+
+_NEVER = -1e30
+"""Logit of a banned token: finite, so that its part of an entropy is 0 and no number is undefined."""
 
 
 class TokenModel(nn.Module, ABC):
@@ -68,11 +72,14 @@ class TokenModel(nn.Module, ABC):
         """Last hidden states, [T, h]. No attention mask and no cache: either would disable packing silently."""
         offloads = self.offloads_activations and self.training
         with save_on_cpu(pin_memory=inputs.input_ids.is_cuda) if offloads else nullcontext():
+            tokens: dict[str, Any] = {"input_ids": inputs.input_ids.unsqueeze(0)}
+            if inputs.images is not None:
+                values, more = embedded(
+                    self.model, self.model.get_input_embeddings()(tokens["input_ids"]), inputs.images
+                )
+                tokens = {"inputs_embeds": values, **more}
             outputs = self.model.get_decoder()(
-                input_ids=inputs.input_ids.unsqueeze(0),
-                position_ids=inputs.position_ids.unsqueeze(0),
-                use_cache=False,
-                layout=inputs.layout,
+                **tokens, position_ids=inputs.position_ids.unsqueeze(-2), use_cache=False, layout=inputs.layout
             )
         hidden = outputs.last_hidden_state[0]
         return hidden if inputs.rows is None else F.embedding(inputs.rows, hidden)  # fast in both directions
@@ -90,14 +97,17 @@ class PolicyModel(TokenModel):
         with_liger: bool = False,
         float32_head: bool = False,
         tensor_ranks: RankGroup | None = None,
+        banned_ids: Sequence[int] = (),
     ) -> None:
         """`with_liger`: log-probabilities by `liger_logprobs` at temperature 1, without entropies. `float32_head`: the
-        logits are not rounded to the compute type. `tensor_ranks`: those with the other parts of the vocabulary."""
+        logits are not rounded to the compute type. `tensor_ranks`: those with the other parts of the vocabulary.
+        `banned_ids`: tokens that are never sampled, with probability 0; where one is the label, all outputs are 0."""
         super().__init__(model, spec)
         self._temperature = temperature
         self._with_liger = with_liger
         self._float32_head = float32_head
         self._tensor_ranks = tensor_ranks
+        self._banned_ids = list(banned_ids)
 
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         return policy_outputs(self.spec, values)
@@ -107,9 +117,12 @@ class PolicyModel(TokenModel):
         # during this call. The custom function passes their gradients to autograd, where FSDP looks for them.
         head = cast("nn.Linear", self.model.get_output_embeddings())
         weight, bias = _of_tensor_rank(head.weight), None if head.bias is None else _of_tensor_rank(head.bias)
-        hidden = self._hidden(inputs)
+        hidden, valid = self._hidden(inputs), inputs.has_label
+        if self._banned_ids:
+            bias = self._bias(weight, bias)
+            valid = valid & ~torch.isin(inputs.labels, inputs.labels.new_tensor(self._banned_ids))
         if self._with_liger and inputs.temperatures is None:
-            return (liger_logprobs(hidden, weight, bias, inputs.labels, valid=inputs.has_label),)
+            return (liger_logprobs(hidden, weight, bias, inputs.labels, valid=valid),)
         found = linear_logprobs(
             hidden,
             weight,
@@ -118,11 +131,19 @@ class PolicyModel(TokenModel):
             temperature=self._temperature_of(inputs),
             outputs=self.spec,
             candidate_ids=inputs.candidate_ids,
-            valid=inputs.has_label,
+            valid=valid,
             float32_head=self._float32_head,
             tensor_ranks=self._tensor_ranks,
         )
         return present_outputs(found)
+
+    def _bias(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A bias after which banned tokens have probability 0, of this tensor rank's part of the vocabulary."""
+        ranks, size = self._tensor_ranks, weight.shape[0]
+        first = 0 if ranks is None else ranks.rank * size
+        own = [token - first for token in self._banned_ids if first <= token < first + size]
+        found = weight.new_zeros(size) if bias is None else bias
+        return found.index_fill(0, torch.tensor(own, dtype=torch.int64, device=weight.device), _NEVER)
 
     def _temperature_of(self, inputs: ModelInput) -> float | Tensor:
         """That of the model, or [T] where the batch has tokens of other temperatures."""

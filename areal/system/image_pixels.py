@@ -1,14 +1,12 @@
 """From the PNG file of an image in its final size to the input of a vision tower."""
 
-import io
 import struct
-import zlib
 
 import numpy as np
-from PIL import Image
 
 from areal.api.errors import InputError
 from areal.api.images import VisionLayout
+from areal.system.image_codec import colours_of
 
 _HEAD = struct.Struct(">8sI4sII")
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -36,11 +34,7 @@ def grid_of(png: bytes, layout: VisionLayout) -> tuple[int, int, int]:
 def decode_png(png: bytes, layout: VisionLayout) -> np.ndarray:
     """The colours of a PNG file: uint8 [height, width, 3]. Raises InputError as `grid_of`, also for a damaged file."""
     grid_of(png, layout)  # limits the pixels before they are decoded
-    try:
-        with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, struct.error, zlib.error) as error:
-        raise InputError(f"an image cannot be decoded: {error}", code="data.image_broken") from error
+    return colours_of(png)
 
 
 def patches_of(colours: np.ndarray, layout: VisionLayout) -> np.ndarray:

@@ -15,9 +15,8 @@ _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_
 
 
 def read_vision_layout(folder: str) -> VisionLayout | None:
-    """The layout of a local checkpoint folder; None for a model without images, or of a family that areal lacks.
-
-    Raises ConfigError (model.image_processor) when preprocessor_config.json is missing or belongs to another model.
+    """The layout of a local checkpoint folder; None without preprocessor_config.json, for a model of text, or for a
+    family that areal lacks. Raises ConfigError (model.image_processor) when that file belongs to another model.
     """
     try:
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
@@ -29,8 +28,8 @@ def read_vision_layout(folder: str) -> VisionLayout | None:
     try:
         processor: dict[str, Any] = json.loads(path.read_text())
         return _layout(config, processor, str(path))
-    except OSError as error:
-        raise _wrong(str(path), f"cannot be read: {error}") from error
+    except OSError:
+        return None
     except (ValueError, KeyError, TypeError) as error:
         raise _wrong(str(path), f"does not describe the images of {config['model_type']}: {error!r}") from error
 

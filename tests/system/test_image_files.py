@@ -56,6 +56,8 @@ def test_the_layout_of_a_checkpoint_is_read(tmp_path):
 def test_an_image_processor_of_another_model_is_refused(tmp_path):
     with raises_code("model.image_processor"):
         read_vision_layout(written(tmp_path, CONFIG, PROCESSOR | {"patch_size": 16}))
-    (tmp_path / "preprocessor_config.json").unlink()
+    written(tmp_path, CONFIG, {"patch_size": "x"})
     with raises_code("model.image_processor"):
         read_vision_layout(str(tmp_path))
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert read_vision_layout(str(tmp_path)) is None

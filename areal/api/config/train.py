@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from areal.api.config.fields import Problem, Problems, choice, number, option
+from areal.api.config.fields import Problem, Problems, choice, number, option, section
 from areal.api.config.lora import LoRAConfig
 from areal.api.config.megatron import MegatronEngineConfig
 from areal.api.config.relevance import given, when
@@ -21,6 +21,8 @@ class MicroBatchSpec:
     """Number of consecutive sequences that stay in one micro-batch (2 for preference pairs)."""
     max_tokens_per_mb: int | None = number(None, low=1, also="verl: actor.ppo_max_token_len_per_gpu")
     """Maximum tokens of one forward pass; null = 16384, or the longest sequence."""
+    max_patches_per_mb: int | None = number(None, low=1)
+    """Maximum patches of the images of one forward pass, siblings counted separately; null = no limit."""
     n_mbs_divisor: int = number(1, low=1)
     """The number of micro-batches is rounded up to a multiple of this."""
 
@@ -36,6 +38,8 @@ class OptimizerConfig:
     """Optimiser: adam = AdamW, adam_bf16 = AdamW with bfloat16 moments, sgd = gradient descent without momentum."""
     lr: float = number(1e-3, above=0, also="verl: actor.optim.lr; ROLL: training_args.learning_rate")
     """Peak learning rate."""
+    lr_of: dict[str, float] = section(dict[str, float], also="cosmos-rl: optm_lr as a list")
+    """Peak learning rates of parts: regular expression of weight names -> rate; other weights have lr."""
     weight_decay: float = number(0.01, low=0)
     """Coefficient of decoupled weight decay."""
     beta1: float = number(0.9, low=0, below=1, relevant=_ADAM)
@@ -139,6 +143,10 @@ class TrainEngineConfig:
         0.0, low=0, relevant=given("optimizer"), also="Megatron: moe_router_bias_update_rate"
     )
     """Change per step of the bias of experts above or below the mean load; for routers with one, as of DeepSeek-V3."""
+    freeze: list[str] = section(
+        list[str], relevant=given("optimizer"), also="verl: freeze_vision_tower; cosmos-rl: freeze_pattern"
+    )
+    """Regular expressions of the names of weights that are not trained, for example visual."""
     lora: LoRAConfig | None = option(None, also="AReaL: use_lora")
     """Train low-rank adapters of a frozen model; null = train all weights."""
 
@@ -158,6 +166,9 @@ class TrainEngineConfig:
             yield Problem("lora", "is not supported by megatron: use fsdp in allocation_mode", "config.unsupported")
         if self.optimizer is not None and self.optimizer.type == "adam_bf16":
             yield Problem("optimizer.type", "adam_bf16 needs fsdp in allocation_mode: use adam", "config.unsupported")
+        if self.freeze or (self.optimizer is not None and self.optimizer.lr_of):
+            name = "freeze" if self.freeze else "optimizer.lr_of"
+            yield Problem(name, "needs fsdp in allocation_mode: remove it", "config.unsupported")
         if self.logprob_kernel != "torch":
             text = f"{self.logprob_kernel} needs fsdp in allocation_mode: use torch"
             yield Problem("logprob_kernel", text, "config.unsupported")

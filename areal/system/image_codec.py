@@ -1,0 +1,116 @@
+"""Images as files and as numbers: the one module that uses Pillow.
+
+An image is decoded, oriented, converted to RGB and resized once, to the size that the vision tower takes. The servers
+and the trainer then read the same PNG file, so that no difference between two resizing libraries remains.
+"""
+
+import io
+import math
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from areal.api.errors import ConfigError, InputError
+from areal.api.images import VisionLayout
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_SOURCE_PIXELS = 2**26
+"""Limit of width * height of a source, checked before it is decoded: about 200 MB in memory."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_MAX_RATIO = 200
+_BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, IndexError, KeyError, OverflowError, struct.error)
+"""What Pillow raises for broken files."""
+
+
+def encode_image(
+    source: bytes, layout: VisionLayout, *, max_pixels: int | None = None
+) -> tuple[bytes, tuple[int, int, int]]:
+    """The PNG file of an image in its final size, and its grid of patches (1, height, width).
+
+    `max_pixels`: a limit below that of the layout. Raises InputError (data.image_broken, data.image_too_large).
+    """
+    image = _decoded(source, _FORMATS)
+    width, height = image.size
+    if max(width, height) > _MAX_RATIO * min(width, height):
+        text = f"an image of {width} x {height} pixels is too long: one side may be {_MAX_RATIO} times the other"
+        raise InputError(text, code="data.image_too_large")
+    rows, columns = final_size(height, width, layout, max_pixels=max_pixels)
+    if (columns, rows) != image.size:
+        image = image.resize((columns, rows), _pillow().Resampling.BICUBIC)
+    target = io.BytesIO()
+    image.save(target, "PNG", compress_level=1)
+    return target.getvalue(), (1, rows // layout.patch_size, columns // layout.patch_size)
+
+
+def final_size(height: int, width: int, layout: VisionLayout, *, max_pixels: int | None = None) -> tuple[int, int]:
+    """Height and width after the resize of Qwen-VL: multiples of patch * merge, between the limits of pixels.
+
+    The formula is `smart_resize` of transformers, with Python's rounding.
+    """
+    unit = layout.patch_size * layout.merge_size
+    most = max(min(max_pixels or layout.max_pixels, layout.max_pixels), unit * unit)
+    least = min(layout.min_pixels, most)
+    rows, columns = round(height / unit) * unit, round(width / unit) * unit
+    if rows * columns > most:
+        factor = math.sqrt(height * width / most)
+        rows, columns = (max(unit, math.floor(side / factor / unit) * unit) for side in (height, width))
+    elif rows * columns < least:
+        factor = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * factor / unit) * unit for side in (height, width))
+    return max(rows, unit), max(columns, unit)
+
+
+def colours_of(png: bytes) -> np.ndarray:
+    """The colours of a PNG file: uint8 [height, width, 3]. Raises InputError as `encode_image`."""
+    return np.asarray(_decoded(png, ("PNG",)))
+
+
+def png_of(image: Any) -> bytes | None:
+    """The PNG file of an image of Pillow; None for another object."""
+    if not isinstance(image, _pillow().Image):
+        return None
+    target = io.BytesIO()
+    image.save(target, "PNG", compress_level=1)
+    return target.getvalue()
+
+
+def _decoded(source: bytes, formats: tuple[str, ...]) -> "Image":
+    """An RGB image, oriented as its EXIF data say."""
+    pillow = _pillow()
+    from PIL import ImageOps
+
+    try:
+        image = pillow.open(io.BytesIO(source), formats=formats)
+        width, height = image.size
+        if width * height > MAX_SOURCE_PIXELS:
+            raise _too_large(f"{width} x {height}")
+        if min(width, height) < 1:
+            raise ValueError(f"it has {width} x {height} pixels")
+        image = ImageOps.exif_transpose(image)
+        if image.mode == "P":  # a palette may have a transparent colour
+            image = image.convert("RGBA")
+        return image.convert("RGB")
+    except pillow.DecompressionBombError as error:
+        raise _too_large(str(error)) from error
+    except InputError:
+        raise
+    except _BROKEN as error:
+        text = f"{len(source)} bytes are no image that can be decoded ({', '.join(formats)}): {error}"
+        raise InputError(text, code="data.image_broken") from error
+
+
+def _too_large(size: str) -> InputError:
+    text = f"an image is too large to be decoded ({size}): at most {MAX_SOURCE_PIXELS} pixels"
+    return InputError(text, code="data.image_too_large")
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        text = "images need the package pillow: pip install 'areal[vision]'"
+        raise ConfigError(text, code="data.no_pillow") from error
+    return Image

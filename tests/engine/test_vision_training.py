@@ -1,0 +1,221 @@
+"""Packed rows with images: against transformers one by one, one rank against two, gradients, frozen parts."""
+
+import io
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from areal.api.config import MicroBatchSpec, TrainEngineConfig
+from areal.api.image_positions import positions_3d
+from areal.api.images import ImageRef, expanded
+from areal.data.balance import balanced_parts
+from areal.data.pack import rows_to_train_batch
+from areal.data.split import take
+from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
+from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.mesh import TrainerMesh
+from areal.system.image_codec import encode_image
+from areal.system.image_files import ImageFiles
+from areal.system.image_pixels import decode_png, patches_of
+from areal.system.vision_layout import read_vision_layout
+from tests.engine import engine_cases
+from tests.expect import raises_code
+from tests.rank_processes import run_ranks
+
+NUM_IMAGES = (0, 1, 2, 1, 3)
+SIZES = [(60, 50), (100, 30), (56, 56), (28, 28)]
+START, END, IMAGE = 3, 4, 5
+
+
+def write_case(folder: Path) -> None:
+    """A model, four images of several sizes, and the batch of `read_case`."""
+    tokenizer = character_tokenizer(["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, *"abcdefghijklmnop"], context_length=128)
+    model = tiny_vision_model(tokenizer, 0, initializer_range=0.1, width=32)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_image_processor(folder / "model", max_pixels=112 * 112)
+
+
+def read_case(folder: Path):
+    """The image files and a batch whose sequences have `NUM_IMAGES` images; two sequences share one."""
+    layout, files = read_vision_layout(str(folder / "model")), ImageFiles(folder / "images")
+    random = np.random.default_rng(0)
+    images: list[ImageRef] = []
+    for width, height in SIZES:
+        target = io.BytesIO()
+        Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(target, "PNG")
+        png, grid = encode_image(target.getvalue(), layout)
+        images.append(ImageRef(files.put(png), grid))
+    rows, masks, own, used = [], [], [], 0
+    for count in NUM_IMAGES:
+        own.append([images[(used + place) % len(images)] for place in range(count)])
+        used += count
+        ids = [7, *[START, IMAGE, END] * count, *random.integers(8, 20, 5 + count).tolist()]
+        rows.append(expanded(ids, own[-1], layout))
+        masks.append([0] * (len(rows[-1]) - 4) + [1] * 4)
+    batch = rows_to_train_batch(rows, masks, own)
+    weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
+    return layout, files, replace(batch, advantages=weights)
+
+
+def make_engine(folder: Path, mesh: TrainerMesh | None = None, **options):
+    config = TrainEngineConfig(
+        path=str(folder / "model"), **{"dtype": "float32", "optimizer": engine_cases.SGD} | options
+    )
+    return build_fsdp_engine(
+        config,
+        role="actor",
+        total_steps=9,
+        mesh=mesh or TrainerMesh.open(None),
+        seed=0,
+        images=ImageFiles(folder / "images"),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    write_case(folder)
+    return folder
+
+
+def one_by_one(folder):
+    """Log-probabilities and gradients of transformers, a sequence at a time, banned tokens excluded."""
+    layout, files, batch = read_case(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    banned, parts = torch.tensor(layout.banned_ids), []
+    loss = torch.zeros(())
+    bounds = batch.cu_seqlens.tolist()
+    for row, (start, end) in enumerate(pairwise(bounds)):
+        ids = batch.input_ids[start:end]
+        inputs = {"input_ids": ids[None]}
+        if images := [batch.images[place] for place in batch.image_index[row].tolist() if place >= 0]:
+            grids, kinds = torch.tensor([image.grid for image in images]), (ids[None] == IMAGE).int()
+            theirs, _ = model.model.get_rope_index(ids[None], kinds, image_grid_thw=grids)
+            assert np.array_equal(theirs[:, 0].numpy(), positions_3d(ids.numpy(), images, layout))
+            patches = [patches_of(decode_png(files.read(image.sha256), layout), layout) for image in images]
+            pixels = torch.from_numpy(np.concatenate(patches))
+            inputs |= {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+        logits = model(**inputs).logits[0].index_fill(1, banned, -1e30)
+        found = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        found = torch.cat([torch.where(torch.isin(ids[1:], banned), 0.0, found), torch.zeros(1)])
+        terms = batch.advantages[start:end] * found.mul(0.3).exp()
+        loss = loss + terms[batch.loss_mask[start:end]].sum()
+        parts.append(found.detach())
+    (loss / float(batch.loss_mask.sum())).backward()
+    return torch.cat(parts), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{}, {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40, max_patches_per_mb=48)}])
+def test_a_packed_row_equals_its_sequences_one_by_one(folder, options):
+    _, _, batch = read_case(folder)
+    expected, gradients = one_by_one(folder)
+    engine = make_engine(folder, **options)
+    torch.testing.assert_close(engine.forward(batch).logprobs, expected, rtol=0, atol=1e-5)
+    for name, found in engine_cases.gradients(engine, batch).items():
+        torch.testing.assert_close(found, gradients[name], rtol=0, atol=3e-5, msg=name)
+
+
+def test_parts_are_frozen_or_have_their_own_rate(folder):
+    _, _, batch = read_case(folder)
+    free = engine_cases.gradients(make_engine(folder), batch)
+    frozen = engine_cases.gradients(make_engine(folder, freeze=["visual"]), batch)
+    slow = replace(engine_cases.SGD, lr_of={"visual": 0.5})
+    slowed = engine_cases.gradients(make_engine(folder, optimizer=slow), batch)
+    towers = [name for name in free if "visual" in name]
+    assert any(free[name].abs().max() > 1e-3 for name in towers)
+    for name, gradient in free.items():
+        torch.testing.assert_close(frozen[name], gradient * (name not in towers), rtol=0, atol=1e-6)
+        torch.testing.assert_close(slowed[name], gradient * (0.5 if name in towers else 1), rtol=0, atol=1e-6)
+    for options in ({"freeze": ["vision"]}, {"optimizer": replace(slow, lr_of={"vision": 0.5})}):
+        with raises_code("model.no_such_weight"):
+            make_engine(folder, **options)
+
+
+def test_wrong_images_are_refused(folder, tmp_path):
+    layout, _, batch = read_case(folder)
+    engine = make_engine(folder)
+    with raises_code("data.image_tokens"):
+        engine.forward(replace(batch, image_index=batch.image_index.roll(1, 0)))
+    ids = batch.input_ids.clone()
+    ids[int(batch.loss_mask.nonzero()[0]) + 1] = layout.vision_end_id
+    with raises_code("data.image_tokens"):
+        engine.forward(replace(batch, input_ids=ids))
+    with raises_code("data.image_missing"):
+        engine.forward(replace(batch, images=(ImageRef("0" * 64, batch.images[0].grid), *batch.images[1:])))
+    config = TrainEngineConfig(path=str(folder / "model"), dtype="float32")
+    text = build_fsdp_engine(config, role="ref", total_steps=0, mesh=TrainerMesh.open(None), seed=0)
+    with raises_code("model.no_images"):
+        text.forward(batch)
+
+
+# --- two ranks -------------------------------------------------------------------------------------------------------
+
+SHARES = {"balanced": None, "one": ([0, 1, 2, 3], [4]), "none": ([0], [1, 2, 3, 4]), "empty": ([], [0, 1, 2, 3, 4])}
+"""Sequences of each rank; `none`: all images are on rank 1."""
+VARIANTS = {
+    "plain": {},
+    "micro": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40)},
+    "frozen": {"freeze": ["visual"]},
+    "checkpointed": {"gradient_checkpointing": True},
+}
+CASES = [("balanced", "plain"), ("one", "micro"), ("none", "plain"), ("none", "frozen"), ("empty", "checkpointed")]
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    from areal.system.file_registry import FileRegistry
+    from areal.system.process import ProcessContext
+
+    torch.set_num_threads(1)
+    context = ProcessContext(
+        role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
+        recover=False, device="cpu",
+    )  # fmt: skip
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
+    _, _, batch = read_case(folder)
+    for share, variant in CASES:
+        parts = SHARES[share] or balanced_parts(batch.sequence_lengths, 2)
+        engine, mine = make_engine(folder, mesh, **VARIANTS[variant]), take(batch, parts[rank])
+        before = engine.forward(mine).logprobs
+        found = engine_cases.gradients(engine, mine)
+        text = take(batch, [0])  # no rank has an image
+        save_file(
+            found | {"forward": before, "text": engine.forward(text).logprobs}, folder / f"{share}-{variant}-{rank}"
+        )
+    mesh.close()
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folder) -> Path:
+    read_case(folder)
+    (folder / "names").mkdir()
+    run_ranks(Path(__file__), "areal_two_ranks", folder)
+    return folder
+
+
+@pytest.mark.parametrize(("share", "variant"), CASES)
+def test_one_rank_equals_two_with_uneven_images(on_two_ranks, share, variant):
+    _, _, batch = read_case(on_two_ranks)
+    engine = make_engine(on_two_ranks, **VARIANTS[variant])
+    outputs = torch.split(engine.forward(batch).logprobs, batch.sequence_lengths)
+    expected = engine_cases.gradients(engine, batch)
+    after = engine.forward(take(batch, [0])).logprobs
+    parts = SHARES[share] or balanced_parts(batch.sequence_lengths, 2)
+    for rank, part in enumerate(parts):
+        found = load_file(on_two_ranks / f"{share}-{variant}-{rank}")
+        own = torch.cat([torch.zeros(0), *(outputs[row] for row in part)])
+        torch.testing.assert_close(found.pop("forward"), own, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.pop("text"), after, rtol=0, atol=1e-5)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=3e-6, msg=name)
+
+
+if __name__ == "areal_two_ranks":
+    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))

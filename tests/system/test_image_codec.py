@@ -1,0 +1,75 @@
+"""Images are decoded, oriented and resized as the model's own processor does it; broken and huge ones are refused."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+
+from areal.system.image_codec import colours_of, encode_image
+from areal.system.image_pixels import patches_of
+from tests.api.test_images import LAYOUT
+from tests.expect import raises_code
+
+
+def picture(width, height, mode="RGB", kind="PNG", **options):
+    colours = np.random.default_rng(width).integers(0, 255, (height, width, len(mode)), dtype=np.uint8)
+    target = io.BytesIO()
+    Image.fromarray(colours.squeeze()).save(target, kind, **options)
+    return target.getvalue()
+
+
+@pytest.mark.parametrize("size", [(56, 56), (100, 30), (57, 200), (400, 90), (10, 12), (300, 20)])
+def test_the_numbers_are_those_of_the_processor_of_transformers(size):
+    source = picture(*size)
+    theirs = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": LAYOUT.min_pixels, "longest_edge": 12544}, image_mean=LAYOUT.mean, image_std=LAYOUT.std
+    )(images=[Image.open(io.BytesIO(source))], return_tensors="np")
+    png, grid = encode_image(source, LAYOUT, max_pixels=12544)
+    assert grid == tuple(theirs["image_grid_thw"][0])
+    np.testing.assert_allclose(patches_of(colours_of(png), LAYOUT), theirs["pixel_values"], rtol=0, atol=1e-6)
+    assert encode_image(png, LAYOUT, max_pixels=12544) == (png, grid)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("RGBA", "PNG"), ("L", "PNG"), ("RGB", "JPEG"), ("RGB", "WEBP")])
+def test_other_modes_and_formats_become_rgb(mode, kind):
+    png, _ = encode_image(picture(56, 56, mode, kind), LAYOUT)
+    assert Image.open(io.BytesIO(png)).mode == "RGB"
+
+
+def test_the_orientation_of_a_photograph_is_applied():
+    exif = Image.Exif()
+    exif[274] = 6  # rotate by 90 degrees
+    _, grid = encode_image(picture(112, 56, kind="JPEG", exif=exif), LAYOUT)
+    assert grid == (1, 8, 4)
+
+
+def chunk(name, data):
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def claiming(width, height):
+    """A small file with the header of a large image."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"0"))
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        (b"", "data.image_broken"),
+        (b"text", "data.image_broken"),
+        (picture(56, 56)[:500], "data.image_broken"),
+        (picture(56, 56).replace(b"IDAT", b"XXXX"), "data.image_broken"),
+        (picture(402, 2), "data.image_too_large"),
+        (claiming(40_000, 40_000), "data.image_too_large"),
+        (claiming(10_000, 9_000), "data.image_too_large"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_broken_and_huge_images_are_refused(source, code):
+    with raises_code(code):
+        encode_image(source, LAYOUT)
