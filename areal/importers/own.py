@@ -1,24 +1,33 @@
 """Configurations of AReaL, v0.5 and 1.x: most keys are options here, others have rules in `areal.api.config.legacy`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
+from areal.api.config.experiment import PPOConfig
 from areal.api.config.kinds import kind_of
 from areal.api.config.legacy import LegacyRule, legacy_rule
 from areal.api.config.load import read
 from areal.api.config.schema import find_field
+from areal.importers.areal_one import take_new_keys, with_old_sections
 from areal.importers.draft import Draft, flat
+
+FOREIGN = ("sglang", "vllm")
 
 
 def from_areal(tree: Mapping[str, Any]) -> Draft:
     """The draft of an AReaL file without interpolations."""
+    tree = with_old_sections(dict(tree))
     kind = kind_of(tree, allow_unknown=True)
     draft = Draft("AReaL", flat(tree))
-    reading = read(kind, dict(tree), allow_unknown_top_level=True)
+    take_new_keys(draft)
+    old = _without(tree, draft.notes)
+    reading = read(kind, old, allow_unknown_top_level=True)
     problems = {problem.path: problem.message for problem in reading.problems}
     found = flat(asdict(reading.config)) if reading.config is not None else {}
-    for key, value in draft.values.items():
+    if isinstance(reading.config, PPOConfig) and reading.config.server_backend in FOREIGN:
+        draft.set("server_defaults", "areal", "AReaL gives these flags to servers where a file has none")
+    for key, value in flat(old).items():
         wrong = next((text for path, text in problems.items() if f"{key}.".startswith(f"{path}.")), "")
         rule = None if _is_option(kind, key) else _rule(kind, key)
         if rule is None and not wrong and _is_option(kind, key):
@@ -40,6 +49,20 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
             draft.drop(rule.why or "no effect here", key)
     draft.finish()
     return draft
+
+
+def _without(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """The tree without the values at the dotted `keys`, and without mappings that become empty."""
+    rest: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            value = _without(cast("dict[str, Any]", value), keys, f"{prefix}{name}.") or None
+            if value is None:
+                continue
+        elif f"{prefix}{name}" in keys:
+            continue
+        rest[name] = value
+    return rest
 
 
 def _is_option(kind: type[Any], key: str) -> bool:

@@ -72,7 +72,7 @@ EXPECTED_UNKNOWN = {"roll_rlvr": ["advantage_clip"]}
 
 
 @pytest.mark.slow  # each starts a process
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if "agent" not in path.stem], ids=lambda path: path.stem)
 def test_the_reward_of_each_can_be_called_on_row_0(path, files, tmp_path, capsys, monkeypatch):
     output, _ = imported(path, files, tmp_path, capsys)
     assert dry_run(output, monkeypatch, tries_row=True).num_servers >= 1
@@ -138,6 +138,37 @@ def test_a_file_of_areal_1_gets_the_backends_of_its_roles(files, tmp_path, capsy
     assert options["allocation_mode"] == "sglang:d4+fsdp:d4"
     assert fates["actor.rejection_sampling.upper"] == "computed"
     assert fates["rollout.dump_to_file"] == "dropped"
+
+
+def test_an_agent_of_areal_1_becomes_the_workflow_agent(files, tmp_path, capsys):
+    options, fates = options_of("areal_v1_agent", files, tmp_path, capsys)
+    assert (options["workflow"], options["agent.cut"], options["agent.inline"]) == ("agent", "per_turn", True)
+    assert (options["agent.turn_discount"], options["perf_tracer.profile_steps"]) == (0.9, [2, 3])
+    assert options["actor.fsdp.offload_optimizer"] is True
+    assert options["recover.mode"] == "auto"
+    assert options["server_defaults"] == "areal"
+    assert {fates[f"rollout.{key}"] for key in ("_version", "poll_interval", "agent.tool_call_parser")} == {"dropped"}
+    assert "missing" not in fates.values()
+
+
+def test_the_weights_of_a_teacher_of_areal_1_are_those_of_the_loss(files, tmp_path, capsys):
+    options, fates = options_of("areal_v1_distill", files, tmp_path, capsys)
+    assert (options["teacher.loss_coef"], options["teacher.advantage_coef"]) == (0.005, 0.0)
+    assert (options["vllm.enable_chunked_prefill"], options["vllm.enable_prefix_caching"]) == (True, False)
+    assert fates["teacher.rl_loss_weight"] == "kept"
+
+
+def test_supervised_files_of_areal_1_get_the_sections_of_v05(files, tmp_path, capsys):
+    source, output = tmp_path / "c.yaml", tmp_path / "ours.yaml"
+    text = "experiment_name: e\ntrial_name: t\nactor: {backend: 'fsdp:d1', path: m, optimizer: {lr: 1.0e-5}}\n"
+    for kind, section in (("sft", "model"), ("dpo", "actor")):
+        more = "ref: {path: m, backend: 'fsdp:d1'}\nbeta: 0.2\nloss_type: ipo\n" if kind == "dpo" else ""
+        source.write_text(f"{text}{more}train_dataset: {{path: d.jsonl, type: {kind}, batch_size: 2}}\n")
+        assert run_command(["config", "import", "areal", str(source), "-o", str(output)]) == 0
+        config = load_experiment(["--config", str(output)])
+        assert config.models[section].path == "m"
+        assert config.allocation_mode == "fsdp:d1"
+    assert (config.dpo.beta, config.dpo.loss_type) == (0.2, "ipo")
 
 
 def test_an_override_is_in_the_words_of_the_other_system(files, tmp_path, capsys):
