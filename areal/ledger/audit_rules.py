@@ -60,6 +60,8 @@ class AuditRules:
     """The highest policy version so far."""
     _offset: int | None = None
     """Policy version minus train step, constant during a run."""
+    _lacking: int = 0
+    """Episodes that the batches so far have less than batch_size each."""
     _unconfirmed: int | None = None
     """A version published out of order: valid only if a trainer attaches at it before any other event depends on it."""
 
@@ -249,8 +251,11 @@ class AuditRules:
             if times > 1:
                 self._bad_episode("twice in a batch", episode_id, f"is {times} times in batch {step}", steps=[step])
             self._into_batch(episode_id, step, version)
-        if self._identity is not None and len(ids) != self._identity["batch_size"]:
-            self._bad_batch("batch size", step, f"holds {len(ids)} episodes, not {self._identity['batch_size']}")
+        if self._identity is not None and (lacks := self._identity["batch_size"] - len(ids)):
+            self._lacking += lacks
+            # with rollout.dynamic_bs, rejected episodes fill the rest
+            if lacks < 0 or not ids or self._lacking > self.counts()["rejected"]:
+                self._bad_batch("batch size", step, f"holds {len(ids)} episodes, not {self._identity['batch_size']}")
         if step in self.batches:
             self._bad_batch("batch order", step, "was made twice")
         elif step != self._next_step:

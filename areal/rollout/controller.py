@@ -50,7 +50,7 @@ class Controller:
         eval_options: HeldOutOptions | None = None,
         accept: AcceptFn | None = None,
     ) -> None:
-        size, options = config.train_dataset.batch_size, config.rollout
+        limits, options = GateLimits.of(config, total_steps=total_steps), config.rollout
         self._fleet, self._rows, self._ledger = fleet, rows, ledger
         self._workflows = list({id(found): found for found in [workflow, *(eval_workflows or {}).values()]}.values())
         self.shape = RunShape.of(config, total_steps=total_steps)
@@ -62,14 +62,15 @@ class Controller:
         self._producer = ProducerStats()
         self.batches = TrainBatches(
             ledger,
-            batch_size=size,
-            max_staleness=options.max_head_offpolicyness,
+            batch_size=limits.batch_size,
+            smallest_batch=limits.smallest_batch,
+            max_staleness=limits.max_staleness,
             on_stale=options.on_stale,
             producer=self._producer,
             on_fatal=self.fail,
         )
         self._executor = Executor(
-            limits=GateLimits.of(config, total_steps=total_steps),
+            limits=limits,
             temperature=config.gconfig.temperature,
             engine=fleet,
             workflow=workflow,
@@ -78,7 +79,7 @@ class Controller:
             accept=accept,
             options=options,
             producer=self._producer,
-            on_accepted=self.batches.compose_if_ready,
+            on_decided=self.batches.compose_if_ready,
             on_fatal=self.fail,
         )
         self._evaluations = Evaluations(

@@ -61,7 +61,7 @@ class Executor:
         options: InferenceEngineConfig,
         temperature: float,
         producer: ProducerStats,
-        on_accepted: Callable[[], None],
+        on_decided: Callable[[], None],
         on_fatal: Callable[[Exception], None],
     ) -> None:
         self.limits = limits
@@ -81,7 +81,7 @@ class Executor:
             limit=options.max_rejected_per_step,
             filter_name=options.should_accept_fn,
         )
-        self._on_accepted = on_accepted
+        self._on_decided = on_decided
         self._on_fatal = on_fatal
         self._may_send = asyncio.Event()
         self._may_send.set()
@@ -105,7 +105,8 @@ class Executor:
 
     def _gate_accepted(self) -> int:
         state = self._ledger.state
-        return state.num_accepted + state.skipped_steps * self.limits.batch_size
+        rejected = 0 if self.limits.smallest_batch is None else state.counts[REJECTED]
+        return state.num_accepted + rejected + state.skipped_steps * self.limits.batch_size
 
     def hold_requests(self, hold: bool) -> None:
         """While true, running episodes send no new request; requests already sent continue."""
@@ -219,6 +220,7 @@ class Executor:
                 _log.warning("%s", warning)
             if why := self._rejections.exceeded_limit():
                 self._stop(why, code="rollout.all_rejected")
+            self._on_decided()
             return
         if self._is_dropped(verdict.min_version):
             self._producer.count_dropped(verdict.num_tokens)
@@ -237,7 +239,7 @@ class Executor:
         self._rejections.count_accepted()
         if self._options.enable_rollout_tracing:
             _log.info("episode %d accepted, reward %.4g; %s", episode_id, verdict.reward, self._ledger.state.counts)
-        self._on_accepted()
+        self._on_decided()
 
     def _reject(self, episode_id: int, reason: str, payload: bytes, status: str = "rejected") -> None:
         self._ledger.reject(episode_id, reason, payload=payload)

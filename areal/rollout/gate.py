@@ -18,6 +18,8 @@ class GateLimits:
     """Maximum staleness that admission allows for, in policy versions."""
     total_episodes: int
     """Accepted episodes that all train steps of the run need together."""
+    smallest_batch: int | None = None
+    """Episodes of the smallest batch, when rejected episodes count as part of a train step (rollout.dynamic_bs)."""
     queue_size: int | None = None
     """Maximum number of episodes that run or wait for a train step; None = no such limit."""
 
@@ -29,6 +31,7 @@ class GateLimits:
             max_concurrent=config.max_concurrent_rollouts,
             max_staleness=config.rollout.max_head_offpolicyness,
             total_episodes=total_steps * batch_size,
+            smallest_batch=config.allocation.train[0].parallel.dp if config.rollout.dynamic_bs else None,
             queue_size=config.rollout.queue_size,
         )
 
@@ -42,13 +45,16 @@ def room(limits: GateLimits, *, running: int, accepted: int, version: int, waiti
     """Episodes that may start now, 0 when the gate is closed.
 
     `accepted` counts all accepted episodes except those dropped as stale, `waiting` those of them that no train step
-    has. Rejected and failed episodes are in no number, so their room is free immediately.
+    has. Rejected and failed episodes are in no number, so their room is free immediately. With a smallest batch
+    `accepted` includes the rejected ones, and there is always room for the episodes that the next batch lacks.
     """
     by_staleness = limits.open_until(version) - accepted - running
     by_concurrency = limits.max_concurrent - running
     free = by_staleness if by_staleness < by_concurrency else by_concurrency
     if limits.queue_size is not None and limits.queue_size - waiting - running < free:
         free = limits.queue_size - waiting - running
+    if limits.smallest_batch is not None and waiting + running < limits.smallest_batch:
+        free = max(free, min(limits.smallest_batch - waiting - running, by_concurrency))
     return free if free > 0 else 0
 
 

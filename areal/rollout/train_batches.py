@@ -14,7 +14,7 @@ import numpy as np
 
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import payload_head, to_columns
-from areal.ledger.state import WAITING, AcceptedEpisode, BatchRecord
+from areal.ledger.state import REJECTED, WAITING, AcceptedEpisode, BatchRecord
 from areal.ledger.token_counts import TokenCounts, count_by_version
 from areal.rollout.batching import BatchSums, SharePart, share_parts
 from areal.rollout.producer_stats import ProducerStats
@@ -33,6 +33,7 @@ class TrainBatches:
         ledger: Ledger,
         *,
         batch_size: int,
+        smallest_batch: int | None = None,
         max_staleness: int,
         on_stale: str,
         producer: ProducerStats,
@@ -40,6 +41,7 @@ class TrainBatches:
     ) -> None:
         self._ledger = ledger
         self._batch_size = batch_size
+        self._smallest_batch = smallest_batch
         self._max_staleness = max_staleness
         self._on_stale = on_stale
         self._producer = producer
@@ -97,7 +99,7 @@ class TrainBatches:
         state = self._ledger.state
         step = state.next_step
         is_next = step in self._wanted and step == state.trained_steps and not state.is_catching_up
-        if not is_next or state.counts[WAITING] < self._batch_size or self._composing is not None:
+        if not is_next or not self._size() or self._composing is not None:
             return
         if self._batch_size > BLOCK:
             self._composing = asyncio.create_task(self._compose_in_turns(step), name=f"compose batch {step}")
@@ -128,11 +130,27 @@ class TrainBatches:
             self._composing.cancel()
             await asyncio.gather(self._composing, return_exceptions=True)
 
+    def _size(self) -> int:
+        """Episodes of the next batch; 0 while it is not ready.
+
+        With a smallest batch, rejected episodes count: the batch is what was accepted once as many episodes were
+        accepted or rejected as the steps so far need.
+        """
+        state, size, smallest = self._ledger.state, self._batch_size, self._smallest_batch
+        waiting = state.counts[WAITING]
+        if waiting >= size:
+            return size
+        if smallest is None or waiting < smallest:
+            return 0
+        decided = state.num_accepted + state.counts[REJECTED]
+        return waiting if decided >= (len(state.batches) + 1) * size else 0
+
     def _chosen(self) -> list[int]:
         """The episodes of the next batch; empty while there are not enough."""
+        size = self._size()
         # "wait" takes episodes strictly in order of admission, which bounds the staleness of each
-        ids = self._ledger.state.oldest_waiting(self._batch_size, in_order=self._on_stale == "wait")
-        return ids if len(ids) == self._batch_size else []
+        ids = self._ledger.state.oldest_waiting(size, in_order=self._on_stale == "wait")
+        return ids if len(ids) == size else []
 
     async def _compose_in_turns(self, step: int) -> None:
         """Compose a large batch without stopping the loop for long: its statistics are added block by block."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from areal.ledger.state import REJECTED
 from areal.rollout.controller import BatchUnavailable
 from areal.rollout.share_codec import decode_share
 from tests.rollout import rollout_kit
@@ -29,7 +30,7 @@ def runs(draw):
     }
 
 
-def play(run, on_stale, num_steps=6, workflow_class=None):
+def play(run, on_stale, num_steps=6, workflow_class=None, dynamic_bs=False):
     """One whole run; the events, and per step the shares and the ids of the batch."""
     room = run.get("queue_room")
     queue_size = None if room is None else run["batch_size"] + room
@@ -39,6 +40,8 @@ def play(run, on_stale, num_steps=6, workflow_class=None):
         on_stale=on_stale,
         max_concurrent=run["max_concurrent"],
         queue_size=queue_size,
+        dynamic_bs=dynamic_bs,
+        dp_size=run["dp_size"] if dynamic_bs else 1,
     )
     scripts = [
         rollout_kit.Script(outcome=outcome, token_s=seconds, num_tokens=tokens)
@@ -52,7 +55,7 @@ def play(run, on_stale, num_steps=6, workflow_class=None):
         if event["event"] == "admitted":
             assert len(state.running) <= run["max_concurrent"]
             limit = (run["max_staleness"] + state.version + 1) * run["batch_size"]
-            assert state.num_accepted + len(state.running) <= limit
+            assert dynamic_bs or state.num_accepted + len(state.running) <= limit
             assert queue_size is None or len(state.waiting) + len(state.running) <= queue_size
 
     ledger = rollout_kit.memory_ledger(check_after_every_event)
@@ -110,6 +113,22 @@ def test_no_token_older_than_the_bound_is_trained_on(on_stale, run):
         ages = trained_ages(shares)
         assert ages.size == 0 or ages.max() <= run["max_staleness"]
         assert ages.size == 0 or ages.min() >= 0
+
+
+@pytest.mark.parametrize("on_stale", ["train", "mask"])
+@settings(max_examples=60, deadline=None)
+@given(run=runs())
+def test_dynamic_batches_lack_only_what_was_rejected(on_stale, run):
+    run = run | {"dp_size": min(run["dp_size"], run["batch_size"])}
+    state, steps = play(run, on_stale, dynamic_bs=True)
+    flat = list(itertools.chain(*(state.batches[step].episode_ids for step in range(6))))
+    assert len(flat) == len(set(flat))
+    sizes = [len(state.batches[step].episode_ids) for step in range(6)]
+    assert all(run["dp_size"] <= size <= run["batch_size"] for size in sizes)
+    assert 6 * run["batch_size"] - sum(sizes) <= state.counts[REJECTED]
+    for shares in steps:
+        ages = trained_ages(shares)
+        assert on_stale == "train" or ages.size == 0 or ages.max() <= run["max_staleness"]
 
 
 @settings(max_examples=60, deadline=None)

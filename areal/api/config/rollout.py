@@ -36,6 +36,8 @@ class InferenceEngineConfig:
     """Filter of scored groups: a registered name (mixed_rewards) or module:function; empty = accept all groups."""
     max_rejected_per_step: int | None = number(None, low=1)
     """Maximum rejected groups per train step; the run fails above it; null = no limit."""
+    dynamic_bs: bool = option(False, also="AReaL 1.0: dynamic_bs")
+    """A train step begins when batch_size groups were accepted or rejected, with those accepted, one per data rank."""
     batch_transfer: str = choice("auto", "auto", "files", "http")
     """Source of the batches of a rank: files = the ledger folder, http = the controller, auto = files if readable."""
     keep_rejected: int = number(32, low=0)
@@ -62,6 +64,13 @@ class InferenceEngineConfig:
     def problems(self) -> Problems:
         if not re.fullmatch(r"all|recover|[1-9]\d*", self.keep_payloads):
             yield "keep_payloads", f"is {self.keep_payloads!r}: write all, recover, or a number of train steps from 1"
+        if self.dynamic_bs and self.on_stale in ("drop", "wait"):
+            yield (
+                "dynamic_bs",
+                f"makes batches of what is accepted first, which on_stale={self.on_stale} does not allow",
+            )
+        if self.dynamic_bs and self.max_rejected_per_step is not None:
+            yield "dynamic_bs", "counts rejected groups as part of a step: remove max_rejected_per_step"
         for text, problem in address_problems(self.server_addrs):
             yield "server_addrs", f"{text!r} {problem}"
 
