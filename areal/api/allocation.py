@@ -202,15 +202,15 @@ def _allocation(text: str, part: Part, shares_with: int | None) -> ModelAllocati
 
 
 def _check_experts(text: str, part: Part, dims: ParallelDims, experts: dict[str, int]) -> None:
-    """Both halves of an attn/ffn part must cover the same devices; ffn inherits d and p from attn."""
+    """Both halves of an attn/ffn part must cover the same devices; ffn has the p of attn, and what remains as d."""
     pipeline = experts.get("p", dims.pp)
     if pipeline != dims.pp:
         problem = f"attn has p{dims.pp} but ffn has p{pipeline}"
         raise AllocationError(text, part.column, problem, "use the same p in both")
-    data = experts.get("d", dims.dp)
+    data = experts.get("d", dims.world_size // (dims.ep * dims.etp * pipeline))
     covered = data * dims.ep * dims.etp * pipeline
     if covered != dims.world_size:
         product = f"d{data} x e{dims.ep} x t{dims.etp} x p{pipeline}"
         problem = f"attn covers {dims.world_size} devices but ffn {product} covers {covered}"
-        hint = "make both products equal (without d, ffn uses that of attn)"
+        hint = "make both products equal (without d, ffn has what remains)"
         raise AllocationError(text, part.column, problem, hint)

@@ -78,7 +78,7 @@ def build_fsdp_engine(
     vision = None if layout is None or images is None else VisionReader(layout, images)
     how: dict[str, Any] = {"dtype": held, "attention": attention, "is_empty": is_sharded}
     hf_model = load_model(folder, config, **kind, **how, takes_images=vision is not None)
-    routing = Routing(hf_model, config)
+    routing = Routing(routers_of(hf_model), hf_model.config.get_text_config(), config)
     adapters = _prepare(hf_model, config, mesh)
     model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)
     model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"

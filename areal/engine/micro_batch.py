@@ -182,6 +182,7 @@ def padded(inputs: ModelInput, multiple: int) -> ModelInput:
         layout=_with_last(layout, count, missing),
         candidate_ids=None if inputs.candidate_ids is None else longer(inputs.candidate_ids),
         temperatures=None if inputs.temperatures is None else longer(inputs.temperatures, fill=1),
+        routed_experts=None if inputs.routed_experts is None else longer(inputs.routed_experts, fill=-1),
     )
 
 

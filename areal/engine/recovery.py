@@ -12,7 +12,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from areal.api.errors import InputError
@@ -129,14 +131,20 @@ class RecoveryReader:
         prefix = f"optimizer/{weight}/"
         return {name[len(prefix) :]: found for name, found in self._tensors.items() if name.startswith(prefix)}
 
-    @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors, by the names in the files, with their values; a sharded one with its part."""
-        planner, state = DefaultLoadPlanner(flatten_state_dict=False), dict(tensors)
+        self._read(DefaultLoadPlanner(flatten_state_dict=False), tensors)
+
+    def fill_pieces(self, pieces: Mapping[str, Piece]) -> None:
+        """Fill parts of tensors, by the names in the files."""
+        self._read(_PiecePlanner(pieces), {})
+
+    @torch.no_grad()
+    def _read(self, planner: DefaultLoadPlanner, targets: Mapping[str, Any]) -> None:
         try:
             # The steps of torch.distributed.checkpoint.load without its exchange of pickled plans.
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-            planner.set_up_planner(state, self._metadata, is_coordinator=True)
+            planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
             plan = self._reader.prepare_local_plan(planner.create_local_plan())
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
         except _UNREADABLE as error:
@@ -159,6 +167,23 @@ class RecoveryReader:
 
     def _damaged(self, cause: object) -> InputError:
         return InputError(f"the recovery state in {self._folder} cannot be read: {cause}", code="checkpoint.damaged")
+
+
+class _PiecePlanner(DefaultLoadPlanner):
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, piece in self._pieces.items():
+            chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.values.shape)
+            items += create_read_items_for_chunk_list(name, self.metadata.state_dict_metadata[name], [chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index.fqn].values
 
 
 def empty_like(weight: Tensor, found: TensorStorageMetadata) -> Tensor:

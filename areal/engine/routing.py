@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.config import TrainEngineConfig
 from areal.api.errors import ConfigError, InputError
 from areal.api.metrics import Metric, Metrics
-from areal.weights.routers import routers_of
 
 EXPERT_BIAS = "e_score_correction_bias"
 """Buffer of routers that add it to their scores before they choose, as DeepSeek-V3 does; float32 in checkpoints."""
@@ -65,33 +63,57 @@ def find_rule(gate: nn.Module, config: object) -> GateRule | None:
     return None
 
 
-class Routing:
-    """All routers of one model. Made before the model is sharded; `begin` and `finish` enclose a forward pass."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class RoutedRow:
+    """What the routers of a model, or of some of its layers, get and find in the passes of one row of tokens."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainEngineConfig) -> None:
-        """Raises ConfigError when the routers of the model cannot do what `config` asks for."""
-        self._num_layers = int(model.config.get_text_config().num_hidden_layers)
-        self._gates = routers_of(model)
+    recorded: Tensor | None  # [T, layers, k]
+    is_counting: bool
+    valid: Tensor | None  # [T] bool
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    agreements: dict[int, Tensor] = field(default_factory=dict)
+    balance: Tensor | None = None  # [E]: derivatives of the balance loss by the sums of scores of experts
+
+
+_NO_ROW = RoutedRow(recorded=None, is_counting=False, valid=None)
+
+
+class Routing:
+    """Routers of one model. Made before the model is sharded; `begin` and `finish` enclose a forward pass."""
+
+    def __init__(
+        self,
+        gates: Mapping[int, nn.Module],
+        hf: Any,
+        config: TrainEngineConfig,
+        *,
+        layers: Sequence[int] | None = None,
+        num_experts: int | None = None,
+    ) -> None:
+        """`gates`: the routers of this rank by layer, as `areal.weights.routers.routers_of` finds them; `hf`: the
+        configuration of the text model. `layers`: those with experts on all ranks, None = those of `gates`.
+
+        Raises ConfigError when the routers of the model cannot do what `config` asks for.
+        """
+        self._num_layers, self._gates = int(hf.num_hidden_layers), dict(gates)
         experts = [len(weight) for gate in self._gates.values() for weight in gate.parameters() if weight.ndim == 2]
-        self._num_experts = min(experts, default=0)
-        self._num_choices = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0))
-        rules = [find_rule(gate, model.config.get_text_config()) for gate in self._gates.values()]
+        self._num_experts = min(experts, default=0) if num_experts is None else num_experts
+        self._num_choices = int(getattr(hf, "num_experts_per_tok", 0) or 0)
+        rules = [find_rule(gate, hf) for gate in self._gates.values()]
         self._rules = {layer: rule for layer, rule in zip(self._gates, rules, strict=True) if rule is not None}
+        self._layers = sorted(self._rules if layers is None else layers)
         self._bias_rate, self.is_replayed = config.router_bias_update_rate, config.router_replay
         self._balance = config.router_aux_loss_coef if config.optimizer is not None else 0.0
-        if config.router_option and not self._gates:
-            raise _refused(model, "it has no experts")
+        if config.router_option and not (self._gates or layers):
+            raise _refused(hf, "it has no experts")
         if (self._balance or self.is_replayed) and len(self._rules) < len(self._gates):
-            raise _refused(model, "its routers are of an unknown kind")
+            raise _refused(hf, "its routers are of an unknown kind")
         if self._bias_rate and not all(
             isinstance(getattr(gate, EXPERT_BIAS, None), Tensor) for gate in self._gates.values()
         ):
-            raise _refused(model, "its routers have no bias: use router_aux_loss_coef")
-        self._recorded: Tensor | None = None  # [T, layers, k], negative = not recorded
-        self._is_counting = False
-        self._logits: dict[int, Tensor] = {}
-        self._chosen: dict[int, Tensor] = {}
-        self._agreements: dict[int, Tensor] = {}
+            raise _refused(hf, "its routers have no bias: use router_aux_loss_coef")
+        self._row = _NO_ROW
         self._sums: _Sums | None = None
         """Since the last optimiser step, on the device."""
         for layer, gate in self._gates.items():
@@ -102,16 +124,27 @@ class Routing:
     def has_loss(self) -> bool:
         return self._balance > 0
 
-    def begin(self, recorded: Tensor | None, *, is_counting: bool) -> None:
+    @property
+    def row(self) -> RoutedRow:
+        """What the routers use now."""
+        return self._row
+
+    def begin(self, recorded: Tensor | None, *, is_counting: bool, valid: Tensor | None = None) -> None:
         """Before a forward pass. `recorded`: chosen experts [T, layers, k], those of a token negative = not recorded;
         they stay in force for the recomputation in the backward pass. Raises InputError for another number of layers.
+
+        `valid` [T]: the routers themselves add the gradient of the balance loss of these tokens, because a first pass
+        without a graph is repeated with one in the backward pass.
         """
-        self._recorded = recorded if self.is_replayed and self._fits(recorded) else None
-        self._is_counting = is_counting
-        self._logits, self._chosen, self._agreements = {}, {}, {}
+        recorded = recorded if self.is_replayed and self._fits(recorded) else None
+        self._row = RoutedRow(recorded=recorded, is_counting=is_counting, valid=valid)
+
+    def resume(self, row: RoutedRow) -> None:
+        """Before a part of the model computes `row` of an earlier `begin`, after others began."""
+        self._row = row
 
     def _fits(self, recorded: Tensor | None) -> bool:
-        if recorded is None:
+        if recorded is None or not self._num_experts:
             return False
         if recorded.shape[1] != self._num_layers or (recorded.numel() and int(recorded.max()) >= self._num_experts):
             highest = int(recorded.max()) if recorded.numel() else -1
@@ -128,41 +161,55 @@ class Routing:
         `valid` [T]. `num_tokens`: of the whole batch on all ranks, for the loss. The losses of ranks and micro-batches
         sum to coefficient x mean of `E sum_i f_i P_i`, weighted by the tokens of each micro-batch: f_i is the share of
         choices and P_i the mean score of expert i over all layers and ranks (Switch Transformer, equations 4 to 6, as
-        transformers computes them; scores of sigmoid routers are divided by their sum).
+        transformers computes them; scores of sigmoid routers are divided by their sum). None where `begin` got `valid`.
         """
-        self._is_counting = False
-        if not self._logits:
+        row = self._row
+        row.is_counting = False
+        if not row.logits:
             return None
-        layers, weights = sorted(self._logits), valid.double().unsqueeze(1)  # no step waits for the device
-        loads: list[Tensor] = []
+        weights = valid.double().unsqueeze(1)  # no step waits for the device
+        load = weights.new_zeros(len(self._layers), self._num_experts)
         shares: list[Tensor] = []
         entropy = weights.new_zeros(())
-        for layer in layers:
-            scores, chosen = self._rules[layer].scores(self._logits[layer]), self._chosen[layer]
-            if self._rules[layer].is_sigmoid:
-                scores = scores / scores.sum(-1, keepdim=True)
+        own = sorted(row.logits)
+        for layer in own:
+            scores, chosen = self._normal_scores(layer, row.logits[layer]), row.chosen[layer]
             shares.append((scores * weights.float()).sum(0))
-            loads.append(weights.new_zeros(scores.shape[1]).scatter_add_(0, chosen.flatten(), _each(weights, chosen)))
+            load[self._layers.index(layer)].scatter_add_(0, chosen.flatten(), _each(weights, chosen))
             entropy += (torch.special.entr(scores.detach()).sum(-1, keepdim=True) * weights).sum()
-        load, share = torch.stack(loads), torch.stack(shares)
-        agreed = sum(((each * weights).sum() for each in self._agreements.values()), weights.new_zeros(()))
+        share = torch.stack(shares)
+        agreed = sum(((each * weights).sum() for each in row.agreements.values()), weights.new_zeros(()))
         replayed = weights.new_zeros(())
-        if self._recorded is not None:
-            replayed = ((self._recorded[:, layers] >= 0).flatten(1).sum(1, keepdim=True) * weights).sum()
-        facts = torch.stack([entropy, agreed, replayed, weights.sum()])
-        self._sums = _Sums(load, share.detach().double(), facts).plus(self._sums)
-        self._logits, self._chosen, self._agreements = {}, {}, {}
+        if row.recorded is not None:
+            replayed = ((row.recorded[:, own] >= 0).flatten(1).sum(1, keepdim=True) * weights).sum()
+        tokens = weights.sum() * (own[0] == self._layers[0])  # ranks with later layers count the same tokens
+        whole = torch.zeros_like(load)
+        whole[[self._layers.index(layer) for layer in own]] = share.detach().double()
+        self._sums = _Sums(load, whole, torch.stack([entropy, agreed, replayed, tokens])).plus(self._sums)
+        row.logits, row.chosen, row.agreements = {}, {}, {}
         if not self.has_loss or not num_tokens:
             return None
         total = reduce_sum(torch.cat([load.sum(0), weights.sum().reshape(1)]).cpu()).to(share)
-        fractions = total[:-1] / (len(layers) * total[-1]).clamp(min=1)
-        return self._balance * len(fractions) / (len(layers) * num_tokens) * (fractions * share.sum(0)).sum()
+        fractions = total[:-1] / (len(own) * total[-1]).clamp(min=1)
+        factors = self._balance * len(fractions) / (len(own) * num_tokens) * fractions
+        if row.valid is not None:
+            row.balance = factors
+            return None
+        return (factors * share.sum(0)).sum()
+
+    def _normal_scores(self, layer: int, logits: Tensor) -> Tensor:
+        """[T, E] -> [T, E], of which those of a token sum to 1."""
+        scores = self._rules[layer].scores(logits)
+        return scores / scores.sum(-1, keepdim=True) if self._rules[layer].is_sigmoid else scores
 
     def optimizer_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> Metrics:
         """After an optimiser step: move the biases by the load since the last one; metrics over all ranks."""
+        if not self._layers:
+            return {}
         sums, self._sums = self._sums, None
         if sums is None:
-            return {}
+            none = torch.zeros(len(self._layers), self._num_experts, dtype=torch.float64)
+            sums = _Sums(none, none, torch.zeros(4, dtype=torch.float64))
         sums = sums.reduced(reduce_sum)
         if self._bias_rate:
             self._move_biases(sums.loads)
@@ -171,22 +218,41 @@ class Routing:
     @torch.no_grad()
     def _move_biases(self, loads: Tensor) -> None:
         """DeepSeek-V3 (arXiv 2412.19437, 2.1.2): up for experts below the mean load of their layer, down above it."""
-        for layer, own in zip(sorted(self._rules), loads, strict=True):
+        for layer in self._rules:
+            own = loads[self._layers.index(layer)]
             bias: Tensor = getattr(self._gates[layer], EXPERT_BIAS)
             bias.add_((own.mean() - own).sign().to(bias), alpha=self._bias_rate)
 
     def _route(self, layer: int, original: Callable[[Tensor], Any], states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, chosen = original(states)
-        if self._recorded is not None:
-            given = self._recorded[:, layer].to(chosen.dtype)
+        row = self._row
+        if row.recorded is not None:
+            given = row.recorded[:, layer].to(chosen.dtype)
             is_given = given >= 0
-            if self._is_counting:
-                self._agreements[layer] = (chosen.unsqueeze(2) == given.unsqueeze(1)).any(2) & is_given
+            if row.is_counting:
+                row.agreements[layer] = (chosen.unsqueeze(2) == given.unsqueeze(1)).any(2) & is_given
             chosen = torch.where(is_given, given, chosen)
             weights = self._rules[layer].weights(logits, chosen).to(weights.dtype)
-        if self._is_counting:
-            self._logits[layer], self._chosen[layer] = logits, chosen
+        if row.is_counting:
+            row.logits[layer], row.chosen[layer] = logits, chosen
+        if row.valid is not None and self.has_loss and torch.is_grad_enabled():
+            share = (self._normal_scores(layer, logits) * row.valid.float().unsqueeze(1)).sum(0)
+            weights = _Balanced.apply(weights, share, row)
+            assert isinstance(weights, Tensor)
         return logits, weights, chosen
+
+
+class _Balanced(torch.autograd.Function):
+    """The weights of the experts unchanged; backward adds the gradient of the balance loss by sums of scores [E]."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, share: Tensor, row: RoutedRow) -> Tensor:
+        ctx.row = row
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return grads[0], ctx.row.balance, None
 
 
 def _each(weights: Tensor, chosen: Tensor) -> Tensor:
@@ -234,6 +300,6 @@ def _metrics(sums: _Sums, num_choices: int) -> Metrics:
     return {name: Metric(value) for name, value in found.items()}
 
 
-def _refused(model: nn.Module, problem: str) -> ConfigError:
-    message = f"{type(model).__name__} cannot have router options: {problem}"
+def _refused(hf: Any, problem: str) -> ConfigError:
+    message = f"{hf.model_type} models cannot have router options: {problem}"
     return ConfigError(message, code="model.no_router")

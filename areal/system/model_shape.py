@@ -1,6 +1,7 @@
 """The sizes of a model, read from the config.json of its checkpoint folder."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,12 +22,17 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    """Columns of the MLP, or of an expert."""
     vocabulary: int
     tied: bool
     experts: int
     experts_per_token: int
     attention_bias: bool
     query_key_norm: bool
+    dense_intermediate: int = 0
+    """Columns of what computes all tokens in a model with experts: MLPs of layers without experts, shared experts."""
+    latents: int = 0
+    """Common divisor of the sizes of latents in attention; 0 without them."""
 
     @classmethod
     def read(cls, folder: str) -> Self | None:
@@ -52,6 +58,8 @@ class ModelShape:
                 experts_per_token=int(found.get("num_experts_per_tok") or 0) if experts else 0,
                 attention_bias=bool(found.get("attention_bias", False)) or kind.startswith("qwen2"),
                 query_key_norm=kind.startswith("qwen3"),
+                dense_intermediate=_dense_size(found, int(width)) if width else 0,
+                latents=_latents(found),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -74,6 +82,20 @@ class ModelShape:
     @property
     def kv_values_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def _dense_size(found: dict[str, Any], width: int) -> int:
+    """`width`: of an expert."""
+    shared = width * int(found.get("n_shared_experts") or 0)
+    is_mixed = any(found.get(name) for name in ("mlp_only_layers", "first_k_dense_replace"))
+    is_mixed = is_mixed or found.get("decoder_sparse_step", 1) > 1
+    return math.gcd(shared, int(found["intermediate_size"]) if is_mixed else 0)
+
+
+def _latents(found: dict[str, Any]) -> int:
+    if not found.get("kv_lora_rank"):
+        return 0
+    return math.gcd(int(found["kv_lora_rank"]) + int(found["qk_rope_head_dim"]), int(found.get("q_lora_rank") or 0))
 
 
 def context_length(folder: str) -> int | None:

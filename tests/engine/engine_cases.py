@@ -84,10 +84,14 @@ def write_models(folder: Path) -> None:
 
 
 def deepseek(shape: dict[str, int], *, num_experts: int) -> DeepseekV3Config:
+    return DeepseekV3Config(**latent_sizes(shape, num_experts=num_experts), n_group=1, topk_group=1)
+
+
+def latent_sizes(shape: dict[str, int], *, num_experts: int) -> dict[str, int]:
     attention = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
     experts = {"n_routed_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     own = shape | {"num_key_value_heads": 4}
-    return DeepseekV3Config(**own, **attention, **experts, first_k_dense_replace=1, n_group=1, topk_group=1)
+    return own | attention | experts | {"first_k_dense_replace": 1}
 
 
 def make_batch(lengths: list[int] = LENGTHS, seed: int = 0) -> TrainBatch:

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
@@ -54,6 +56,12 @@ OPTIONS: dict[str, dict] = {
     "every": {"fsdp": FSDPEngineConfig(gradient_sync="every", reshard_after_forward=False, prefetch_blocks=1)},
     "adam_bf16": {"optimizer": replace(ADAM, type="adam_bf16")},
     "balanced": {"router_aux_loss_coef": 0.3},
+    "balanced_again": {"router_aux_loss_coef": 0.3, "gradient_checkpointing": True},
+    "replayed": {
+        "router_replay": True,
+        "gradient_checkpointing": True,
+        "mb_spec": MicroBatchSpec(max_tokens_per_mb=18),
+    },
     "offload": {"fsdp": FSDPEngineConfig(offload_params=True)},
     "offload_optimizer": {"fsdp": FSDPEngineConfig(offload_optimizer=True)},
     "compiled": {"compile": True},
@@ -89,6 +97,15 @@ def write_models(folder: Path, num_layers: int = 2) -> None:
         ),
         "mixtral": MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, sliding_window=None)),
         "deepseek_v3": DeepseekV3ForCausalLM(cases.deepseek(shape, num_experts=4)),
+        "deepseek_v2": DeepseekV2ForCausalLM(
+            DeepseekV2Config(
+                **cases.latent_sizes(shape, num_experts=4),
+                topk_method="group_limited_greedy",
+                n_group=2,
+                topk_group=1,
+                n_shared_experts=2,
+            )
+        ),
     }
     for name, model in models.items():
         with torch.no_grad():
@@ -116,7 +133,7 @@ def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list
     found = []
     torch.manual_seed(0)
     for batch in batches or all_batches():
-        mine = share(batch)
+        mine = share(with_choices(batch, layers_of(engine)) if option == "replayed" else batch)
         if option == "rich":
             mine = replace(mine, candidate_ids=engine.forward(mine).candidate_ids)
         metrics = cases.train(engine, mine, loss_fn=loss_fn)
@@ -124,6 +141,20 @@ def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list
         loss = engine.all_reduce(torch.tensor([own], dtype=torch.float64)).item()
         found.append([loss, metrics["grad_norm"].value])
     return found
+
+
+def layers_of(engine) -> int:
+    names = [spec.name.split(".layers.") for spec in engine.weight_specs()]
+    return 1 + max(int(name[1].split(".")[0]) for name in names if len(name) > 1)
+
+
+def with_choices(batch: TrainBatch, num_layers: int) -> TrainBatch:
+    """With random experts 0 and 1, 1 and 2 or 2 and 3 for each token and layer; every third token has no record."""
+    generator = torch.Generator().manual_seed(batch.num_tokens)
+    first = torch.randint(0, 3, (batch.num_tokens, num_layers, 1), generator=generator, dtype=torch.int16)
+    chosen = torch.cat([first, first + 1], 2)
+    chosen[::3] = -1
+    return replace(batch, routed_experts=chosen)
 
 
 def outputs_of(engine, batch: TrainBatch, share=lambda batch: batch) -> dict[str, torch.Tensor]:

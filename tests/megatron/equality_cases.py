@@ -4,6 +4,7 @@ The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder h
 """
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.engine import mesh_cases
 
 SHARED = MegatronEngineConfig()
 """Data ranks share the optimiser's state: the default."""
+
+SELECTIVE = replace(SHARED, recompute_granularity="selective", recompute_modules=["moe", "core_attn"])
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,25 @@ MESHES = {
     "d2t2": Mesh(ParallelDims(dp=2, tp=2)),
     "d2p2": Mesh(ParallelDims(dp=2, pp=2)),
     "c2t2": Mesh(ParallelDims(cp=2, tp=2)),
+    "d2e2": Mesh(ParallelDims(dp=2, ep=2)),
+    "c2e2": Mesh(ParallelDims(cp=2, ep=2)),
+    "t2e2": Mesh(ParallelDims(tp=2, ep=2)),
+    "t2ffn_t2": Mesh(ParallelDims(tp=2, etp=2)),
+    "d2e2p2": Mesh(ParallelDims(dp=2, pp=2, ep=2)),
+    "d2t2ffn_e2t2": Mesh(ParallelDims(dp=2, tp=2, ep=2, etp=2)),
+    "d2e2_allgather": Mesh(ParallelDims(dp=2, ep=2), replace(SHARED, moe_token_dispatcher_type="allgather")),
+    "d2e2_selective": Mesh(ParallelDims(dp=2, ep=2), SELECTIVE),
 }
 
 
 def changes_of(mesh: str) -> dict:
     return {"build": build_megatron_engine, "megatron": MESHES[mesh].megatron}
+
+
+def weighs_once(engine) -> bool:
+    """Whether the norm that is checked after a step counts each weight once; a collective."""
+    squares = sum(value.double().square().sum().item() for _, value in engine.named_weights())
+    return math.isclose(engine._optimizer._weight_norm_squared(), squares, rel_tol=1e-6)
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -56,8 +73,12 @@ def run_rank(rank: int, folder: Path) -> None:
     )  # fmt: skip
     mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=layout.dims, timeout_s=60)
     facts = {}
+    changes = changes_of(order["mesh"])
     for case in order["cases"]:
-        facts[case] = mesh_cases.run_case(folder, case, mesh, None, **changes_of(order["mesh"]))
+        facts[case] = mesh_cases.run_case(folder, case, mesh, None, **changes)
+        if case.endswith("-rich"):  # its embeddings are tied: the last stage has a copy
+            engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
+            facts[case]["weighs_once"] = weighs_once(engine)
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
     mesh.close()
 

@@ -16,9 +16,11 @@ from tests.rank_processes import run_ranks
 
 MODELS = ["qwen3-plain", "qwen2-rich"]
 FAMILIES = [f"{family}-plain" for family in ("qwen3", "qwen2", "llama", "mistral")]
+SPARSE = [f"{family}-plain" for family in ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")]
+BALANCED = ["qwen3_moe-balanced_again", "qwen3_moe-replayed"]
 CASES = {
-    "d1": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16"],
-    "t2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16"],
+    "d1": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16", *SPARSE],
+    "t2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16", "qwen3_moe-plain"],
     "p2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16"],
     "p2v2": [*MODELS, "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16"],
     "c2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed"],
@@ -28,6 +30,14 @@ CASES = {
     "d2t2": [*MODELS, "qwen3-critic", "qwen3-bf16"],
     "d2p2": [*MODELS, "qwen3-critic", "qwen3-micro"],
     "c2t2": [*MODELS, "qwen3-critic"],
+    "d2e2": [*SPARSE, *BALANCED, "deepseek_v3-balanced", "qwen3_moe-critic", "qwen3_moe-bf16"],
+    "c2e2": ["qwen3_moe-plain", "qwen3_moe-balanced_again", "deepseek_v3-plain"],
+    "t2e2": [*SPARSE, *BALANCED],
+    "t2ffn_t2": [*SPARSE, *BALANCED],
+    "d2e2p2": [*SPARSE, "qwen3_moe-replayed"],
+    "d2t2ffn_e2t2": [*SPARSE, *BALANCED],
+    "d2e2_allgather": ["qwen3_moe-plain", "qwen3_moe-micro"],
+    "d2e2_selective": BALANCED,
 }
 """Mesh -> models and options."""
 MARK = "make test-megatron writes it"
@@ -79,6 +89,7 @@ def facts_of(tmp_path_factory):
 def test_a_megatron_mesh_equals_one_process(facts_of, rows, mesh, case):
     folder, facts = facts_of(mesh)
     found = check(folder, case, facts)
+    assert all(fact[case].get("weighs_once", True) for fact in facts)
     if case.endswith(mesh_cases.SAVED):
         check_that_fsdp_continues(folder, case)
     rows[mesh, case] = table_row(mesh, case, found)

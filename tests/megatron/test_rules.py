@@ -4,35 +4,76 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from areal.api.allocation import ParallelDims
+from areal.api.allocation import AllocationMode, ParallelDims
+from areal.api.config.megatron import MegatronEngineConfig
 from areal.engine.megatron.cpu_mode import rewritten
-from areal.engine.megatron.weight_map import Stages, weight_map
+from areal.engine.megatron.families import weight_map
+from areal.engine.megatron.weight_map import Stages
 from areal.system.mesh_rules import mesh_problem, package_problem
 from areal.system.model_shape import ModelShape
+from areal.weights.stored_form import StoredForm
 
 SHAPE = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT = {
+    **SHAPE, **EXPERTS, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+    "num_key_value_heads": 4, "first_k_dense_replace": 1,
 }  # fmt: skip
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
     "mistral": MistralConfig(**SHAPE, head_dim=8),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=8, **EXPERTS, num_experts=4, mlp_only_layers=[0]),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v2": DeepseekV2Config(**LATENT, q_lora_rank=None, n_routed_experts=4, n_shared_experts=2),
+    "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=8, n_routed_experts=4, n_group=1, topk_group=1),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_map_names_every_weight_of_the_model_with_its_shape(name):
+def test_a_map_names_every_weight_of_the_checkpoint_with_its_shape(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS[name])
     tied = {"lm_head.weight"} if CONFIGS[name].tie_word_embeddings else set()
-    expected = {key: tuple(value.shape) for key, value in model.state_dict().items() if key not in tied}
+    form = StoredForm(model)
+    expected = {part.name: part.shape for key in model.state_dict() if key not in tied for part in form.parts(key)}
     found = [(part.name, part.shape) for weight in weight_map(CONFIGS[name]) for part in weight.parts]
     assert dict(found) == expected
     assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_recovery_state_has_the_parameters_of_transformers(name):
+    """Each element of a parameter is in one part of one weight of Megatron-Core."""
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(CONFIGS[name]).state_dict()
+    counts = {key: torch.zeros(value.shape, dtype=torch.int) for key, value in state.items()}
+    for weight in weight_map(CONFIGS[name]):
+        for part in weight.parts:
+            offsets = part.state_offsets([slice(0, size) for size in part.shape])
+            sizes = [1] * (len(offsets) - len(part.shape)) + [*part.shape]
+            region = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+            assert part.state_shape == tuple(state[part.state_name].shape)
+            counts[part.state_name][region] += 1
+    assert {key for key, count in counts.items() if not (count == 1).all()} == (
+        {"lm_head.weight"} if CONFIGS[name].tie_word_embeddings else set()
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -76,7 +117,7 @@ def shape_of(name: str, tmp_path) -> ModelShape:
         (ParallelDims(), 2, ["virtual_pipeline_parallel_size=2"]),
         (ParallelDims(tp=4), 1, ["t4", "2 key and value heads"]),
         (ParallelDims(cp=3), 1, ["c3", "4 attention heads"]),
-        (ParallelDims(dp=2, ep=2), 1, ["e2", "fsdp"]),
+        (ParallelDims(dp=2, ep=2), 1, ["e2", "no experts"]),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(dims, chunks, words, tmp_path):
@@ -85,7 +126,36 @@ def test_sizes_that_do_not_divide_are_named(dims, chunks, words, tmp_path):
     assert all(word in problem for word in words)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma"])
+@pytest.mark.parametrize(
+    ("name", "mesh", "words"),
+    [
+        ("qwen3_moe", "(attn:d3|ffn:e3)", ["e3", "4 experts", "e1"]),
+        ("qwen3_moe", "(attn:d5|ffn:t5)", ["t5", "12 columns"]),
+        ("qwen3_moe", "t4", ["t4", "2 key and value heads"]),
+        ("deepseek_v3", "t8", ["t8", "4 attention heads", "4 latents", "12 MLP columns"]),
+        ("deepseek_v2", "(attn:d8|ffn:e8)", ["e8", "4 experts", "e4"]),
+    ],
+)
+def test_sizes_that_do_not_divide_experts_are_named(name, mesh, words, tmp_path):
+    dims = AllocationMode.parse(f"megatron:{mesh}").train[0].parallel
+    problem = mesh_problem(shape_of(name, tmp_path), dims, backend="megatron")
+    assert problem is not None
+    assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("mesh", ["d2e2", "(attn:d2|ffn:e2)", "(attn:t2|ffn:t2)", "(attn:d2t2|ffn:t2e2)", "t2e2p2"])
+def test_experts_are_split_over_data_and_tensor_ranks(name, mesh, tmp_path):
+    dims = AllocationMode.parse(f"megatron:{mesh}").train[0].parallel
+    assert mesh_problem(shape_of(name, tmp_path), dims, backend="megatron") is None
+
+
+def test_the_two_forms_of_expert_ranks_are_equal():
+    short, long = (AllocationMode.parse(f"megatron:{mesh}").train[0] for mesh in ("d2e2", "(attn:d2|ffn:e2)"))
+    assert short.parallel == long.parallel
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "gemma"])
 def test_families_that_were_not_compared_with_one_process_are_refused(family, tmp_path):
     problem = mesh_problem(replace(shape_of("qwen3", tmp_path), family=family), ParallelDims(), backend="megatron")
     assert problem is not None
@@ -98,7 +168,7 @@ def test_sizes_that_divide_are_no_problem(tmp_path):
 
 
 def test_packages_matter_to_megatron_only():
-    assert package_problem("fsdp", wanted=["ddp.fp8_param_gather"]) is None
+    assert package_problem("fsdp", MegatronEngineConfig(use_precision_aware_optimizer=True)) is None
 
 
 def test_sources_for_the_cpu_name_no_cuda_device():

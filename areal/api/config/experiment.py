@@ -137,7 +137,7 @@ class BaseExperimentConfig:
             if model.router_replay and not (self._wants_servers and self.models["actor"].router_replay):
                 yield f"{key}.router_replay", "replays what servers record for actor.router_replay: remove it"
             if self.allocation.train[0].backend == "megatron":
-                yield from below(key, model.megatron_problems())
+                yield from below(key, model.megatron_problems(dims.pp))
                 continue
             if model.compile and dims.tp > 1:
                 text = f"torch.compile fails on the distributed tensors of tensor ranks (t{dims.tp}): use compile=false"

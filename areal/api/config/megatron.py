@@ -7,6 +7,8 @@ from areal.api.config.relevance import unless, when
 
 _OVERLAPS = "overlap_param_gather"
 _DTYPES = ("float32", "bfloat16", "float16", "fp8")
+_WITH_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
+"""Parts whose outputs are freed before they are recomputed."""
 _PRECISION = when("use_precision_aware_optimizer", True)
 
 
@@ -56,9 +58,17 @@ class MegatronEngineConfig:
     recompute_num_layers: int | None = number(1, low=1, relevant=when("recompute_granularity", "full"))
     """Layers of a unit (uniform) or layers that are recomputed (block)."""
     recompute_modules: list[str] | None = option(None, relevant=when("recompute_granularity", "selective"))
-    """Parts that are recomputed: core_attn, mlp, layernorm, moe, moe_act, mla_up_proj; null = core_attn."""
+    """Recomputed: core_attn (null), mlp, moe, shared_experts; by Transformer Engine layernorm, moe_act, mla_up_proj."""
     distribute_saved_activations: bool | None = option(None, relevant=unless("recompute_granularity", None))
     """Split the saved inputs of layers over tensor ranks; replaces sequence parallelism."""
+    moe_token_dispatcher_type: str = choice("alltoall", "alltoall", "allgather", "flex")
+    """How tokens reach the ranks of their experts; allgather: each gets all tokens; flex needs the package deep_ep."""
+    moe_router_dtype: str | None = choice("fp32", "fp32", "fp64")
+    """Data type in which routers compute; null = that of the weights."""
+    moe_shared_expert_overlap: bool = option(False, relevant=when("moe_token_dispatcher_type", "alltoall"))
+    """Compute shared experts while tokens travel."""
+    moe_permute_fusion: bool = False
+    """One kernel sorts tokens by expert (needs Transformer Engine)."""
     overlap_param_gather_with_optimizer_step: bool = False
     """Start the gather of the first bucket during the optimiser step."""
     use_precision_aware_optimizer: bool = False
@@ -85,8 +95,11 @@ class MegatronEngineConfig:
 
     def needing_transformer_engine(self) -> list[str]:
         """The options that are set and that only Transformer Engine implements."""
+        recomputed = [name for name in self.recompute_modules or () if name in _WITH_TRANSFORMER_ENGINE]
         wants = {
             "use_precision_aware_optimizer": self.use_precision_aware_optimizer,
             "ddp.fp8_param_gather": self.ddp.fp8_param_gather,
+            "moe_permute_fusion": self.moe_permute_fusion,
+            f"recompute_modules={','.join(recomputed)}": bool(recomputed and self.recompute_granularity == "selective"),
         }
         return [name for name, is_set in wants.items() if is_set]

@@ -160,8 +160,11 @@ class TrainEngineConfig:
         """Whether this frozen model computes what `policy` computes without its adapters, so that it needs no copy."""
         return policy.lora is not None and all(getattr(self, name) == getattr(policy, name) for name in _SAME_OUTPUTS)
 
-    def megatron_problems(self) -> Problems:
-        """Options that only the FSDP engine has."""
+    def megatron_problems(self, num_stages: int) -> Problems:
+        """Options that only the FSDP engine has, or only one pipeline stage."""
+        if self.router_aux_loss_coef and num_stages > 1:
+            text = f"is a loss over all layers, but they are on {num_stages} stages: leave p out"
+            yield Problem("router_aux_loss_coef", text, "config.unsupported")
         if self.lora is not None:
             yield Problem("lora", "is not supported by megatron: use fsdp in allocation_mode", "config.unsupported")
         if self.optimizer is not None and self.optimizer.type == "adam_bf16":
@@ -172,6 +175,11 @@ class TrainEngineConfig:
         if self.logprob_kernel != "torch":
             text = f"{self.logprob_kernel} needs fsdp in allocation_mode: use torch"
             yield Problem("logprob_kernel", text, "config.unsupported")
+        if self.compile:
+            yield Problem("compile", "needs fsdp in allocation_mode: use compile=false", "config.unsupported")
+        if self.checkpointing != "full":
+            text = f"{self.checkpointing} needs fsdp in allocation_mode: use megatron.recompute_granularity"
+            yield Problem("checkpointing", text, "config.unsupported")
         if self.fsdp != FSDPEngineConfig():
             yield Problem("fsdp", "has no effect with megatron in allocation_mode: remove it", "config.no_effect")
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import nn
 
 from areal.api.batch import OutputSpec
@@ -15,18 +18,21 @@ from areal.api.config import TrainEngineConfig
 from areal.api.engine import ModelRole
 from areal.engine.hf_model import drawn_weights, read_config
 from areal.engine.megatron.engine import MegatronEngine
-from areal.engine.megatron.model import HeadPlan, model_chunks
-from areal.engine.megatron.model_config import ddp_config, require_mapped, transformer_config
+from areal.engine.megatron.families import has_experts, num_experts, tied_head, weight_map
+from areal.engine.megatron.model import HeadPlan, PackedModel, use_chunks
+from areal.engine.megatron.model_config import DTYPES, ddp_config, require_mapped, transformer_config
 from areal.engine.megatron.optimizer import MegatronOptimizer
-from areal.engine.megatron.ranks import open_groups
-from areal.engine.megatron.weight_map import HEAD, Stages, num_experts, tied_head, weight_map
+from areal.engine.megatron.weight_map import HEAD, Stages
 from areal.engine.megatron.weights import CheckpointReader, RankWeights, copy_weights, read_weights
 from areal.engine.mesh import TrainerMesh
 from areal.engine.packed_attention import attention_function
+from areal.engine.routing import Routing
 from areal.engine.sharded_load import draw_head
 from areal.weights.output_head import has_float32_head
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
+_ORDER = "tp-cp-ep-dp-pp"
+"""Tensor innermost, pipeline outermost: the ranks of `TrainerMesh`."""
 
 
 def assembled_engine(
@@ -42,8 +48,9 @@ def assembled_engine(
     """See `areal.engine.megatron.builder.build_megatron_engine`."""
     hf = read_config(folder, is_critic=role in ("critic", "reward"))
     require_mapped(hf)
-    dtype, count = _DTYPES[config.dtype], config.megatron.virtual_pipeline_parallel_size
-    groups = open_groups(mesh, count, seed)
+    dtype, count = DTYPES[config.dtype], config.megatron.virtual_pipeline_parallel_size
+    groups = _open_groups(mesh, seed)
+    use_chunks(count)
     head = HeadPlan(
         role=role,
         spec=outputs,
@@ -53,9 +60,14 @@ def assembled_engine(
     )
     model_config = transformer_config(hf, config, mesh.dims, mesh.device, dtype=dtype, chunks=count)
     attend = attention_function(config.attn_impl, mesh.device, dtype)
-    plain = model_chunks(model_config, hf, head, attend, tensor=mesh.tensor, stage=mesh.stage, groups=groups)
+    options: dict[str, Any] = {"router_dtype": _ROUTER_DTYPES[config.megatron.moe_router_dtype], "groups": groups}
+    plain = [
+        PackedModel(model_config, hf, head, attend, tensor=mesh.tensor, stage=mesh.stage, chunk=chunk, **options)
+        for chunk in range(count)
+    ]
     for chunk in plain:
         chunk.to(mesh.device)
+    routing = _routing(plain, hf, config)
     own = rank_weights(hf, head, plain, mesh, groups, count)
     fill(own, config, hf, folder, head, seed)
     chunks: Sequence[nn.Module] = plain
@@ -65,7 +77,7 @@ def assembled_engine(
             chunk.requires_grad_(False)
     else:
         wrapped = [_with_ddp(chunk, model_config, config, place > 0, groups) for place, chunk in enumerate(plain)]
-        options: dict[str, Any] = {"mesh": mesh, "groups": groups, "dtype": dtype, "total_steps": total_steps}
+        options = {"mesh": mesh, "groups": groups, "dtype": dtype, "total_steps": total_steps}
         own = rank_weights(hf, head, plain, mesh, groups, count)  # the parameters moved into buffers
         chunks, optimizer = wrapped, MegatronOptimizer(wrapped, config, own, **options)
     return MegatronEngine(
@@ -77,9 +89,39 @@ def assembled_engine(
         mesh=mesh,
         groups=groups,
         optimizer=optimizer,
+        routing=routing,
         dtype=dtype,
         source=folder,
     )
+
+
+def _routing(chunks: Sequence[PackedModel], hf: Any, config: TrainEngineConfig) -> Routing | None:
+    """The routers of this stage; None for a model without experts."""
+    layers = [layer for layer in range(hf.num_hidden_layers) if has_experts(hf, layer)]
+    if not layers and not config.router_option:
+        return None
+    gates = {layer: gate for chunk in chunks for layer, gate in chunk.gates().items()}
+    routing = Routing(gates, hf, config, layers=layers, num_experts=num_experts(hf))
+    for chunk in chunks:
+        chunk.use_routing(routing)
+    return routing
+
+
+def _open_groups(mesh: TrainerMesh, seed: int) -> ProcessGroupCollection:
+    """The groups of all models of this process; a collective the first time."""
+    if not parallel_state.is_initialized():
+        mesh.require_groups()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=mesh.dims.tp,
+            pipeline_model_parallel_size=mesh.dims.pp,
+            context_parallel_size=mesh.dims.cp,
+            expert_model_parallel_size=mesh.dims.ep,
+            expert_tensor_parallel_size=mesh.dims.etp,
+            order=_ORDER,
+        )
+        mesh.when_closed(parallel_state.destroy_model_parallel)
+        model_parallel_cuda_manual_seed(seed)
+    return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def rank_weights(
@@ -92,7 +134,7 @@ def rank_weights(
 ) -> RankWeights:
     has_copy = head.is_tied and not head.has_score and mesh.dims.pp > 1
     return RankWeights(
-        weight_map(hf, has_score=head.has_score),
+        weight_map(hf, has_score=head.has_score, splits_latents=not HAVE_TE),
         [tied_head(hf)] if has_copy else [],
         chunks,
         Stages(hf.num_hidden_layers, mesh.dims.pp, count),

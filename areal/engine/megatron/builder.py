@@ -27,7 +27,7 @@ def build_megatron_engine(
     """
     if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
         raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
-    if problem := package_problem("megatron", wanted=config.megatron.needing_transformer_engine()):
+    if problem := package_problem("megatron", config.megatron):
         raise ConfigError(problem, code="launch.package_missing")
     if mesh.device.type == "cpu":
         from areal.engine.megatron.cpu_mode import enable_cpu_mode

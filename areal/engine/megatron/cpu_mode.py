@@ -13,6 +13,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _STAND_IN = "_areal_cpu_device"
 _RULES = (
@@ -20,6 +21,9 @@ _RULES = (
     (re.compile(r"(?<!import )(?<!from )(?<![\w.])torch\.cuda\b"), _STAND_IN),
     (re.compile(r"(['\"])cuda(:\d+)?\1"), r'"cpu"'),
     (re.compile(r"\.cuda\(\)"), ".cpu()"),
+    (re.compile(r"torch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.all_gather(output_tensor_list"),
+    (re.compile(r"torch\.distributed\.reduce_scatter\(output,"), f"{_STAND_IN}.reduce_scatter(output,"),
+    (re.compile(r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"), "if torch.is_tensor(tensor):"),  # of sizes
     (re.compile(r"^from torch\.cuda import .*$", re.MULTILINE), f"_lazy_call = {_STAND_IN}.call"),
 )
 
@@ -57,13 +61,24 @@ class _CpuDevice:
         return self
 
     def Stream(self, *unused: object, **also: object) -> "_CpuStream":
-        return _CpuStream()
+        return _STREAM
 
-    def current_stream(self, *unused: object) -> "_CpuStream":
-        return _CpuStream()
+    Event = current_stream = Stream
 
-    def Event(self, *unused: object, **also: object) -> "_CpuStream":
-        return _CpuStream()
+    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Parts may have different numbers of rows, which gloo does not support."""
+        for rank, part in enumerate(parts):
+            sent = own.contiguous() if rank == group.rank() else torch.empty_like(part)
+            dist.broadcast(sent, group_src=rank, group=group)
+            part.copy_(sent)
+
+    def reduce_scatter(self, own: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """As `all_gather`."""
+        for rank, part in enumerate(parts):
+            total = part.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=group)
+            if rank == group.rank():
+                own.copy_(total)
 
     @contextlib.contextmanager
     def stream(self, stream: object) -> Iterator[None]:
@@ -88,6 +103,9 @@ class _CpuStream:
         """Nothing to wait for."""
 
     record = record_event
+
+
+_STREAM = _CpuStream()
 
 
 class _CpuLoader(SourceFileLoader):

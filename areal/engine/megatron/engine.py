@@ -31,9 +31,9 @@ from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.split import token_positions
 from areal.engine.checkpoint import export_model, write_folder
 from areal.engine.megatron.checkpoint import load_state, staged_pieces
-from areal.engine.megatron.model import HeadPlan
+from areal.engine.megatron.model import HeadPlan, use_chunks
+from areal.engine.megatron.model_config import varies_rows
 from areal.engine.megatron.optimizer import MegatronOptimizer
-from areal.engine.megatron.ranks import use_chunks
 from areal.engine.megatron.weight_map import HEAD, MappedWeight
 from areal.engine.megatron.weights import RankWeights, copy_weights, key_of
 from areal.engine.mesh import TrainerMesh
@@ -47,6 +47,7 @@ from areal.engine.micro_batch import (
     plan_micro_batches,
 )
 from areal.engine.recovery import HostCopies, StagedPieces
+from areal.engine.routing import EXPERT_BIAS, Routing
 from areal.engine.token_model import policy_outputs
 
 
@@ -79,12 +80,14 @@ class MegatronEngine:
         mesh: TrainerMesh,
         groups: ProcessGroupCollection,
         optimizer: MegatronOptimizer | None,
+        routing: Routing | None,
         dtype: torch.dtype,
         source: Path,
     ) -> None:
         self._chunks, self._hf, self._head, self._own = list(chunks), hf, head, own
         self._config, self._mesh, self._groups = config, mesh, groups
         self._optimizer, self._dtype, self._source = optimizer, dtype, source
+        self._routing = routing
         self._is_last = mesh.stage == mesh.dims.pp - 1
         self._host_copies = HostCopies()
         self._loss = torch.zeros(())
@@ -143,7 +146,8 @@ class MegatronEngine:
         optimizer, loss = self._require_optimizer(), self._loss
         self._loss = torch.zeros(())
         finalize_model_grads(self._chunks, pg_collection=self._groups)  # pyright: ignore[reportArgumentType]
-        return optimizer.step(loss)
+        metrics = optimizer.step(loss)
+        return metrics if self._routing is None else metrics | self._routing.optimizer_step(self._mesh.all_reduce)
 
     def reset_optimizer(self) -> None:
         self._require_optimizer().clear_state()
@@ -196,7 +200,8 @@ class MegatronEngine:
         load_state(path, self._own, self._optimizer)
 
     def _dtype_of(self, weight: MappedWeight) -> torch.dtype:
-        return torch.float32 if weight.parts[0].name == HEAD else self._dtype
+        is_exact = weight.parts[0].name == HEAD or weight.name.endswith(EXPERT_BIAS)
+        return torch.float32 if is_exact else self._dtype
 
     def _as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         if self._head.role == "critic":
@@ -228,29 +233,42 @@ class MegatronEngine:
             count = torch.zeros((), dtype=torch.int, device=loss.device)
             return (loss, count, {}) if config.calculate_per_token_loss else (loss, {})
 
+        num_tokens = self._num_tokens(batch) if with_backward else 0.0
+
         def step(works: Iterator[_Work], model: nn.Module) -> tuple[Any, Any]:
             work = next(works)
-            return model(work.inputs), partial(take_loss, work)
+            if self._routing is None:
+                return model(work.inputs), partial(take_loss, work)
+            valid = self._valid(work)
+            recorded = None if work.inputs.routed_experts is None else self._of_tensor_rank(work.inputs.routed_experts)
+            self._routing.begin(recorded, is_counting=with_backward, valid=valid if with_backward else None)
+            found = model(work.inputs)
+            if with_backward:
+                self._routing.finish(valid, self._mesh.all_reduce, num_tokens)
+            return found, partial(take_loss, work)
 
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[self._works(batch, plan, multiple) for _ in range(chunks)],
             model=self._chunks,
             num_microbatches=len(plan),
-            seq_length=multiple,  # with one chunk, stages tell each other the shapes
+            seq_length=multiple,  # unused with one chunk: the stages exchange the shapes
             micro_batch_size=1,
             forward_only=not with_backward,
         )
 
     def _multiple(self, batch: TrainBatch, plan: list[list[int]]) -> int:
-        """What divides the tokens of every micro-batch; with several chunks, the tokens of each."""
-        dims, chunks = self._mesh.dims, len(self._chunks)
+        """What divides the tokens of every micro-batch; where these must not vary, their number."""
+        dims = self._mesh.dims
         ranks = dims.cp * (dims.tp if self._splits_tokens else 1)
-        if chunks == 1:
+        options = self._config.megatron
+        if varies_rows(options):
             return ranks
         lengths = batch.sequence_lengths
-        longest = max(sum(lengths[place] for place in indices) for indices in plan)
-        return ranks * -(-max(longest, 2) // ranks)  # a rank without sequences has two tokens
+        longest = max([2, *(sum(lengths[place] for place in indices) for indices in plan)])  # 2: a row without work
+        if options.moe_token_dispatcher_type == "allgather":
+            longest = int(self._mesh.all_reduce(torch.tensor([float(longest)]), "max").item())
+        return ranks * -(-longest // ranks)
 
     def _works(self, batch: TrainBatch, plan: list[list[int]], multiple: int) -> Iterator[_Work]:
         mesh = self._mesh
@@ -266,6 +284,25 @@ class MegatronEngine:
             if mesh.context.size > 1:
                 inputs = over_context(inputs, mesh.context)
             yield _Work(inputs, count, micro, positions)
+
+    def _num_tokens(self, batch: TrainBatch) -> float:
+        """Of the whole batch on all ranks, divided by what the collective of the gradients divides; for balance."""
+        if self._routing is None or not self._routing.has_loss:
+            return 0.0
+        found = self.all_reduce(torch.tensor([float(batch.num_tokens)], dtype=torch.float64)).item()
+        is_sum = get_model_config(self._chunks[0]).calculate_per_token_loss
+        return found if is_sum else found / (self._mesh.dp_size * self._mesh.context.size)
+
+    def _valid(self, work: _Work) -> Tensor:
+        """Which of the tokens that the layers of this rank see are of sequences of the batch: [T] bool."""
+        ids, ranks = work.inputs.input_ids, self._mesh.context
+        place = torch.arange(ids.numel(), device=ids.device) * ranks.size + ranks.rank
+        return self._of_tensor_rank(place < (0 if work.micro is None else work.num_tokens))
+
+    def _of_tensor_rank(self, values: Tensor) -> Tensor:
+        """The part of this tensor rank of values per token."""
+        ranks = self._mesh.tensor
+        return values.chunk(ranks.size)[ranks.rank] if self._splits_tokens else values
 
     @property
     def _splits_tokens(self) -> bool:

@@ -1,16 +1,17 @@
 """A model chunk of a pipeline stage: packed token ids or hidden states in, hidden states or numbers per token out."""
 # pyright: reportMissingImports=false
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -19,9 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from areal.api.batch import OutputSpec
 from areal.engine.context_parallel import all_tokens
 from areal.engine.linear_logprobs import linear_logprobs
+from areal.engine.megatron.experts import recompute_with_row
 from areal.engine.megatron.layers import Attention, PackedRow, block_spec
 from areal.engine.mesh import RankGroup
 from areal.engine.micro_batch import ModelInput
+from areal.engine.routing import Routing
 from areal.engine.token_model import present_outputs
 
 
@@ -47,6 +50,7 @@ class PackedModel(LanguageModule):
 
     Hidden states between stages: [T, 1, h] of this context rank's tokens, of which tensor ranks hold equal parts under
     sequence parallelism. `forward` of the last chunk returns the outputs of every token of the row, as `TokenModel`.
+    Weights are not initialised.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class PackedModel(LanguageModule):
         head: HeadPlan,
         attend: Attention,
         *,
+        router_dtype: torch.dtype | None,
         tensor: RankGroup,
         stage: int,
         chunk: int,
@@ -79,9 +84,10 @@ class PackedModel(LanguageModule):
                 position_embedding_type="none",
                 tp_group=groups.tp,
             )
+        self._routing: Routing | None = None
         self.decoder = TransformerBlock(
             config=config,
-            spec=block_spec(config, attend, stage=stage, chunk=chunk),
+            spec=block_spec(config, hf, attend, stage=stage, chunk=chunk, router_dtype=router_dtype),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=groups,
@@ -102,6 +108,24 @@ class PackedModel(LanguageModule):
             )
         if not head.has_score and (self.pre_process or self.post_process):
             self.setup_embeddings_and_output_layer()
+
+    def gates(self) -> dict[int, nn.Module]:
+        """The routers by the number of their layer in the model."""
+        return {layer.layer_number - 1: layer.mlp.router.gate for layer in self._sparse_layers()}
+
+    def use_routing(self, routing: Routing) -> None:
+        """Let the routers use what `routing` got for the row that they compute, also when they compute it again."""
+        self._routing = routing
+
+        def resume(layer: nn.Module, args: Any, named: dict[str, Any]) -> None:
+            routing.resume(named["packed_seq_params"].routed)
+
+        for layer in self._sparse_layers():
+            recompute_with_row(layer.mlp, routing)
+            layer.register_forward_pre_hook(resume, with_kwargs=True)
+
+    def _sparse_layers(self) -> list[Any]:
+        return [layer for layer in self.decoder.layers if isinstance(layer.mlp, MoELayer)]
 
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor) -> None:
         """The hidden states of the stage before; called by the schedules of Megatron-Core."""
@@ -142,6 +166,7 @@ class PackedModel(LanguageModule):
             max_seqlen_q=inputs.layout.max_seqlen,
             max_seqlen_kv=inputs.layout.max_seqlen,
             layout=inputs.layout,
+            routed=None if self._routing is None else self._routing.row,
             cos=cos[0],
             sin=sin[0],
         )
@@ -168,17 +193,6 @@ class PackedModel(LanguageModule):
         return present_outputs(found)
 
 
-def model_chunks(
-    config: TransformerConfig,
-    hf: Any,
-    head: HeadPlan,
-    attend: Attention,
-    *,
-    tensor: RankGroup,
-    stage: int,
-    groups: ProcessGroupCollection,
-) -> Sequence[PackedModel]:
-    """The chunks of this pipeline stage, in the order of their layers. Weights are not initialised."""
-    count = config.virtual_pipeline_model_parallel_size or 1
-    place: dict[str, Any] = {"tensor": tensor, "stage": stage, "groups": groups}
-    return [PackedModel(config, hf, head, attend, chunk=chunk, **place) for chunk in range(count)]
+def use_chunks(count: int) -> None:
+    """Let Megatron-Core build and run a model of `count` chunks on each stage."""
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(count if count > 1 else None)

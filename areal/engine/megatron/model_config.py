@@ -6,14 +6,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import TrainEngineConfig
+from areal.api.config.megatron import MegatronEngineConfig
 from areal.api.errors import ConfigError
-from areal.engine.megatron.weight_map import has_experts, num_experts
+from areal.engine.megatron.families import has_experts, has_latents, num_experts, shared_size
 from areal.system.mesh_rules import MEGATRON_FAMILIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
@@ -30,6 +32,8 @@ def require_mapped(config: Any) -> None:
             f"{config.model_type} with activation {config.hidden_act} has no map", code="model.unsupported"
         )
     bias, mlp_bias = (bool(getattr(config, name, False)) for name in ("attention_bias", "mlp_bias"))
+    if bias and config.model_type not in ("llama", "qwen2"):
+        raise ConfigError(f"{config.model_type} with attention_bias has no map", code="model.unsupported")
     if bias != mlp_bias and config.model_type == "llama":
         message = "Megatron-Core has biases in all linear layers or in none, but the model has only some: use fsdp"
         raise ConfigError(message, code="model.unsupported")
@@ -41,18 +45,10 @@ def transformer_config(
     """`chunks`: model chunks of a pipeline stage."""
     options, is_cuda = config.megatron, device.type == "cuda"
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    recomputed: dict[str, Any] = {}
-    if config.optimizer is not None and config.gradient_checkpointing and options.recompute_granularity:
-        is_full = options.recompute_granularity == "full"
-        recomputed = {
-            "recompute_granularity": options.recompute_granularity,
-            "recompute_method": options.recompute_method if is_full else None,
-            "recompute_num_layers": options.recompute_num_layers if is_full else None,
-            "recompute_modules": options.recompute_modules,
-            "distribute_saved_activations": bool(options.distribute_saved_activations),
-        }
+    recomputed = _recompute_options(config)
     splits_tokens = dims.tp > 1 and not recomputed.get("distribute_saved_activations")
-    return TransformerConfig(
+    build = MLATransformerConfig if has_latents(hf) else TransformerConfig
+    return build(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
@@ -65,7 +61,7 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=bool(getattr(hf, "mlp_bias", False)),
         add_qkv_bias=hf.model_type == "qwen2",
-        qk_layernorm=hf.model_type.startswith("qwen3"),
+        qk_layernorm=hf.model_type.startswith("qwen3") or has_latents(hf),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -79,8 +75,8 @@ def transformer_config(
         expert_model_parallel_size=dims.ep,
         expert_tensor_parallel_size=dims.etp,
         sequence_parallel=splits_tokens,
-        variable_seq_lengths=chunks == 1,  # two stages of several chunks confuse the shapes of both directions
-        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=varies_rows(options),
+        moe_token_dispatcher_type=options.moe_token_dispatcher_type,
         batch_p2p_comm=is_cuda and chunks == 1,
         overlap_p2p_comm=False,
         deallocate_pipeline_outputs=is_cuda,
@@ -92,26 +88,68 @@ def transformer_config(
         bias_activation_fusion=is_cuda,
         bias_dropout_fusion=is_cuda,
         masked_softmax_fusion=False,
-        **_expert_options(hf),
+        **_expert_options(hf, config),
+        **_latent_options(hf),
         **recomputed,
     )
 
 
-def _expert_options(hf: Any) -> dict[str, Any]:
-    count = num_experts(hf)
+def _recompute_options(config: TrainEngineConfig) -> dict[str, Any]:
+    options = config.megatron
+    if config.optimizer is None or not config.gradient_checkpointing or not options.recompute_granularity:
+        return {}
+    is_full = options.recompute_granularity == "full"
+    return {
+        "recompute_granularity": options.recompute_granularity,
+        "recompute_method": options.recompute_method if is_full else None,
+        "recompute_num_layers": options.recompute_num_layers if is_full else None,
+        "recompute_modules": None if is_full else options.recompute_modules,
+        "distribute_saved_activations": bool(options.distribute_saved_activations),
+    }
+
+
+def varies_rows(options: MegatronEngineConfig) -> bool:
+    """Whether micro-batches have different numbers of tokens.
+
+    Two stages of several chunks confuse the shapes of both directions, and allgather wants equal rows on all ranks.
+    """
+    return options.virtual_pipeline_parallel_size == 1 and options.moe_token_dispatcher_type != "allgather"
+
+
+def _expert_options(hf: Any, config: TrainEngineConfig) -> dict[str, Any]:
+    """The routers are those of transformers: `areal.engine.megatron.experts`."""
+    options, count = config.megatron, num_experts(hf)
     if not count:
         return {}
-    is_mixtral = hf.model_type == "mixtral"
     return {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+        "moe_shared_expert_intermediate_size": shared_size(hf) or None,
+        "moe_shared_expert_overlap": options.moe_shared_expert_overlap and shared_size(hf) > 0,
         "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_dtype": "fp32",
-        "moe_router_pre_softmax": not is_mixtral and not hf.norm_topk_prob,
-        "moe_grouped_gemm": False,
+        "moe_router_pre_softmax": True,
+        "moe_permute_fusion": options.moe_permute_fusion,
+        "moe_grouped_gemm": HAVE_TE,
+    }
+
+
+def _latent_options(hf: Any) -> dict[str, Any]:
+    if not has_latents(hf):
+        return {}
+    rope: dict[str, Any] = hf.rope_parameters
+    is_plain = rope.get("rope_type", "default") == "default"
+    return {
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        "rope_type": "rope",  # unused: positions are those of transformers
+        "rotary_scaling_factor": 1.0 if is_plain else float(rope["factor"]),  # for the scale of the softmax
+        "mscale_all_dim": 0.0 if is_plain else float(rope.get("mscale_all_dim") or 0.0),
     }
 
 

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from torch import Tensor, nn
 
 from areal.api.config import TrainEngineConfig
 from areal.api.errors import TrainingDiverged
@@ -64,7 +64,9 @@ class MegatronOptimizer:
         broken, total_loss = self._mesh.all_reduce(torch.cat([facts, loss.cpu().double().reshape(1)])).tolist()
         if broken or not math.isfinite(total_loss):
             kind = "gradient" if math.isfinite(total_loss) else "loss"
-            gradients = {name: grad for name, p in self._own.own.items() if (grad := _gradient_of(p)) is not None}
+            gradients = {
+                name: grad for name, p in self._own.own.items() if (grad := getattr(p, "main_grad", None)) is not None
+            }
             raise TrainingDiverged(kind, self._worst(gradients), rate)
         if norm > self._config.gradient_clipping:
             for gradient in self._gradients():
@@ -88,10 +90,6 @@ class MegatronOptimizer:
         for one in self._parts():
             one.optimizer.state.clear()
 
-    def reload_weights(self) -> None:
-        """Take over the weights of the model, after they were changed from outside."""
-        self._inner.reload_model_params()
-
     def _parts(self) -> list[Any]:
         return [one for one in self._inner.chained_optimizers if getattr(one, "optimizer", None) is not None]
 
@@ -101,10 +99,12 @@ class MegatronOptimizer:
         return [grad for grad in grads if grad is not None]
 
     def _weight_norm_squared(self) -> float:
-        """Over all weights; a collective. Those that several ranks hold count once, up to copies on tensor ranks."""
+        """Over all weights, each once; a collective."""
         total = torch.zeros((), dtype=torch.float64)
-        for weight, value in self._own.of_rank():
+        for weight, value in self._own.of_rank(with_copies=False):
             copies = self._own.data_group(weight).size()
+            if weight.split is None:
+                copies *= self._own.tensor_group(weight).size()
             total += value.detach().float().square().sum().cpu().double() / copies
         return float(self._mesh.all_reduce(total.reshape(1)).item())
 
@@ -128,6 +128,8 @@ class MegatronOptimizer:
         A collective over the ranks that hold the same part of the weight.
         """
         found = self._main_of(parameter)
+        if not isinstance(parameter, nn.Parameter):  # a buffer, which all ranks have
+            return {"value": parameter.detach().float()}
         group = self._own.data_group(weight)
         whole: dict[str, Tensor] = {}
         for kind in ("value", *kinds):
@@ -195,7 +197,3 @@ class _Main:
     main: Tensor
     first: int
     end: int
-
-
-def _gradient_of(parameter: Tensor) -> Tensor | None:
-    return getattr(parameter, "main_grad", None)

@@ -35,7 +35,8 @@ class RankWeights:
         self._copies = list(copies)
         self._stages, self._groups = stages, groups
         self._stage = groups.pp.rank()
-        self._experts_each = num_experts // groups.ep.size() if num_experts else 0
+        self.num_experts = num_experts // groups.ep.size()
+        """Of a layer on this rank."""
         named = [dict(chunk.named_parameters()) | dict(chunk.named_buffers()) for chunk in chunks]
         self.own: dict[str, Tensor] = {}
         """Of the weights that this rank has a part of, by Megatron's name for the whole model."""
@@ -44,6 +45,8 @@ class RankWeights:
                 self.own[key_of(weight)] = found = self._find(weight, named)
                 # norms of gradients count a weight that tensor ranks do not split once
                 found.tensor_model_parallel = weight.split is not None  # pyright: ignore[reportAttributeAccessIssue]
+                if weight.expert is not None:  # also where e is 1: their data ranks are not those of other weights
+                    found.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
         mapped = {id(value) for value in self.own.values()}
         trained = [each for chunk in chunks for each in chunk.named_parameters()]
         unmapped = [name for name, value in trained if id(value) not in mapped]
@@ -81,25 +84,28 @@ class RankWeights:
         """
         parts: list[Tensor] | None = None
         if local is not None:
-            own = [part.contiguous() for part in weight.divided(local.detach().to(dtype))]
-            parts = [self._gathered(weight, part) for part in own]
+            parts = self.gathered(weight, local.detach().to(dtype))
         device = _device_of(self.own)
         if parts is None:
             parts = [torch.empty(part.shape, dtype=dtype, device=device) for part in weight.parts]
         if weight.expert is not None and self._groups.ep.size() > 1 and self._stage == self.owner_stage(weight):
-            source = weight.expert // self._experts_each
+            source = weight.expert // self.num_experts
             parts = [self._sent(part, source, self._groups.ep) for part in parts]
         if self._groups.pp.size() > 1:
             parts = [self._sent(part, self.owner_stage(weight), self._groups.pp) for part in parts]
         return parts
 
-    def _gathered(self, weight: MappedWeight, part: Tensor) -> Tensor:
-        group = self.tensor_group(weight)
+    def gathered(self, weight: MappedWeight, local: Tensor) -> list[Tensor]:
+        """The parts of a weight of this rank; a collective over its tensor ranks."""
+        group, own = self.tensor_group(weight), weight.divided(local)
         if weight.split is None or group.size() == 1:
-            return part
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part, group=group)
-        return torch.cat(parts, weight.split)
+            return own
+        whole: list[Tensor] = []
+        for part in own:
+            parts = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for _ in range(group.size())]
+            dist.all_gather(parts, part.contiguous(), group=group)
+            whole.append(torch.cat(parts, weight.split))
+        return whole
 
     def _sent(self, part: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
         part = part.contiguous()
@@ -118,14 +124,14 @@ class RankWeights:
     def _is_own(self, weight: MappedWeight) -> bool:
         if weight in self._copies:
             return self._stage == self._stages.size - 1
-        has_expert = weight.expert is None or weight.expert // self._experts_each == self._groups.ep.rank()
+        has_expert = weight.expert is None or weight.expert // self.num_experts == self._groups.ep.rank()
         return self.owner_stage(weight) == self._stage and has_expert
 
     def _find(self, weight: MappedWeight, named: Sequence[Mapping[str, Tensor]]) -> Tensor:
         place = self._stages.of(weight)
         if weight in self._copies:
             place = Place(self._stages.size - 1, self._stages.chunks - 1, 0)
-        expert = 0 if weight.expert is None else weight.expert % self._experts_each
+        expert = 0 if weight.expert is None else weight.expert % self.num_experts
         names = list(names_on_rank(weight, place, expert))
         found = next((named[place.chunk][name] for name in names if name in named[place.chunk]), None)
         if found is None:
