@@ -179,7 +179,9 @@ class _PiecePlanner(DefaultLoadPlanner):
         items: list[ReadItem] = []
         for name, piece in self._pieces.items():
             chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.values.shape)
-            items += create_read_items_for_chunk_list(name, self.metadata.state_dict_metadata[name], [chunk])
+            found = self.metadata.state_dict_metadata[name]
+            assert isinstance(found, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, found, [chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

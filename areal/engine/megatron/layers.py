@@ -170,7 +170,8 @@ class LatentAttention(MLASelfAttention):
         if self.recompute_up_proj:
             self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=config.fp8)
             compute = partial(self.qkv_up_checkpoint.checkpoint, compute)
-        return *compute(latent_queries, latents, turned), latent_queries, latents
+        queries, keys, values = compute(latent_queries, latents, turned)
+        return queries, keys, values, latent_queries, latents
 
     def _from_latents(
         self, row: PackedRow, latent_queries: Tensor, latents: Tensor, turned: Tensor

@@ -1,0 +1,50 @@
+"""A tiny Qwen3-MoE learns the quickstart's task on expert ranks, with the experts that the servers chose."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
+
+REPOSITORY = Path(__file__).parents[2]
+SIZES = {
+    "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def launch(folder: Path, stage: str, *overrides: str) -> list[dict[str, float]]:
+    """Run a stage of the quickstart; its metrics."""
+    command = [sys.executable, "-m", "areal.launcher.local", "--config", f"examples/quickstart/{stage}.yaml"]
+    subprocess.run([*command, f"cluster.fileroot={folder}", *overrides], cwd=REPOSITORY, check=True, timeout=1500)
+    lines = (folder / "quickstart" / stage / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_experts_learn_with_the_choices_of_the_servers(tmp_path):
+    data = tmp_path / "quickstart" / "data"
+    subprocess.run([sys.executable, "examples/quickstart/prepare.py", str(data)], cwd=REPOSITORY, check=True)
+    set_seed(0)
+    known = json.loads((data / "model" / "config.json").read_text())
+    tokens = {name: known[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **tokens)).save_pretrained(data / "model")
+    launch(tmp_path, "sft", "allocation_mode=megatron:(attn:d2|ffn:e2)")
+    rows = launch(
+        tmp_path,
+        "grpo",
+        "allocation_mode=native:d1+megatron:(attn:d2|ffn:e2)",
+        "actor.router_replay=true",
+        "actor.router_aux_loss_coef=0.01",
+        "total_train_steps=120",
+    )
+    rewards = [row["eval/sampled/reward"] for row in rows if "eval/sampled/reward" in row]
+    assert max(rewards) > rewards[0] + 0.15, rewards
+    trained = [row for row in rows if "actor/router_replayed" in row]
+    assert min(row["actor/router_replayed"] for row in trained) > 0.8
+    assert min(row["actor/router_agreement"] for row in trained) > 0.95
+    assert all(row["actor/router_load_max"] >= 1 for row in trained)
