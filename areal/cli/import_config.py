@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from areal.api.errors import ConfigError
 from areal.importers.cosmos import from_cosmos
 from areal.importers.draft import Draft, flat
+from areal.importers.hydra import composed
 from areal.importers.own import from_areal
 from areal.importers.roll import from_roll
 from areal.importers.text import report_json, report_lines, yaml_text
@@ -45,7 +46,7 @@ def import_config(words: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="write the YAML there (default: print it)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_intermixed_args(words)
-    tree = _read(given.file)
+    tree = composed(_read(given.file), given.file, _read)
     for word in given.overrides:
         _put(tree, word)
     draft = SYSTEMS[given.system](_resolved(tree, given.file))
@@ -72,9 +73,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise _unreadable(path, " ".join(str(error).split())) from error
     if not isinstance(found, dict):
         raise _unreadable(path, "it is no mapping of keys to values")
-    found = cast("dict[str, Any]", found)
-    found.pop("defaults", None)  # of Hydra: other files, which are not read
-    return found
+    return cast("dict[str, Any]", found)
 
 
 def _script_words(text: str) -> dict[str, Any]:

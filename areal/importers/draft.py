@@ -107,6 +107,7 @@ class Draft:
             has_role = any(option.startswith(f"{role}.") for option in self.options)
             if self.system != "AReaL" and has_role and f"{role}.optimizer.lr" not in self.options:
                 self.set(f"{role}.optimizer.lr", rate, f"{self.system} has it as its default: check it")
+        self.lack("the file of this entry of Hydra's defaults was not found", "defaults.*", "defaults", off=())
         self.lack(UNKNOWN, "*", off=(None,))
 
     def _note(self, fate: Fate, why: str, patterns: Sequence[str]) -> None:

@@ -190,3 +190,31 @@ def test_a_script_gives_its_variables_and_numbers_like_1e_6(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)["options"]
     values = [found[name]["value"] for name in ("train_dataset.batch_size", "actor.path", "actor.optimizer.lr")]
     assert values == [32, "org/m", 1e-6]
+
+
+def test_the_files_of_hydra_defaults_are_composed(tmp_path, capsys):
+    files = {
+        "main.yaml": "defaults:\n- base\n- actor@actor_rollout_ref.actor: dp\n- critic: none_there\n- _self_\n"
+        "- override hydra/job_logging: none\ndata: {train_batch_size: 64}\n",
+        "base.yaml": "defaults: [../shared/model@actor_rollout_ref.model]\n"
+        "data: {train_files: a.parquet, train_batch_size: 8}\ntrainer: {total_epochs: 2}\n",
+        "actor/dp.yaml": "defaults: [optim]\nclip_ratio: 0.3\n",
+        "actor/optim.yaml": "optim: {lr: 1.0e-6}\n",
+        "../shared/model.yaml": "path: org/m\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "config" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert run_command(["config", "import", "verl", str(tmp_path / "config/main.yaml"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    values = {path: option["value"] for path, option in report["options"].items()}
+    assert values["train_dataset.batch_size"] == 64
+    assert (values["train_dataset.path"], values["total_train_epochs"], values["actor.path"]) == (
+        "a.parquet",
+        2,
+        "org/m",
+    )
+    assert (values["actor.eps_clip"], values["actor.optimizer.lr"]) == (0.3, 1e-6)
+    lost = [entry["key"] for entry in report["keys"] if entry["key"].startswith("defaults")]
+    assert lost == ["defaults.critic"]
