@@ -13,6 +13,7 @@ from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.routed_experts import ExpertShape
 from areal.fleet.continuation import checked_reason, experts_of, versions_of
+from areal.fleet.group_calls import GroupCalls, Member
 from areal.fleet.replica import ALL_TOKENS, GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_client import HttpReplica, flat_bucket, group_body
@@ -31,22 +32,33 @@ class NativeReplica(HttpReplica):
         super().__init__(name, address, token)
         self._received: tuple[WeightUpdate | None, str] = (None, "")
         """The update whose weights the server has received and not installed, and its id on the server."""
+        self._groups = GroupCalls(name, self._generate, self._abort)
 
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        """See the protocol. A cancelled call drops its connection, which ends the request on the server."""
+        """See the protocol."""
         if part.adapter:
             raise _no_adapters()
-        finished = False
+        await self._groups.generate(part, on_chunk)
+
+    async def _generate(self, members: list[Member]) -> None:
+        """Request the parts of a group, which differ in id and seed only."""
+        first = members[0].part
+        if len(members) == 1:
+            await self._send_part(
+                "/generate", first.is_streamed, partial(_generate_body, first), partial(self._add, members[0])
+            )
+            return
 
         def on_event(event: bytes) -> None:
-            nonlocal finished
-            chunk = self._client.parsed(event, partial(parse_chunk, experts=part.experts))
-            finished = finished or chunk.finish_reason is not None
-            on_chunk(chunk)
+            found: list[Any] = self._client.parsed(event, list)
+            for number, part in found if first.is_streamed else enumerate(found):
+                members[number].add(partial(self._client.read, part, partial(parse_chunk, experts=first.experts)))
 
-        await self._send_part("/generate", part.is_streamed, partial(_generate_body, part), on_event)
-        if not finished:
-            raise self._unfinished()
+        body = partial(_group_body, [member.part for member in members])
+        await self._send_part("/generate_group", first.is_streamed, body, on_event)
+
+    def _add(self, member: Member, event: bytes) -> None:
+        member.add(partial(self._client.parsed, event, partial(parse_chunk, experts=member.part.experts)))
 
     async def pause(self, mode: PauseMode) -> None:
         await self._client.post("/pause_generation", {"mode": mode})
@@ -119,6 +131,13 @@ class NativeReplica(HttpReplica):
             ),
         )
 
+    async def _abort(self, part_id: str) -> None:
+        await self._client.post("/abort_request", {"rid": part_id})
+
+    async def close(self) -> None:
+        await super().close()
+        await self._groups.close()
+
     async def load_adapter(self, name: str, path: str) -> None:
         raise _no_adapters()
 
@@ -164,6 +183,18 @@ def _generate_body(part: GenerationPart) -> dict[str, Any]:
         body["group_id"] = part.group_id
     if part.experts is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": part.num_known_experts}
+    return body
+
+
+def _group_body(parts: list[GenerationPart]) -> dict[str, Any]:
+    """The body of the first part, with the ids and seeds of all."""
+    body = _generate_body(parts[0])
+    del body["rid"]
+    body["sampling_params"].pop("sampling_seed", None)
+    body["samples"] = [
+        {"rid": part.part_id} if part.seed is None else {"rid": part.part_id, "sampling_seed": part.seed}
+        for part in parts
+    ]
     return body
 
 

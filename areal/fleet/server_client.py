@@ -149,8 +149,12 @@ class ServerClient:
 
     def parsed(self, payload: bytes, parse: Callable[[Any], _Found]) -> _Found:
         """The result of `parse` for the JSON of an answer. ServerUnavailable when a field is missing or wrong."""
+        return self.read(payload, lambda data: parse(orjson.loads(data)))
+
+    def read(self, answer: Any, parse: Callable[[Any], _Found]) -> _Found:
+        """The same for what was parsed already."""
         try:
-            return parse(orjson.loads(payload))
+            return parse(answer)
         except ArealError:
             raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

@@ -1,4 +1,5 @@
-"""`/generate` of the native server: from an HTTP body to a sequence of the engine, and from its tokens to the answer.
+"""`/generate` and `/generate_group` of the native server: from an HTTP body to sequences of the engine, and from their
+tokens to the answers.
 
 A handler waits until the engine thread delivers the end of its sequence or, in a stream, new tokens. aiohttp cancels
 the handler of a disconnected client, which aborts its sequence.
@@ -8,7 +9,8 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,7 +36,7 @@ from areal.inference.request_parser import (
 )
 from areal.inference.sequence import FinishReason, PlacedImage, SamplingParams, Sequence
 from areal.inference.vision import placed_images
-from areal.observe.spans import add_span, track
+from areal.observe.spans import add_track
 
 _EVENT_STREAM = "text/event-stream"
 _MAX_SEED = 2**63 - 1
@@ -45,6 +47,9 @@ _GENERATE_FIELDS = frozenset(
     {"rid", "input_ids", "image_data", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
     | {"return_routed_experts", "routed_experts_start_len"}
 )
+_GROUP_FIELDS = _GENERATE_FIELDS - {"rid"} | {"samples"}
+_MAX_SAMPLES = 4096
+_SAMPLE_BYTES = 256
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init) | {
     *("ignore_eos", "sampling_seed", "num_prior_output_tokens", "stream_interval")
 }
@@ -59,6 +64,12 @@ class _Call:
     with_text: bool
     """Off by default, because decoding takes most of the time of a short request."""
 
+    def has_event(self, start: int) -> bool:
+        """Whether the event of a stream with the tokens from `start` on is due."""
+        sequence = self.sequence
+        interval = sequence.stream_interval
+        return sequence.finish is not None or len(sequence.logprobs) // interval > start // interval
+
 
 class GenerateRoute:
     """Answers generation requests. The engine thread calls `deliver`."""
@@ -70,6 +81,7 @@ class GenerateRoute:
         self._by_id: dict[str, Sequence] = {}
         self._id_prefix = uuid.uuid4().hex[:12]
         self._num_requests = 0
+        self._failure: BaseException | None = None
 
     def attach(self, engine: Engine, limits: RequestLimits, detokenizer: Detokenizer | None) -> None:
         """Set the engine that answers. Called once, before the first request."""
@@ -78,6 +90,7 @@ class GenerateRoute:
         self._images = ImageReader(limits.layout, limits.context_length)
         ids_bytes = _BYTES_PER_ID * (limits.context_length + limits.vocab_size)
         self.max_body_bytes = _FIXED_BODY_BYTES + ids_bytes + self._images.max_bytes
+        self.max_group_bytes = self.max_body_bytes + _MAX_SAMPLES * _SAMPLE_BYTES
         self._detokenizer = detokenizer
 
     def deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
@@ -97,9 +110,10 @@ class GenerateRoute:
 
     def fail_waiting(self, cause: BaseException) -> None:
         """The engine failed: answer 500 to all waiting requests."""
+        self._failure = cause
         for waiter in self._waiters.values():
             if not waiter.done():
-                waiter.set_exception(ServerUnavailable(f"the engine failed: {cause}", code="request.engine_failed"))
+                waiter.set_result(None)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """The handler of /generate: parses the body, queues a sequence, and answers from its tokens."""
@@ -107,41 +121,78 @@ class GenerateRoute:
         default_id = f"{self._id_prefix}{self._num_requests:012d}"
         body = check_fields(await read_json(request, self.max_body_bytes), _GENERATE_FIELDS)
         images = await self._images.read(body["image_data"]) if "image_data" in body else []
-        call = self._parse(body, images, default_id)
-        with track("request", call.sequence.request_id):
-            return await self._answer(request, call)
-
-    async def _answer(self, request: web.Request, call: _Call) -> web.StreamResponse:
-        sequence, submitted_ns = call.sequence, time.perf_counter_ns()
-        if sequence.request_id in self._by_id:
-            message = f"rid {shown(sequence.request_id)} is in use by a running request: use a unique rid"
-            raise RequestError(message, code="request.duplicate_id")
-        self._by_id[sequence.request_id] = sequence
-        try:
-            waiter = self._waiters[sequence] = self._loop.create_future()
-            self._engine.submit(sequence)
-            if sequence.stream_interval:
-                return await self._stream(request, call, waiter)
-            await waiter
+        call = self._parse(body, images)(text_field(body, "rid", default_id) or default_id, None)
+        with self._submitted([call.sequence]):
+            if call.sequence.stream_interval:
+                return await self._stream(request, call)
+            await self._change([call])
             return json_response(self._part(call, 0)[0])
-        finally:
-            del self._by_id[sequence.request_id]
-            self._waiters.pop(sequence, None)
-            if sequence.finish is None:
-                self._engine.abort(sequence, "the client disconnected")
-            ended_ns = time.perf_counter_ns()
-            add_span("queued", submitted_ns, sequence.started_ns or ended_ns)
-            if sequence.started_ns:
-                add_span("run", sequence.started_ns, ended_ns)
 
-    async def _stream(self, request: web.Request, call: _Call, waiter: asyncio.Future[None]) -> web.StreamResponse:
+    async def answer_group(self, request: web.Request) -> web.StreamResponse:
+        """The handler of /generate_group: several samples of one prompt, each with a rid and perhaps a sampling_seed.
+
+        One JSON list with the answers in the order of the samples; in a stream, events which are lists of pairs
+        (number of the sample, new tokens).
+        """
+        body = check_fields(await read_json(request, self.max_group_bytes), _GROUP_FIELDS)
+        samples = _samples(body)
+        images = await self._images.read(body["image_data"]) if "image_data" in body else []
+        make = self._parse(body, images)
+        calls = [make(request_id, seed) for request_id, seed in samples]
+        with self._submitted([call.sequence for call in calls]):
+            if calls[0].sequence.stream_interval:
+                return await self._stream_group(request, calls)
+            while missing := [call for call in calls if call.sequence.finish is None]:
+                await self._change(missing)
+            return json_response([self._part_or_error(call, 0)[0] for call in calls])
+
+    @contextmanager
+    def _submitted(self, sequences: list[Sequence]) -> Iterator[None]:
+        """Let the engine compute sequences; those that have not ended when the block ends are aborted."""
+        for number, sequence in enumerate(sequences):
+            if sequence.request_id in self._by_id:
+                for earlier in sequences[:number]:
+                    del self._by_id[earlier.request_id]
+                message = f"rid {shown(sequence.request_id)} is in use by a running request: use a unique rid"
+                raise RequestError(message, code="request.duplicate_id")
+            self._by_id[sequence.request_id] = sequence
+        submitted_ns = time.perf_counter_ns()
+        try:
+            for sequence in sequences:
+                self._engine.submit(sequence)
+            yield
+        finally:
+            ended_ns = time.perf_counter_ns()
+            for sequence in sequences:
+                del self._by_id[sequence.request_id]
+                self._waiters.pop(sequence, None)
+                if sequence.finish is None:
+                    self._engine.abort(sequence, "the client disconnected")
+                parts = [("queued", submitted_ns, sequence.started_ns or ended_ns)]
+                parts += [("run", sequence.started_ns, ended_ns)] if sequence.started_ns else []
+                add_track("request", sequence.request_id, submitted_ns, ended_ns, parts)
+
+    async def _change(self, calls: list[_Call]) -> None:
+        """Wait until the engine delivers one of these sequences; ServerUnavailable when it has failed.
+
+        The caller has looked at them since its last await, so that no delivery is missed.
+        """
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        for call in calls:
+            self._waiters[call.sequence] = waiter
+        if self._failure is None:
+            await waiter
+        if self._failure is not None:
+            raise ServerUnavailable(f"the engine failed: {self._failure}", code="request.engine_failed")
+
+    async def _stream(self, request: web.Request, call: _Call) -> web.StreamResponse:
         """One event per `stream_interval` tokens, with all new tokens. A short answer is one event and one write."""
         response: web.StreamResponse | None = None
         start = 0
         while True:
             try:
-                await waiter
-                waiter = self._waiters[call.sequence] = self._loop.create_future()
+                while not call.has_event(start):
+                    await self._change([call])
                 part, start = self._part(call, start)
             except ServerUnavailable as error:
                 if response is None:
@@ -160,6 +211,37 @@ class GenerateRoute:
             if is_last:
                 await response.write_eof()
                 return response
+
+    async def _stream_group(self, request: web.Request, calls: list[_Call]) -> web.StreamResponse:
+        """One event for all samples that have `stream_interval` new tokens or have ended."""
+        response = web.StreamResponse(headers={"Content-Type": _EVENT_STREAM})
+        await response.prepare(request)
+        starts = dict.fromkeys(range(len(calls)), 0)
+        while starts:
+            parts: list[tuple[int, dict[str, Any]]] = []
+            for number, start in list(starts.items()):
+                if calls[number].has_event(start):
+                    part, starts[number] = self._part_or_error(calls[number], start)
+                    parts.append((number, part))
+                    if "error" in part or part["meta_info"]["finish_reason"] is not None:
+                        del starts[number]
+            if not parts:
+                try:
+                    await self._change([calls[number] for number in starts])
+                    continue
+                except ServerUnavailable as error:
+                    parts = [(number, error_body(str(error), error.code)) for number in starts]
+                    starts = {}
+            await response.write(b"data: " + orjson.dumps(parts) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _part_or_error(self, call: _Call, start: int) -> tuple[dict[str, Any], int]:
+        try:
+            return self._part(call, start)
+        except ServerUnavailable as error:
+            return error_body(str(error), error.code), start
 
     def _part(self, call: _Call, start: int) -> tuple[dict[str, Any], int]:
         """The tokens of the answer from `start` on as JSON, and the index of their end.
@@ -200,8 +282,10 @@ class GenerateRoute:
         if (sequence := self._by_id.get(request_id)) is not None:
             self._engine.abort(sequence, "abort_request was called")
 
-    def _parse(self, body: Mapping[str, Any], images: list[tuple[ImageRef, np.ndarray]], request_id: str) -> _Call:
-        """RequestError unless the body is valid. `request_id` is used for a request without one."""
+    def _parse(
+        self, body: Mapping[str, Any], images: list[tuple[ImageRef, np.ndarray]]
+    ) -> Callable[[str, int | None], _Call]:
+        """From the id and seed of a sample to its call. RequestError unless the body is valid."""
         limits = self._limits
         context = limits.context_length
         input_ids = token_ids_field(body, "input_ids", limits.vocab_size, max_count=context - 1)
@@ -213,8 +297,7 @@ class GenerateRoute:
         num_prompt = len(input_ids)
         sampling = check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params")
         is_streaming = bool_field(body, "stream", False)
-        has_seed = sampling.get("sampling_seed") is not None
-        seed = int_field(sampling, "sampling_seed", None, 0, _MAX_SEED) if has_seed else self._draw_seed()
+        seed = _seed(sampling)
         params = parse_sampling_params(sampling, limits)
         if num_prompt + params.max_new_tokens > context:
             raise RequestError(
@@ -231,19 +314,40 @@ class GenerateRoute:
         if with_experts and not self._engine.runner.records_experts:
             message = "return_routed_experts needs a server of a run with actor.router_replay: true"
             raise RequestError(message, code="request.invalid_field")
-        sequence = Sequence(
-            experts_start=start if with_experts else None,
-            request_id=text_field(body, "rid", request_id) or request_id,
-            token_ids=input_ids,
-            num_prompt=num_prompt,
-            images=placed,
-            params=params,
-            seed=seed,
-            num_prior_output=int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt),
-            group_id=text_field(body, "group_id", ""),
-            stream_interval=parse_stream_interval(sampling, is_streaming),
-        )
-        return _Call(sequence=sequence, with_logprobs=bool_field(body, "return_logprob", False), with_text=with_text)
+        num_prior_output = int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt)
+        group_id, interval = text_field(body, "group_id", ""), parse_stream_interval(sampling, is_streaming)
+        with_logprobs = bool_field(body, "return_logprob", False)
+
+        def make(request_id: str, sample_seed: int | None) -> _Call:
+            sequence = Sequence(
+                experts_start=start if with_experts else None,
+                request_id=request_id,
+                token_ids=input_ids.copy(),
+                num_prompt=num_prompt,
+                images=placed,
+                params=params,
+                seed=self._draw_seed() if sample_seed is None and seed is None else sample_seed or seed or 0,
+                num_prior_output=num_prior_output,
+                group_id=group_id,
+                stream_interval=interval,
+            )
+            return _Call(sequence=sequence, with_logprobs=with_logprobs, with_text=with_text)
+
+        return make
+
+
+def _seed(sampling: Mapping[str, Any]) -> int | None:
+    has_seed = sampling.get("sampling_seed") is not None
+    return int_field(sampling, "sampling_seed", None, 0, _MAX_SEED) if has_seed else None
+
+
+def _samples(body: Mapping[str, Any]) -> list[tuple[str, int | None]]:
+    """(id, seed) of each sample of a group."""
+    samples = body.get("samples")
+    if not isinstance(samples, list) or not 1 <= len(samples) <= _MAX_SAMPLES:
+        raise RequestError(f"samples must be a list of 1 to {_MAX_SAMPLES} objects", code="request.invalid_field")
+    checked = [check_fields(sample, {"rid", "sampling_seed"}, "a sample") for sample in samples]
+    return [(text_field(sample, "rid"), _seed(sample)) for sample in checked]
 
 
 def _with_images(

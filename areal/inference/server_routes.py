@@ -50,12 +50,13 @@ class ServerApp:
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
-        largest = max(MAX_CONTROL_BYTES, self.generate.max_body_bytes)
+        largest = max(MAX_CONTROL_BYTES, self.generate.max_group_bytes)
         application = web.Application(
             middlewares=[guarded(self._guard, error_response), _errors_as_json], client_max_size=largest
         )
         posts: dict[str, Handler] = {
             "/generate": self.generate.answer,
+            "/generate_group": self.generate.answer_group,
             "/abort_request": self._abort_request,
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,

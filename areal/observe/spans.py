@@ -5,7 +5,7 @@ starts. Without an active tracer both do nothing.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple, Protocol
@@ -83,10 +83,12 @@ def _span(found: _Track, name: str) -> Iterator[None]:
         _add(found, name, start_ns, time.perf_counter_ns())
 
 
-def add_span(name: str, start_ns: int, end_ns: int) -> None:
-    """A part of the current track between two readings of time.perf_counter_ns."""
-    if found := _TRACK.get():
-        _add(found, name, start_ns, end_ns)
+def add_track(kind: str, name: str, start_ns: int, end_ns: int, parts: Iterable[tuple[str, int, int]]) -> None:
+    """One piece of work that has ended, with its parts (name, start, end); readings of time.perf_counter_ns."""
+    if tracers := _TRACERS.get():
+        found = _Track(tracers, kind, name)
+        for part in (*parts, (kind, start_ns, end_ns)):
+            _add(found, *part)
 
 
 def _add(found: _Track, name: str, start_ns: int, end_ns: int) -> None:

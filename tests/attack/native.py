@@ -14,6 +14,7 @@ from tests.run_token import BEARER
 HEADERS = {**BEARER, "Content-Type": "application/json"}
 FIELDS: dict[str, list[str]] = {
     "/generate": ["rid", "input_ids", "sampling_params", "return_logprob", "return_text", "stream", "group_id"],
+    "/generate_group": ["samples", "input_ids", "sampling_params", "return_logprob", "stream", "group_id"],
     "/abort_request": ["rid", "abort_all"],
     "/pause_generation": ["mode"],
     "/continue_generation": [],
@@ -91,6 +92,12 @@ def bodies(path: str) -> st.SearchStrategy[bytes]:
     if path == "/generate":
         wrong = st.dictionaries(st.sampled_from(SAMPLING), _VALUES, max_size=4)
         objects = st.one_of(_GENERATE, fields, st.fixed_dictionaries({"input_ids": _IDS, "sampling_params": wrong}))
+    if path == "/generate_group":
+        sample = st.dictionaries(st.sampled_from(["rid", "sampling_seed", "unknown"]), _VALUES, max_size=3)
+        right = st.fixed_dictionaries({"rid": _TEXTS}, optional={"sampling_seed": st.integers(0, 9)})
+        samples = st.one_of(_VALUES, st.lists(st.one_of(right, sample), max_size=4))
+        whole = {"input_ids": _IDS, "sampling_params": _PARAMS, "samples": samples}
+        objects = st.one_of(fields, st.fixed_dictionaries(whole, optional={"stream": st.booleans()}))
     if path == "/init_weights_update_group":
         objects = st.one_of(_GROUP, fields)
     deep = st.integers(1, 1500).map(lambda depth: b"[" * depth + b"]" * depth)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -20,12 +21,19 @@ class FakeNative(FakeServer):
     received = ""
     """The update whose weights it has received."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.groups: list[list[str]] = []
+        """The ids of each request for a group."""
+
     @staticmethod
     def client(name: str, address: str) -> Replica:
         return NativeReplica(name, address, TOKEN)
 
     def routes(self) -> Iterable[web.RouteDef]:
         yield web.post("/generate", self._generate)
+        yield web.post("/generate_group", self._generate_group)
+        yield web.post("/abort_request", self._abort_request)
         yield web.get("/health", self._health)
         yield web.get("/get_model_info", self._info)
         yield web.get("/server_info", self._load)
@@ -93,8 +101,41 @@ class FakeNative(FakeServer):
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        asked = self._asked(body)
+        if not asked.stream:
+            return web.json_response([event async for event in self._events(asked)][-1])
+        stream = _Stream(request)
+        async for event in self._events(asked):
+            await stream.write(json.dumps(event))
+        await stream.write("[DONE]")
+        return stream.response
+
+    async def _generate_group(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.groups.append([sample["rid"] for sample in body["samples"]])
+        every = [self._asked({**body, **sample}) for sample in body["samples"]]
+        stream = _Stream(request)
+
+        async def answer(number: int, asked: Asked) -> dict[str, Any]:
+            async for event in self._events(asked):
+                if asked.stream:
+                    await stream.write(json.dumps([[number, event]]))
+            return event
+
+        if not every[0].stream:
+            return web.json_response(await asyncio.gather(*(answer(*one) for one in enumerate(every))))
+        await asyncio.gather(*(answer(*one) for one in enumerate(every)))
+        await stream.write("[DONE]")
+        return stream.response
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        self.calls.append(("abort", await request.json()))
+        return web.json_response({"success": True})
+
+    @staticmethod
+    def _asked(body: dict[str, Any]) -> Asked:
         sampling = body["sampling_params"]
-        asked = Asked(
+        return Asked(
             request_id=body["rid"],
             input_ids=body["input_ids"],
             max_new_tokens=sampling["max_new_tokens"],
@@ -102,28 +143,19 @@ class FakeNative(FakeServer):
             stream=body["stream"],
             body=body,
         )
-        async with self.running(asked):
-            if asked.stream:
-                return await self._stream(request, asked, sampling["stream_interval"])
-            made = [entry async for entry in self.make(asked)]
-            versions = [version for version, _ in made if version is not None]
-            return web.json_response(self._answer(len(asked.input_ids), versions, made[-1][1]))
 
-    async def _stream(self, request: web.Request, asked: Asked, interval: int) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
+    async def _events(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
+        """The events of a stream; without one the whole answer."""
+        interval = asked.body["sampling_params"].get("stream_interval", 0)
         pending: list[int] = []
         start = len(asked.input_ids)
-        async for version, reason in self.make(asked):
-            pending += [] if version is None else [version]
-            if reason or len(pending) == interval:
-                event = self._answer(start, pending, reason)
-                start += len(pending)
-                pending = []
-                with contextlib.suppress(ConnectionResetError):
-                    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        async with self.running(asked):
+            async for version, reason in self.make(asked):
+                pending += [] if version is None else [version]
+                if reason or len(pending) == interval:
+                    yield self._answer(start, pending, reason)
+                    start += len(pending)
+                    pending = []
 
     def _answer(self, start: int, versions: list[int], reason: str | None) -> dict[str, Any]:
         ids, logprobs = tokens(start, versions)
@@ -138,3 +170,19 @@ class FakeNative(FakeServer):
                 "weight_versions": spans(versions),
             },
         }
+
+
+class _Stream:
+    """Server-sent events; the status is sent with the first, so that a request can be refused until then."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._lock = asyncio.Lock()
+        self.response = web.StreamResponse()
+
+    async def write(self, data: str) -> None:
+        async with self._lock:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            with contextlib.suppress(ConnectionResetError):
+                await self.response.write(b"data: " + data.encode() + b"\n\n")

@@ -239,7 +239,11 @@ class Served:
     async def events(self, **body: Any) -> AsyncIterator[Any]:
         sampling = {"max_new_tokens": 6, "temperature": 0, **body.pop("sampling_params", {})}
         full = {"input_ids": PROMPT, "return_logprob": True, "stream": True, "sampling_params": sampling, **body}
-        async with self.session.post(self.address + "/generate", data=orjson.dumps(full)) as response:
+        async for event in self.events_of("/generate", full):
+            yield event
+
+    async def events_of(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+        async with self.session.post(self.address + path, data=orjson.dumps(body)) as response:
             assert response.status == 200
             assert response.headers["Content-Type"] == "text/event-stream"
             rest = b""

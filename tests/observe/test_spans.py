@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from areal.observe.spans import add_span, span, tracing, track
+from areal.observe.spans import add_track, span, tracing, track
 from areal.observe.trace import ChromeTracer, join_traces, run_command
 from areal.observe.trace_table import time_tables
 
@@ -36,7 +36,7 @@ def test_spans_of_tasks_belong_to_the_track_that_started_them(tmp_path):
 
 def test_without_a_tracer_nothing_is_recorded():
     with tracing(None), track("episode", "1"), span("generate"):
-        add_span("late", 0, 5)
+        add_track("request", "late", 0, 5, [("run", 1, 5)])
 
 
 def test_parts_that_overlap_count_once_and_the_rest_is_other():

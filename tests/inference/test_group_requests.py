@@ -1,0 +1,55 @@
+"""/generate_group: several samples of one prompt in one request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.inference.conftest import PROMPT
+from tests.inference.test_server import refused
+
+
+async def test_a_group_answers_as_its_samples_alone(served):
+    common = {"input_ids": PROMPT, "return_logprob": True, "group_id": "g"}
+    samples = [{"rid": f"g{n}", "sampling_seed": n} for n in range(5)]
+    sampling = {"temperature": 1.0, "max_new_tokens": 40}
+    alone = [
+        await served.generate(sampling_params={**sampling, "sampling_seed": sample["sampling_seed"]})
+        for sample in samples
+    ]
+    body = {**common, "sampling_params": sampling, "samples": samples}
+    whole = await served.post("/generate_group", body)
+    assert [one["meta_info"]["id"] for one in whole] == [sample["rid"] for sample in samples]
+    columns: list[list[Any]] = [[] for _ in samples]
+    ends = [0] * len(samples)
+    body |= {"stream": True, "sampling_params": {**sampling, "stream_interval": 16}}
+    async for event in served.events_of("/generate_group", body):
+        for number, part in [] if event == b"[DONE]" else orjson.loads(event):
+            assert not ends[number]
+            columns[number] += part["meta_info"]["output_token_logprobs"]
+            ends[number] += part["meta_info"]["finish_reason"] is not None
+    assert ends == [1] * len(samples)
+    for one, found, column in zip(alone, whole, columns, strict=True):
+        expected = one["meta_info"]["output_token_logprobs"]
+        assert [token for _, token, _ in column] == one["output_ids"] == found["output_ids"]
+        for logprobs in (column, found["meta_info"]["output_token_logprobs"]):
+            assert [one[0] for one in logprobs] == pytest.approx([one[0] for one in expected], abs=1e-5)
+    assert not served.engine.scheduler.running
+
+
+async def test_a_group_of_a_lost_client_is_aborted_and_a_bad_one_leaves_nothing(served):
+    common = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 100}}
+    for samples in ([], "x", [{}], [{"rid": "a", "seed": 1}], [{"rid": "a", "sampling_seed": -1}], [{"rid": "a"}] * 2):
+        code = "request.duplicate_id" if samples == [{"rid": "a"}] * 2 else "request.invalid_field"
+        assert (await refused(served.post("/generate_group", {**common, "samples": samples}, 400)))[0] == code
+    await served.post("/pause_generation", {"mode": "in_place"})
+    for stream in (False, True):
+        body = {**common, "stream": stream, "samples": [{"rid": name} for name in "abc"]}
+        task = asyncio.create_task(served.post("/generate_group", body))
+        await served.until(lambda: len(served.engine.scheduler.waiting) == 3)
+        task.cancel()
+        await served.until(lambda: not served.engine.scheduler.waiting)
+    await served.post("/continue_generation")
