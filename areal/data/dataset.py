@@ -232,7 +232,7 @@ def _of_all(config: DatasetConfig, load: Callable[[DatasetConfig], list[AnyT]]) 
             raise InputError(f"dataset {path} has no rows{limit}", code="data.no_rows")
     rows = mixed_rows(parts, config.weights if isinstance(config, TrainDatasetConfig) else ())
     if not isinstance(config, ValidDatasetConfig):
-        return rows
+        return rows[: config.max_rows]
     if not (chosen := config.chosen(len(rows))):
         message = f"dataset {config.path} has {len(rows)} rows, and drop_last drops them all: lower batch_size"
         raise InputError(message, code="data.too_few_rows")

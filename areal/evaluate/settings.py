@@ -162,7 +162,7 @@ def _with_data(config: PPOConfig, data: Sequence[str]) -> PPOConfig:
     if not sets and valid is None:
         raise ConfigError("there is no held-out set: give --data FILE, or set valid_dataset", code="evaluate.no_data")
     if valid is None:
-        valid = replace(ValidDatasetConfig(**_shared(config.train_dataset)), split="")
+        valid = replace(ValidDatasetConfig(**_shared(config.train_dataset)), split="", max_rows=None)
     if sets:
         valid = replace(valid, path=next(iter(sets.values())))
         config = replace(config, evaluator=replace(config.evaluator, sets=sets))

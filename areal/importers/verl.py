@@ -119,9 +119,15 @@ def _data(draft: Draft) -> None:
     draft.set("train_dataset.columns", columns, "verl: data.prompt_key has messages", "data.prompt_key")
     if draft.get("data.val_files"):
         draft.set("valid_dataset.columns", columns, "verl: data.prompt_key has messages")
-    if draft.get("data.val_max_samples", -1) != -1:
-        draft.keep("data.val_max_samples", "valid_dataset.max_rows")
-    draft.lack("train_dataset.map_fn or a shorter file leaves rows out", "data.*_max_samples")
+    for name, section in (("train", "train_dataset"), ("val", "valid_dataset")):
+        if draft.get(f"data.{name}_max_samples", -1) != -1:
+            draft.keep(f"data.{name}_max_samples", f"{section}.max_rows")
+    draft.drop("all rows", "data.*_max_samples")
+    if "valid_dataset.max_rows" in draft.options:
+        draft.keep("data.validation_shuffle", "valid_dataset.shuffle")
+    draft.drop("a mean over all rows does not depend on their order", "data.validation_shuffle")
+    draft.keep("data.apply_chat_template_kwargs.enable_thinking", "workflow_args.enable_thinking")
+    draft.lack("only enable_thinking reaches the chat template", "data.apply_chat_template_kwargs.*")
     draft.lack("cut prompts do not exist here; long ones are dropped or end the run", "data.truncation")
     draft.lack("write train_dataset.map_fn, which converts rows", "data.custom_cls.*")
     draft.lack("code of a model or tokenizer is not run", "*trust_remote_code")

@@ -343,14 +343,13 @@ def stored_bytes(model: TrainEngineConfig) -> int:
 def count_rows(config: BaseExperimentConfig) -> int | None:
     """Rows per epoch of a training set of local .jsonl files, before any filter; None for others."""
     data, sizes = config.train_dataset, list[int]()
-    if data.curriculum:
-        return None
     for path in map(Path, data.paths):
-        if path.suffix != ".jsonl" or not path.is_file():
+        if data.curriculum or path.suffix != ".jsonl" or not path.is_file():
             return None
         with open(path, "rb") as file:
             sizes.append(sum(1 for line in file if line.strip()))
-    return sum(mixed_counts(sizes, data.weights if len(data.weights) == len(sizes) else ()))
+    count = sum(mixed_counts(sizes, data.weights if len(data.weights) == len(sizes) else ()))
+    return min(count, data.max_rows or count)
 
 
 @contextmanager

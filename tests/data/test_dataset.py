@@ -133,6 +133,7 @@ def test_validation_rows_may_be_limited(jsonl):
     path = jsonl({"a": 1}, {"a": 2})
     assert load_rows(ValidDatasetConfig(path=path, max_rows=1), default_split="test") == [{"a": 1}]
     assert len(load_rows(TrainDatasetConfig(path=path), default_split="train")) == 2
+    assert load_rows(TrainDatasetConfig(path=path, max_rows=1), default_split="train") == [{"a": 1}]
 
 
 def test_validation_rows_may_be_chosen_at_random_and_in_whole_batches(jsonl):

@@ -180,6 +180,22 @@ def test_an_override_is_in_the_words_of_the_other_system(files, tmp_path, capsys
     assert load_experiment(["--config", str(output)]).train_dataset.batch_size == 64
 
 
+def test_limits_of_rows_and_options_of_the_template_are_kept(tmp_path, capsys):
+    source = tmp_path / "c.yaml"
+    source.write_text(
+        "data: {train_files: a.parquet, val_files: b.parquet, train_max_samples: 100, val_max_samples: 20,\n"
+        "  validation_shuffle: true, apply_chat_template_kwargs: {enable_thinking: false, other: 1}}\n"
+        "actor_rollout_ref: {model: {path: m}}\n"
+    )
+    assert run_command(["config", "import", "verl", str(source), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    values = {path: option["value"] for path, option in report["options"].items()}
+    assert (values["train_dataset.max_rows"], values["valid_dataset.max_rows"]) == (100, 20)
+    assert (values["valid_dataset.shuffle"], values["workflow_args.enable_thinking"]) == (True, False)
+    missing = [entry["key"] for entry in report["keys"] if entry["fate"] == "missing"]
+    assert missing == ["data.apply_chat_template_kwargs.other"]
+
+
 def test_a_script_gives_its_variables_and_numbers_like_1e_6(tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(

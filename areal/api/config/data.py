@@ -31,7 +31,8 @@ class DatasetConfig:
         "drop", "drop", "error", "left", "right", relevant=given("max_length"), also="verl: data.truncation"
     )
     """Rows above max_length: drop = skip the row, error = stop, left / right = cut that end (sft and rw only)."""
-
+    max_rows: int | None = number(None, low=1, also="verl: data.train_max_samples, data.val_max_samples")
+    """Number of rows to use, from the start of the mix, before any shuffle of an epoch; null = all rows."""
     max_characters: int | None = number(1_000_000, low=1)
     """Maximum characters of a text of a row, null = no limit; longer rows are dropped or refused, see truncation."""
 
@@ -84,8 +85,6 @@ class TrainDatasetConfig(DatasetConfig):
 class ValidDatasetConfig(DatasetConfig):
     """The held-out set; every evaluation reads the same rows."""
 
-    max_rows: int | None = number(None, low=1, also="verl: data.val_max_samples")
-    """Number of rows to evaluate on, from the start; null = all rows."""
     shuffle: bool = option(False, relevant=given("max_rows") | when("drop_last", True), also="verl: validation_shuffle")
     """Choose these rows at random, the same ones in every run, in place of those from the start."""
     batch_size: int | None = number(None, low=1, also="verl: data.val_batch_size")
