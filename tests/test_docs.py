@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import io
 import os
 import re
@@ -65,6 +66,11 @@ def test_every_page_is_in_the_overview_and_on_the_site():
     assert [page for page in PAGES if f": {page.relative_to(ROOT)}\n" not in site] == []
 
 
+def test_the_site_lists_the_pages_of_a_newcomer_first():
+    order = re.findall(r": docs/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
+    assert order[1:6] == ["quickstart", "own_task", "workflows", "agents", "first_cluster"]  # after the list of all pages
+
+
 @of_each_page
 def test_configurations_have_options_that_exist(page):
     for text in blocks(page, "yaml"):
@@ -97,8 +103,10 @@ def test_commands_have_flags_options_and_files_that_exist(page):
             if command := areal_words(words):
                 check_words(command, line)
             for word in words:
-                if word.startswith("examples/"):
-                    assert (ROOT / word).exists(), line
+                if re.match(r"(\.venv/bin/)?python", words[0]) and re.match(r"(areal|tests)\.[\w.]+$", word):
+                    assert importlib.util.find_spec(word), line
+                if word.startswith(("examples/", "benchmark/", "tests/")):
+                    assert (ROOT / word.partition("::")[0]).exists(), line
 
 
 def areal_words(words: list[str]) -> list[str]:
