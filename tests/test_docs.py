@@ -68,7 +68,7 @@ def test_every_page_is_in_the_overview_and_on_the_site():
 
 def test_the_site_lists_the_pages_of_a_newcomer_first():
     order = re.findall(r": docs/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
-    assert order[1:6] == ["quickstart", "own_task", "workflows", "agents", "first_cluster"]  # after the list of all pages
+    assert order[1:6] == ["quickstart", "own_task", "workflows", "agents", "first_cluster"]
 
 
 @of_each_page
