@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from areal.api.config import GRPOConfig, SFTConfig
+from areal.api.config import GRPOConfig, PPOConfig, SFTConfig
+from areal.api.config.docs import is_of_areal
 from areal.api.config.kinds import KINDS
 from areal.api.config.legacy import legacy_rule
 from areal.api.config.legacy_scheduling import WITHOUT_OPTION, launcher_options
@@ -32,6 +33,7 @@ SECTIONS = {
 BASES = {
     "PPOConfig": "BaseExperimentConfig",
     "SFTConfig": "BaseExperimentConfig",
+    "RWConfig": "BaseExperimentConfig",
     "PPOActorConfig": "TrainEngineConfig",
     "PPOCriticConfig": "TrainEngineConfig",
 }
@@ -191,5 +193,25 @@ def test_the_launcher_of_areal_1_is_chosen_by_the_type_of_its_scheduler() -> Non
     assert "scheduler" in read(GRPOConfig, tree).ignored
 
 
-def test_kinds_have_the_classes_of_areal() -> None:
-    assert {kind.__name__ for kind in KINDS} >= {"GRPOConfig", "SFTConfig", "RWConfig"}
+OURS = {"SlurmLauncherConfig": "SlurmConfig"}
+"""Classes that have another name here."""
+
+
+def test_the_page_marks_exactly_the_options_that_areal_has() -> None:
+    classes = {cls.__name__: cls for kind in [*KINDS, PPOConfig] for cls, _, _ in sections_in(kind, opened(kind))}
+    for name, keys in OPTIONS.items():
+        cls = classes.get(OURS.get(name, name))
+        theirs = {key.removesuffix("?") for key in keys}
+        if cls is not None:
+            known = theirs | {key.removesuffix("?") for up in (BASES.get(name),) if up for key in OPTIONS[up]}
+            marked = {field for field in fields_of(cls) if is_of_areal(cls, field)}
+            assert theirs & fields_of(cls).keys() - marked == set(), name
+            assert marked - known == set(), name
+
+
+def opened(cls: type) -> dict[str, Any]:
+    """A tree with every section of the class, also those that are null by default."""
+    return {
+        name: opened(spec.hint) if spec.is_section else [opened(spec.item_section)] if spec.item_section else None
+        for name, spec in fields_of(cls).items()
+    }

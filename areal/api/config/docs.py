@@ -159,7 +159,7 @@ def _row(cls: type[Any], spec: FieldSpec, path: str) -> str:
     entry = cls.__dataclass_fields__[spec.name]
     condition = relevance_of(entry)
     kind = " \\| ".join(spec.choices) or f"{type_text(spec.hint)} {spec.range_text}".strip()
-    also = [text for text in ("AReaL" if _is_of_areal(cls, spec.name) else "", entry.metadata.get("also", "")) if text]
+    also = [text for text in ("AReaL" if is_of_areal(cls, spec.name) else "", entry.metadata.get("also", "")) if text]
     cells = [
         f"`{spec.name}`",
         kind + (" or null" if spec.nullable and not spec.is_section else ""),
@@ -171,7 +171,7 @@ def _row(cls: type[Any], spec: FieldSpec, path: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _is_of_areal(cls: type[Any], name: str) -> bool:
+def is_of_areal(cls: type[Any], name: str) -> bool:
     return any(name in _AREAL_KEYS.get(base.__name__, "").split() for base in cls.__mro__)
 
 
