@@ -25,6 +25,8 @@ class SessionTracer:
 
     def add_part(self, kind: str, track: str, name: str, start_ns: int, end_ns: int) -> None:
         """A part of an episode between two readings of time.perf_counter_ns; the one named `episode` is the whole."""
+        if kind != "episode":
+            return
         with self._lock:
             if name == kind:
                 self._times[track] = start_ns, end_ns

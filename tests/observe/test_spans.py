@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from areal.observe.spans import add_track, span, tracing, track
+from areal.observe.session_trace import SessionTracer
+from areal.observe.spans import add_span, add_track, episode_ended, span, tracing, track
 from areal.observe.trace import ChromeTracer, join_traces, run_command
 from areal.observe.trace_table import time_tables
 
@@ -32,6 +33,17 @@ def test_spans_of_tasks_belong_to_the_track_that_started_them(tmp_path):
     found = sorted((event["id"], event["name"]) for event in events if event["ph"] == "b")
     assert found == [(one, name) for one in "12" for name in ("episode", "generate", "generate")]
     assert sum(event["ph"] == "e" for event in events) == 6
+
+
+def test_the_record_of_an_episode_has_no_part_of_a_weight_update_of_its_number(tmp_path):
+    with tracing(SessionTracer(tmp_path / "sessions.ndjson", flush_threshold=1)):
+        add_track("episode", "3", 0, 5_000_000_000, [("generate", 0, 2_000_000_000)])
+        add_track("weight update", "3", 0, 9_000_000_000, [("send", 0, 1)])
+        episode_ended(3, "accepted")
+    (line,) = (tmp_path / "sessions.ndjson").read_text().splitlines()
+    record = json.loads(line)
+    assert (record["total_s"], record["generate_s"]) == (5.0, 2.0)
+    assert "send_s" not in record
 
 
 def test_without_a_tracer_nothing_is_recorded():
