@@ -6,7 +6,7 @@ import json
 import pytest
 
 from areal.observe.session_trace import SessionTracer
-from areal.observe.spans import add_span, add_track, episode_ended, span, tracing, track
+from areal.observe.spans import add_track, episode_ended, span, tracing, track
 from areal.observe.trace import ChromeTracer, join_traces, run_command
 from areal.observe.trace_table import time_tables
 
