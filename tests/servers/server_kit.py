@@ -20,6 +20,7 @@ from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, We
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import GenerationPart, PartChunk, Replica
+from areal.fleet.run_images import RunImages
 from areal.system.file_registry import FileRegistry
 from areal.system.network import Host
 from areal.weights.collective import CollectiveChannel
@@ -85,11 +86,12 @@ class Kit:
         record = json.dumps({"address": server.address, "pid": server.process.pid})
         self._registry.add(f"servers/{index}", record, replace=True)
 
-    async def fleet(self, *servers: RealServer, **config: Any) -> Fleet:
+    async def fleet(self, *servers: RealServer, vision: RunImages | None = None, **config: Any) -> Fleet:
         for index, server in enumerate(servers):
             self.register(index, server)
         settings = {"stream_interval": 8, "setup_timeout": 60.0, "health_check_interval_s": 0.5} | config
-        fleet = Fleet(self._registry, len(servers), InferenceEngineConfig(**settings), replica_factory(self.backend))
+        factory = replica_factory(self.backend)
+        fleet = Fleet(self._registry, len(servers), InferenceEngineConfig(**settings), factory, vision=vision)
         self._closing.append(fleet)
         await fleet.start()
         return fleet
