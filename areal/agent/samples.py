@@ -6,9 +6,10 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Literal, TypeVar
 
+from areal.agent.images import DialogueImages
 from areal.agent.token_tree import TokenNode, TokenTree, path_to
 from areal.agent.transcript import Transcript
-from areal.api.columns import Runs, joined
+from areal.api.columns import Runs, joined, packed_ids
 from areal.api.data import Trajectory
 from areal.api.routed_experts import RoutedExperts
 
@@ -35,7 +36,7 @@ def trajectories(
     those of later turns; None, or a turn that is missing = `reward`, which is that of the whole session.
     """
     last = next(reversed(transcript.turns.values()), None)
-    return rows_of_tree(
+    rows = rows_of_tree(
         transcript.tree,
         {turn_id: number for number, turn_id in enumerate(transcript.turns)},
         cut=cut,
@@ -45,6 +46,15 @@ def trajectories(
         turn_rewards=turn_rewards,
         reward_parts=reward_parts,
     )
+    return [with_images(row, transcript.images) for row in rows]
+
+
+def with_images(row: Trajectory, images: DialogueImages | None) -> Trajectory:
+    """A row of a token tree with the placeholders that the policy sees."""
+    if images is None:
+        return row
+    token_ids, refs = images.plain(row.token_ids)
+    return replace(row, token_ids=packed_ids(token_ids), images=refs)
 
 
 def rows_of_tree(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from areal.agent.images import with_stored_images
 from areal.agent.tool_calls import AnswerStyle, split_answer
 from areal.agent.transcript import Context, Transcript
 from areal.agent.turns import FinishReason, Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings, answer_message
@@ -184,7 +185,7 @@ class Session:
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a request, without a turn. Raises TurnRefused."""
-        return len(self._context(request).token_ids)
+        return len(self._context(await with_stored_images(request, self.transcript.images)).token_ids)
 
     def delivered(self, answers: Sequence[TurnAnswer]) -> None:
         """The client has received these answers."""
@@ -231,12 +232,11 @@ class Session:
 
     def _ended(self, task: asyncio.Task[tuple[TurnAnswer, ...]]) -> None:
         self._tasks.discard(task)
-        if task.cancelled():
-            return
-        if isinstance(error := task.exception(), TurnRefused):
+        if not task.cancelled() and isinstance(error := task.exception(), TurnRefused):
             self.counts.refused[error.code] += 1
 
     async def _answer(self, request: TurnRequest, room: int | None) -> tuple[TurnAnswer, ...]:
+        request = await with_stored_images(request, self.transcript.images)
         context = self._context(request, self._forced(request))
         settings = self._settings(request.settings, len(context.token_ids), room)
         first, self._num_answers = self._num_answers, self._num_answers + request.num_answers
@@ -288,10 +288,12 @@ class Session:
     async def _generate(
         self, turn_ids: Sequence[str], context: Context, settings: GenerationHyperparameters, seed: int | None
     ) -> list[GenerationResponse]:
+        input_ids, images = self.transcript.plain(context.token_ids)
         requests = [
             GenerationRequest(
                 request_id=_request_id(turn_id),
-                input_ids=context.token_ids,
+                input_ids=input_ids,
+                images=images,
                 gconfig=settings,
                 group_id=self._group_id,
                 seed=None if seed is None else seed + number,
@@ -341,7 +343,7 @@ class Session:
         counts.queue_s += response.ttft_s
         self.budget.num_tokens += len(ids)
         has_end = ids[-1:] and ids[-1] in self._setup.settings.stop_token_ids
-        decode, style = self._setup.tokenizer.decode, self._setup.style
+        decode, style, plain = self._setup.tokenizer.decode, self._setup.style, self.transcript.plain
         num_asked = len(context.token_ids) - context.num_forced
         prompt, forced = context.token_ids[:num_asked], context.token_ids[num_asked:]
         found = split_answer(
@@ -350,7 +352,7 @@ class Session:
             style,
             tools=() if request.tool_choice == "none" else request.tools,
             turn_id=turn_id,
-            in_reasoning=request.prompt is None and style.opens_reasoning(decode(prompt[-_END_TOKENS:])),
+            in_reasoning=request.prompt is None and style.opens_reasoning(decode(plain(prompt[-_END_TOKENS:])[0])),
         )
         finish: FinishReason = "stop" if response.stop_reason == "stop" else "length"
         if finish == "length":

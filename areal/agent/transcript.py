@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from areal.agent.bridge import BridgeGap, CallStart, PromptBridge
+from areal.agent.images import DialogueImages
 from areal.agent.token_tree import EqualSpan, TokenNode, TokenTree, align, path_to, tokens_to
 from areal.agent.turns import Message, TurnRefused, TurnRequest
 from areal.api.columns import joined, packed_ids
 from areal.api.data import GenerationResponse
+from areal.api.images import ImageRef
 
 OnDrift = Literal["fork", "realign", "reject"]
 Encode = Callable[[str, bool], list[int]]
@@ -90,12 +92,15 @@ class Transcript:
         on_drift: OnDrift = "fork",
         max_tokens: int | None = None,
         encode: Encode | None = None,
+        images: DialogueImages | None = None,
     ) -> None:
         """`on_drift`: what happens when messages extend an answer and tokens do not. fork: a new branch from the full
         rendering; both branches are trained. realign: a difference of at most 64 tokens overwrites the branch, and the
         overwritten tokens are not trained; a longer one forks. reject: the turn is refused. `max_tokens`: limit of a
         prompt and its answer; None = none. `encode`: tokenises plain prompts; None = only messages and token ids.
+        `images`: of a policy that takes images.
         """
+        self.images = images
         self._bridge = bridge
         self._on_drift: OnDrift = on_drift
         self._max_tokens = max_tokens
@@ -244,12 +249,20 @@ class Transcript:
         if turn is not None and not turn.is_overwritten:
             bridge = self._bridge.extension(messages[:num_messages], messages[num_messages:], request.tools)
             if not isinstance(bridge, BridgeGap):
+                bridge = self._placed(bridge, messages[num_messages:])
                 last = turn.node.token_ids[-1:]
                 if not last or last[0] not in self._bridge.stop_token_ids:
                     return turn.node, bridge
                 if last == bridge[:1]:
                     return turn.node, bridge[1:]
-        return self.tree.root, self._bridge.prompt(messages, request.tools)
+        return self.tree.root, self._placed(self._bridge.prompt(messages, request.tools), messages)
+
+    def _placed(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
+        return token_ids if self.images is None else self.images.placed(token_ids, messages)
+
+    def plain(self, token_ids: Sequence[int]) -> tuple[Sequence[int], list[ImageRef]]:
+        """Tokens of the tree as the policy sees them, and the images in them."""
+        return (token_ids, []) if self.images is None else self.images.plain(token_ids)
 
     def _new_context(
         self,
@@ -292,14 +305,16 @@ _PLAIN = {"role", "content"}
 def message_key(message: Message) -> Hashable:
     """What must be equal in two messages so that they are the same message: absent, None and empty fields are equal,
     and arguments of tool calls are compared as JSON."""
+    content = message.get("content") or ""
+    content = _frozen(content) if isinstance(content, list) else content
     if message.keys() <= _PLAIN:
-        return message.get("role"), message.get("content") or "", (), ""
+        return message.get("role"), content, (), ""
     calls = tuple(
         (call.get("id"), call["function"]["name"], _arguments(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()
     )
     others = {name: value for name, value in message.items() if name not in ("role", "content", "tool_calls") and value}
-    return message.get("role"), message.get("content") or "", calls, _frozen(others) if others else ""
+    return message.get("role"), content, calls, _frozen(others) if others else ""
 
 
 def _is_answer(key: Hashable) -> bool:

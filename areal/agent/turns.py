@@ -8,7 +8,8 @@ from areal.api.errors import ArealError
 
 Message = dict[str, Any]
 """A chat message in OpenAI's form, as chat templates take it: role, content, tool_calls, tool_call_id, name,
-reasoning_content. Content is text or None."""
+reasoning_content. Content is text, None, or a list of parts if it has images: {"type": "text", "text": ...} and
+{"type": "image", ...}, the latter with the data URL `url`, or `sha256` and `grid` once it is stored."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 BUDGET_CODES = frozenset({"agent.turn_budget", "agent.token_budget", "agent.prompt_too_long"})
 """Refusals after which the policy has used what it may: the session is over, and is scored as it is."""

@@ -31,10 +31,12 @@ agent.failed: No session of an episode has a reward, because the agent raised an
     Correct the agent, or the rows, as the message says; `areal test-workflow` runs one episode.
 agent.generation_failed: The servers failed to answer a turn of a session.
     Read the message and the logs of the servers.
+agent.image: An image in a request to a session is damaged, too large, or no image.
+    Send a PNG, JPEG, WebP, GIF, BMP or TIFF file as base64 in a data URL.
 agent.invalid_field: A field of a request to a session has a wrong type or value, or is missing.
     Correct the field that `param` names; docs/agent_http.md has the limits.
-agent.multimodal: A request to a session has an image, audio, a file or another part that is not text.
-    Send text parts only.
+agent.multimodal: A request to a session has audio, a file or a video, or an image for a policy of text only.
+    Send text, and images to a policy that takes them.
 agent.no_agent: workflow=agent got none or several of agent, command, environment or tools, and online.
     Set exactly one of them in workflow_args.
 agent.no_messages: Tools without an environment need the first messages in the row.
@@ -51,6 +53,8 @@ agent.plain_prompt: A session that takes messages or token ids got a prompt of t
     Send messages, or token ids.
 agent.prompt_too_long: The prompt of a turn leaves no room for an answer within gconfig.max_tokens.
     Raise gconfig.max_tokens, or have the agent end earlier or shorten its history.
+agent.remote_image: A request to a session has an image at an address, or a file id; nothing is downloaded.
+    Send the image as a data URL: data:image/png;base64,...
 agent.request_refused: The servers refused the request of a turn.
     Read the message, and correct the request or gconfig.
 agent.reward_too_late: A reward came for a session that has ended (409).

@@ -53,7 +53,7 @@ class RolloutWorkflow(ABC):
         raise ConfigError(message, code="workflow.no_evaluation")
 
 
-CONSTRUCTOR_ARGUMENTS = ("reward_fn", "gconfig", "tokenizer", "reward", "greedy_baseline", "agent_config")
+CONSTRUCTOR_ARGUMENTS = ("reward_fn", "gconfig", "tokenizer", "reward", "greedy_baseline", "agent_config", "images")
 """What the constructor of a workflow receives, if it has a parameter of this name, in addition to `workflow_args`."""
 
 

@@ -24,8 +24,8 @@ class PlainSpans:
 
     def marks_for(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
         """Two characters that the messages do not contain; None when no content contains a control token."""
-        texts = [message.get("content") for message in messages if message["role"] != "assistant"]
-        if not any(isinstance(text, str) and self._control.search(text) for text in texts):
+        texts = [text for message in messages if message["role"] != "assistant" for text in _texts_of(message)]
+        if not any(self._control.search(text) for text in texts):
             return None
         whole = repr(messages)  # repr shows most private characters as escapes, so both forms are looked for
         free = [chr(code) for code in _PRIVATE_USE if chr(code) not in whole and f"\\u{code:04x}" not in whole]
@@ -34,10 +34,17 @@ class PlainSpans:
     def marked(self, message: Mapping[str, Any], marks: tuple[str, str] | None) -> dict[str, Any]:
         """The message with `marks` around each control token of its content."""
         content = message.get("content")
-        if marks is None or message["role"] == "assistant" or not isinstance(content, str):
+        if marks is None or message["role"] == "assistant" or not isinstance(content, str | list):
             return dict(message)
         first, last = marks
-        return {**message, "content": self._control.sub(lambda match: f"{first}{match[0]}{last}", content)}
+
+        def plain(text: str) -> str:
+            return self._control.sub(lambda match: f"{first}{match[0]}{last}", text)
+
+        if isinstance(content, str):
+            return {**message, "content": plain(content)}
+        parts = [{**part, "text": plain(part["text"])} if part["type"] == "text" else part for part in content]
+        return {**message, "content": parts}
 
     def encode(self, text: str, marks: tuple[str, str] | None) -> list[int]:
         """Token ids of rendered text, without those of `marks`."""
@@ -62,3 +69,10 @@ class PlainSpans:
         if before and ids[: len(before)] == before:
             return ids[len(before) :]
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _texts_of(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content")
+    if isinstance(content, list):
+        return [part["text"] for part in content if part["type"] == "text"]
+    return [content] if isinstance(content, str) else []

@@ -26,7 +26,6 @@ from areal.evaluate.samples import Sample, SampleKey, read_samples, source_of, w
 from areal.evaluate.settings import held_out_sets
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
-from areal.fleet.run_images import RunImages
 from areal.observe.log import get_logger
 from areal.reward.answers import AnswerFn, answer_function
 from areal.rollout.evaluation import (
@@ -40,6 +39,7 @@ from areal.rollout.evaluation import (
 from areal.system.discovery import registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.process import ProcessContext, run_main
+from areal.system.run_images import RunImages
 from areal.system.run_paths import RunPaths
 from areal.trainer.process_setup import join_run
 from areal.trainer.serve import evaluation_workflows

@@ -10,7 +10,7 @@ from itertools import islice
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.fleet.replica import GenerationPart
-from areal.fleet.run_images import RunImages
+from areal.system.run_images import RunImages
 
 PROBE_TOKENS = 4
 _PROMPT_TOKENS = 8

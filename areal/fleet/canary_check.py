@@ -17,8 +17,8 @@ from areal.fleet.canary import PROBE_TOKENS, ProbeAnswer, Tolerance, agreed, dif
 from areal.fleet.replica import GenerationPart, PartChunk
 from areal.fleet.replica_set import ReplicaSet
 from areal.fleet.replica_states import Event, Slot, State, Weights
-from areal.fleet.run_images import RunImages
 from areal.observe.log import get_logger
+from areal.system.run_images import RunImages
 
 log = get_logger(__name__)
 

@@ -18,7 +18,7 @@ from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.fleet.replica import NO_VERSION, FinishReason, GenerationPart, PartChunk, RequestLimits
-from areal.fleet.run_images import RunImages
+from areal.system.run_images import RunImages
 
 
 def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> int:

@@ -17,10 +17,10 @@ from areal.fleet.continuation import Answer
 from areal.fleet.replica import OnChunk, PartChunk, Replica, ReplicaFactory
 from areal.fleet.replica_set import ReplicaSet
 from areal.fleet.replica_states import Slot, State
-from areal.fleet.run_images import RunImages
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit
+from areal.system.run_images import RunImages
 
 
 class Fleet:

@@ -11,7 +11,7 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import WeightUpdate
 from areal.api.images import ImageRef
 from areal.api.routed_experts import ExpertShape, RoutedExperts
-from areal.fleet.run_images import RunImages
+from areal.system.run_images import RunImages
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """abort: running requests return their tokens so far. retract: they stay and continue later with a new cache.

@@ -19,10 +19,10 @@ from areal.fleet.canary_check import CanaryCheck
 from areal.fleet.replica import PauseMode, Replica
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet
 from areal.fleet.replica_states import Event, Slot, State, Weights, reported
-from areal.fleet.run_images import RunImages
 from areal.observe.log import get_logger
 from areal.system.durable import is_complete
 from areal.system.folder_server import PULLED_WEIGHTS
+from areal.system.run_images import RunImages
 
 log = get_logger(__name__)
 

@@ -16,7 +16,6 @@ from areal.data.tokenizer import load_tokenizer
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
-from areal.fleet.run_images import RunImages
 from areal.ledger.ledger import Ledger
 from areal.observe.session_trace import open_session_tracer
 from areal.observe.spans import tracing
@@ -28,6 +27,7 @@ from areal.rollout.evaluation import HeldOutOptions, last_answer_ids
 from areal.system.discovery import registry_of
 from areal.system.model_shape import ModelShape
 from areal.system.process import ProcessContext
+from areal.system.run_images import RunImages
 from areal.system.run_paths import RunPaths
 from areal.workflow.accept import resolve_accept_fn
 

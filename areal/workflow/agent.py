@@ -14,6 +14,7 @@ from areal.agent.agent_run import AgentJob, AgentOutcome
 from areal.agent.bridge import TemplateScenario, template_bridge
 from areal.agent.bridge.proof import summary
 from areal.agent.directory import Entry, Place
+from areal.agent.images import DialogueImages, RunImages
 from areal.agent.load_blame import LoadBlame, blamed
 from areal.agent.serving import AgentServices
 from areal.agent.session import Session, SessionLimits, SessionSetup
@@ -59,9 +60,12 @@ class AgentWorkflow(RolloutWorkflow):
         environment: str = "",
         tools: Sequence[str] = (),
         online: bool = False,
+        images: RunImages | None = None,
     ) -> None:
+        """`images`: of a policy that takes them; the messages of agents can then have some."""
         self._config = agent_config or AgentConfig()
         self.tokenizer = tokenizer
+        self._images = images
         self._job = agent_job(agent=agent, command=command, environment=environment, tools=tools, online=online)
         functions = reward or RewardConfig()
         self._scorer = Scorer(reward_fn, functions) if reward_fn or functions.names_functions else None
@@ -98,6 +102,7 @@ class AgentWorkflow(RolloutWorkflow):
                 on_drift=cast("OnDrift", config.on_drift),
                 max_tokens=settings.max_tokens,
                 encode=encode,
+                images=None if self._images is None else DialogueImages(self._images),
             ),
             style=style,
         )

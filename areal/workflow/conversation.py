@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.agent.bridge import BridgeGap, TemplateScenario, template_bridge
-from areal.agent.samples import row_of
+from areal.agent.images import DialogueImages
+from areal.agent.samples import row_of, with_images
 from areal.agent.token_tree import TokenTree, path_to, tokens_to
 from areal.api.data import GenerationResponse, Trajectory
 from areal.api.errors import InputError
+from areal.api.images import ImageRef
 from areal.data.chat import EncodedPrompt
 from areal.data.tokenizer import Tokenizer
 
@@ -60,8 +62,11 @@ class Conversation:
         *,
         max_tokens: int | None = None,
         enable_thinking: bool = False,
+        images: DialogueImages | None = None,
     ) -> None:
-        """`prompt`: the first fixed tokens. `max_tokens`: limit of all tokens together; None = none."""
+        """`prompt`: the first fixed tokens. `max_tokens`: limit of all tokens together; None = none. `images`: those of
+        the dialogue; `token_ids` and `prompt` then have their places in the form of `DialogueImages`."""
+        self._images = images
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._enable_thinking = enable_thinking
@@ -119,9 +124,21 @@ class Conversation:
     def add_messages(self, messages: list[dict[str, Any]]) -> bool:
         """Append messages after an answer, for example results of tools, and the header of the next answer.
 
-        They are rendered with the chat template; the rest is as in `add_turn`.
+        They are rendered with the chat template; the rest is as in `add_turn`. Image parts of their content have a
+        data URL; InputError for an unusable image, and for one without `images`.
         """
-        return self.add_turn(tokens_after_answer(self._tokenizer, messages, enable_thinking=self._enable_thinking))
+        token_ids = self._rendered(messages)
+        return self.add_turn(token_ids)
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self._images is not None:
+            messages = list(self._images.stored(messages))
+        token_ids = tokens_after_answer(self._tokenizer, messages, enable_thinking=self._enable_thinking)
+        return token_ids if self._images is None else self._images.placed(token_ids, messages)
+
+    def request_ids(self) -> tuple[Sequence[int], Sequence[ImageRef]]:
+        """The context of the next answer as a request has it: `token_ids`, and the images in them."""
+        return (self.token_ids, []) if self._images is None else self._images.plain(self.token_ids)
 
     def add_turn(self, token_ids: Sequence[int]) -> bool:
         """Append the tokens of a chat template between two answers, as `tokens_after_answer` returns them.
@@ -133,7 +150,8 @@ class Conversation:
             return False
         if self._end.is_generated and self._end.token_ids[-1:] == token_ids[:1]:
             token_ids = token_ids[1:]
-        self._add_fixed(token_ids, self._tokenizer.decode(token_ids))
+        shown = token_ids if self._images is None else self._images.plain(token_ids)[0]
+        self._add_fixed(token_ids, self._tokenizer.decode(shown))
         return True
 
     def add_text(self, text: str) -> bool:
@@ -149,7 +167,7 @@ class Conversation:
     ) -> Trajectory:
         """The conversation as a training sample. `baseline`: reward of a greedy answer, if there is one."""
         return replace(
-            row_of(path_to(self._end)),
+            with_images(row_of(path_to(self._end)), self._images),
             reward=reward,
             reward_parts=reward_parts or {},
             finished=self.last_answer.finished,

@@ -3,7 +3,7 @@
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -58,10 +58,10 @@ async def generate(
     `settings`: other sampling settings, for example `dataclasses.replace(episode.settings, stop=["</call>"])`.
     InputError when gconfig.max_tokens leaves no room for an answer.
     """
-    context_ids = conversation.token_ids
+    context_ids, images = conversation.request_ids()
     settings = settings_for_length(settings or episode.settings, len(context_ids), list(episode.row))
     request = new_request(context_ids, settings, group_id=episode.group_id, number=next(episode.numbers))
-    return conversation.add_answer(await episode.engine.agenerate(request))
+    return conversation.add_answer(await episode.engine.agenerate(replace(request, images=images)))
 
 
 async def score(episode: Episode, conversation: Conversation) -> Score:

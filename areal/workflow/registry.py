@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+from areal.agent.images import RunImages
 from areal.api.config import PPOConfig
 from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError
@@ -25,6 +26,7 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
         "reward": config.reward,
         "greedy_baseline": config.actor.adv_estimator == "remax",
         "agent_config": config.agent,
+        "images": RunImages.of(config) if "images" in parameters else None,
     }
     assert tuple(given) == CONSTRUCTOR_ARGUMENTS
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -164,8 +164,12 @@ WRONG = {
     "reasoning_effort": ({"reasoning_effort": "low"}, "agent.unsupported_field"),
     "tool_choice": ({"tool_choice": "required"}, "agent.invalid_field"),
     "tools[0].type": ({"tools": [{"type": "web_search"}]}, "agent.unsupported_field"),
+    "messages[0].content[0].image_url.url": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/a.png"}}]}]},
+        "agent.remote_image",
+    ),
     "messages[0].content[0].type": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
         "agent.multimodal",
     ),
     "messages[0].role": ({"messages": [{"role": "robot", "content": ""}]}, "agent.invalid_field"),

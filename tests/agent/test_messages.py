@@ -125,6 +125,7 @@ async def test_a_retry_has_the_fingerprint_of_its_first_attempt():
     assert (first.fingerprint, first.retry_count, retry.retry_count) == (retry.fingerprint, 0, 1)
 
 
+VIDEO = {"type": "video"}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 WRONG = {
     "x": ({"x": 1}, "agent.unknown_field"),
@@ -132,7 +133,8 @@ WRONG = {
     "temperature": ({"temperature": 1.5}, "agent.invalid_field"),
     "thinking": ({"thinking": {"type": "disabled"}}, "agent.unsupported_field"),
     "metadata": ({"metadata": "x"}, "agent.invalid_field"),
-    "messages[0].content[0].type": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "agent.multimodal"),
+    "messages[0].content[0].source": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "agent.remote_image"),
+    "messages[0].content[0].type": ({"messages": [{"role": "user", "content": [VIDEO]}]}, "agent.multimodal"),
     "messages": ({"messages": [*QUESTION, {"role": "assistant", "content": "4"}]}, "agent.unsupported_field"),
     "tools[0].type": ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "agent.unsupported_field"),
     "tool_choice": ({"tool_choice": {"type": "any"}}, "agent.invalid_field"),

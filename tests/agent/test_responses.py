@@ -98,8 +98,8 @@ async def test_a_refusal_of_a_stream_becomes_an_error_of_the_sdk(keep_alive_s):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "agent.unsupported_field"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
-            "agent.multimodal",
+            "input[0].content[0].image_url",
+            "agent.remote_image",
         ),
         ({"input": []}, "input", "agent.invalid_field"),
         ({"extra_body": {"n": 2}}, "n", "agent.unknown_field"),

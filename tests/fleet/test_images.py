@@ -15,8 +15,8 @@ from areal.api.data import GenerationRequest
 from areal.api.errors import InputError, RequestError
 from areal.api.images import ImageRef, VisionLayout
 from areal.fleet.canary import probe
-from areal.fleet.run_images import RunImages
 from areal.system.image_files import ImageFiles
+from areal.system.run_images import RunImages
 from tests.fleet.fake_server import FleetKit, until
 
 IMAGE, START, END = 54, 55, 56

@@ -20,9 +20,9 @@ from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, We
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import GenerationPart, PartChunk, Replica
-from areal.fleet.run_images import RunImages
 from areal.system.file_registry import FileRegistry
 from areal.system.network import Host
+from areal.system.run_images import RunImages
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel
 from tests.fake_ranks import FakeRanks

@@ -22,9 +22,10 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, WeightUpdate
 from areal.api.images import ImageRef, expanded
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
-from areal.fleet.run_images import RunImages
-from areal.system.image_codec import encode_image, patches_of, png_of
+from areal.system.image_codec import encode_image, png_of
 from areal.system.image_files import ImageFiles
+from areal.system.image_pixels import decode_png, patches_of
+from areal.system.run_images import RunImages
 from areal.system.vision_layout import read_vision_layout
 from tests.servers.checkpoints import CHARACTERS
 from tests.servers.real_server import Backend, RealServer
@@ -107,7 +108,8 @@ def score(vision_models: dict[str, Path], images: RunImages) -> Callable[..., li
         ids = torch.tensor([[*request.input_ids, *response.output_ids]])
         options: dict[str, Any] = {}
         if request.images:
-            patches = [patches_of(images.store.read(image.sha256), images.layout) for image in request.images]
+            files = [images.store.read(image.sha256) for image in request.images]
+            patches = [patches_of(decode_png(file, images.layout), images.layout) for file in files]
             options["pixel_values"] = torch.from_numpy(np.concatenate(patches))
             options["image_grid_thw"] = torch.tensor([image.grid for image in request.images])
             options["mm_token_type_ids"] = (ids == images.layout.image_token_id).int()

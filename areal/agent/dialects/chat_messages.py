@@ -44,6 +44,60 @@ def part_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str:
     return text
 
 
+def joined_content(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str | list[Json] | None:
+    """As `joined_text`, and with image parts: a list in the form of `turns.Message`."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise invalid(path, f"must be a text or a list of at most {MAX_ITEMS} parts")
+    return merged([content_part(part, f"{path}[{index}]", kinds) for index, part in enumerate(value)])
+
+
+def merged(parts: list[Json]) -> str | list[Json]:
+    """Parts whose neighbouring texts are joined by a newline; one text instead of a list without images."""
+    found: list[Json] = []
+    for part in parts:
+        if part["type"] == "text" and found and found[-1]["type"] == "text":
+            found[-1] = {"type": "text", "text": f"{found[-1]['text']}\n{part['text']}"}
+        else:
+            found.append(part)
+    if all(part["type"] == "text" for part in found):
+        return found[0]["text"] if found else ""
+    return found
+
+
+def content_part(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> Json:
+    """A text part, or an image part of any dialect."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("image_url", "input_image", "image"):
+        return {"type": "text", "text": part_text(value, path, kinds)}
+    part = Fields(value, path)
+    part.skip(type="text", detail="text", cache_control="object", prompt_cache_breakpoint="object")
+    if kind == "image":  # Anthropic's
+        source, name = part.fields("source"), part.name("source")
+        if source is None:
+            raise invalid(name, "is required")
+        url = ""
+        if source.text("type") == "base64":
+            url = f"data:{source.text('media_type') or ''};base64,{source.text('data') or ''}"
+            source.finish()
+    elif kind == "image_url":
+        source = part.fields("image_url")
+        url, name = source.text("url") if source else None, part.name("image_url.url")
+        if source:
+            source.skip(detail="text")
+            source.finish()
+    else:
+        url, name = part.text("image_url"), part.name("image_url")
+    if url is None:
+        raise invalid(name, "is required")
+    if not url.startswith("data:image/") or ";base64," not in url[:64]:
+        message = f"{name}: images are taken as data URLs only (data:image/png;base64,...), none is downloaded"
+        raise TurnRefused(message, code="agent.remote_image", status=400, param=name)
+    part.finish()
+    return {"type": "image", "url": url}
+
+
 def refused_part(part: Fields, kind: str) -> TurnRefused:
     """Why a part of content is not taken."""
     path = part.name("type")
@@ -63,16 +117,23 @@ def chat_messages(values: list[Any], path: str = "messages") -> tuple[Message, .
 def _chat_message(given: Fields) -> Message:
     role = given.required_text("role")
     kinds = ("text", "refusal") if role == "assistant" else ("text",)
-    content = joined_text(given.take("content"), given.name("content"), kinds)
+    value, path = given.take("content"), given.name("content")
+    content = None if role in ("user", "tool") else joined_text(value, path, kinds)
     name = given.text("name")
     match role:
-        case "system" | "developer" | "user":
-            message = {"role": "user" if role == "user" else "system", "content": _required(content, given)}
+        case "user":
+            message = {"role": "user", "content": _required(joined_content(value, path), given)}
+        case "system" | "developer":
+            message = {"role": "system", "content": _required(content, given)}
         case "assistant":
             message = _assistant_message(given, content)
         case "tool":
             call_id = given.required_text("tool_call_id")
-            message = {"role": "tool", "tool_call_id": call_id, "content": _required(content, given)}
+            message = {
+                "role": "tool",
+                "tool_call_id": call_id,
+                "content": _required(joined_content(value, path), given),
+            }
         case "function":
             raise unsupported(given.name("role"), "functions are replaced by tools: use the role 'tool'")
         case _:
@@ -81,7 +142,7 @@ def _chat_message(given: Fields) -> Message:
     return message if name is None else {**message, "name": name}
 
 
-def _required(content: str | None, given: Fields) -> str:
+def _required(content: str | list[Json] | None, given: Fields) -> str | list[Json]:
     if content is None:
         raise invalid(given.name("content"), "is required")
     return content

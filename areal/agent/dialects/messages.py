@@ -8,8 +8,11 @@ import orjson
 from areal.agent.dialects.chat_messages import (
     MAX_TOKENS,
     checked_choice,
+    content_part,
     function_tool,
+    joined_content,
     joined_text,
+    merged,
     part_text,
     refused_part,
     stops,
@@ -32,8 +35,9 @@ _RUN = "the configuration of the run decides"
 FIELDS = FieldTable(
     read={
         "model": "required; every name means the policy, and the reply repeats it",
-        "messages": "roles user, assistant and system; content is text or blocks of the types text, tool_use, "
-        "tool_result and thinking; `is_error` has no effect; the last message must not be of the assistant",
+        "messages": "roles user, assistant and system; content is text or blocks of the types text, image "
+        "(base64), tool_use, tool_result and thinking; `is_error` has no effect; the last message must not be of the "
+        "assistant",
         "system": "text or text blocks, which are joined by a newline",
         "max_tokens": "required (not for count_tokens): limit of generated tokens; at least 1",
         "temperature": "0 to 1; 0 is greedy",
@@ -128,18 +132,18 @@ def _user_messages(content: str | list[Any], path: str) -> list[Message]:
     for index, value in enumerate(content):
         block = Fields(value, f"{path}[{index}]")
         if block.text("type") != "tool_result":
-            text = part_text(value, block.path)
+            part = content_part(value, block.path)
             if messages and messages[-1]["role"] == "user":
-                messages[-1]["content"] += f"\n{text}"
+                messages[-1]["content"].append(part)
             else:
-                messages.append({"role": "user", "content": text})
+                messages.append({"role": "user", "content": [part]})
             continue
         call_id = block.required_text("tool_use_id")
-        result = joined_text(block.take("content"), block.name("content")) or ""
+        result = joined_content(block.take("content"), block.name("content")) or ""
         block.skip(is_error="flag", cache_control="object")
         block.finish()
         messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
-    return messages
+    return [one if one["role"] == "tool" else {**one, "content": merged(one["content"])} for one in messages]
 
 
 def _assistant(content: str | list[Any], path: str) -> Message:

@@ -4,6 +4,7 @@ from typing import Any
 
 from areal.agent.dialects.chat_messages import (
     checked_arguments,
+    joined_content,
     joined_text,
     refused_part,
     tool_name,
@@ -78,7 +79,7 @@ def _add_item(found: _Assistant, given: Fields) -> None:
                 raise unsupported(given.name("namespace"), "is not supported")
         case "function_call_output":
             call_id = given.required_text("call_id")
-            output = joined_text(given.take("output"), given.name("output"), _INPUT)
+            output = joined_content(given.take("output"), given.name("output"), _INPUT)
             if output is None:
                 raise invalid(given.name("output"), "is required")
             found.add({"role": "tool", "tool_call_id": call_id, "content": output})
@@ -92,18 +93,17 @@ def _add_item(found: _Assistant, given: Fields) -> None:
 
 def _add_message(found: _Assistant, given: Fields) -> None:
     role = given.required_text("role")
-    kinds = _OUTPUT if role == "assistant" else _INPUT
-    content = joined_text(given.take("content"), given.name("content"), kinds)
-    if content is None:
-        raise invalid(given.name("content"), "is required")
+    value, path = given.take("content"), given.name("content")
+    if value is None:
+        raise invalid(path, "is required")
     match role:
         case "assistant":
             given.skip(phase="text")
-            found.text(content)
+            found.text(joined_text(value, path, _OUTPUT) or "")
         case "user":
-            found.add({"role": "user", "content": content})
+            found.add({"role": "user", "content": joined_content(value, path, _INPUT)})
         case "system" | "developer":
-            found.add({"role": "system", "content": content})
+            found.add({"role": "system", "content": joined_text(value, path, _INPUT)})
         case _:
             raise invalid(given.name("role"), "must be system, developer, user or assistant")
 
