@@ -94,6 +94,12 @@ def is_option(path: str) -> bool:
 
 
 @of_each_page
+def test_every_command_is_in_a_block_that_is_checked(page):
+    rest = re.sub(r"^```(bash|sh|console|text|python|yaml|json)\n.*?^```", "", page.read_text(), flags=re.S | re.M)
+    assert re.findall(r"^(?: {4,}|```\n)(?:\$ )?(?:areal [a-z]|make [a-z]|python ).*$", rest, re.M) == []
+
+
+@of_each_page
 def test_commands_have_flags_options_and_files_that_exist(page):
     for text in blocks(page, "bash", "sh", "console"):
         for line in text.replace("\\\n", " ").splitlines():
