@@ -5,11 +5,6 @@ from typing import Any
 from areal.importers.draft import Draft
 
 _KEEP = {
-    "rollout.agent.turn_discount": "agent.turn_discount",
-    "rollout.agent.set_reward_finish_timeout": "agent.reward_window_s",
-    "rollout.agent.subproc_max_workers": "agent.workers",
-    "rollout.agent.session_timeout_seconds": "agent.max_seconds",
-    "rollout.agent.engine_max_tokens": "gconfig.max_tokens",
     "rollout.return_routed_experts": "actor.router_replay",
     "dynamic_bs": "rollout.dynamic_bs",
     "beta": "dpo.beta",
@@ -18,6 +13,13 @@ _KEEP = {
     "actor.loss_type": "dpo.loss_type",
     "memory_profiler.profile_steps": "perf_tracer.profile_steps",
     "teacher.rl_loss_weight": "teacher.rl_weight",
+}
+_AGENT = {
+    "turn_discount": "agent.turn_discount",
+    "set_reward_finish_timeout": "agent.reward_window_s",
+    "subproc_max_workers": "agent.workers",
+    "session_timeout_seconds": "agent.max_seconds",
+    "engine_max_tokens": "gconfig.max_tokens",
 }
 _MODELS = ("actor", "critic", "ref", "teacher", "model")
 _DROPPED = {
@@ -37,9 +39,6 @@ _DROPPED = {
     "roles that share ranks share a process": ("*.scheduling_strategy.fork",),
     "models are read and written in the format of Hugging Face": (
         "MODEL.megatron.bridge_type", "MODEL.megatron.use_mbridge_save",
-    ),
-    "the parser follows from the chat template: agent.tool_parser": (
-        "rollout.agent.tool_call_parser", "rollout.agent.reasoning_parser", "rollout.agent.chat_template_type",
     ),
     "evaluations use the training workflow": ("eval_workflow",),
     "fsdp.prefetch_blocks chooses the layers that are fetched ahead": ("MODEL.fsdp.optim_step_prefetch_layers",),
@@ -110,21 +109,30 @@ def _of_models(patterns: tuple[str, ...]) -> list[str]:
 
 
 def _agent(draft: Draft) -> None:
-    run = draft.values.get("rollout.agent.agent_cls_path")
-    if run:
-        draft.set("workflow", "agent", "AReaL: rollout.agent.agent_cls_path")
-        why = "AReaL: rollout.agent.agent_cls_path; here it is a function or a class with run (docs/agents.md)"
+    """The section rollout.agent, or rollout.openai of files between v0.5 and 1.0, whose workflow is the agent."""
+    older = any(key.startswith("rollout.openai.") for key in draft.values)
+    prefix, source = ("rollout.openai", "workflow") if older else ("rollout.agent", "rollout.agent.agent_cls_path")
+    if run := draft.values.get(source):
+        draft.set("workflow", "agent", f"AReaL: {source}")
+        why = f"AReaL: {source}; here it is a function or a class with run (docs/agents.md)"
         module, _, name = str(run).rpartition(".")
-        draft.set("workflow_args.agent", f"{module}:{name}", why, "rollout.agent.agent_cls_path")
-    style = draft.values.get("rollout.agent.export_style")
+        draft.set("workflow_args.agent", f"{module}:{name}", why, source)
+    style = draft.values.get(f"{prefix}.export_style")
     if style is not None:
         cut = "per_turn" if style == "individual" else "concat"
-        draft.set("agent.cut", cut, "AReaL: rollout.agent.export_style", "rollout.agent.export_style")
-    mode = draft.values.get("rollout.agent.mode")
+        draft.set("agent.cut", cut, f"AReaL: {prefix}.export_style", f"{prefix}.export_style")
+    mode = draft.values.get(f"{prefix}.mode")
     if mode in ("inline", "subproc"):
-        draft.set("agent.inline", mode == "inline", "AReaL: rollout.agent.mode", "rollout.agent.mode")
-    draft.lack("write workflow: agent and use its sessions (docs/agents.md)", "rollout.agent.mode")
-    draft.drop("agents run in agent.workers processes", "rollout.agent.scheduling_spec*")
+        draft.set("agent.inline", mode == "inline", f"AReaL: {prefix}.mode", f"{prefix}.mode")
+    for name, option in _AGENT.items():
+        key = f"{prefix}.{name}"
+        if draft.values.get(key) == 0:
+            draft.drop("it is switched off", key)
+        draft.keep(key, option)
+    draft.lack("write workflow: agent and use its sessions (docs/agents.md)", f"{prefix}.mode")
+    draft.drop("agents run in agent.workers processes", f"{prefix}.scheduling_spec*")
+    parsers = (f"{prefix}.{name}" for name in ("tool_call_parser", "reasoning_parser", "chat_template_type"))
+    draft.drop("the parser follows from the chat template: agent.tool_parser", *parsers)
 
 
 def _teacher(draft: Draft) -> None:

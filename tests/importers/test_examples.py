@@ -151,6 +151,20 @@ def test_an_agent_of_areal_1_becomes_the_workflow_agent(files, tmp_path, capsys)
     assert "missing" not in fates.values()
 
 
+def test_the_agent_of_older_files_is_their_workflow(tmp_path, capsys):
+    source = tmp_path / "c.yaml"
+    source.write_text(
+        "workflow: my.agents.Math\nrollout: {openai: {mode: subproc, export_style: concat, tool_call_parser: qwen25}}\n"
+        "actor: {path: m}\ntrain_dataset: {path: d}\n"
+    )
+    assert run_command(["config", "import", "areal", str(source), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    values = {path: option["value"] for path, option in report["options"].items()}
+    assert (values["workflow"], values["workflow_args.agent"]) == ("agent", "my.agents:Math")
+    assert (values["agent.cut"], values["agent.inline"]) == ("concat", False)
+    assert "missing" not in {entry["fate"] for entry in report["keys"]}
+
+
 def test_the_weights_of_a_teacher_of_areal_1_are_those_of_the_loss(files, tmp_path, capsys):
     options, fates = options_of("areal_v1_distill", files, tmp_path, capsys)
     assert (options["teacher.loss_coef"], options["teacher.advantage_coef"]) == (0.005, 0.0)
