@@ -60,7 +60,7 @@ class Generator:
             deliver=lambda finished, progressed: self._finished.extend(finished),
             on_failure=_raise,
         )
-        limits = request_limits(config.native, self._engine.runner.model, load_detokenizer(folder))
+        limits = request_limits(config.native, self._engine.runner, load_detokenizer(folder))
         self._stop_ids = limits.default_stop_ids
         self._tokenizer = tokenizer
         self._count = 0

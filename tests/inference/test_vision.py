@@ -8,7 +8,7 @@ import torch
 
 from areal.inference.vision import positions_of
 from areal.system.image_pixels import patches_of
-from tests.inference.vision_models import IMAGE, LAYOUT, pictured, png, qwen3_vl, reference, save
+from tests.inference.vision_models import IMAGE, LAYOUT, pictured, png, qwen2_5_vl, qwen3_vl, reference, save
 
 SMALL, WIDE, TALL = png(1, 8, 8), png(2, 16, 24), png(3, 32, 16)
 PROMPTS = [
@@ -27,9 +27,11 @@ def expect_logprobs(sequence, expected: torch.Tensor, start: int, end: int) -> N
         assert sequence.logprobs[place] == pytest.approx(right, abs=1e-5)
 
 
-@pytest.mark.parametrize("max_prefill_tokens", [512, 16, 3, 1])
-def test_greedy_answers_to_images_are_those_of_transformers(max_prefill_tokens, drive):
-    model = qwen3_vl()
+@pytest.mark.parametrize(
+    ("build", "max_prefill_tokens"), [*((qwen3_vl, n) for n in (512, 16, 3, 1)), (qwen2_5_vl, 512), (qwen2_5_vl, 5)]
+)
+def test_greedy_answers_to_images_are_those_of_transformers(build, max_prefill_tokens, drive):
+    model = build()
     driver = drive(model, max_running=4, max_prefill_tokens=max_prefill_tokens, layout=LAYOUT)
     sequences = [driver.add(ids, images=images, max_new_tokens=10) for ids, images in (pictured(*p) for p in PROMPTS)]
     driver.run()
@@ -112,6 +114,18 @@ def _on_old_keys(old, new, sequence, num_old: int) -> torch.Tensor:
     logits[:, list(LAYOUT.banned_ids)] = -torch.inf
     rest = logits.log_softmax(-1)
     return torch.cat((rest.new_zeros(num_old, rest.shape[1]), rest))
+
+
+def test_the_weights_of_a_qwen2_5_vl_checkpoint_fit(drive, tmp_path):
+    old, new = qwen2_5_vl(0), qwen2_5_vl(1)
+    driver = drive(old, layout=LAYOUT)
+    driver.engine.weights.start("")
+    driver.engine.weights.receive_folder(save(new, tmp_path))  # its names differ from those of the model
+    driver.engine.install_weights("1", "retract")
+    ids, images = pictured(*PROMPTS[3])
+    sequence = driver.add(ids, images=images)
+    driver.run()
+    expect_logprobs(sequence, reference(new, sequence.token_ids, images), 0, 8)
 
 
 def test_preempted_requests_compute_images_again(drive):

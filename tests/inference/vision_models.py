@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-VL model, images, prompts with images, and the log-probabilities of transformers."""
+"""Tiny random Qwen-VL models, images, prompts with images, and the log-probabilities of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from areal.api.images import ImageRef, VisionLayout, expanded
 from areal.inference.sequence import PlacedImage
@@ -45,6 +51,16 @@ def qwen3_vl(seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = Qwen3VLConfig(text_config=_TEXT, vision_config=_TOWER, tie_word_embeddings=True, **_IDS)
     return Qwen3VLForConditionalGeneration(config).eval()
+
+
+def qwen2_5_vl(seed: int = 0) -> PreTrainedModel:
+    """Without embeddings for the first layers of the decoder, and with a window in the tower."""
+    torch.manual_seed(seed)
+    left_out = ("num_position_embeddings", "deepstack_visual_indexes")
+    tower = {name: value for name, value in _TOWER.items() if name not in left_out}
+    tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    config = Qwen2_5_VLConfig(text_config=_TEXT, vision_config=tower, tie_word_embeddings=True, **_IDS)
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
