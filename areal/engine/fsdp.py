@@ -71,6 +71,7 @@ class FSDPEngine:
         lora: PeftAdapter | None = None,
         shard_size: int | None = None,
         syncs_every_pass: bool = False,
+        gathers_once: bool = False,
         routing: Routing | None = None,
         shares_prompts: bool = False,
         vision: VisionReader | None = None,
@@ -78,6 +79,7 @@ class FSDPEngine:
         """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports.
         `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
         `syncs_every_pass`: gradients are reduced over the ranks after each micro-batch, not after the last of a call.
+        `gathers_once`: gathered weights stay until the last micro-batch of a call.
         `vision`: reads the images of batches (None: the model takes none).
         """
         self._model = model
@@ -89,6 +91,7 @@ class FSDPEngine:
         self._lora = lora
         self._shard_size = shard_size or mesh.dims.dp * mesh.dims.cp
         self._syncs_every_pass = syncs_every_pass
+        self._gathers_once = gathers_once
         self._host_copies = HostCopies()
         self._routing = routing
         self._micro_batch = partial(make_micro_batch, device=mesh.device, shares_prompts=shares_prompts)
@@ -163,6 +166,7 @@ class FSDPEngine:
         for number, indices in enumerate(plan, start=1):
             if isinstance(self._model, FSDPModule):
                 self._model.set_requires_gradient_sync(self._syncs_every_pass or number == len(plan))
+                self._model.set_reshard_after_backward(not self._gathers_once or number == len(plan))
             if not indices:
                 inputs = self._with_images(dummy_input(batch, self._mesh.device), None)
                 values, balance = self._routed_pass(inputs, num_tokens, is_dummy=True)

@@ -12,8 +12,8 @@ from torch.nn.utils import get_total_norm
 from areal.api.config import OptimizerConfig
 from areal.api.errors import ConfigError, TrainingDiverged
 from areal.api.metrics import Metric, Metrics
-from areal.engine.adam_bf16 import AdamBf16
-from areal.engine.region import local_part, num_copies
+from areal.engine.region import local_part, num_copies, sharded_as
+from areal.engine.rounded_adam import MOMENTS, RoundedAdam, moments
 
 MAX_WEIGHT_NORM = 2.0**32
 """Euclidean norm of all weights. An attention score multiplies four of them: above it float32 overflows."""
@@ -80,11 +80,11 @@ class ScheduledOptimizer:
             self._optimizer.param_groups = [{**group, "params": [parameter], "number": number}]
             own, device = self._on_cpu.setdefault(parameter, {}), local_part(parameter).device
             if own:
-                on_device = {kind: _held(parameter, local_part(value).to(device)) for kind, value in own.items()}
+                on_device = {kind: sharded_as(parameter, local_part(value).to(device)) for kind, value in own.items()}
                 self._optimizer.state[parameter] = on_device
             self._optimizer.step()
             for kind, value in self._optimizer.state.pop(parameter, {}).items():
-                own[kind] = _held(parameter, local_part(value).cpu())
+                own[kind] = sharded_as(parameter, local_part(value).cpu())
         self._optimizer.param_groups = groups
 
     def state(self) -> dict[str, Tensor]:
@@ -97,15 +97,22 @@ class ScheduledOptimizer:
         }
 
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Continue from the result of `state`, whose tensors become those of the optimiser."""
+        """Continue from the result of `state`, whose tensors become those of the optimiser. Moments of another type of
+        Adam are converted."""
         self.clear_state()
+        found: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             name, _, kind = key.rpartition("/")
+            found.setdefault(name, {})[kind] = value
+        for name, given in found.items():
             parameter = self._parameters[name]
+            own = _in_form_of(self._optimizer, parameter, given)
             if self._on_cpu is None:
-                self._optimizer.state[parameter][kind] = value
+                self._optimizer.state[parameter] = own
             else:
-                self._on_cpu.setdefault(parameter, {})[kind] = _held(parameter, local_part(value).cpu())
+                self._on_cpu[parameter] = {
+                    kind: sharded_as(parameter, local_part(value).cpu()) for kind, value in own.items()
+                }
         self.num_steps = num_steps
 
     def clear_state(self) -> None:
@@ -168,9 +175,9 @@ def _make_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     grouped = [{"params": group, "lr_factor": factor} for (factor, _), group in groups.items()]
     if config.type == "sgd":
         return torch.optim.SGD(grouped, lr=config.lr, weight_decay=config.weight_decay)
-    if config.type == "adam_bf16":
-        betas = (config.beta1, config.beta2)
-        return AdamBf16(grouped, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+    if (bits := {"adam_bf16": 16, "adam_8bit": 8}.get(config.type)) is not None:
+        betas, decay = (config.beta1, config.beta2), config.weight_decay
+        return RoundedAdam(grouped, bits=bits, lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay)
     return torch.optim.AdamW(
         grouped,
         lr=config.lr,
@@ -186,9 +193,13 @@ def _lr_factor(name: str, config: OptimizerConfig) -> float:
     return next((rate for pattern, rate in config.lr_of.items() if re.search(pattern, name)), config.lr) / config.lr
 
 
-def _held(parameter: Tensor, part: Tensor) -> Tensor:
-    """This rank's part of a kind of state, which may be on another device, as a tensor sharded as the parameter is."""
-    if not isinstance(parameter, DTensor) or part.ndim < parameter.ndim:
-        return part
-    place = (parameter.device_mesh, parameter.placements)
-    return DTensor.from_local(part, *place, run_check=False, shape=parameter.shape, stride=parameter.stride())
+def _in_form_of(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of one weight as this optimiser stores it."""
+    rounded = optimizer if isinstance(optimizer, RoundedAdam) else None
+    dtype = torch.float32 if rounded is None else rounded.moment_dtype(parameter)
+    if MOMENTS[0] not in state or state[MOMENTS[0]].dtype == dtype:
+        return state
+    values = moments(state)
+    if rounded is not None:
+        return {"step": state["step"]} | rounded.stored(parameter, values)
+    return {"step": state["step"]} | {name: sharded_as(parameter, value) for name, value in values.items()}

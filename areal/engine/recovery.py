@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from areal.api.errors import InputError
 from areal.engine.recovery_formats import OLD_FORMATS, old_metadata, rank_file
-from areal.engine.region import copies_of, local_part
+from areal.engine.region import copies_of, local_part, sharded_as
 from areal.weights.weight_files import write_tensors
 
 _STATE = "state.json"
@@ -189,11 +189,14 @@ class _PiecePlanner(DefaultLoadPlanner):
 
 
 def empty_like(weight: Tensor, found: TensorStorageMetadata) -> Tensor:
-    """Memory for optimiser state: a number, or a tensor sharded as the weight is."""
-    dtype = found.properties.dtype
-    if found.size != weight.shape:
+    """Memory for optimiser state: a number, or a tensor sharded as the weight is, with as many columns or fewer."""
+    dtype, own = found.properties.dtype, local_part(weight)
+    if len(found.size) < weight.ndim:
         return torch.zeros(found.size, dtype=dtype, device=weight.device)
-    return torch.zeros_like(weight.detach(), dtype=dtype)
+    shape = own.shape
+    if found.size != weight.shape:  # one value for several columns
+        shape = (*shape[:-1], found.size[-1] * shape[-1] // weight.shape[-1])
+    return sharded_as(weight, own.new_zeros(shape, dtype=dtype))
 
 
 def _once(chunks: Iterable[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:

@@ -98,6 +98,19 @@ def local_part(tensor: Tensor) -> Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+def sharded_as(weight: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of optimiser state, which may be on another device or have a value for several columns of the
+    weight, as a tensor sharded as the weight is. A plain tensor where the weight is one, and a number."""
+    if not isinstance(weight, DTensor) or part.ndim < weight.ndim:
+        return part
+    own, shape = local_part(weight), weight.shape
+    if part.shape != own.shape:
+        shape = (*shape[:-1], shape[-1] * part.shape[-1] // own.shape[-1])
+    stride = torch.empty(shape, device="meta").stride()
+    place = (weight.device_mesh, weight.placements)
+    return DTensor.from_local(part, *place, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 @torch.no_grad()
 def copy_part(target: Tensor, whole: Tensor) -> None:
     """Copy this rank's part of `whole` into `target`."""

@@ -336,8 +336,8 @@ def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:
     shape = ModelShape.read(model.path)
     if shape is None:
         return None
-    per_parameter = 4 if model.optimizer is None else {"adam": 16, "adam_bf16": 12, "sgd": 8}[model.optimizer.type]
-    return shape.parameters * per_parameter // ranks
+    per_parameter = 4 if model.optimizer is None else 8 + model.optimizer.state_bytes
+    return int(shape.parameters * per_parameter) // ranks
 
 
 def _run_numbers(config: BaseExperimentConfig, num_rows: int | None) -> RunNumbers:

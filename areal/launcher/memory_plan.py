@@ -66,14 +66,16 @@ def rank_memory(
             learned = shape.parameters if model.lora is None else adapter_parameters(model.lora, shape)
             weights += 0 if model.lora is None or is_away else learned * 4 // ranks
             keeps_whole = accumulates and ranks > 1 and model.fsdp.gradient_sync == "last"
-            state = {"adam": 8, "adam_bf16": 4, "sgd": 0}[model.optimizer.type]
+            state = model.optimizer.state_bytes
             if keeps_whole or not is_away:
                 gradients += learned * 4 // (dims.tp if keeps_whole else ranks)
             if not is_away and not (on_gpu and model.fsdp.offload_optimizer):
-                optimizer += learned * state // ranks
-            copied += learned * (4 + state) // dims.world_size
+                optimizer += int(learned * state) // ranks
+            copied += int(learned * (4 + state)) // dims.world_size
         if ranks > 1 or (trained and width < 4):
-            gathered = max(gathered, _gathered(shape, width, trained=trained and model.lora is None) // dims.tp)
+            alone = not on_gpu and ranks == dims.tp * dims.pp  # then the engine gathers all weights once
+            size = _gathered(shape, width, trained=trained and model.lora is None, at_once=alone)
+            gathered = max(gathered, size // dims.tp)
         own = -(-tokens // dims.cp)
         activations = max(activations, activation_bytes(model, shape, own, on_gpu=on_gpu, tensor_ranks=dims.tp))
         largest = max(largest, shape.vocabulary * shape.hidden * width)
@@ -137,11 +139,14 @@ def activation_bytes(
     return tokens * (block * shape.layers + ends) + max(tokens * passing, logits)
 
 
-def _gathered(shape: ModelShape, width: int, *, trained: bool) -> int:
-    """Two blocks (one is gathered ahead) and the outer unit in the compute type; gradients and their float32 copies."""
+def _gathered(shape: ModelShape, width: int, *, trained: bool, at_once: bool) -> int:
+    """Two blocks (one is gathered ahead) and the outer unit, or all of them `at_once`, in the compute type; gradients
+    and their float32 copies."""
     outer = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
     block = (shape.parameters - outer) // shape.layers
-    return width * (2 * block + outer) + ((width + 4) * block + width * outer if trained else 0)
+    return width * (shape.parameters if at_once else 2 * block + outer) + (
+        (width + 4) * block + width * outer if trained else 0
+    )
 
 
 def memory_problems(

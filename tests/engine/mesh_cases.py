@@ -55,6 +55,7 @@ OPTIONS: dict[str, dict] = {
     "bf16": {"dtype": "bfloat16"},
     "every": {"fsdp": FSDPEngineConfig(gradient_sync="every", reshard_after_forward=False, prefetch_blocks=1)},
     "adam_bf16": {"optimizer": replace(ADAM, type="adam_bf16")},
+    "adam_8bit": {"optimizer": replace(ADAM, type="adam_8bit")},
     "balanced": {"router_aux_loss_coef": 0.3},
     "balanced_again": {"router_aux_loss_coef": 0.3, "gradient_checkpointing": True},
     "replayed": {
@@ -74,7 +75,7 @@ OPTIONS: dict[str, dict] = {
 }
 
 
-SAVED = ("-plain", "-adam_bf16", "-lora", "-offload_optimizer")
+SAVED = ("-plain", "-adam_bf16", "-adam_8bit", "-lora", "-offload_optimizer")
 """Cases that also save and load checkpoints."""
 
 
@@ -88,6 +89,9 @@ def write_models(folder: Path, num_layers: int = 2) -> None:
     biased = {"attention_bias": True, "mlp_bias": True}
     models = {
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8, tie_word_embeddings=False)),
+        "qwen3_wide": Qwen3ForCausalLM(
+            Qwen3Config(**shape | {"hidden_size": 64, "intermediate_size": 64}, head_dim=16)
+        ),
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)),
         "llama": LlamaForCausalLM(LlamaConfig(**shape, **biased, tie_word_embeddings=False)),
         "mistral": MistralForCausalLM(MistralConfig(**shape, head_dim=8, sliding_window=None)),

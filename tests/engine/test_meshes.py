@@ -51,19 +51,40 @@ CASES = {
     ],
     "c2": [*FAMILIES, *OPTIONS, "qwen2-rich", "qwen3-lora"],
     "c4": ["qwen3-plain", "qwen2-checkpointed"],
-    "d2t2": ["qwen3-plain", "qwen2-rich", "qwen3-every", "qwen3-bf16", "qwen3-adam_bf16", "qwen3-lora"],
+    "d2t2": [
+        "qwen3-plain",
+        "qwen2-rich",
+        "qwen3-every",
+        "qwen3-bf16",
+        "qwen3-adam_bf16",
+        "qwen3_wide-adam_8bit",
+        "qwen3-lora",
+    ],
     "d2c2": ["qwen3-plain", "qwen2-rich"],
     "c2t2": ["qwen3-plain", "qwen2-rich"],
-    "hsdp2x2": ["qwen3-plain", "qwen2-micro", "qwen3-every", "qwen3-adam_bf16"],
+    "hsdp2x2": ["qwen3-plain", "qwen2-micro", "qwen3-every", "qwen3-adam_bf16", "qwen3-adam_8bit"],
     "hsdp2t2": ["qwen3-plain", "qwen3-lora"],
-    "d4t2c2": ["qwen3-plain"],
+    "d4t2c2": ["qwen3-plain", "qwen3-lora"],
     "d2e2": [*EXPERTS, *SPARSE, "deepseek_v3-balanced"],
     "d4e2": [*EXPERTS, "qwen3_moe-micro"],
     "d2c2e4": ["qwen3_moe-plain", "deepseek_v3-plain"],
     "hsdp2x2e2": ["qwen3_moe-plain"],
 }
 """Mesh -> models and options."""
-CHANGING = (*("rich", "critic", "bf16", "adam_bf16", "lora", "lora_dropout", "balanced", "balanced_again", "replayed"),)
+CHANGING = (
+    *(
+        "rich",
+        "critic",
+        "bf16",
+        "adam_bf16",
+        "adam_8bit",
+        "lora",
+        "lora_dropout",
+        "balanced",
+        "balanced_again",
+        "replayed",
+    ),
+)
 """Options with other outputs or numbers than plain."""
 PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
 MARK, END = "make test-parallel writes it", "<!-- end -->"
@@ -144,7 +165,7 @@ def error_ratio(folder: Path, case: str, facts: list[dict]) -> float:
 
 def check(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
     found = differences(folder, case, facts)
-    limit = 0.05 if case.endswith("bf16") else 5e-6  # two roundings of a bfloat16 number differ by 0.4%
+    limit = 0.05 if case.endswith(("bf16", "8bit")) else 5e-6  # two roundings of a bfloat16 number differ by 0.4%
     assert max(found.values()) < limit, found
     assert not case.endswith("-bf16") or error_ratio(folder, case, facts) < 1.5
     assert all(fact[case].get("adapter", True) for fact in facts)

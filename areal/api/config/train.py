@@ -27,15 +27,15 @@ class MicroBatchSpec:
     """The number of micro-batches is rounded up to a multiple of this."""
 
 
-_ADAM, _DECAYS = when("type", "adam", "adam_bf16"), when("lr_scheduler_type", "linear", "cosine")
+_ADAM, _DECAYS = when("type", "adam", "adam_bf16", "adam_8bit"), when("lr_scheduler_type", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Optimiser and learning-rate schedule."""
 
-    type: str = choice("adam", "adam", "adam_bf16", "sgd")
-    """Optimiser: adam = AdamW, adam_bf16 = AdamW with bfloat16 moments, sgd = gradient descent without momentum."""
+    type: str = choice("adam", "adam", "adam_bf16", "adam_8bit", "sgd")
+    """Optimiser: AdamW with moments in float32, bfloat16 or 8 bits, or sgd = gradient descent without momentum."""
     lr: float = number(1e-3, above=0, also="verl: actor.optim.lr; ROLL: training_args.learning_rate")
     """Peak learning rate."""
     lr_of: dict[str, float] = section(dict[str, float], also="cosmos-rl: optm_lr as a list")
@@ -56,6 +56,11 @@ class OptimizerConfig:
     """Fraction of all optimiser steps in which the learning rate increases from 0 to lr."""
     gradient_clipping: float = number(1.0, above=0, also="verl: actor.grad_clip")
     """Maximum global gradient norm."""
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the optimiser state of a parameter."""
+        return {"adam": 8, "adam_bf16": 4, "adam_8bit": 2.25, "sgd": 0}[self.type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +172,8 @@ class TrainEngineConfig:
             yield Problem("router_aux_loss_coef", text, "config.unsupported")
         if self.lora is not None:
             yield Problem("lora", "is not supported by megatron: use fsdp in allocation_mode", "config.unsupported")
-        if self.optimizer is not None and self.optimizer.type == "adam_bf16":
-            yield Problem("optimizer.type", "adam_bf16 needs fsdp in allocation_mode: use adam", "config.unsupported")
+        if self.optimizer is not None and (kind := self.optimizer.type) in ("adam_bf16", "adam_8bit"):
+            yield Problem("optimizer.type", f"{kind} needs fsdp in allocation_mode: use adam", "config.unsupported")
         if self.freeze or (self.optimizer is not None and self.optimizer.lr_of):
             name = "freeze" if self.freeze else "optimizer.lr_of"
             yield Problem(name, "needs fsdp in allocation_mode: remove it", "config.unsupported")

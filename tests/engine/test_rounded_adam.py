@@ -1,0 +1,118 @@
+"""AdamW with moments in bfloat16 and in 8 bits against AdamW."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from areal.api.config import OptimizerConfig
+from areal.engine.optimizer import ScheduledOptimizer
+from areal.engine.rounded_adam import BLOCK, MOMENTS, SCALE, RoundedAdam, _stored, moments
+from tests.expect import raises_code
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+BITS = pytest.mark.parametrize("bits", [16, 8])
+
+
+def descend(kind, steps: int, seed: int = 0) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    """Noisy gradients of a quadratic with curvatures from 0.1 to 10."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.nn.Parameter(torch.ones(2, BLOCK))
+    curvature = torch.logspace(-1, 1, 2 * BLOCK).view(2, BLOCK)
+    optimizer = kind([weight], **OPTIONS)
+    for _ in range(steps):
+        weight.grad = weight.detach() * curvature + 0.1 * torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return weight.detach(), optimizer
+
+
+@BITS
+def test_it_ends_where_adamw_ends(bits):
+    exact, _ = descend(torch.optim.AdamW, 400)
+    found, optimizer = descend(partial(RoundedAdam, bits=bits), 400)
+    assert (found - exact).abs().mean() < 0.02
+    state = next(iter(optimizer.state.values()))
+    assert {state[name].dtype for name in MOMENTS} == {torch.bfloat16 if bits == 16 else torch.uint8}
+
+
+@BITS
+def test_the_second_moment_follows_gradients_that_become_smaller(bits):
+    """Rounded to nearest, it would stay where it is: one step changes it by less than half of a step of bfloat16."""
+    weight = torch.nn.Parameter(torch.ones(1000, BLOCK))
+    sizes = torch.linspace(0.3, 1, BLOCK)
+    optimizer = RoundedAdam([weight], bits=bits, **OPTIONS)
+    for size, steps in ((1.0, 10), (0.1, 200)):
+        for _ in range(steps):
+            weight.grad = (size * sizes).expand(1000, BLOCK).clone()
+            optimizer.step()
+    exact = 1 - 0.999**10
+    for _ in range(200):
+        exact = exact * 0.999 + 0.001 * 0.01
+    found = moments(optimizer.state[weight])["exp_avg_sq"].mean(0) / sizes.square()
+    assert (found / exact - 1).abs().max() < 0.03
+
+
+@BITS
+def test_equal_steps_are_equal(bits):
+    first, second = (descend(partial(RoundedAdam, bits=bits), 20)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_codes_are_within_the_error_of_their_type():
+    """The distance between two codes of the highest power of ten is 0.9 / 64 of the largest value of a block, of second
+    moments half of it."""
+    values = torch.randn(6, 3 * BLOCK, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(6)[:, None]
+    for name, exact, step in zip(MOMENTS, (values, values.square()), (0.9 / 64, 0.9 / 128), strict=True):
+        for generator, share in ((None, 0.5), (torch.Generator(), 1.0)):
+            state = _stored(name, exact, torch.uint8, generator)
+            assert state[name + SCALE].shape == (6, 3)
+            gaps = (moments(dict.fromkeys(MOMENTS, exact) | state)[name] - exact).unflatten(-1, (-1, BLOCK)).abs()
+            assert (gaps <= share * 1.001 * step * exact.unflatten(-1, (-1, BLOCK)).abs().amax(-1, True)).all()
+    tiny = torch.tensor([1e-30, 1.0] * (BLOCK // 2)).view(1, BLOCK)
+    state = _stored("exp_avg_sq", tiny, torch.uint8)
+    assert (moments({"exp_avg": tiny} | state)["exp_avg_sq"] > 0).all()
+
+
+def test_vectors_and_rows_without_blocks_have_exact_moments():
+    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((BLOCK,), (2, BLOCK + 1))]
+    optimizer = RoundedAdam(weights, bits=8, **OPTIONS)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for weight in weights:
+        assert optimizer.state[weight].keys() == {"step", *MOMENTS}
+        assert optimizer.state[weight]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("before", ["adam", "adam_bf16", "adam_8bit"])
+@pytest.mark.parametrize("after", ["adam", "adam_bf16", "adam_8bit"])
+def test_a_run_continues_with_another_type_of_adam(before, after):
+    def make(kind: str) -> tuple[torch.nn.Parameter, ScheduledOptimizer]:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 2 * BLOCK).view(2, BLOCK))
+        return weight, ScheduledOptimizer({"w": weight}, OptimizerConfig(type=kind, lr=1e-2), 10)
+
+    def step(weight: torch.nn.Parameter, optimizer: ScheduledOptimizer) -> torch.Tensor:
+        weight.grad = weight.detach().sin()
+        optimizer.step(lambda values: values, torch.zeros(()))
+        return weight.detach()
+
+    first, saved = make(before)
+    step(first, saved)
+    second, continued = make(after)
+    with torch.no_grad():
+        second.copy_(first)
+    continued.load_state({name: value.clone() for name, value in saved.state().items()}, saved.num_steps)
+    assert (step(second, continued) - step(first, saved)).abs().max() < (1e-6 if before == after else 1e-3)
+    assert continued.state().keys() == state_names(after)
+
+
+def state_names(kind: str) -> set[str]:
+    scales = {f"w/{name}{SCALE}" for name in MOMENTS} if kind == "adam_8bit" else set()
+    return {"w/step", *(f"w/{name}" for name in MOMENTS), *scales}
+
+
+def test_rows_that_tensor_ranks_split_inside_a_block_are_refused(monkeypatch):
+    weight = torch.nn.Parameter(torch.zeros(2, BLOCK))
+    monkeypatch.setattr("areal.engine.rounded_adam.local_part", lambda tensor: tensor.detach()[:, : BLOCK // 2])
+    with raises_code("model.cannot_split", BLOCK // 2):
+        RoundedAdam([weight], bits=8, **OPTIONS)
