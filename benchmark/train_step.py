@@ -82,7 +82,7 @@ def _loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     return LossOutput(loss=-outputs.logprobs[micro.batch.loss_mask].sum(), metrics={})
 
 
-def measure(folder: Path, rank: int, name: str, tokens: int, steps: int) -> dict[str, float]:
+def measure(folder: Path, rank: int, name: str, tokens: int, sequences: int, steps: int) -> dict[str, float]:
     """What this rank found: seconds of the fastest step, by the clock and of CPU, MiB at most, costs of exchanges."""
     torch.set_num_threads(1)
     case, dims = CASES[name], AllocationMode.parse(f"fsdp:{CASES[name].mesh}").train[0].parallel
@@ -95,11 +95,11 @@ def measure(folder: Path, rank: int, name: str, tokens: int, steps: int) -> dict
     options |= {"init_from_scratch": "lora" not in case.options}
     options["fsdp"] = FSDPEngineConfig(**options.get("fsdp", {}), shard_size=case.shard_size)
     config = TrainEngineConfig(
-        path=str(folder), mb_spec=MicroBatchSpec(max_tokens_per_mb=max(tokens // 2, 256)), **options,
+        path=str(folder), mb_spec=MicroBatchSpec(max_tokens_per_mb=max(tokens // min(sequences, 2), 256)), **options,
     )  # fmt: skip
     engine = build_fsdp_engine(config, role="actor", total_steps=steps, mesh=mesh, seed=0)
     vocabulary = next(spec.shape[0] for spec in engine.weight_specs())
-    rows = [[(7 * place + row) % vocabulary for place in range(tokens // 8)] for row in range(8)]
+    rows = [[(7 * place + row) % vocabulary for place in range(tokens // sequences)] for row in range(sequences)]
     batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])
     mine = take(batch, balanced_parts(batch.sequence_lengths, mesh.dp_size)[mesh.dp_rank])
     seconds: list[float] = []
@@ -161,13 +161,14 @@ def communication(shape: dict[str, Any], name: str, tokens: int, parameters: int
     return sent, count
 
 
-def run_case(name: str, shape: dict[str, Any], tokens: int, steps: int) -> dict[str, float]:
+def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, steps: int) -> dict[str, float]:
     """The slowest rank's figures."""
     world_size = AllocationMode.parse(f"fsdp:{CASES[name].mesh}").train[0].parallel.world_size
     with tempfile.TemporaryDirectory() as folder:
-        model = LlamaConfig(**shape, tie_word_embeddings=True)
+        model = LlamaConfig(**shape, tie_word_embeddings=True, max_position_embeddings=max(2048, tokens))
         (LlamaForCausalLM(model) if "lora" in CASES[name].options else model).save_pretrained(folder)
         command = [sys.executable, __file__, "--folder", folder, "--tokens", str(tokens), "--steps", str(steps)]
+        command += ["--sequences", str(sequences)]
         environment = os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen([*command, "--only", name, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE)
@@ -183,6 +184,7 @@ def run_case(name: str, shape: dict[str, Any], tokens: int, steps: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a train step over all ranks")
+    parser.add_argument("--sequences", type=int, default=8, help="rows that have these tokens: %(default)s")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", default=",".join(CASES), help="names of rows: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="a small model, to test this script")
@@ -190,7 +192,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        print(json.dumps(measure(args.folder, args.rank, args.only, args.tokens, args.steps)))
+        print(json.dumps(measure(args.folder, args.rank, args.only, args.tokens, args.sequences, args.steps)))
         return
     shape = TINY if args.tiny else SHAPE
     head_dim = shape["hidden_size"] // shape["num_attention_heads"]
@@ -202,7 +204,7 @@ def main() -> None:
     print(json.dumps({"parameters": parameters, "instructions_for_bfloat16": sorted(has), "load": os.getloadavg()[0]}))
     alone: float | None = None
     for name in args.only.split(","):
-        found = run_case(name, shape, args.tokens, args.steps)
+        found = run_case(name, shape, args.tokens, args.sequences, args.steps)
         alone = found["seconds"] if name == "d1" else alone
         row: dict[str, Any] = {"case": name, "tokens_per_s": args.tokens / found["seconds"], **found}
         if alone is not None and "bytes_per_s" in found:
