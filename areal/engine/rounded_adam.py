@@ -15,7 +15,7 @@ BLOCK = 32
 the scales of a weight are a tensor that is sharded as the weight is."""
 SCALE = "_scale"
 """Ends the name of the scales of a moment: `exp_avg_scale` [..., columns / BLOCK] float32."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[str, str] = ("exp_avg", "exp_avg_sq")
 
 
 class RoundedAdam(torch.optim.Optimizer):
