@@ -17,7 +17,7 @@ from areal.data.split import take
 from areal.engine.hf_model import resolve_model_folder
 from areal.engine.micro_batch import make_micro_batch, plan_micro_batches
 from areal.engine.optimizer import learning_rate
-from areal.engine.packed_attention import _sdpa_per_sequence, _varlen, choose_attention, packed_layout
+from areal.engine.packed_attention import SHORT_ON_CPU, _sdpa_per_sequence, _varlen, choose_attention, packed_layout
 from areal.weights.weight_files import write_tensors, write_weights
 from tests.expect import raises_code
 
@@ -244,6 +244,35 @@ def test_gradients_of_micro_batches_are_summed_in_the_type_of_their_reduction(ca
     whole = gradients(batch, 8.0)
     gaps = [(parts[0][name] + parts[1][name] - value).abs().max().item() for name, value in whole.items()]
     assert (max(gaps) < 1e-6) is is_exact
+
+
+def test_short_sequences_in_bfloat16_attend_in_float32_on_a_cpu(monkeypatch):
+    seen = []
+
+    def attend(query, key, value, **options):
+        seen.append(query.dtype)
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    lengths = [SHORT_ON_CPU, SHORT_ON_CPU - 1]
+    layout = packed_layout(torch.tensor([0, *lengths]).cumsum(0).int(), lengths)
+    states = torch.zeros(1, 2, sum(lengths), 4, dtype=torch.bfloat16)
+    out, _ = _sdpa_per_sequence(nn.Identity(), states, states, states, None, layout=layout)
+    assert seen == [torch.bfloat16, torch.float32]
+    assert (out.dtype, out.shape) == (torch.bfloat16, (1, sum(lengths), 2, 4))
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_weights_that_stay_gathered_during_a_step_are_new_after_it(cases, models, gradient_checkpointing):
+    options = {"dtype": "bfloat16", "mb_spec": MicroBatchSpec(max_tokens_per_mb=20)}
+    engine = cases.make_engine(models / "qwen2", gradient_checkpointing=gradient_checkpointing, **options)
+    batch = cases.make_batch()
+    for _ in range(2):
+        cases.train(engine, batch)
+        found = engine.forward(batch).logprobs
+        fresh = cases.make_engine(models / "qwen2", **options)
+        fresh.load_weights([(name, value.clone()) for name, value in engine.named_weights(stored=True)])
+        assert torch.equal(fresh.forward(batch).logprobs, found)
 
 
 def test_checkpoints_that_are_broken_are_refused(cases, models, tmp_path, monkeypatch):
