@@ -246,20 +246,28 @@ def test_gradients_of_micro_batches_are_summed_in_the_type_of_their_reduction(ca
     assert (max(gaps) < 1e-6) is is_exact
 
 
-def test_short_sequences_in_bfloat16_attend_in_float32_on_a_cpu(monkeypatch):
-    seen = []
+def test_the_gradients_of_short_sequences_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):
+    attend, seen = F.scaled_dot_product_attention, []
 
-    def attend(query, key, value, **options):
+    def watched(query, *others, **options):
         seen.append(query.dtype)
-        return query
+        return attend(query, *others, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    lengths = [SHORT_ON_CPU, SHORT_ON_CPU - 1]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    lengths = [SHORT_ON_CPU, 9]
     layout = packed_layout(torch.tensor([0, *lengths]).cumsum(0).int(), lengths)
-    states = torch.zeros(1, 2, sum(lengths), 4, dtype=torch.bfloat16)
-    out, _ = _sdpa_per_sequence(nn.Identity(), states, states, states, None, layout=layout)
-    assert seen == [torch.bfloat16, torch.float32]
-    assert (out.dtype, out.shape) == (torch.bfloat16, (1, sum(lengths), 2, 4))
+    torch.manual_seed(0)
+    values = torch.randn(3, 1, 2, sum(lengths), 4).bfloat16()
+    found, expected = [], []
+    for dtype, gradients in ((torch.bfloat16, found), (torch.float32, expected)):
+        states = [each.to(dtype).requires_grad_() for each in values]
+        out, _ = _sdpa_per_sequence(nn.Identity(), *states, None, layout=layout, scaling=0.5)
+        assert out.dtype == dtype
+        out.float().square()[:, SHORT_ON_CPU:].sum().backward()
+        gradients += [each.grad[:, :, SHORT_ON_CPU:] for each in states]
+    assert seen == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.float32]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
