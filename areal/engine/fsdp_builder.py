@@ -71,8 +71,6 @@ def build_fsdp_engine(
     if (shape := ModelShape.read(str(folder))) is not None and (problem := mesh_problem(shape, mesh.dims)):
         raise ConfigError(f"model {folder}: {problem}", code="model.cannot_split")
     attention = choose_attention(config.attn_impl, mesh.device, compute, in_compiled=config.compile)
-    # One rank has all weights: gathering only converts them. On a GPU that is fast, and memory is scarcer.
-    gathers_once = mesh.device.type == "cpu" and (config.fsdp.shard_size or mesh.dims.dp * mesh.dims.cp) == 1
     is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
     held = stored if config.lora is None else compute
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
@@ -85,8 +83,7 @@ def build_fsdp_engine(
     model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)
     model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"
     if is_sharded:
-        options = {"runs_towers": vision is not None, "gathers_once": gathers_once}
-        _shard(model, config, mesh, compute=compute, stored=stored, **options)
+        _shard(model, config, mesh, compute=compute, stored=stored, runs_towers=vision is not None)
         device = torch.device("cpu") if config.fsdp.offload_params else mesh.device
         fill_model(hf_model, model.form, folder, config, **kind, device=device)
     else:
@@ -102,7 +99,7 @@ def build_fsdp_engine(
         lora=lora,
         shard_size=config.fsdp.shard_size,
         syncs_every_pass=config.fsdp.gradient_sync == "every",
-        gathers_once=gathers_once,
+        gathers_once=_gathers_once(config, mesh),
         routing=routing,
         shares_prompts=_shares_prompts(hf_model, config, mesh, attention),
         vision=vision,
@@ -195,7 +192,6 @@ def _shard(
     compute: torch.dtype,
     stored: torch.dtype,
     runs_towers: bool,
-    gathers_once: bool,
 ) -> None:
     """Apply FSDP2 to experts that ranks split, to every block, to a critic's head (in float32), and to the rest, which
     holds a policy's head."""
@@ -208,7 +204,7 @@ def _shard(
     options: dict[str, Any] = {
         "mesh": device_mesh,
         "offload_policy": offload,
-        "reshard_after_forward": config.fsdp.reshard_after_forward and not gathers_once,
+        "reshard_after_forward": config.fsdp.reshard_after_forward and not _gathers_once(config, mesh),
     }
     head = model.model.get_output_embeddings()
     head_weights = [] if head is None else [id(weight) for weight in head.parameters()]
@@ -232,6 +228,11 @@ def _shard(
         fully_shard(model.model.get_submodule("score"), mp_policy=exact, **options)
     fully_shard(model, mp_policy=policy, **options)
     _prefetch(sharded, config.fsdp.prefetch_blocks)
+
+
+def _gathers_once(config: TrainEngineConfig, mesh: TrainerMesh) -> bool:
+    """Whether a rank has all weights, so that gathering only converts them, and CPU memory for the converted ones."""
+    return mesh.device.type == "cpu" and (config.fsdp.shard_size or mesh.dims.dp * mesh.dims.cp) == 1
 
 
 def _sharing(mesh: DeviceMesh) -> DeviceMesh:
