@@ -166,6 +166,8 @@ data.image_changed: A file in the folder `images` of a run is not what was writt
     Restore the file from a copy of the run folder, or delete it and start the run again from its dataset.
 data.image_missing: A trajectory refers to an image whose file is not in the folder `images` of the run.
     Restore the folder, which belongs to the ledger. Ranks on several nodes need it on a shared file system.
+data.image_not_found: A row names an image file that does not exist or cannot be read.
+    Correct the path, or set vision.root to the folder of relative paths.
 data.image_size: An image has a size that the vision tower does not take, or more pixels than allowed.
     Resize it to the multiples and the limit in the message before it is sent.
 data.image_tokens: The image placeholders of a prompt or trajectory do not belong to its images.
@@ -210,6 +212,8 @@ data.too_few_rows: A dataset has fewer usable rows than one batch needs.
     Lower train_dataset.batch_size, or add data.
 data.too_long: A dataset row, or a sequence of a train batch, has more tokens than its limit.
     Raise max_length or mb_spec.max_tokens_per_mb, shorten the texts, or choose another truncation.
+data.too_many_images: A row has more images than vision.max_images.
+    Raise vision.max_images, or drop such rows with a map_fn.
 data.uneven_units: mb_spec.granularity does not divide the number of sequences of a rank.
     Choose a granularity that divides the number of sequences of every rank.
 

@@ -44,6 +44,7 @@ REWARD_FUNCTIONS: dict[str, FunctionRef] = {
 }
 WORKFLOWS: dict[str, FunctionRef] = {
     "rlvr": FunctionRef(name="RLVRWorkflow", module="areal.workflow.rlvr"),
+    "vision_rlvr": FunctionRef(name="VisionRLVRWorkflow", module="areal.workflow.vision_rlvr"),
     "multi_turn": FunctionRef(name="MultiTurnWorkflow", module="areal.workflow.multi_turn"),
     "agent": FunctionRef(name="AgentWorkflow", module="areal.workflow.agent"),
     "synthetic": FunctionRef(name="SyntheticWorkflow", module="areal.workflow.synthetic"),

@@ -81,8 +81,10 @@ class _Run:
     @cached_property
     def rows(self) -> Sequence[dict[str, Any]]:
         from areal.data.dataset import load_rows
+        from areal.data.images import PromptImages
 
-        return load_rows(self.config.train_dataset, default_split="train", tokenizer=self.tokenizer)
+        images = PromptImages.of(self.config, self.tokenizer)
+        return load_rows(self.config.train_dataset, default_split="train", tokenizer=self.tokenizer, images=images)
 
     def columns(self, record: EpisodeRecord, num_rows: int) -> dict[str, Any]:
         """The row of an episode without its prompt. InputError when the dataset is not that of the run."""

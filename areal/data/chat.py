@@ -1,12 +1,17 @@
 """Prompts: chat templates and plain text to token ids."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal.api.columns import packed_ids
 from areal.api.errors import InputError
 from areal.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from areal.data.images import PromptImages, RowImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +19,10 @@ class EncodedPrompt:
     """A prompt as text and as token ids."""
 
     text: str
+    """With one placeholder for each image."""
     token_ids: Sequence[int]
+    """With all placeholders of each image."""
+    images: tuple[RowImage, ...] = ()
 
 
 def encode_prompt(
@@ -23,14 +31,20 @@ def encode_prompt(
     *,
     enable_thinking: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    images: PromptImages | None = None,
 ) -> EncodedPrompt:
     """Encode the prompt of a row: its `messages` with the chat template, or its `prompt` as plain text.
 
     A template writes its own special tokens; for plain text the tokenizer adds them. `tools`: JSON schemas that the
-    template shows to the model. Raises InputError.
+    template shows to the model. `images`: how the model takes the images of the row. Raises InputError.
     """
+    found: tuple[RowImage, ...] = ()
     if "messages" in row:
-        messages = checked_messages(row["messages"])
+        checked_messages(row["messages"])
+    if images is not None:
+        row, found = images.placed(row)
+    if "messages" in row:
+        messages: list[dict[str, Any]] = row["messages"]
         text = render_chat(
             tokenizer, messages, add_generation_prompt=True, enable_thinking=enable_thinking, tools=tools
         )
@@ -47,7 +61,7 @@ def encode_prompt(
     if not ids:
         message = f"the prompt of a row is empty (row with columns {sorted(row)}): drop such rows with a map_fn"
         raise InputError(message, code="data.invalid_column")
-    return EncodedPrompt(text, packed_ids(ids))
+    return EncodedPrompt(text, packed_ids(ids if images is None else images.expanded(ids, found)), found)
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConf
 from areal.api.errors import ConfigError, InputError
 from areal.api.functions import CURRICULUM_CALL, MAP_CALL, MAP_FUNCTIONS, load_function, resolve_function
 from areal.data.chat import encode_prompt
+from areal.data.images import PromptImages
 from areal.data.mix import mixed_rows
 from areal.data.preference_rows import EncodedPair, encode_pair
 from areal.data.row_check import require_usable, size_problem
@@ -28,13 +29,19 @@ _GSM8K_INSTRUCTION = "\n\nThink step by step. End with a line that holds only ##
 
 
 def load_rows(
-    config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer | None = None, first: int | None = None
+    config: DatasetConfig,
+    *,
+    default_split: str,
+    tokenizer: Tokenizer | None = None,
+    first: int | None = None,
+    images: PromptImages | None = None,
 ) -> list[Row]:
     """Load the rows of a dataset in order and map them. Rows with a prompt above max_length are dropped or refused.
 
     A row for which map_fn returns None is dropped. InputError names the file and line, or the row, with the error.
     `first`: at least this number of rows is returned if they exist; the rest of a .jsonl file may be left unread.
-    `load_sft_rows` and `load_pairs` load rows for training without rollouts.
+    `images`: how the model takes images, whose tokens count too. `load_sft_rows` and `load_pairs` load rows for
+    training without rollouts.
     """
     limit = config.max_length
     if limit is not None and config.type != "rl":
@@ -45,10 +52,10 @@ def load_rows(
     curriculum = config.curriculum if isinstance(config, TrainDatasetConfig) else ""
     if first is not None and len(config.paths) == 1 and not curriculum:
         with suppress(InputError):
-            rows = _of_all(config, lambda one: _short_rows(one, default_split, tokenizer, first + _MORE_ROWS))
+            rows = _of_all(config, lambda one: _short_rows(one, default_split, tokenizer, images, first + _MORE_ROWS))
             if len(rows) >= first:
                 return rows
-    rows = _of_all(config, lambda one: _short_rows(one, default_split, tokenizer))
+    rows = _of_all(config, lambda one: _short_rows(one, default_split, tokenizer, images))
     return _in_order_of(curriculum, rows) if curriculum else rows
 
 
@@ -68,7 +75,11 @@ def _in_order_of(curriculum: str, rows: list[Row]) -> list[Row]:
 
 
 def _short_rows(
-    config: DatasetConfig, default_split: str, tokenizer: Tokenizer | None, first: int | None = None
+    config: DatasetConfig,
+    default_split: str,
+    tokenizer: Tokenizer | None,
+    images: PromptImages | None,
+    first: int | None = None,
 ) -> list[Row]:
     """The mapped rows of one dataset whose prompt has at most max_length tokens."""
     rows, limit = _mapped_rows(config, default_split, first), config.max_length
@@ -77,7 +88,7 @@ def _short_rows(
     kept: list[Row] = []
     for index, row in enumerate(rows):
         with _naming(config, index):
-            num_tokens = len(encode_prompt(row, tokenizer).token_ids)
+            num_tokens = len(encode_prompt(row, tokenizer, images=images).token_ids)
         if num_tokens <= limit:
             kept.append(row)
         elif config.truncation == "error":
@@ -86,10 +97,15 @@ def _short_rows(
 
 
 def load_sft_rows(
-    config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, train_on: str = "last"
+    config: DatasetConfig,
+    tokenizer: Tokenizer,
+    *,
+    default_split: str,
+    train_on: str = "last",
+    images: PromptImages | None = None,
 ) -> list[EncodedRow]:
     """Load the encoded rows of a dataset of type sft, at most max_length tokens each. Raises InputError."""
-    encode = partial(encode_sft_row, tokenizer=tokenizer, train_on=train_on)
+    encode = partial(encode_sft_row, tokenizer=tokenizer, train_on=train_on, images=images)
     return _of_all(config, lambda one: _encoded(one, default_split, encode))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal.api.errors import InputError
 from areal.data.answer_tail import tail_ids
 from areal.data.chat import checked_messages, encode_prompt, render_chat
 from areal.data.chat_template import ChatTemplate
 from areal.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from areal.data.images import PromptImages, RowImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +22,13 @@ class EncodedRow:
     token_ids: list[int]
     loss_mask: list[int]
     """1 = train on this token: by default those of the answer and its end token."""
+    images: tuple[RowImage, ...] = ()
 
     def shortened(self, max_length: int, *, keep_end: bool) -> EncodedRow:
-        """Keep at most `max_length` tokens, from the end or from the beginning."""
+        """Keep at most `max_length` tokens, from the end or from the beginning. InputError for a row with images."""
+        if self.images:
+            text = f"a row with {len(self.images)} images has {self.num_tokens} tokens, and images cannot be cut"
+            raise InputError(f"{text}: raise max_length, or use truncation=drop", code="data.too_long")
         part = slice(-max_length, None) if keep_end else slice(max_length)
         return EncodedRow(token_ids=self.token_ids[part], loss_mask=self.loss_mask[part])
 
@@ -37,12 +44,27 @@ class EncodedRow:
         return any(self.loss_mask[1:])
 
 
-def encode_sft_row(row: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "last") -> EncodedRow:
+def encode_sft_row(
+    row: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "last", images: PromptImages | None = None
+) -> EncodedRow:
     """Encode a row: `prompt` and `answer`, or `messages` (and `answer` unless the assistant's message is last).
 
     Prompt and answer are tokenised separately, as in a rollout. The answer ends with the end token; text that the
-    template writes after it is dropped. `train_on` is sft.train_on: last, assistant or all. Raises InputError.
+    template writes after it is dropped. `train_on` is sft.train_on: last, assistant or all. `images`: how the model
+    takes the images of the row. Raises InputError.
     """
+    if images is None:
+        return _encoded(row, tokenizer, train_on)
+    if "messages" in row:
+        checked_messages(row["messages"])
+    placed, found = images.placed(row)
+    one = _encoded(placed, tokenizer, train_on)
+    mask = images.expanded_mask(one.token_ids, one.loss_mask, found)
+    return EncodedRow(token_ids=images.expanded(one.token_ids, found), loss_mask=mask, images=found)
+
+
+def _encoded(row: dict[str, Any], tokenizer: Tokenizer, train_on: str) -> EncodedRow:
+    """With one placeholder for each image."""
     prompt_row, answer = row, row.get("answer")
     if "messages" in row:
         messages = checked_messages(row["messages"])

@@ -18,6 +18,7 @@ from areal.api.config import PPOConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import InputError
 from areal.data.dataset import load_rows
+from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.payload import check_payload, encode_episode, payload_head
@@ -105,7 +106,8 @@ async def _scores(
 ) -> dict[int, list[Score]]:
     """Episode id -> the scores of its sessions."""
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
+    images = PromptImages.of(config, tokenizer)
+    rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer, images=images)
     if run.rows is None or len(rows) != run.num_rows:
         message = f"train_dataset has {len(rows)} rows, but the run trained on {run.num_rows}: restore the dataset"
         raise InputError(message, code="replay.regrade")

@@ -7,6 +7,8 @@ and the trainer then read the same PNG file, so that no difference between two r
 import io
 import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +23,8 @@ MAX_SOURCE_PIXELS = 2**26
 """Limit of width * height of a source, checked before it is decoded: about 200 MB in memory."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MAX_RATIO = 200
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
+"""The EXIF tag of the orientation, and its values with width and height exchanged."""
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, IndexError, KeyError, OverflowError, struct.error)
 """What Pillow raises for broken files."""
 
@@ -33,11 +37,7 @@ def encode_image(
     `max_pixels`: a limit below that of the layout. Raises InputError (data.image_broken, data.image_too_large).
     """
     image = _decoded(source, _FORMATS)
-    width, height = image.size
-    if max(width, height) > _MAX_RATIO * min(width, height):
-        text = f"an image of {width} x {height} pixels is too long: one side may be {_MAX_RATIO} times the other"
-        raise InputError(text, code="data.image_too_large")
-    rows, columns = final_size(height, width, layout, max_pixels=max_pixels)
+    rows, columns = final_size(image.height, image.width, layout, max_pixels=max_pixels)
     if (columns, rows) != image.size:
         image = image.resize((columns, rows), _pillow().Resampling.BICUBIC)
     target = io.BytesIO()
@@ -45,11 +45,25 @@ def encode_image(
     return target.getvalue(), (1, rows // layout.patch_size, columns // layout.patch_size)
 
 
+def grid_of_source(source: bytes, layout: VisionLayout, *, max_pixels: int | None = None) -> tuple[int, int, int]:
+    """The grid of patches that `encode_image` returns, from the head of the file. Raises InputError."""
+    with _reported(source, _FORMATS):
+        image = _opened(source, _FORMATS)
+        width, height = image.size
+        if image.getexif().get(_ORIENTATION, 1) in _TURNED:
+            width, height = height, width
+    rows, columns = final_size(height, width, layout, max_pixels=max_pixels)
+    return 1, rows // layout.patch_size, columns // layout.patch_size
+
+
 def final_size(height: int, width: int, layout: VisionLayout, *, max_pixels: int | None = None) -> tuple[int, int]:
     """Height and width after the resize of Qwen-VL: multiples of patch * merge, between the limits of pixels.
 
-    The formula is `smart_resize` of transformers, with Python's rounding.
+    The formula is `smart_resize` of transformers, with Python's rounding. Raises InputError (data.image_too_large).
     """
+    if max(width, height) > _MAX_RATIO * min(width, height):
+        text = f"an image of {width} x {height} pixels is too long: one side may be {_MAX_RATIO} times the other"
+        raise InputError(text, code="data.image_too_large")
     unit = layout.patch_size * layout.merge_size
     most = max(min(max_pixels or layout.max_pixels, layout.max_pixels), unit * unit)
     least = min(layout.min_pixels, most)
@@ -79,21 +93,32 @@ def png_of(image: Any) -> bytes | None:
 
 def _decoded(source: bytes, formats: tuple[str, ...]) -> "Image":
     """An RGB image, oriented as its EXIF data say."""
-    pillow = _pillow()
     from PIL import ImageOps
 
-    try:
-        image = pillow.open(io.BytesIO(source), formats=formats)
-        width, height = image.size
-        if width * height > MAX_SOURCE_PIXELS:
-            raise _too_large(f"{width} x {height}")
-        if min(width, height) < 1:
-            raise ValueError(f"it has {width} x {height} pixels")
-        image = ImageOps.exif_transpose(image)
+    with _reported(source, formats):
+        image = ImageOps.exif_transpose(_opened(source, formats))
         if image.mode == "P":  # a palette may have a transparent colour
             image = image.convert("RGBA")
         return image.convert("RGB")
-    except pillow.DecompressionBombError as error:
+
+
+def _opened(source: bytes, formats: tuple[str, ...]) -> "Image":
+    """An image whose size is known and allowed, and which is not decoded."""
+    image = _pillow().open(io.BytesIO(source), formats=formats)
+    width, height = image.size
+    if width * height > MAX_SOURCE_PIXELS:
+        raise _too_large(f"{width} x {height}")
+    if min(width, height) < 1:
+        raise ValueError(f"it has {width} x {height} pixels")
+    return image
+
+
+@contextmanager
+def _reported(source: bytes, formats: tuple[str, ...]) -> Iterator[None]:
+    """InputError for what Pillow raises."""
+    try:
+        yield
+    except _pillow().DecompressionBombError as error:
         raise _too_large(str(error)) from error
     except InputError:
         raise

@@ -49,3 +49,24 @@ class ImageFiles:
         """The files whose digests are not in `kept`, sorted. No file that is being written."""
         files = (path for path in self.folder.glob("*/*.png") if _NAME.fullmatch(path.name))
         return sorted(path for path in files if path.stem not in kept)
+
+
+class MemoryImages:
+    """The same for images that are needed once more only, such as those of rows that the trainer reads itself."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+
+    def put(self, png: bytes) -> str:
+        digest = hashlib.sha256(png).hexdigest()
+        self._files[digest] = png
+        return digest
+
+    def read(self, sha256: str) -> bytes:
+        """Raises InputError for an image that was not put since the last `clear`."""
+        if sha256 not in self._files:
+            raise InputError(f"image {sha256} is not in memory", code="data.image_missing")
+        return self._files[sha256]
+
+    def clear(self) -> None:
+        self._files.clear()

@@ -18,19 +18,28 @@ from areal.api.config.load import load_experiment
 from areal.system.process import run_main
 
 if TYPE_CHECKING:
+    from areal.api.config import DatasetConfig
+    from areal.data.sft_rows import EncodedRow
+    from areal.data.tokenizer import Tokenizer
     from areal.trainer.row_loop import RowTrainer
 
 
 def run_configured(argv: list[str]) -> None:
     """Run without a script: the configuration names workflow, rewards and datasets."""
     from areal.data.dataset import load_pairs, load_sft_rows
+    from areal.data.images import PromptImages
 
     config = load_experiment(argv)
     if isinstance(config, SFTConfig):
         from areal.trainer.sft import SFTTrainer
 
-        load = partial(load_sft_rows, train_on=config.sft.train_on)
-        _run_rows(SFTTrainer, config, load, model_path=config.model.path)
+        train_on = config.sft.train_on
+
+        def load_sft(data: DatasetConfig, tokenizer: Tokenizer, *, default_split: str) -> list[EncodedRow]:
+            how: dict[str, Any] = {"train_on": train_on, "images": PromptImages.of(config, tokenizer)}
+            return load_sft_rows(data, tokenizer, default_split=default_split, **how)
+
+        _run_rows(SFTTrainer, config, load_sft, model_path=config.model.path)
     elif isinstance(config, RWConfig):
         from areal.trainer.reward_model import RewardModelTrainer
 
@@ -48,16 +57,19 @@ def run_configured(argv: list[str]) -> None:
 
 def _run_ppo(config: PPOConfig) -> None:
     from areal.data.dataset import load_rows
+    from areal.data.images import PromptImages
     from areal.data.tokenizer import load_tokenizer
     from areal.trainer.ppo import PPOTrainer
     from areal.workflow.registry import build_workflow
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    train_rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
+    images = PromptImages.of(config, tokenizer)
+    train_rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer, images=images)
     sets: dict[str, list[dict[str, Any]]] = {}
     if (valid := config.valid_dataset) is not None:
         for name, path in {"": valid.path, **config.evaluator.sets}.items():
-            sets[name] = load_rows(replace(valid, path=path), default_split="test", tokenizer=tokenizer)
+            data = replace(valid, path=path)
+            sets[name] = load_rows(data, default_split="test", tokenizer=tokenizer, images=images)
     workflow = build_workflow(config, tokenizer)
     with PPOTrainer(config, train_dataset=train_rows, valid_dataset=sets.pop("", None), valid_sets=sets) as trainer:
         trainer.train(workflow)

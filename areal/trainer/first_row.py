@@ -24,6 +24,7 @@ from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, load_function
 from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.dataset import load_rows
+from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, hub_file, load_tokenizer
 from areal.fleet.backends import backend_named
 from areal.reward.table import reward_table
@@ -69,7 +70,8 @@ class Trial:
         tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
         workflow = build_workflow(config, tokenizer)
         data = config.train_dataset
-        rows = load_rows(data, default_split="train", tokenizer=tokenizer, first=index + 1)
+        images = PromptImages.of(config, tokenizer)
+        rows = load_rows(data, default_split="train", tokenizer=tokenizer, first=index + 1, images=images)
         if index >= len(rows):
             message = f"train_dataset has {len(rows)} rows, and there is no row {index} (rows count from 0)"
             raise InputError(message, code="data.no_rows")
@@ -180,7 +182,9 @@ def _try_held_out(trial: Trial, found: FirstRow, *, has_rewards: bool) -> None:
         f"evaluator.sets.{name}": path for name, path in config.evaluator.sets.items()
     }
     for key, path in sets.items():
-        rows = load_rows(replace(valid, path=path), default_split="test", tokenizer=trial.tokenizer, first=1)[:1]
+        data, tokenizer = replace(valid, path=path), trial.tokenizer
+        images = PromptImages.of(config, tokenizer)
+        rows = load_rows(data, default_split="test", tokenizer=tokenizer, first=1, images=images)[:1]
         held_out = replace(trial, workflow=trial.workflow.for_evaluation(settings), row=rows[0])
         try:
             held_out.workflow.check_rows(rows)

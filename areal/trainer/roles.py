@@ -10,6 +10,8 @@ from areal.data.tokenizer import load_tokenizer
 from areal.engine.build import TRAIN_ENGINES
 from areal.engine.mesh import TrainerMesh
 from areal.observe.log import get_logger
+from areal.system.image_files import ImageFiles
+from areal.system.run_paths import RunPaths
 from areal.trainer.actor import PPOActor
 from areal.trainer.critic import Critic
 from areal.trainer.kl_term import num_candidates, uses_reference
@@ -46,7 +48,8 @@ class PPORoles:
 
 def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) -> PPORoles:
     """Load the models that the configuration names; a collective."""
-    build = partial(TRAIN_ENGINES[config.allocation.train[0].backend], mesh=mesh, seed=config.seed)
+    images = ImageFiles(RunPaths.of(config).images)
+    build = partial(TRAIN_ENGINES[config.allocation.train[0].backend], mesh=mesh, seed=config.seed, images=images)
     build_frozen = partial(build, total_steps=0)
     trained: dict[str, TrainEngine] = {
         "actor": build(

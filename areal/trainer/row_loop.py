@@ -23,6 +23,7 @@ from areal.data.sft_rows import EncodedRow
 from areal.engine.build import TRAIN_ENGINES
 from areal.observe.phase import phase
 from areal.system.discovery import registry_of
+from areal.system.image_files import MemoryImages
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.process_setup import TrainingRank, announce_ready, join_run, training_rank
 from areal.trainer.progress import Progress, TrainingLength, updating
@@ -66,6 +67,8 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
         self._config = config
         self._train_rows = train_dataset
         self._valid_rows = valid_dataset
+        self._images = MemoryImages()
+        """The images of the rows of one batch."""
         self._length = TrainingLength.of(config, num_rows=len(train_dataset), samples_per_row=config.sequences_per_row)
 
     @abstractmethod
@@ -84,7 +87,7 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
         with contextlib.ExitStack() as stack:
             rank = stack.enter_context(training_rank(config, self._context))
             factory = TRAIN_ENGINES[config.allocation.train[0].backend]
-            build = partial(factory, mesh=rank.mesh, seed=config.seed)
+            build = partial(factory, mesh=rank.mesh, seed=config.seed, images=self._images)
             task = self._build_task(build, total_steps=self._length.total_steps)
             announce_ready(registry_of(config), self._context)
             self._run(task, rank, stack)

@@ -18,17 +18,28 @@ from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch, re
 from areal.api.config import SFTConfig, SFTOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
+from areal.data.images import ImageWriter
 from areal.data.pack import rows_to_train_batch
 from areal.data.sft_rows import EncodedRow
 from areal.observe.phase import phase
+from areal.system.image_files import MemoryImages
 from areal.trainer.row_loop import EngineBuilder, RowTask, RowTrainer, one_step
 
 
 class SFTTask:
     """Implements `RowTask`: a language model learns the tokens that the loss mask selects."""
 
-    def __init__(self, engine: TrainEngine, options: SFTOptions) -> None:
+    def __init__(
+        self,
+        engine: TrainEngine,
+        options: SFTOptions,
+        images: MemoryImages | None = None,
+        writer: ImageWriter | None = None,
+    ) -> None:
+        """`images`: what the engine reads images of rows from. `writer`: puts them there; None = rows have none."""
         self._engine = engine
+        self._images = images or MemoryImages()
+        self._writer = writer
         self._aggregation: LossAggregation = cast("LossAggregation", options.loss_aggregation)
         self._scale_tokens = options.loss_scale_tokens
 
@@ -37,7 +48,10 @@ class SFTTask:
         return {"model": self._engine}
 
     def batch_of(self, rows: Sequence[EncodedRow]) -> TrainBatch:
-        return rows_to_train_batch([row.token_ids for row in rows], [row.loss_mask for row in rows])
+        self._images.clear()
+        writer = self._writer
+        images = () if writer is None else [writer.store(row.images) for row in rows]
+        return rows_to_train_batch([row.token_ids for row in rows], [row.loss_mask for row in rows], images)
 
     def update(self, batch: TrainBatch) -> Metrics:
         """One optimiser step; a collective."""
@@ -76,4 +90,5 @@ class SFTTrainer(RowTrainer[SFTConfig, EncodedRow]):
     """Fine-tunes `config.model` on encoded rows, in every trainer rank."""
 
     def _build_task(self, build: EngineBuilder, *, total_steps: int) -> RowTask[EncodedRow]:
-        return SFTTask(build(self._config.model, role="actor", total_steps=total_steps), self._config.sft)
+        engine = build(self._config.model, role="actor", total_steps=total_steps)
+        return SFTTask(engine, self._config.sft, self._images, ImageWriter.of(self._config, self._images))

@@ -9,6 +9,7 @@ from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError
 from areal.api.functions import WORKFLOWS, load_function, resolve_function
 from areal.api.workflow import CONSTRUCTOR_ARGUMENTS, RolloutWorkflow, constructor_problems
+from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 
 
@@ -28,7 +29,9 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
         "agent_config": config.agent,
         "images": RunImages.of(config) if "images" in parameters else None,
     }
-    assert tuple(given) == CONSTRUCTOR_ARGUMENTS
+    if "images" in parameters:
+        given["images"] = PromptImages.of(config, tokenizer)
+    assert set(given) <= set(CONSTRUCTOR_ARGUMENTS)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     arguments = {name: value for name, value in given.items() if takes_all or name in parameters}
     workflow = made(**arguments, **config.workflow_args)

@@ -9,6 +9,7 @@ from areal.api.columns import packed_ids
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
+from areal.api.images import ImageRef
 from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class RLVRWorkflow(ScoredWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         """One group of answers to the prompt of row `data`."""
         prompt = self.prompt(data)
+        images, data = await self._stored_images(prompt), self._scored_row(data)
         prompt_ids = prompt.token_ids
         settings = settings_for_length(settings_of_row(self._settings, data), len(prompt_ids), list(data))
         group_id = uuid4().hex
@@ -54,7 +56,7 @@ class RLVRWorkflow(ScoredWorkflow):
             each.append(dataclasses.replace(settings, greedy=True))
         responses = await gather_or_cancel(
             [
-                engine.agenerate(new_request(prompt_ids, settings, group_id=group_id, number=number))
+                engine.agenerate(new_request(prompt_ids, settings, group_id=group_id, number=number, images=images))
                 for number, settings in enumerate(each)
             ]
         )
@@ -65,7 +67,9 @@ class RLVRWorkflow(ScoredWorkflow):
         greedy = scores.pop() if self._greedy_baseline else None
         baseline = None if greedy is None else greedy.reward
         trajectories = [
-            conversation.to_trajectory(score.reward, reward_parts=score.parts, baseline=baseline)
+            dataclasses.replace(
+                conversation.to_trajectory(score.reward, reward_parts=score.parts, baseline=baseline), images=images
+            )
             for conversation, score in zip(conversations, scores, strict=False)  # the greedy answer is not trained on
         ]
         stats = group_stats(trajectories, num_errors=sum(score.num_errors for score in scores))
@@ -74,6 +78,14 @@ class RLVRWorkflow(ScoredWorkflow):
             stats |= {"greedy_reward": greedy.reward, "greedy_reward_errors": float(greedy.num_errors)}
         filter_rewards = [score.filter_reward for score in scores]
         return TrajectoryGroup(trajectories=trajectories, stats=stats, filter_rewards=filter_rewards)
+
+    async def _stored_images(self, prompt: EncodedPrompt) -> tuple[ImageRef, ...]:
+        """The images of a prompt as references to files of the run, which are written durably first."""
+        return ()
+
+    def _scored_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The columns that reward functions get."""
+        return row
 
     def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
         if self._get_input_ids_fn is None:

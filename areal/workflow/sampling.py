@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, Trajectory
 from areal.api.errors import InputError
+from areal.api.images import ImageRef
 from areal.data.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -52,11 +53,20 @@ def settings_of_row(settings: GenerationHyperparameters, row: Mapping[str, Any])
 
 
 def new_request(
-    input_ids: Sequence[int], settings: GenerationHyperparameters, *, group_id: str, number: int
+    input_ids: Sequence[int],
+    settings: GenerationHyperparameters,
+    *,
+    group_id: str,
+    number: int,
+    images: Sequence[ImageRef] = (),
 ) -> GenerationRequest:
     """The request for answer `number` of a group."""
     return GenerationRequest(
-        request_id=f"{group_id}-{number:06d}", input_ids=input_ids, gconfig=settings, group_id=group_id
+        request_id=f"{group_id}-{number:06d}",
+        input_ids=input_ids,
+        gconfig=settings,
+        group_id=group_id,
+        images=images,
     )
 
 

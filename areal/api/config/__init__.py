@@ -5,7 +5,7 @@ from areal.api.config.advantages import AdvantageOptions, NormConfig
 from areal.api.config.agent import AgentConfig
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.benchmark import BenchmarkConfig
-from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
+from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig, VisionConfig
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.kl import KLControlConfig, KLOptions

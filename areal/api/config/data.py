@@ -106,6 +106,20 @@ class ValidDatasetConfig(DatasetConfig):
         return rows[: len(rows) // self.batch_size * self.batch_size] if self.drop_last and self.batch_size else rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Images in the rows of datasets, for models that take images."""
+
+    image_key: str = option("images", also="verl: data.image_key")
+    """Column with the images of a row: bytes, {bytes: or path:}, paths, base64 or data URLs, one or a list."""
+    max_images: int = number(16, low=1, also="verl: limit_images")
+    """Maximum images of a row; a row with more is refused."""
+    max_pixels: int | None = number(None, low=1, also="ROLL: actor_train.model_args.max_pixels")
+    """Maximum width x height after the resize; null = that of preprocessor_config.json."""
+    root: str = ""
+    """Folder of relative paths of images; empty = the current folder."""
+
+
 def misplaced_data(kind: str, train: DatasetConfig, valid: DatasetConfig | None) -> Problems:
     """Datasets whose rows lack the columns that training of `kind` reads."""
     for path, dataset in (("train_dataset", train), ("valid_dataset", valid)):

@@ -13,7 +13,7 @@ from areal.api.config.agent import AgentConfig
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.benchmark import BenchmarkConfig
 from areal.api.config.cut_rules import cut_problems
-from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
+from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, VisionConfig, misplaced_data
 from areal.api.config.fields import Problem, Problems, below, choice, number, option, section
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, LauncherConfig
@@ -66,6 +66,8 @@ class BaseExperimentConfig:
     """The training set."""
     valid_dataset: ValidDatasetConfig | None = None
     """The held-out set for evaluation; null = no evaluation."""
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    """Images in the rows."""
     saver: SaverConfig = field(default_factory=SaverConfig)
     """Exports of the weights."""
     evaluator: EvaluatorConfig = section(EvaluatorConfig, relevant=given("valid_dataset"))

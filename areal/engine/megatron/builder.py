@@ -6,6 +6,7 @@ from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import ModelRole, TrainEngine
 from areal.api.errors import ConfigError
+from areal.api.images import ImageStore
 from areal.engine.hf_model import resolve_model_folder
 from areal.engine.mesh import TrainerMesh
 from areal.system.mesh_rules import mesh_problem, package_problem
@@ -20,10 +21,12 @@ def build_megatron_engine(
     mesh: TrainerMesh,
     seed: int,
     outputs: OutputSpec | None = None,
+    images: ImageStore | None = None,
 ) -> TrainEngine:
     """As `areal.engine.fsdp_builder.build_fsdp_engine`, with Megatron-Core; a collective over all trainer ranks.
 
-    A model with an optimiser keeps float32 weights besides those of config.dtype with which it computes.
+    A model with an optimiser keeps float32 weights besides those of config.dtype with which it computes. It takes no
+    `images`.
     """
     if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
         raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
