@@ -20,7 +20,7 @@ _IN_MODELS = {
 _OTHERS = {
     "gconfig": "the answers are recorded: sampling has no effect",
     **dict.fromkeys(("rollout", "workflow", "workflow_args"), "the rollouts are recorded"),
-    **dict.fromkeys((*INFERENCE_BACKENDS, "server_python"), "a replay has no servers"),
+    **dict.fromkeys((*INFERENCE_BACKENDS, "server_python", "server_defaults"), "a replay has no servers"),
     "agent": f"the sessions are recorded, except for {', '.join(_OF_SESSIONS)}",
     "train_dataset": "the batches are recorded with rows, order and size",
     **dict.fromkeys(("eval_gconfig", "valid_dataset", "evaluator"), "a replay evaluates nothing"),
