@@ -10,7 +10,7 @@ PART ?= 1
 BIN := .venv/bin
 
 .PHONY: quickstart agent-quickstart vision-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang \
-	test-etcd test-gpu test-parallel test-megatron lint docs clean
+	test-etcd test-gpu test-parallel test-megatron bench-trl lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -95,6 +95,17 @@ PIP_EXACT := -m pip install --quiet --disable-pip-version-check --no-deps
 	.venv-sglang/bin/python $(PIP_EXACT) -r $(ENVIRONMENTS)/sglang-cpu.txt
 	touch $@
 
+# areal against TRL's GRPOTrainer, in a separate environment: benchmark/versus_trl.py
+.venv-trl/.installed:
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check trl==1.16.0
+	touch $@
+
+bench-trl: .venv/.installed .venv-trl/.installed
+	rm -rf runs/versus_trl
+	@$(BIN)/python benchmark/versus_trl.py $(ARGS)
+
 test-vllm: .venv/.installed .venv-vllm/.installed
 	$(PYTEST) -m vllm tests/servers $(ARGS)
 
@@ -136,4 +147,4 @@ docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-trl runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,76 @@
+"""The parts of benchmark/versus_trl.py that need no TRL: derived settings, rewards, figures of a run."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from areal.api.config import PPOConfig
+from areal.api.config.load import load_experiment
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def versus(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
+    return importlib.import_module("versus_trl")
+
+
+def test_trl_trains_as_areal_is_configured(versus, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for path, completions, minibatches, steps in ((versus.QUICKSTART, 512, 2, 200), (versus.WIDE, 64, 1, 14)):
+        config = load_experiment(["--config", path])
+        assert isinstance(config, PPOConfig)
+        assert config.actor.optimizer is not None
+        found = versus.trl_settings(config, folder="out")
+        assert found["per_device_train_batch_size"] * found["steps_per_generation"] == completions
+        assert found["steps_per_generation"] == minibatches
+        assert found["max_steps"] == steps * minibatches
+        assert found["warmup_steps"] == int(0.05 * steps * minibatches)
+        assert found["num_generations"] == config.gconfig.n_samples
+        assert found["max_completion_length"] == config.gconfig.max_new_tokens
+        assert (found["learning_rate"], found["adam_beta2"]) == (config.actor.optimizer.lr, 0.99)
+        assert (found["epsilon"], found["beta"], found["loss_type"]) == (0.2, 0.0, "bnpo")
+
+
+def test_the_specification_names_the_rows_and_the_goals(versus, tmp_path, monkeypatch):
+    monkeypatch.setattr(versus, "REPOSITORY", tmp_path)
+    monkeypatch.chdir(ROOT)
+    config = load_experiment(["--config", versus.QUICKSTART, f"cluster.fileroot={tmp_path}"])
+    assert isinstance(config, PPOConfig)
+    rows = Path(str(config.train_dataset.path))
+    rows.parent.mkdir(parents=True)
+    rows.write_text(json.dumps({"prompt": "21=", "answer": "12"}) + "\n")
+    spec = versus.trl_spec(config, folder="out", measured=(5, None))
+    assert spec["columns"] == ["answer"]
+    assert spec["goals"] == {"greedy": 0.96, "sampled": 0.87}
+    assert (spec["eval_every"], spec["first"], spec["last"]) == (10, 5, None)
+
+
+def test_rewards_goals_and_figures(versus):
+    task = importlib.import_module("versus_task")
+    assert task.digit_share(prompt="", completion="1a2b", prompt_ids=[], completion_ids=[]) == 0.5
+    assert task.digit_share(prompt="", completion="", prompt_ids=[], completion_ids=[]) == 0.0
+    assert task.reached({"greedy": 0.9}, {"greedy": 0.9})
+    assert not task.reached({"greedy": 0.9, "sampled": 0.5}, {"greedy": 1.0})
+    assert not task.reached({}, {"greedy": 1.0})
+    rows = [{"step": 0, "eval/greedy/reward": 0.1, "eval/sampled/reward": 0.2}] + [
+        {
+            "step": step,
+            "seconds/elapsed": 2.0 * step + (step > 2),
+            "batch/answer_length": 6.0,
+            "rollout/staleness_mean": 1.0,
+        }
+        for step in range(1, 6)
+    ]
+    rows[-1] |= {"eval/greedy/reward": 0.97, "eval/sampled/reward": 0.9}
+    found = task.areal_figures(rows, first=3)
+    assert found == {
+        "steps": 5, "seconds": 11.0, "seconds_per_step": 2.0, "tokens_per_answer": 6.0, "staleness": 1.0,
+        "greedy": 0.97, "sampled": 0.9,
+    }  # fmt: skip
+    assert task.areal_figures(rows, first=2, last=4)["seconds_per_step"] == 2.5
+    with pytest.raises(ValueError, match="5"):
+        task.seconds_per_step([1.0] * 5, first=5, last=5)
