@@ -144,7 +144,8 @@ async def stream_us(dialect: str, size: Size) -> float:
         replica = CLIENTS[dialect]("server-0", f"http://127.0.0.1:{port}")
 
         async def one(number: int) -> int:
-            answer = Answer(request(number, size.stream_tokens), stream_interval=DEFAULTS.stream_interval)
+            asked = request(number, size.stream_tokens, input_ids=[number, 2, 3, 4])  # no group: a stream for each
+            answer = Answer(asked, stream_interval=DEFAULTS.stream_interval)
             await replica.generate(answer.next_part("server-0"), answer.add)
             return answer.num_tokens
 

@@ -100,10 +100,10 @@ class GroupCalls:
         if not members:
             return
         text, code = f"{self._name} ended an answer without a finish reason", "server.unreadable_answer"
-        kind: type[RequestError | ServerUnavailable] = ServerUnavailable
+        kind: type[ArealError] = ServerUnavailable
         try:
             await self._send(members)
-        except (RequestError, ServerUnavailable) as error:
+        except ArealError as error:
             text, code, kind = str(error), error.code, type(error)
         except Exception as error:  # noqa: BLE001 - of one request: its callers get it
             text = f"{self._name} sent an answer that cannot be read: {error!r}"
