@@ -28,7 +28,7 @@ _POLICIES = ("actor", "model")
 """Roles whose exports can be evaluated, of RL and of supervised training."""
 _DECIDES = (
     "seed", "tokenizer_path", "gconfig", "eval_gconfig", "workflow", "workflow_args", "agent", "reward_fn", "reward",
-    "valid_dataset", "evaluator", *INFERENCE_BACKENDS, "server_python",
+    "valid_dataset", "evaluator", *INFERENCE_BACKENDS, "server_python", "server_defaults",
 )  # fmt: skip
 """Sections that decide what the answers and their scores are."""
 
