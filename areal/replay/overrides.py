@@ -25,6 +25,7 @@ _OTHERS = {
     "train_dataset": "the batches are recorded with rows, order and size",
     **dict.fromkeys(("eval_gconfig", "valid_dataset", "evaluator"), "a replay evaluates nothing"),
     "tokenizer_path": "the batches hold token ids",
+    "vision": "the images of the batches are recorded",
     "seed": "it determined the rows, which are recorded",
     **dict.fromkeys(
         ("total_train_epochs", "total_train_steps", "total_train_n_seqs"),
