@@ -74,8 +74,6 @@ class PlacedImage:
     """Of placeholders."""
     grid: tuple[int, int, int] = field(compare=False)
     """Patches: time, height, width."""
-    position: int
-    """Position of its first placeholder."""
     shift_after: int
     """The position of token i behind it, up to the next image, is i + shift_after."""
     colours: np.ndarray = field(compare=False, repr=False)

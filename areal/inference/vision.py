@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from areal.api.image_positions import positions_3d
 from areal.api.images import ImageRef, VisionLayout
 from areal.inference.attention import AttentionPlan
 from areal.inference.scheduler import Chunk
@@ -82,7 +83,7 @@ class Vision:
                 is_image[0, rows] = True
                 deep.append(tuple(one[part] for one in found.deep))
             if self.layout.has_3d_positions and chunk.start < chunk.sequence.image_end:
-                places = positions_of(chunk.sequence, chunk.start, chunk.start + chunk.count, self.layout.merge_size)
+                places = positions_of(chunk.sequence, chunk.start, chunk.start + chunk.count, self.layout)
                 positions[:, 0, row : row + chunk.count] = torch.from_numpy(places).to(positions.device)
             row += chunk.count
         options: dict[str, Any] = {}
@@ -146,7 +147,6 @@ def placed_images(
     for image, colours in images:
         start, count = token_ids.index(layout.image_token_id, end), layout.tokens_of(image)
         end = start + count
-        position = start + shift
         if layout.has_3d_positions:
             shift += max(image.grid[1:]) // layout.merge_size - count
         places.append(
@@ -156,28 +156,15 @@ def placed_images(
                 count=count,
                 grid=image.grid,
                 colours=colours,
-                position=position,
                 shift_after=shift,
             )
         )
     return tuple(places)
 
 
-def positions_of(sequence: Sequence, start: int, end: int, merge_size: int) -> np.ndarray:
-    """Positions of the tokens start..end-1: time, height and width, int64 [3, end - start].
-
-    Equal for a token of the text. Those of an image count from its first position on; the text behind it continues
-    after the larger of its height and width (Qwen2-VL, arXiv 2409.12191, section 2.1).
-    """
-    places = np.arange(start, end)
-    found = np.repeat(places[None], 3, axis=0)
-    for image in sequence.images:
-        last = image.start + image.count
-        first = max(image.start, start)
-        if first < min(last, end):
-            time, height, width = image.grid
-            counts = np.indices((time, height // merge_size, width // merge_size)).reshape(3, -1)
-            found[:, first - start : last - start] = image.position + counts[:, first - image.start : end - image.start]
-        behind = max(last - start, 0)
-        found[:, behind:] = places[behind:] + image.shift_after
-    return found
+def positions_of(sequence: Sequence, start: int, end: int, layout: VisionLayout) -> np.ndarray:
+    """Positions of the tokens start..end-1: time, height and width, int64 [3, end - start]."""
+    head = np.array(sequence.token_ids[: sequence.image_end])
+    refs = [ImageRef(image.sha256, image.grid) for image in sequence.images]
+    behind = np.arange(sequence.image_end, max(end, sequence.image_end)) + sequence.position_shift
+    return np.concatenate((positions_3d(head, refs, layout), np.tile(behind, (3, 1))), axis=1)[:, start:end]

@@ -109,7 +109,7 @@ def _on_old_keys(old, new, sequence, num_old: int) -> torch.Tensor:
             mm_token_type_ids=(ids[:, :num_old] == IMAGE).int(),
             use_cache=True,
         ).past_key_values
-        positions = torch.from_numpy(positions_of(sequence, num_old, ids.shape[1], 2))[:, None]
+        positions = torch.from_numpy(positions_of(sequence, num_old, ids.shape[1], LAYOUT))[:, None]
         logits = new(ids[:, num_old:], past_key_values=cache, position_ids=positions).logits[0].float()
     logits[:, list(LAYOUT.banned_ids)] = -torch.inf
     rest = logits.log_softmax(-1)
