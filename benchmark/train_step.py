@@ -7,6 +7,8 @@ speed of one rank and the bandwidth and latency of the ranks' exchanges are meas
 
     compute of one rank x its share + bytes that it sends / bandwidth + exchanges x latency
 
+The last two terms are `predicted_communication_s`; what a step took besides the first is `communication_s`.
+
 Prints one line of JSON for each row; --help lists the options of each.
 """
 
@@ -214,6 +216,7 @@ def main() -> None:
             row |= {
                 "predicted_s": alone / world_size + cost,
                 "predicted_communication_s": cost,
+                "communication_s": found["seconds"] - alone / world_size,
                 "sent_mib": sent / 2**20,
             }
         print(
