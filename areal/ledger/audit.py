@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from areal.api.errors import LedgerError
+from areal.api.errors import InputError, LedgerError
 from areal.ledger.audit_report import AuditReport, listed
 from areal.ledger.audit_rules import AuditRules
 from areal.ledger.event_files import LedgerReader, PayloadReader, open_reader, payload_path
 from areal.ledger.kept import kept_names, read_kept
-from areal.ledger.payload import EpisodeColumns, to_columns
+from areal.ledger.payload import EpisodeColumns, images, to_columns
 from areal.ledger.reading_progress import Progress
 from areal.ledger.session_columns import session_columns
 from areal.ledger.state import FAILED, REJECTED, Event, LedgerState
 from areal.ledger.turn_audit import TurnRules
+from areal.system.image_files import ImageFiles
 
 
 def ledger_folder(run: Path) -> Path:
@@ -59,6 +60,8 @@ class _Audit:
     num_decreasing: int = 0
     missing: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Episodes of each missing segment."""
+    images: dict[str, int] = field(default_factory=dict[str, int])
+    """Digest of each image -> the first episode that refers to it."""
 
     def take(self, event: Event) -> None:
         max_version = None
@@ -83,6 +86,9 @@ class _Audit:
             segment, offset, size = event["payload"]
             payload = payloads.read((segment, offset, size))
             columns, sessions = to_columns(event["id"], payload), session_columns(payload)
+            for row in images(payload):
+                for image in row:
+                    self.images.setdefault(image.sha256, event["id"])
             return columns, "" if sessions is None else sessions.record
         except LedgerError as error:
             segment = event["payload"][0]
@@ -134,9 +140,19 @@ class _Audit:
             report.notes.append(note)
         self._note_kept(report)
         self.turns.check(report, self.folder.parent / "turns")
+        self._check_images(report)
         if first := min(self.rules.batches, default=0):
             report.notes.append(f"the ledger starts at step {first}; rows of earlier steps may be used again")
         return report
+
+    def _check_images(self, report: AuditReport) -> None:
+        """Every image that a payload refers to is a file with its digest."""
+        files = ImageFiles(self.folder.parent / "images")
+        for sha256, episode_id in self.images.items():
+            try:
+                files.read(sha256)
+            except InputError as error:
+                report.violate("image", f"episode {episode_id}: {error}", episodes=[episode_id])
 
     def _note_kept(self, report: AuditReport) -> None:
         """Payloads kept for readers prove nothing and are not durable, so a damaged one is not a violation."""

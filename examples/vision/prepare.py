@@ -14,7 +14,7 @@ import squares
 
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 
-NUM_SFT_ROWS = 60 * 128
+NUM_SFT_ROWS = 30 * 128
 NUM_RL_ROWS = 4096
 NUM_HELD_OUT = 256
 
@@ -33,8 +33,8 @@ def main() -> None:
     tokens = ["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, "<|assistant|>", *squares.TOKENS]
     tokenizer = character_tokenizer(tokens, context_length=64, chat_template=squares.TEMPLATE)
     tokenizer.save_pretrained(model)
-    # four times the usual initial weights: with those of large models nothing is learnt in a minute
-    tiny_vision_model(tokenizer, args.seed, initializer_range=0.08).save_pretrained(model)
+    # ten times the initial weights of large models, with which nothing is learnt in a minute
+    tiny_vision_model(tokenizer, args.seed, initializer_range=0.2).save_pretrained(model)
     write_image_processor(model)
     seed = args.seed
     write_rows(args.folder / "sft.jsonl", squares.make_rows(NUM_SFT_ROWS, seed=20_000 + seed, colour_part=0.25))

@@ -1,16 +1,19 @@
 """What an audit says of a whole ledger: the equation, what is no violation, lists for people and for programs."""
 
 import contextlib
+from dataclasses import replace
 
 import orjson
 
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import LedgerError
+from areal.api.images import ImageRef
 from areal.ledger.audit import audit
 from areal.ledger.event_files import AppendFile, PayloadReader, events_path
 from areal.ledger.event_log import GroupWriter
 from areal.ledger.payload import encode_episode, read_columns
 from areal.ledger.state import LedgerState
+from areal.system.image_files import ImageFiles
 
 
 def test_counts_of_a_clean_ledger_add_up(forge):
@@ -202,3 +205,19 @@ def test_audit_may_run_while_the_ledger_is_written(forge):
     assert any(report.incomplete for report in audits)
     assert all(report.is_clean for report in audits)
     assert audits[-1].num_admitted == 6
+
+
+def test_images_of_payloads_must_be_unchanged_files(forge):
+    files = ImageFiles(forge.folder.parent / "images")
+    images = tuple(ImageRef(files.put(data), (1, 2, 2)) for data in (b"one", b"two"))
+    for number in (0, 4):
+        group = forge._short_answer(number, 0)
+        forge.answers[number] = replace(group, trajectories=[replace(group.trajectories[0], images=images)])
+    forge.two_steps()
+    forge.write()
+    assert audit(forge.folder).is_clean
+    files.path(images[1].sha256).write_bytes(b"2")
+    report = audit(forge.folder)
+    assert [(one.rule, one.episodes) for one in report.violations] == [("image", (0,))]
+    files.path(images[0].sha256).unlink()
+    assert len(audit(forge.folder).violations) == 2
