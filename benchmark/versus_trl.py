@@ -166,6 +166,7 @@ def make_wide_model(folder: Path) -> None:
 
     tokens = ["<pad>", "<eos>", "<unk>", *"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHI"]
     tokenizer = character_tokenizer(tokens, context_length=512)
+    tokenizer.pad_token = "<eos>"  # areal ends an answer at a padding token, TRL does not
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(tokens),
@@ -178,7 +179,7 @@ def make_wide_model(folder: Path) -> None:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
-        pad_token_id=0,
+        pad_token_id=1,
     )
     tokenizer.save_pretrained(folder)
     Qwen2ForCausalLM(config).save_pretrained(folder)

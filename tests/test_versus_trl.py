@@ -8,6 +8,7 @@ import pytest
 
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
+from areal.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,3 +75,13 @@ def test_rewards_goals_and_figures(versus):
     assert task.areal_figures(rows, first=2, last=4)["seconds_per_step"] == 2.5
     with pytest.raises(ValueError, match="5"):
         task.seconds_per_step([1.0] * 5, first=5, last=5)
+
+
+def test_answers_of_the_wide_model_end_at_one_token_in_both_systems(versus, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.Qwen2ForCausalLM", lambda config: config)  # 24M parameters take a second
+    versus.make_wide_model(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 1
+    rows = [json.loads(line)["prompt"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert len(rows) >= 14 * 8
+    assert {len(tokenizer.encode(row)) for row in rows} == {12}
