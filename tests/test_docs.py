@@ -58,6 +58,14 @@ def test_links_lead_to_files_and_headings(page):
         assert not anchor or anchor in anchors(target), link
 
 
+@of_each_page
+def test_tests_that_are_named_exist(page):
+    """A page names a test as FILE::TEST, below tests/."""
+    for path, name in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)`", page.read_text()):
+        source = (ROOT / "tests" / path).read_text()
+        assert re.search(rf"^(?:    )?(?:async )?def {name}\(", source, re.M), f"{path}::{name}"
+
+
 def test_every_page_is_in_the_overview_and_on_the_site():
     pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
     overview = (ROOT / "docs/README.md").read_text()
