@@ -4,8 +4,9 @@
 
 Another process has one connection for each session and sends the turns at a steady rate. One line of JSON:
 `us_per_turn` (CPU time of the server), `p99_ms` (of the server's time from the head of a request to its whole reply),
-`round_trip_p99_ms` (as the client sees it, with its own time), and for 8 and 128 turns the ratio of rendering and
-tokenising the whole history again to a turn without HTTP (CPU time).
+`round_trip_p99_ms` (as the client sees it, with its own time), `idle_loop_lag_p99_ms` (how late a loop that does
+nothing is meanwhile: on a busy machine the times above contain it), and for 8 and 128 turns the CPU time of rendering
+and tokenising the whole history in each turn, over that of a session's way to the same tokens.
 """
 
 import argparse
@@ -15,13 +16,17 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import aiohttp
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from loop_timer import idle_loop
 
 from areal.agent.bridge import TemplateBridge, template_bridge
 from areal.agent.dialects import chat_completions
@@ -69,17 +74,14 @@ class Client:
         self.session = session
         self.messages = [{"role": "user", "content": TEXT}]
 
-    async def turn(self) -> float:
-        """One turn without HTTP. Returns its CPU seconds in the server."""
+    async def turn(self) -> None:
+        """One turn without HTTP."""
         body = orjson.loads(orjson.dumps({"model": "policy", "messages": self.messages}))
-        began = time.process_time()
         asked = chat_completions.DIALECT.parse(body)
         answers = await self.session.answer(replace(asked.turn, fingerprint=str(len(self.messages))))
         orjson.dumps(chat_completions.DIALECT.reply(asked, answers, Sent(created_s=0, token_text=str)))
         self.session.delivered(answers)
-        seconds = time.process_time() - began
         self.messages += [{"role": "assistant", "content": answers[0].text}, {"role": "user", "content": TEXT}]
-        return seconds
 
 
 def make(num_sessions: int) -> tuple[list[Client], TemplateBridge]:
@@ -101,16 +103,27 @@ def make(num_sessions: int) -> tuple[list[Client], TemplateBridge]:
     return [Client(Session(f"{number:08x}", setup, policy)) for number in range(num_sessions)], bridge
 
 
-async def compare(turns: int) -> float:
-    """CPU seconds of rendering the whole history in each turn, over those of the server, after `turns` turns."""
-    (client,), bridge = make(1)
-    ours = again = 0.0
-    for _ in range(turns):
+async def compare(turns: int, sessions: int) -> float:
+    """CPU time of rendering and tokenising the whole history in each turn, over that of a session's way to the same
+    tokens, in sessions of `turns` turns. The first session only warms up."""
+    clients, bridge = make(sessions + 1)
+    spent = {"session": 0.0, "again": 0.0}
+
+    def timed(name: str, function: Callable[..., Any], *args: Any) -> Any:
         began = time.process_time()
-        bridge.prompt(client.messages, ())
-        again += time.process_time() - began
-        ours += await client.turn()
-    return again / ours
+        result = function(*args)
+        spent[name] += time.process_time() - began
+        return result
+
+    for number, client in enumerate(clients):
+        if number == 1:
+            spent.update(session=0.0, again=0.0)
+        transcript = client.session.transcript
+        transcript.context = partial(timed, "session", transcript.context)  # type: ignore[method-assign]
+        for _ in range(turns):
+            timed("again", bridge.prompt, client.messages, ())
+            await client.turn()
+    return spent["again"] / spent["session"]
 
 
 class Clock:
@@ -143,9 +156,10 @@ async def measure(num_sessions: int, turns: int, per_s: float) -> dict[str, floa
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--client", stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    cpu_s = time.process_time()
-    output, _ = await process.communicate(orjson.dumps(wish | {"per_s": per_s}))
-    cpu_s = time.process_time() - cpu_s
+    with idle_loop() as idle_ms:
+        cpu_s = time.process_time()
+        output, _ = await process.communicate(orjson.dumps(wish | {"per_s": per_s}))
+        cpu_s = time.process_time() - cpu_s
     await runner.cleanup()
     num = len(clock.seconds)
     if num != num_sessions * turns or process.returncode:
@@ -156,9 +170,10 @@ async def measure(num_sessions: int, turns: int, per_s: float) -> dict[str, floa
         "us_per_turn": round(cpu_s / num * 1e6, 1),
         "p50_ms": p_ms(clock.seconds, 0.5),
         "p99_ms": p_ms(clock.seconds, 0.99),
+        "idle_loop_lag_p99_ms": round(idle_ms[0], 3),
         **orjson.loads(output),
-        "ratio_8_turns": round(await compare(8), 2),
-        "ratio_128_turns": round(await compare(128), 2),
+        "ratio_8_turns": round(await compare(8, 32), 2),
+        "ratio_128_turns": round(await compare(128, 2), 2),
     }
 
 

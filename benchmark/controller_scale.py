@@ -341,7 +341,7 @@ async def lag_of(size: Size, folder: Path) -> dict[str, float]:
         file=sys.stderr,
     )
     lag = {"loop_lag_p99_ms": timer.at(0.99), "loop_lag_max_ms": max(timer.late_ms)}
-    return lag | {"idle_loop_lag_max_ms": idle_ms[0], "longest_callback_ms": loop.longest_ms}
+    return lag | {"idle_loop_lag_max_ms": idle_ms[1], "longest_callback_ms": loop.longest_ms}
 
 
 def measure(size: Size, parts: tuple[str, ...], base: Path) -> dict[str, Any]:
