@@ -1,7 +1,7 @@
 """Tokenizers: the protocol that areal uses, and loading from a folder or the hub without importing torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,10 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """On an event loop give a list: for another column transformers imports torch, which takes seconds."""
+        ...
+
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
 
 

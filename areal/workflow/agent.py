@@ -211,7 +211,7 @@ class AgentWorkflow(RolloutWorkflow):
         assert answer is not None
         texts = [(answer.text, list(answer.token_ids))]
         columns = row | {"messages": messages}
-        (found,) = await scorer.score(self.tokenizer.decode(context_ids), context_ids, texts, columns)
+        (found,) = await scorer.score(self.tokenizer.decode(list(context_ids)), context_ids, texts, columns)
         return found
 
     def notice(self) -> str:

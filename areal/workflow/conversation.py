@@ -106,7 +106,7 @@ class Conversation:
 
     def add_answer(self, response: GenerationResponse) -> str:
         """Append generated tokens. Returns their text without special tokens."""
-        text = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(list(response.output_ids), skip_special_tokens=True)
         position, finished = self._end.end, response.stop_reason == "stop"
         self._texts.append((position, text))
         self._end = self._tree.add_generated(
@@ -151,7 +151,7 @@ class Conversation:
         if self._end.is_generated and self._end.token_ids[-1:] == token_ids[:1]:
             token_ids = token_ids[1:]
         shown = token_ids if self._images is None else self._images.plain(token_ids)[0]
-        self._add_fixed(token_ids, self._tokenizer.decode(shown))
+        self._add_fixed(token_ids, self._tokenizer.decode(list(shown)))
         return True
 
     def add_text(self, text: str) -> bool:

@@ -91,7 +91,7 @@ class RLVRWorkflow(ScoredWorkflow):
         if self._get_input_ids_fn is None:
             return encode_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking)
         token_ids = self._get_input_ids_fn(row, self.tokenizer, self.enable_thinking)
-        return EncodedPrompt(self.tokenizer.decode(token_ids), packed_ids(token_ids))
+        return EncodedPrompt(self.tokenizer.decode(list(token_ids)), packed_ids(token_ids))
 
     def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
         clone = super().for_evaluation(gconfig)

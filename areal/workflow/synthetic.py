@@ -37,7 +37,7 @@ class SyntheticWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         rng = random.Random(data["index"])
         prompt_ids = packed_ids(rng.choices(self._alphabet, k=self._prompt_length))
-        prompt = EncodedPrompt(self._tokenizer.decode(prompt_ids), prompt_ids)
+        prompt = EncodedPrompt(self._tokenizer.decode(list(prompt_ids)), prompt_ids)
         lengths = [self._rule.draw(rng) for _ in range(self._num_samples)]
         group_id = uuid4().hex
         responses = await gather_or_cancel(

@@ -32,7 +32,7 @@ class ScriptedEngine:
         self.arrived.set()
         if self._gate is not None:
             await self._gate.wait()
-        text = self._answer(self._tokenizer.decode(request.input_ids))
+        text = self._answer(self._tokenizer.decode(list(request.input_ids)))
         ids = [*self._tokenizer.encode(text, add_special_tokens=False), self._end]
         cut = ids[: request.gconfig.max_new_tokens]
         return GenerationResponse(

@@ -10,13 +10,18 @@ import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from transformers.utils import generic
 
 from areal.agent import session
 from areal.api.alarm_rules import ALARM_RULES
+from areal.api.columns import packed_ids
 from areal.api.config import AgentConfig, GenerationHyperparameters
+from areal.api.data import GenerationResponse
 from areal.api.errors import RewardError, ServerUnavailable
+from areal.data.chat import EncodedPrompt
 from areal.observe.spans import span, tracing, track
 from areal.observe.trace import ChromeTracer, join_traces
+from areal.workflow import Conversation
 from areal.workflow.agent import AgentWorkflow
 from tests.agent.policies import ScriptedEngine, tool_tokenizer
 
@@ -177,6 +182,30 @@ async def test_the_reward_function_scores_the_last_answer(make) -> None:
     workflow = make("without_reward", reward_fn="exact", n_samples=1)
     group = await workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
     assert [one.reward for one in group.trajectories] == [1.0]
+
+
+async def test_no_text_of_a_session_needs_torch(make, monkeypatch) -> None:
+    """transformers imports torch for columns of another type than list; this process is a controller's."""
+
+    def fail(value: object) -> bool:
+        raise AssertionError(type(value))
+
+    monkeypatch.setattr(generic, "is_torch_tensor", fail)
+    workflow = make("without_reward", reward_fn="exact", n_samples=1)
+    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
+    (row,) = group.trajectories
+    conversation = Conversation(tool_tokenizer(), EncodedPrompt("", packed_ids(row.token_ids[:4])))
+    ids = packed_ids(row.token_ids[4:])
+    answer = GenerationResponse(
+        request_id="r",
+        input_ids=[],
+        output_ids=ids,
+        output_logprobs=[0.0] * len(ids),
+        output_versions=[0] * len(ids),
+        stop_reason="stop",
+    )
+    assert conversation.add_answer(answer)
+    assert conversation.add_turn(packed_ids(row.token_ids))
 
 
 async def test_a_used_up_budget_is_scored_and_counted(make) -> None:
