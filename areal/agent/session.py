@@ -352,8 +352,7 @@ class Session:
             style,
             tools=() if request.tool_choice == "none" else request.tools,
             turn_id=turn_id,
-            in_reasoning=request.prompt is None
-            and style.opens_reasoning(decode(list(plain(prompt[-_END_TOKENS:])[0]))),
+            in_reasoning=request.prompt is None and style.opens_reasoning(decode([*plain(prompt[-_END_TOKENS:])[0]])),
         )
         finish: FinishReason = "stop" if response.stop_reason == "stop" else "length"
         if finish == "length":

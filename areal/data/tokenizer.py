@@ -1,7 +1,7 @@
 """Tokenizers: the protocol that areal uses, and loading from a folder or the hub without importing torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 

@@ -30,7 +30,7 @@ _log = get_logger(__name__)
 
 GROWTH_BYTES = 2**30
 YOUNG_OBJECTS = 200_000
-"""So many new objects cause a pass over them."""
+"""After this number of new objects a pass looks at them."""
 _LOOK_S = 5.0
 
 
