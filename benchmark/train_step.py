@@ -30,14 +30,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal.api.allocation import AllocationMode, ParallelDims
+from areal.api.allocation import AllocationMode, ModelAllocation, ParallelDims
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.config.lora import LoRAConfig
 from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.build import TRAIN_ENGINES
 from areal.engine.mesh import TrainerMesh
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
@@ -75,8 +75,14 @@ CASES = {
     "t2": Case("t2"),
     "c2": Case("c2"),
     "hsdp2x1": Case("d2", shard_size=1),
+    **{f"megatron_{mesh}": Case(f"megatron:{mesh}") for mesh in ("d1", "d2", "t2", "p2", "c2")},
 }
 """Two ranks each, because the machine of the bars has two cores."""
+
+
+def _trainer(name: str) -> ModelAllocation:
+    mesh = CASES[name].mesh
+    return AllocationMode.parse(mesh if ":" in mesh else f"fsdp:{mesh}").train[0]
 
 
 def _loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
@@ -87,7 +93,8 @@ def _loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
 def measure(folder: Path, rank: int, name: str, tokens: int, sequences: int, steps: int) -> dict[str, float]:
     """What this rank found: seconds of the fastest step, by the clock and of CPU, MiB at most, costs of exchanges."""
     torch.set_num_threads(1)
-    case, dims = CASES[name], AllocationMode.parse(f"fsdp:{CASES[name].mesh}").train[0].parallel
+    case, trainer, began = CASES[name], _trainer(name), time.perf_counter()
+    dims = trainer.parallel
     context = ProcessContext(
         role="trainer", index=rank, world_size=dims.world_size, num_servers=0, run_id=0, run_dir=str(folder),
         num_threads=1, recover=False, device="cpu",
@@ -99,7 +106,8 @@ def measure(folder: Path, rank: int, name: str, tokens: int, sequences: int, ste
     config = TrainEngineConfig(
         path=str(folder), mb_spec=MicroBatchSpec(max_tokens_per_mb=max(tokens // min(sequences, 2), 256)), **options,
     )  # fmt: skip
-    engine = build_fsdp_engine(config, role="actor", total_steps=steps, mesh=mesh, seed=0)
+    engine = TRAIN_ENGINES[trainer.backend](config, role="actor", total_steps=steps, mesh=mesh, seed=0)
+    start_s = time.perf_counter() - began
     vocabulary = next(spec.shape[0] for spec in engine.weight_specs())
     rows = [[(7 * place + row) % vocabulary for place in range(tokens // sequences)] for row in range(sequences)]
     batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])
@@ -113,7 +121,7 @@ def measure(folder: Path, rank: int, name: str, tokens: int, sequences: int, ste
         engine.optimizer_step()
         seconds.append(time.perf_counter() - began)
         cpu_seconds.append(time.process_time() - cpu_began)
-    found = {"seconds": min(seconds), "cpu_seconds": min(cpu_seconds)}
+    found = {"seconds": min(seconds), "cpu_seconds": min(cpu_seconds), "start_s": start_s}
     found |= {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     if dims.world_size > 1:
         found |= exchange_costs(mesh)
@@ -165,7 +173,7 @@ def communication(shape: dict[str, Any], name: str, tokens: int, parameters: int
 
 def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, steps: int) -> dict[str, float]:
     """The slowest rank's figures."""
-    world_size = AllocationMode.parse(f"fsdp:{CASES[name].mesh}").train[0].parallel.world_size
+    world_size = _trainer(name).parallel.world_size
     with tempfile.TemporaryDirectory() as folder:
         model = LlamaConfig(**shape, tie_word_embeddings=True, max_position_embeddings=max(2048, tokens))
         (LlamaForCausalLM(model) if "lora" in CASES[name].options else model).save_pretrained(folder)
@@ -209,8 +217,8 @@ def main() -> None:
         found = run_case(name, shape, args.tokens, args.sequences, args.steps)
         alone = found["seconds"] if name == "d1" else alone
         row: dict[str, Any] = {"case": name, "tokens_per_s": args.tokens / found["seconds"], **found}
-        if alone is not None and "bytes_per_s" in found:
-            world_size = AllocationMode.parse(f"fsdp:{CASES[name].mesh}").train[0].parallel.world_size
+        if alone is not None and "bytes_per_s" in found and _trainer(name).backend == "fsdp":
+            world_size = _trainer(name).parallel.world_size
             sent, exchanges = communication(shape, name, args.tokens, parameters)
             cost = sent / found["bytes_per_s"] + exchanges * found["latency_s"]
             row |= {

@@ -50,13 +50,9 @@ _LACKED = {
     "every rank computes all images": ("MODEL.fsdp.shard_vision_across_sp",),
     "a recovery checkpoint has everything": ("recover.no_save_optim", "recover.no_load_optim"),
     "there is no FP8": ("MODEL.megatron.fp8_config*",),
-    "experts are not trained by the Megatron engine": ("MODEL.megatron.moe_*",),
+    "megatron.moe_token_dispatcher_type=flex uses DeepEP": ("MODEL.megatron.moe_enable_deepep",),
     "servers outside a run are rollout.server_addrs": ("rollout.api_url", "rollout.provider_api_key"),
     "give train_dataset.map_fn": ("*_dataset.dataset_kwargs*",),
-}
-_DEFAULTS = {
-    "moe_router_dtype": "fp32",
-    "moe_token_dispatcher_type": "alltoall",
 }
 _OFF = (None, False, 0, -1, "", [], {})
 _POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
@@ -97,9 +93,6 @@ def take_new_keys(draft: Draft) -> None:
         draft.set("recover.mode", _MODES[mode], "AReaL: recover.mode", "recover.mode")
     for why, patterns in _DROPPED.items():
         draft.drop(why, *_of_models(patterns))
-    for name, default in _DEFAULTS.items():
-        keys = [key for key, value in draft.values.items() if key.endswith(f".{name}") and value == default]
-        draft.drop("its default", *keys)
     for why, patterns in _LACKED.items():
         draft.lack(why, *_of_models(patterns), off=_OFF)
 

@@ -75,6 +75,10 @@ OPTIONS: dict[str, dict] = {
 }
 
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 SAVED = ("-plain", "-adam_bf16", "-adam_8bit", "-lora", "-offload_optimizer")
 """Cases that also save and load checkpoints."""
 
@@ -108,6 +112,7 @@ def write_models(folder: Path, num_layers: int = 2) -> None:
                 n_group=2,
                 topk_group=1,
                 n_shared_experts=2,
+                rope_parameters=YARN,
             )
         ),
     }

@@ -153,10 +153,10 @@ def offloaded_share(device: torch.device, folder: Path, allocated: Callable[[], 
     return left / state, max(gaps)
 
 
-def recovered_equals_unbroken(device: torch.device, folder: Path, target: Path) -> bool:
+def recovered_equals_unbroken(device: torch.device, folder: Path, target: Path, **options: object) -> bool:
     """Whether a step after saving and loading gives the bits of a step without."""
     batch, mesh = cases.make_batch(), TrainerMesh(0, 1, device)
-    options = {"optimizer": cases.ADAM, "dtype": "bfloat16", "fsdp": FSDPEngineConfig()}
+    options = {"optimizer": cases.ADAM, "dtype": "bfloat16", "fsdp": FSDPEngineConfig(), **options}
     unbroken = cases.make_engine(folder, mesh, **options)
     cases.train(unbroken, batch)
     unbroken.save(target, with_optimizer=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from areal.engine.megatron.builder import build_megatron_engine
 from tests.engine import engine_cases
 from tests.trainer import row_cases
 
@@ -21,3 +22,12 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def megatron_core():
+    """The builder of engines of Megatron-Core, whose process groups are closed after the test."""
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    yield build_megatron_engine
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()

@@ -5,13 +5,14 @@ The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder h
 
 import json
 import math
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from areal.api.allocation import ParallelDims
-from areal.api.config.megatron import MegatronEngineConfig
+from areal.api.config.megatron import DistributedDataParallelConfig, MegatronEngineConfig
 from areal.engine.megatron.builder import build_megatron_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.file_registry import FileRegistry
@@ -21,6 +22,12 @@ from tests.engine import mesh_cases
 SHARED = MegatronEngineConfig()
 """Data ranks share the optimiser's state: the default."""
 
+OVERLAP = DistributedDataParallelConfig(
+    overlap_grad_reduce=True, overlap_param_gather=True, align_param_gather=True, bucket_size=2000
+)
+AVERAGE = DistributedDataParallelConfig(
+    use_distributed_optimizer=False, average_in_collective=True, check_for_nan_in_grad=True
+)
 SELECTIVE = replace(SHARED, recompute_granularity="selective", recompute_modules=["moe", "core_attn"])
 
 
@@ -50,6 +57,15 @@ MESHES = {
     "d2t2ffn_e2t2": Mesh(ParallelDims(dp=2, tp=2, ep=2, etp=2)),
     "d2e2_allgather": Mesh(ParallelDims(dp=2, ep=2), replace(SHARED, moe_token_dispatcher_type="allgather")),
     "d2e2_selective": Mesh(ParallelDims(dp=2, ep=2), SELECTIVE),
+    "d2_overlap": Mesh(ParallelDims(dp=2), replace(SHARED, ddp=OVERLAP, use_deterministic_algorithms=True)),
+    "d2_average": Mesh(
+        ParallelDims(dp=2),
+        replace(SHARED, ddp=AVERAGE),
+    ),
+    "t2_distributed": Mesh(
+        ParallelDims(tp=2),
+        replace(SHARED, recompute_method="block", recompute_num_layers=3, distribute_saved_activations=True),
+    ),
 }
 
 
@@ -61,6 +77,24 @@ def weighs_once(engine) -> bool:
     """Whether the norm that is checked after a step counts each weight once; a collective."""
     squares = sum(value.double().square().sum().item() for _, value in engine.named_weights())
     return math.isclose(engine._optimizer._weight_norm_squared(), squares, rel_tol=1e-6)
+
+
+def most_held(engine) -> float:
+    """The most bytes of published weights that a rank holds besides its own, in multiples of the largest weight; a
+    collective."""
+    own = {value.untyped_storage().data_ptr() for value in engine._own.own.values()}
+    sizes: list[int] = []
+    alive: list[weakref.ref[torch.Tensor]] = []
+    peak = 0
+    for _, value in engine.named_weights():
+        sizes.append(value.nbytes)
+        alive.append(weakref.ref(value))
+        del value
+        found = [one for each in alive if (one := each()) is not None]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
+        peak = max(peak, sum(size for place, size in storages.items() if place not in own))
+        found.clear()
+    return peak / max(sizes)
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -76,9 +110,9 @@ def run_rank(rank: int, folder: Path) -> None:
     changes = changes_of(order["mesh"])
     for case in order["cases"]:
         facts[case] = mesh_cases.run_case(folder, case, mesh, None, **changes)
-        if case.endswith("-rich"):  # its embeddings are tied: the last stage has a copy
+        if case in ("qwen2-rich", "deepseek_v3-plain"):  # tied embeddings: the last stage has a copy; experts
             engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
-            facts[case]["weighs_once"] = weighs_once(engine)
+            facts[case] |= {"weighs_once": weighs_once(engine), "held": most_held(engine)}
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
     mesh.close()
 

@@ -38,6 +38,9 @@ CASES = {
     "d2t2ffn_e2t2": [*SPARSE, *BALANCED],
     "d2e2_allgather": ["qwen3_moe-plain", "qwen3_moe-micro"],
     "d2e2_selective": BALANCED,
+    "d2_overlap": ["qwen3-plain", "qwen2-rich", "qwen3-bf16"],
+    "d2_average": ["qwen3-plain", "qwen2-rich"],
+    "t2_distributed": ["qwen3-checkpointed"],
 }
 """Mesh -> models and options."""
 MARK = "make test-megatron writes it"
@@ -90,6 +93,7 @@ def test_a_megatron_mesh_equals_one_process(facts_of, rows, mesh, case):
     folder, facts = facts_of(mesh)
     found = check(folder, case, facts)
     assert all(fact[case].get("weighs_once", True) for fact in facts)
+    assert all(fact[case].get("held", 0.0) <= 3 for fact in facts)  # queries, keys and values are one weight
     if case.endswith(mesh_cases.SAVED):
         check_that_fsdp_continues(folder, case)
     rows[mesh, case] = table_row(mesh, case, found)

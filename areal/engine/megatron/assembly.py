@@ -30,7 +30,7 @@ from areal.engine.routing import Routing
 from areal.engine.sharded_load import draw_head
 from areal.weights.output_head import has_float32_head
 
-_ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
+ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
 _ORDER = "tp-cp-ep-dp-pp"
 """Tensor innermost, pipeline outermost: the ranks of `TrainerMesh`."""
 
@@ -60,7 +60,7 @@ def assembled_engine(
     )
     model_config = transformer_config(hf, config, mesh.dims, mesh.device, dtype=dtype, chunks=count)
     attend = attention_function(config.attn_impl, mesh.device, dtype)
-    options: dict[str, Any] = {"router_dtype": _ROUTER_DTYPES[config.megatron.moe_router_dtype], "groups": groups}
+    options: dict[str, Any] = {"router_dtype": ROUTER_DTYPES[config.megatron.moe_router_dtype], "groups": groups}
     plain = [
         PackedModel(model_config, hf, head, attend, tensor=mesh.tensor, stage=mesh.stage, chunk=chunk, **options)
         for chunk in range(count)
@@ -76,7 +76,7 @@ def assembled_engine(
         for chunk in plain:
             chunk.requires_grad_(False)
     else:
-        wrapped = [_with_ddp(chunk, model_config, config, place > 0, groups) for place, chunk in enumerate(plain)]
+        wrapped = _wrapped(plain, model_config, config, groups)
         options = {"mesh": mesh, "groups": groups, "dtype": dtype, "total_steps": total_steps}
         own = rank_weights(hf, head, plain, mesh, groups, count)  # the parameters moved into buffers
         chunks, optimizer = wrapped, MegatronOptimizer(wrapped, config, own, **options)
@@ -156,6 +156,18 @@ def fill(own: RankWeights, config: TrainEngineConfig, hf: Any, folder: Path, hea
                 draw_head(score, seed)
         own = own.without(HEAD)
     read_weights(own, reader)
+
+
+def _wrapped(
+    chunks: Sequence[nn.Module], model_config: Any, config: TrainEngineConfig, groups: ProcessGroupCollection
+) -> list[DistributedDataParallel]:
+    """The chunks with Megatron's data parallelism, and what the schedules call of it."""
+    found = [_with_ddp(chunk, model_config, config, place > 0, groups) for place, chunk in enumerate(chunks)]
+    if config.megatron.ddp.overlap_grad_reduce:  # in the backward pass of the last micro-batch
+        model_config.no_sync_func = [chunk.no_sync for chunk in found] if len(found) > 1 else found[0].no_sync
+    if config.megatron.ddp.align_param_gather and len(found) > 1:
+        model_config.param_sync_func = [chunk.start_param_sync for chunk in found]
+    return found
 
 
 def _with_ddp(

@@ -153,6 +153,8 @@ class MegatronEngine:
         self._require_optimizer().clear_state()
 
     def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
+        if self._optimizer is not None:
+            self._optimizer.gather_weights()
         for weight in self._own.weights:
             local, dtype = self._own.own.get(key_of(weight)), self._dtype_of(weight)
             if stored and self._optimizer is not None:

@@ -2,6 +2,7 @@
 # pyright: reportMissingImports=false
 
 import importlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,22 +36,28 @@ class PackedRouter(nn.Module):
         for weight in self.gate.parameters():
             weight.data = weight.data.to(config.params_dtype)
             weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-        self._dtype, self._num_experts = dtype, config.num_moe_experts
+        if dtype is not None:
+            self.gate.forward = partial(_computed_in, dtype, self.gate)
+        self._num_experts = config.num_moe_experts
 
     def set_layer_number(self, number: int) -> None:
         """Called by Megatron-Core, whose routers write statistics by layer."""
 
     def forward(self, states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """States [T, 1, h] -> weights [T, E], 0 for experts that were not chosen, and which were chosen [T, E]."""
-        states = states.flatten(0, 1)
-        if self._dtype is None:
-            _, weights, chosen = self.gate(states)
-        else:
-            given = {name: weight.to(self._dtype) for name, weight in self.gate.named_parameters()}
-            _, weights, chosen = torch.func.functional_call(self.gate, given, (states.to(self._dtype),))
+        _, weights, chosen = self.gate(states.flatten(0, 1))
         weights = weights.float()
         none = weights.new_zeros(len(weights), self._num_experts)
         return none.scatter(1, chosen, weights), none.bool().scatter(1, chosen, True)
+
+
+def _computed_in(dtype: torch.dtype, gate: nn.Module, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The result of a router with its weight in another type; inside its call, because hooks gather the weight."""
+    vars(gate)["weight"] = gate.weight.to(dtype)
+    try:
+        return type(gate).forward(gate, states.to(dtype))
+    finally:
+        del vars(gate)["weight"]
 
 
 def recompute_with_row(layer: MoELayer, routing: Routing) -> None:

@@ -52,6 +52,7 @@ class MegatronOptimizer:
                 optimizer_config(config, dtype), list(chunks), config_overrides={}, use_gloo_process_groups=False
             )
         self._is_shared = shares_state(config)
+        self._is_late = self._is_shared and config.megatron.ddp.overlap_param_gather
         self.num_steps = 0
         """Calls of `step` so far: the position in the schedule."""
 
@@ -79,6 +80,11 @@ class MegatronOptimizer:
         if not self._weight_norm_squared() < MAX_WEIGHT_NORM**2:
             raise TrainingDiverged("weight", self._worst(self._own.own), rate)
         return {"lr": Metric(rate), "grad_norm": Metric(norm)}
+
+    def gather_weights(self) -> None:
+        """Complete the weights of the model, which else are gathered in the next forward pass; a collective."""
+        for chunk in self._chunks if self._is_late else ():
+            chunk.start_param_sync(force_sync=True)
 
     def clear_gradients(self) -> None:
         for chunk in self._chunks:

@@ -1,0 +1,154 @@
+"""Every option of the Megatron engine reaches Megatron-Core, or is refused with its reason."""
+
+import importlib
+from dataclasses import fields, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, Qwen3MoeConfig
+
+from areal.api.allocation import ParallelDims
+from areal.api.config import OptimizerConfig, TrainEngineConfig
+from areal.api.config.legacy import LEGACY
+from areal.api.config.megatron import DistributedDataParallelConfig, MegatronEngineConfig
+from areal.system.mesh_rules import package_problem
+
+SHAPE = {
+    "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+}  # fmt: skip
+DENSE = Qwen3MoeConfig(**SHAPE, num_experts=4)
+SHARED = DeepseekV3Config(
+    **SHAPE, n_routed_experts=4, n_group=1, topk_group=1, kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=6,
+    qk_rope_head_dim=4, v_head_dim=10,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_cpu():
+    importlib.import_module("tests.megatron.cpu_modules")
+
+
+def settings_of(options: MegatronEngineConfig, hf: Any = DENSE) -> dict[str, Any]:
+    """What Megatron-Core gets for a model that is trained with `options`."""
+    from areal.engine.megatron.model_config import ddp_config, optimizer_config, transformer_config
+
+    optimizer = OptimizerConfig(type="adam")
+    config = TrainEngineConfig(path="x", megatron=options, optimizer=optimizer, gradient_checkpointing=True)
+    chunks = options.virtual_pipeline_parallel_size
+    dims = ParallelDims(pp=2, dp=2, ep=2)
+    model = transformer_config(hf, config, dims, torch.device("cpu"), dtype=torch.float32, chunks=chunks)
+    found = vars(model) | {f"ddp.{name}": value for name, value in vars(ddp_config(config)).items()}
+    return found | {f"optimizer.{name}": value for name, value in vars(optimizer_config(config, torch.float32)).items()}
+
+
+def ddp(**options: Any) -> dict[str, Any]:
+    return {"ddp": DistributedDataParallelConfig(**options)}
+
+
+SELECTIVE = {"recompute_granularity": "selective"}
+OVERLAP = {"overlap_grad_reduce": True}
+ALIVE: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "ddp.grad_reduce_in_fp32": (ddp(grad_reduce_in_fp32=False), "ddp.grad_reduce_in_fp32", False),
+    "ddp.overlap_grad_reduce": (ddp(**OVERLAP), "ddp.overlap_grad_reduce", True),
+    "ddp.overlap_param_gather": (ddp(**OVERLAP, overlap_param_gather=True), "optimizer.overlap_param_gather", True),
+    "ddp.align_param_gather": (
+        ddp(**OVERLAP, overlap_param_gather=True, align_param_gather=True),
+        "ddp.align_param_gather",
+        True,
+    ),
+    "ddp.use_distributed_optimizer": (
+        ddp(use_distributed_optimizer=False),
+        "optimizer.use_distributed_optimizer",
+        False,
+    ),
+    "ddp.check_for_nan_in_grad": (ddp(check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad", True),
+    "ddp.bucket_size": (ddp(**OVERLAP, bucket_size=77), "ddp.bucket_size", 77),
+    "ddp.average_in_collective": (ddp(average_in_collective=True), "calculate_per_token_loss", False),
+    "virtual_pipeline_parallel_size": (
+        {"virtual_pipeline_parallel_size": 2},
+        "virtual_pipeline_model_parallel_size",
+        2,
+    ),
+    "use_deterministic_algorithms": ({"use_deterministic_algorithms": True}, "deterministic_mode", True),
+    "recompute_granularity": (SELECTIVE, "recompute_granularity", "selective"),
+    "recompute_method": ({"recompute_method": "block"}, "recompute_method", "block"),
+    "recompute_num_layers": ({"recompute_num_layers": 2}, "recompute_num_layers", 2),
+    "recompute_modules": ({**SELECTIVE, "recompute_modules": ["moe"]}, "recompute_modules", ["moe"]),
+    "distribute_saved_activations": ({"distribute_saved_activations": True}, "distribute_saved_activations", True),
+    "moe_token_dispatcher_type": ({"moe_token_dispatcher_type": "allgather"}, "variable_seq_lengths", False),
+    "moe_shared_expert_overlap": ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap", True),
+    "overlap_param_gather_with_optimizer_step": (
+        {"overlap_param_gather_with_optimizer_step": True, **ddp(**OVERLAP, overlap_param_gather=True)},
+        "optimizer.overlap_param_gather_with_optimizer_step",
+        True,
+    ),
+}
+"""Option -> options that set it, a setting of Megatron-Core, its value."""
+NEEDING: dict[str, dict[str, Any]] = {
+    "ddp.fp8_param_gather": ddp(fp8_param_gather=True),
+    "use_precision_aware_optimizer": {"use_precision_aware_optimizer": True},
+    "moe_permute_fusion": {"moe_permute_fusion": True},
+    "recompute_modules=layernorm": {**SELECTIVE, "recompute_modules": ["layernorm"]},
+}
+"""Refused without Transformer Engine."""
+TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Of use_precision_aware_optimizer."""
+IN_EQUALITY = ("moe_router_dtype",)
+"""Read by routers: `test_the_router_computes_in_its_type`."""
+
+
+@pytest.mark.parametrize("name", ALIVE)
+def test_an_option_reaches_megatron_core(name):
+    options, setting, value = ALIVE[name]
+    settings = partial(settings_of, hf=SHARED if "shared" in name else DENSE)
+    assert settings(MegatronEngineConfig())[setting] != value
+    assert settings(MegatronEngineConfig(**options))[setting] == value
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_an_option_that_needs_transformer_engine_is_refused_without_it(name):
+    options = MegatronEngineConfig(**NEEDING[name])
+    problem = package_problem("megatron", options)
+    assert problem is not None
+    assert f"megatron.{name} " in problem
+    assert "transformer-engine" in problem
+    assert "\n" not in problem
+
+
+def test_a_dispatcher_without_its_package_is_refused():
+    problem = package_problem("megatron", MegatronEngineConfig(moe_token_dispatcher_type="flex"))
+    assert problem is not None
+    assert "deep_ep" in problem
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("fp32", torch.float32), ("fp64", torch.float64), (None, None)])
+def test_the_router_computes_in_its_type(dtype, expected, monkeypatch):
+    from areal.engine.megatron.assembly import ROUTER_DTYPES
+    from areal.engine.megatron.experts import PackedRouter
+
+    options = replace(MegatronEngineConfig(), moe_router_dtype=dtype)
+    config = SimpleNamespace(**settings_of(options) | {"params_dtype": torch.bfloat16})
+    router = PackedRouter(DENSE, ROUTER_DTYPES[dtype], config=config, pg_collection=None)
+    seen, plain = [], type(router.gate).forward
+
+    def record(gate, states):
+        seen.append((states.dtype, gate.weight.dtype))
+        return plain(gate, states)
+
+    monkeypatch.setattr(type(router.gate), "forward", record)
+    weights, chosen = router(torch.randn(5, 1, 16, dtype=torch.bfloat16))
+    assert seen == [(expected or torch.bfloat16,) * 2]
+    assert weights.dtype == torch.float32
+    assert chosen.sum(1).tolist() == [2] * 5
+
+
+def test_the_table_has_every_option():
+    own = {one.name for one in fields(MegatronEngineConfig)} - {"ddp"}
+    own |= {f"ddp.{one.name}" for one in fields(DistributedDataParallelConfig)}
+    refused = {name.split("=")[0] for name in NEEDING}
+    assert {*ALIVE, *refused, *TYPES, *IN_EQUALITY} == own
+    assert len(own | LEGACY["MegatronEngineConfig"].keys()) >= 28
