@@ -41,6 +41,9 @@ REWARD_FUNCTIONS: dict[str, FunctionRef] = {
     "gsm8k": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
     "math": FunctionRef(name="symbolic_math_reward", module="areal.reward.math_symbolic"),
     "code": FunctionRef(name="code_reward", module="areal.reward.code"),
+    "clevr_count_70k": FunctionRef(name="count_reward", module="areal.reward.vision_answer"),
+    "geometry3k": FunctionRef(name="vision_math_reward", module="areal.reward.vision_answer"),
+    "virl39k": FunctionRef(name="vision_math_reward", module="areal.reward.vision_answer"),
 }
 WORKFLOWS: dict[str, FunctionRef] = {
     "rlvr": FunctionRef(name="RLVRWorkflow", module="areal.workflow.rlvr"),
@@ -52,7 +55,12 @@ WORKFLOWS: dict[str, FunctionRef] = {
 ACCEPT_FUNCTIONS: dict[str, FunctionRef] = {
     "mixed_rewards": FunctionRef(name="mixed_rewards", module="areal.workflow.accept"),
 }
-MAP_FUNCTIONS: dict[str, FunctionRef] = {"gsm8k": FunctionRef(name="gsm8k_row", module="areal.data.dataset")}
+MAP_FUNCTIONS: dict[str, FunctionRef] = {
+    "gsm8k": FunctionRef(name="gsm8k_row", module="areal.data.dataset"),
+    "clevr_count_70k": FunctionRef(name="clevr_count_row", module="areal.data.vision_rows"),
+    "geometry3k": FunctionRef(name="geometry3k_row", module="areal.data.vision_rows"),
+    "virl39k": FunctionRef(name="virl39k_row", module="areal.data.vision_rows"),
+}
 ANSWER_FUNCTIONS: dict[str, FunctionRef] = {
     "number": FunctionRef(name="canonical_answer", module="areal.reward.math_answer"),
     "choice": FunctionRef(name="extract_choice", module="areal.reward.choice"),

@@ -119,8 +119,9 @@ def selection_problems(config: RewardConfig, *, short_form: str) -> Problems:
                     f"{path} gives no weight to {', '.join(config.filter_on)}, so the filter value is constant: add one"
                 )
                 yield "reward.filter_on", text
-    if config.on_error == "fail" and "math" in known and config.timeout_s < MATH_NEEDS_S:
-        text = f"{config.timeout_s:g} s is below the {MATH_NEEDS_S:g} s that the reward math can need"
+    slow = sorted(known & {"math", "geometry3k", "virl39k"})
+    if config.on_error == "fail" and slow and config.timeout_s < MATH_NEEDS_S:
+        text = f"{config.timeout_s:g} s is below the {MATH_NEEDS_S:g} s that the reward {slow[0]} can need"
         yield "reward.timeout_s", f"{text}: raise it, or set reward.on_error=zero"
     users: dict[str, str] = {}
     for name, short in short_names(known).items():
