@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from areal.api.config import LoRAConfig
 from areal.api.config.lora import ALL_LINEAR, is_target
 from areal.api.errors import ConfigError
+from areal.engine.hf_model import other_towers
 from areal.engine.region import copy_part, local_part, region_of, whole_tensor
 from areal.engine.sharded_load import seed_of
 from areal.system.adapter_files import is_saved, prefixes, require_targets
@@ -218,14 +219,19 @@ def _initial(layer: LoRALinear, config: LoRAConfig, seed: int) -> tuple[Tensor, 
 
 
 def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]:
-    """The linear layers that get adapters, by name; all-linear is every one but the output head, as in peft."""
+    """The linear layers that get adapters, by name.
+
+    all-linear is every one but the output head, as in peft, and but those of the parts that only images use. Names and
+    patterns choose layers of all parts.
+    """
     head, targets = model.get_output_embeddings(), config.target_modules
     linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one is not head}
     saved = config.modules_to_save
     linear = {name: one for name, one in linear.items() if not any(is_saved(part, saved) for part in prefixes(name))}
     require_targets(config, list(linear), list(_with_weights(model)))
     every = targets in (ALL_LINEAR, [ALL_LINEAR])
-    found = {name: one for name, one in linear.items() if every or is_target(name, targets)}
+    others = {id(module) for tower in other_towers(model) for module in tower.modules()} if every else set[int]()
+    found = {name: one for name, one in linear.items() if (every or is_target(name, targets)) and id(one) not in others}
     for name, one in found.items() if config.init in ("pissa", "olora") else ():
         if config.rank > min(one.weight.shape):
             text = f"lora.rank={config.rank} with init={config.init} exceeds the size {min(one.weight.shape)} of {name}"

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from areal.api.config import MicroBatchSpec, TrainEngineConfig
+from areal.api.config import LoRAConfig, MicroBatchSpec, TrainEngineConfig
 from areal.api.image_positions import positions_3d
 from areal.api.images import ImageRef, expanded
 from areal.data.balance import balanced_parts
@@ -20,6 +20,7 @@ from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh
 from areal.system.image_codec import encode_image
 from areal.system.image_files import ImageFiles
@@ -137,6 +138,17 @@ def test_parts_are_frozen_or_have_their_own_rate(folder):
     for options in ({"freeze": ["vision"]}, {"optimizer": replace(slow, lr_of={"vision": 0.5})}):
         with raises_code("model.no_such_weight"):
             make_engine(folder, **options)
+
+
+def test_all_linear_gives_the_vision_tower_no_adapters(folder):
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    adapters = Adapters(model, LoRAConfig(rank=2))
+    assert {name.split(".")[1] for name in adapters.layers} == {"language_model"}
+    assert len(adapters.layers) == 2 * 7
+    assert "q_proj" in adapters.target_names()
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    asked = Adapters(model, LoRAConfig(rank=2, target_modules=[*adapters.target_names(), "qkv"]))
+    assert {name.split(".")[1] for name in set(asked.layers) - set(adapters.layers)} == {"visual"}
 
 
 def test_wrong_images_are_refused(folder, tmp_path):
