@@ -25,6 +25,7 @@ from areal.replay.regrade import RegradedPayloads
 from areal.rollout.share_codec import read_share
 from areal.system.durable import append_whole
 from areal.system.file_registry import FileRegistry
+from areal.system.image_files import ImageFiles
 from areal.system.process import ProcessContext, run_main
 from areal.trainer.ppo_loop import PPOLoop, published_adapter
 from areal.trainer.process_setup import join_run, prepare_process
@@ -114,7 +115,7 @@ def replay_on(context: ProcessContext, folder: Path) -> None:
         mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=parallel)
         stack.callback(mesh.close)
         length = run.length(config)
-        roles = build_roles(config, mesh, length)
+        roles = build_roles(config, mesh, length, images=ImageFiles(run.paths.images))
         lead = roles.trained["actor"]
         if order.start_step:
             store = RecoverStore(run.paths.recover, config.recover, roles.recovered, mesh)

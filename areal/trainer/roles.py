@@ -46,9 +46,11 @@ class PPORoles:
         return self.trained | self.frozen
 
 
-def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) -> PPORoles:
-    """Load the models that the configuration names; a collective."""
-    images = ImageFiles(RunPaths.of(config).images)
+def build_roles(
+    config: PPOConfig, mesh: TrainerMesh, length: TrainingLength, *, images: ImageFiles | None = None
+) -> PPORoles:
+    """Load the models that the configuration names; a collective. `images`: of the batches, None = those of the run."""
+    images = images or ImageFiles(RunPaths.of(config).images)
     build = partial(TRAIN_ENGINES[config.allocation.train[0].backend], mesh=mesh, seed=config.seed, images=images)
     build_frozen = partial(build, total_steps=0)
     trained: dict[str, TrainEngine] = {

@@ -2,19 +2,24 @@
 would have written and the files that a launcher leaves."""
 
 import asyncio
+import io
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from areal.api.config import GRPOConfig
 from areal.api.config.load import load_config, save_config
 from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.images import ImageRef
 from areal.data.prompt_stream import PromptStream
+from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.engine.mesh import TrainerMesh
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import encode_episode
@@ -23,8 +28,11 @@ from areal.observe.step_files import JsonlTracker
 from areal.replay import __main__ as command
 from areal.replay.rank import NoServers, replay_on
 from areal.rollout.batching import SharePart, build_share
+from areal.system.image_codec import encode_image
+from areal.system.image_files import ImageFiles
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
+from areal.system.vision_layout import read_vision_layout
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.ppo_loop import PPOLoop
 from areal.trainer.process_setup import prepare_process
@@ -94,9 +102,10 @@ def write_reward_model(folder: Path) -> None:
 class FakeController:
     """A BatchSource that makes up episodes and keeps the books like a controller."""
 
-    def __init__(self, folder: Path, runner: asyncio.Runner, reward=None) -> None:
-        """`reward`: of an answer's token ids; None = a random number."""
+    def __init__(self, folder: Path, runner: asyncio.Runner, reward=None, images: Sequence[ImageRef] = ()) -> None:
+        """`reward`: of an answer's token ids; None = a random number. `images`: each is that of some trajectories."""
         self._reward = reward
+        self._images = images
         self._ledger = Ledger.open(folder)
         self._runner = runner
         self._dice = random.Random(5)
@@ -121,7 +130,24 @@ class FakeController:
             reward=self._dice.random(),
             finished=True,
         )
+        if self._images:
+            return self._with_image(made)
         return made if self._reward is None else replace(made, reward=self._reward(made.token_ids[1:]))
+
+    def _with_image(self, made: Trajectory) -> Trajectory:
+        """The answer after an image, without tokens of images."""
+        image = self._dice.choice(self._images)
+        start, end, place, _ = range(3, 3 + len(IMAGE_TOKENS))
+        before = [start, *[place] * (image.grid[1] * image.grid[2] // 4), end]
+        size = len(before)
+        return replace(
+            made,
+            token_ids=before + [7 + token % 4 for token in made.token_ids],
+            loss_mask=[0] * size + list(made.loss_mask),
+            rollout_logprobs=[0.0] * size + list(made.rollout_logprobs),
+            output_versions=[-1] * size + list(made.output_versions),
+            images=(image,),
+        )
 
     async def _compose(self, step: int):
         ids, payloads = [], []
@@ -155,9 +181,30 @@ class FakeController:
         self._do(self._ledger.close())
 
 
-def train(folder: Path, text: str, reward=None) -> Run:
+def write_vision_model(folder: Path) -> None:
+    tokenizer = character_tokenizer(["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, *"abcd"])
+    tiny_vision_model(tokenizer, 1, width=32).save_pretrained(folder)
+    write_image_processor(folder, max_pixels=56 * 56)
+
+
+def write_images(model: Path, files: ImageFiles) -> list[ImageRef]:
+    """Two images in the size that the model takes."""
+    layout, found = read_vision_layout(str(model)), list[ImageRef]()
+    assert layout is not None
+    for size in ((56, 56), (28, 56)):
+        target = io.BytesIO()
+        Image.effect_noise(size, 90).convert("RGB").save(target, "PNG")
+        png, grid = encode_image(target.getvalue(), layout)
+        found.append(ImageRef(files.put(png), grid))
+    return found
+
+
+def train(folder: Path, text: str, reward=None, *, with_images: bool = False) -> Run:
     """The live run: everything real but the controller and the servers."""
-    write_model(folder / "model", seed=1)
+    if with_images:
+        write_vision_model(folder / "model")
+    else:
+        write_model(folder / "model", seed=1)
     if "FOLDER/reward_model" in text:
         write_reward_model(folder)
     (folder / "given.yaml").write_text(text.replace("FOLDER", str(folder)))
@@ -172,13 +219,15 @@ def train(folder: Path, text: str, reward=None) -> Run:
     prepare_process(context, config.seed)
     mesh = TrainerMesh.open(context)
     length = TrainingLength.of(config, num_rows=ROWS, samples_per_row=2)
-    roles = build_roles(config, mesh, length)
+    files = ImageFiles(paths.images)
+    images = write_images(folder / "model", files) if with_images else ()
+    roles = build_roles(config, mesh, length, images=files)
     initial = {role: checksum_of(engine, mesh) for role, engine in roles.engines.items()}
     paths.initial_weights.write_text(json.dumps(initial))
     recover = RecoverStore(paths.recover, config.recover, roles.recovered, mesh)
     recover.start_from(after_failure=False)
     with asyncio.Runner() as runner:
-        controller = FakeController(paths.ledger, runner, reward)
+        controller = FakeController(paths.ledger, runner, reward, images)
         after_step = AfterStep(
             config,
             roles.trained,
@@ -231,6 +280,12 @@ def recorded(tmp_path_factory) -> Run:
 def recorded_with_rewards(tmp_path):
     """The run of `recorded` with another reward function."""
     return lambda reward: train(tmp_path, CONFIG, reward)
+
+
+@pytest.fixture(scope="session")
+def recorded_with_images(tmp_path_factory) -> Run:
+    """A run whose trajectories have an image each."""
+    return train(tmp_path_factory.mktemp("recorded_with_images"), CONFIG, with_images=True)
 
 
 @pytest.fixture(scope="session")

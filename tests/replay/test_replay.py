@@ -107,6 +107,17 @@ def test_a_damaged_payload_is_named(run):
         replay(run)
 
 
+def test_a_replay_of_a_moved_run_reads_its_own_image_files(recorded_with_images, tmp_path, capsys):
+    shutil.copytree(recorded_with_images.folder, tmp_path / "run")
+    run = RunPaths(tmp_path / "run")
+    assert replay(run) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "equal: 4 steps, 4 with checksums, 4 with metrics"
+    for path in run.images.glob("*/*.png"):
+        path.write_bytes(b"other")
+    with raises_code("data.image_changed"):
+        replay(run)
+
+
 def test_another_learning_rate_in_the_configuration_shows_at_the_first_step(run, capsys):
     text = run.config.read_text()
     run.config.write_text(text.replace("lr: 0.01", "lr: 0.011"))
