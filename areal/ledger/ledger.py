@@ -17,8 +17,9 @@ from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import not_writable, read_payload, recover_folder, remedy, segment_numbers
 from areal.ledger.event_log import EventLog, GroupCommitLog, GroupWriter
 from areal.ledger.payload import EncodedEpisode, check_payload
-from areal.ledger.retention import Retention, delete_segments, prunable
+from areal.ledger.retention import Retention, delete_segments, delete_unused_images, prunable
 from areal.ledger.state import IDENTITY, BatchRecord, Event, LedgerState
+from areal.system.image_files import ImageFiles
 
 MAX_REASON = 400
 """Maximum length of a recorded reason, in characters."""
@@ -261,6 +262,12 @@ class Ledger:
                 await asyncio.to_thread(delete_segments, self._folder, segments)
             except OSError as error:
                 raise not_writable(self._folder, error) from error
+
+    def prune_images(self, files: ImageFiles) -> int:
+        """As `delete_unused_images`, unless rollout.keep_payloads=all."""
+        if self._folder is None or self._retention.is_all:
+            return 0
+        return delete_unused_images(self._folder, files)
 
     def payload(self, episode_id: int, where: tuple[int, int, int]) -> bytes:
         """The payload of an accepted episode, which must be durable. Raises LedgerError when it is damaged."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.api.config import PPOConfig
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, LedgerError
 from areal.api.routed_experts import ExpertShape
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
@@ -17,6 +17,7 @@ from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
 from areal.ledger.ledger import Ledger
+from areal.observe.log import get_logger
 from areal.observe.session_trace import open_session_tracer
 from areal.observe.spans import tracing
 from areal.observe.trace import open_tracer
@@ -25,6 +26,7 @@ from areal.rollout.controller import Controller
 from areal.rollout.controller_process import run_serving
 from areal.rollout.evaluation import HeldOutOptions, last_answer_ids
 from areal.system.discovery import registry_of
+from areal.system.image_files import ImageFiles
 from areal.system.model_shape import ModelShape
 from areal.system.process import ProcessContext
 from areal.system.run_images import RunImages
@@ -52,7 +54,7 @@ def serve_rollouts(
     registry = registry_of(config)
     servers = config.allocation.inference
     assert servers is not None  # a run without servers has no controller
-    factory = replica_factory(servers.backend)
+    factory, vision = replica_factory(servers.backend), RunImages.of(config)
     for rows in (train_rows, *valid_sets.values()):
         workflow.check_rows(rows)
 
@@ -62,6 +64,8 @@ def serve_rollouts(
             keep_rejected=config.rollout.keep_rejected,
             keep_payloads=config.rollout.keep_payloads,
         )
+        if vision is not None:
+            prune_images(ledger, ImageFiles(RunPaths.of(config).images))
         abandoned = range(ledger.state.version + 1, ledger.state.highest_version + 1)
         return Controller(
             config,
@@ -74,7 +78,7 @@ def serve_rollouts(
                 seed=config.seed,
                 dtype=config.native.dtype if servers.backend == NATIVE.name else "bfloat16",
                 experts=recorded_experts(config),
-                vision=RunImages.of(config),
+                vision=vision,
             ),
             workflow=workflow,
             rows=PromptStream.of(train_rows, config),
@@ -90,6 +94,17 @@ def serve_rollouts(
     sessions = open_session_tracer(config.perf_tracer, paths)
     with tracing(open_tracer(config.perf_tracer, paths, context.name), sessions):
         run_serving(make_controller, context.host, registry)
+
+
+def prune_images(ledger: Ledger, files: ImageFiles) -> None:
+    """Delete unused images of an earlier controller. They stay, with a warning, where that is not possible."""
+    try:
+        if count := ledger.prune_images(files):
+            get_logger("rollout").info(
+                "%d images were deleted: no payload refers to them (rollout.keep_payloads)", count
+            )
+    except (LedgerError, OSError) as error:
+        get_logger("rollout").warning("no unused images are deleted: %s", error)
 
 
 def recorded_experts(config: PPOConfig) -> ExpertShape | None:

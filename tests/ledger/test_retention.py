@@ -1,21 +1,30 @@
 """Payload segments that nothing needs are deleted; the ledger says so, and a crash meanwhile changes nothing."""
 
+import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from areal.api.config import InferenceEngineConfig
+from areal.api.data import TrajectoryGroup
 from areal.api.errors import LedgerError
+from areal.api.images import ImageRef
 from areal.ledger import event_files, event_log, ledger
 from areal.ledger.audit import audit
 from areal.ledger.event_files import PayloadReader, payload_path, segment_numbers
+from areal.ledger.kept import KeptPayloads
 from areal.ledger.ledger import Ledger
+from areal.ledger.payload import encode_episode
 from areal.ledger.retention import Retention, delete_segments
 from areal.ledger.show import show_episode
 from areal.ledger.state import LedgerState
+from areal.system.image_files import ImageFiles
+from tests.expect import raises_code
 from tests.rollout import rollout_kit
 
 NUM_STEPS = 6
+IMAGE_NAMES = ("pruned", "waiting", "rejected", "session", "unused")
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +97,63 @@ async def test_a_run_continues_on_a_pruned_ledger(tmp_path):
     assert before.pruned_segments < after.pruned_segments
     assert after.last_segment > last
     assert audit(tmp_path).is_clean
+
+
+@pytest.fixture
+async def images(forge):
+    """Images of a pruned, a waiting, a rejected and no episode, and one that a recorded session has, by name."""
+    files = ImageFiles(forge.folder.parent / "images")
+    refs = {name: ImageRef(files.put(name.encode()), (1, 2, 2)) for name in IMAGE_NAMES}
+
+    def answer(name):
+        (one,) = forge._short_answer(0, 0).trajectories
+        return TrajectoryGroup(trajectories=[replace(one, images=(refs[name],))])
+
+    for number, name in ((0, "pruned"), (4, "waiting")):
+        forge.answers[number] = answer(name)
+    forge.answers[3] = TrajectoryGroup(
+        trajectories=[replace(*forge._short_answer(3, 0).trajectories, session=0, turns=[-1, 0])],
+        record=json.dumps({"sessions": [{"messages": [{"content": [{"sha256": refs["session"].sha256}]}]}]}),
+    )
+    forge.started()
+    forge.attached(0, 0)
+    forge.admitted(0, 1, 2, 3, 4, 5)
+    forge.accepted(0, 1, payload=(2, 0, 5))
+    forge.accepted(2, 3, 4)
+    forge.rejected(5)
+    forge.batched(0, 0, 1)
+    forge.trained(0)
+    forge.batched(1, 2, 3)
+    forge.trained(1)
+    forge.committed(2)
+    forge.events.append({"event": "pruned", "segments": [2], "first_step": 1, "at": 1.0})
+    forge.write()
+    kept = KeptPayloads(forge.folder, 5)
+    kept.write([(5, 0, encode_episode(5, answer("rejected")).payload)])
+    return files, refs
+
+
+@pytest.mark.parametrize(("keep", "deleted"), [("all", []), ("recover", ["pruned", "unused"])])
+async def test_images_without_a_payload_are_deleted(forge, images, keep, deleted):
+    files, refs = images
+    opened = Ledger.open(forge.folder, keep_payloads=keep)
+    assert opened.prune_images(files) == len(deleted)
+    assert opened.prune_images(files) == 0
+    await opened.close()
+    assert [name for name in IMAGE_NAMES if not files.path(refs[name].sha256).exists()] == deleted
+    assert audit(forge.folder).is_clean
+
+
+async def test_all_images_stay_where_a_payload_is_damaged(forge, images):
+    files, refs = images
+    opened = Ledger.open(forge.folder, keep_payloads="recover")
+    data = bytearray(payload_path(forge.folder, 1).read_bytes())
+    data[-1] ^= 1
+    payload_path(forge.folder, 1).write_bytes(data)
+    with raises_code("ledger.bad_payload"):
+        opened.prune_images(files)
+    await opened.close()
+    assert all(files.path(ref.sha256).exists() for ref in refs.values())
 
 
 @pytest.mark.parametrize("num_deleted", [0, 1, None])
