@@ -120,6 +120,8 @@ checkpoint.other_run: A recovery checkpoint belongs to another model, allocation
 
 command.no_metric: None of the runs has recorded a metric of this name or pattern.
     Use a name in metrics.jsonl, for example rollout/reward, or a pattern such as 'eval/*'.
+command.not_written: A command cannot write the requested files.
+    Name a folder that can be written, on a disk with free space.
 command.unknown: The command `areal` has no subcommand of this name.
     Use one of those that `areal --help` lists.
 

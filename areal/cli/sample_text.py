@@ -54,6 +54,7 @@ def facts_of(
         "prompt": "" if spans[0]["generated"] else spans[0]["text"],
         "answer": _text(answers[-1], tokenizer, plain=True) if answers else "",
         "spans": spans,
+        "images": [{"sha256": image.sha256, "grid": image.grid} for image in sample.images],
     }
     if sample.session is not None:
         facts["session"] = _session(sample.session)
@@ -107,6 +108,9 @@ def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
         yield ""
         return
     yield f"   {_scored(facts)}"
+    for image in facts["images"]:
+        time, height, width = image["grid"]
+        yield f"   image {image.get('file', image['sha256'])} ({time} x {height} x {width} patches)"
     if session := facts.get("session"):
         yield f"   {safe(_session_text(session))}"
     if "tokens" in facts:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -18,6 +19,7 @@ from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.ledger.audit import ledger_folder
 from areal.ledger.samples import EpisodeRecord, Sample, Samples
 from areal.ledger.show import show_episode, show_step
+from areal.system.image_files import ImageFiles
 from areal.system.run_paths import RunPaths, run_folder
 
 _LIMIT = 10
@@ -46,6 +48,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=_count, metavar="N", help=f"at most N answers (default {_LIMIT})")
     parser.add_argument("--tokens", action="store_true", help="every token: log-probability, mask, version")
     parser.add_argument("--row", action="store_true", help="the other columns of the dataset row, such as the solution")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="write the images of these answers to this folder")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the tokenizer in the configuration of the run")
     parser.add_argument("--json", action="store_true", help="print JSON")
     found = parser.parse_args(words)
@@ -150,6 +153,8 @@ def show(words: Sequence[str]) -> int:
         | ({"columns": run.columns(record, samples.num_rows)} if question.row else {})
         for record, sample in chosen
     ]
+    if question.images is not None:
+        _write_images(shown, ImageFiles(folder.parent / "images"), question.images)
     history = _history(folder, question)
     if question.json:
         result = {"run": str(question.run), "samples": shown, "more": is_more} | (
@@ -164,6 +169,19 @@ def show(words: Sequence[str]) -> int:
         lines.append(f"there are more: --limit N prints more than {limit}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _write_images(shown: list[dict[str, Any]], files: ImageFiles, target: Path) -> None:
+    """Write the images of the answers to `target`, each once, and add their files to the facts. Raises InputError."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for image in itertools.chain.from_iterable(facts.get("images", ()) for facts in shown):
+            path = target / f"{image['sha256']}.png"
+            path.write_bytes(files.read(image["sha256"]))
+            image["file"] = str(path)
+    except OSError as error:
+        message = f"--images {target} cannot be written: {error.strerror or error}"
+        raise InputError(message, code="command.not_written") from error
 
 
 def _history(folder: Any, question: argparse.Namespace) -> list[str]:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from areal.api.errors import LedgerError
+from areal.api.images import ImageRef
 from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.kept import read_kept
-from areal.ledger.payload import payload_head, reward_parts, to_columns
+from areal.ledger.payload import images, payload_head, reward_parts, to_columns
 from areal.ledger.reading_progress import Progress
 from areal.ledger.session_columns import recorded_sessions, session_columns
 from areal.ledger.state import Event
@@ -57,6 +58,8 @@ class Sample:
     logprobs: Sequence[float]
     versions: Sequence[int]
     """Policy version of each token; -1 = not generated."""
+    images: Sequence[ImageRef] = ()
+    """In the order of their places in the tokens."""
     turns: Sequence[int] = ()
     """Of a session of an agent: the turn of each token, from 0; -1 = not in the loss. Else empty."""
     session: Mapping[str, Any] | None = None
@@ -185,7 +188,7 @@ def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
     columns = to_columns(record.episode, payload)
     names = payload_head(payload).reward_names
     parts = reward_parts([payload], names)
-    sessions = session_columns(payload)
+    sessions, pictures = session_columns(payload), images(payload)
     recorded = [] if sessions is None else recorded_sessions(sessions.record)
     numbers: list[int] = [] if sessions is None else sessions.sessions.tolist()
     samples: list[Sample] = []
@@ -204,6 +207,7 @@ def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
                 in_loss=columns.loss_mask[begin:end].tolist(),
                 logprobs=columns.rollout_logprobs[begin:end].tolist(),
                 versions=columns.output_versions[begin:end].tolist(),
+                images=pictures[number] if pictures else (),
                 turns=() if sessions is None else sessions.turns[begin:end].tolist(),
                 session=recorded[numbers[number]] if recorded else None,
                 without_reward=recorded[max(numbers) + 1 :] if number == 0 and recorded else (),

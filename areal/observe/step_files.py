@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class SampleRow:
     versions: list[int]
     """Lowest and highest policy version of the generated tokens; empty = none was generated."""
     stop_reason: str
+    images: list[str] = field(default_factory=list[str])
+    """SHA-256 of the image files, in the order of their places."""
 
     def cells(self) -> list[str]:
         """The row as text, in the order of SAMPLE_COLUMNS."""
@@ -45,10 +47,21 @@ class SampleRow:
             versions,
             self.stop_reason,
             str(self.group),
+            ", ".join(self.images),
         ]
 
 
-SAMPLE_COLUMNS = ("reward", "parts", "prompt", "answer", "generated tokens", "versions", "stop reason", "group")
+SAMPLE_COLUMNS = (
+    "reward",
+    "parts",
+    "prompt",
+    "answer",
+    "generated tokens",
+    "versions",
+    "stop reason",
+    "group",
+    "images",
+)
 
 
 class StepLines:

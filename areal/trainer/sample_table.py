@@ -58,4 +58,5 @@ def _row(share: BatchShare, index: int, end: int, tokenizer: Tokenizer) -> Sampl
         num_generated=len(made),
         versions=[int(versions[made].min()), int(versions[made].max())] if len(made) else [],
         stop_reason="stop" if share.finished[index] else "length",
+        images=[image.sha256 for image in share.images[index]] if share.images else [],
     )

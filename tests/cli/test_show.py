@@ -1,14 +1,18 @@
 """`areal show`: the answers of a run as a reader finds them, in text and JSON."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import LedgerError
+from areal.api.images import ImageRef
 from areal.cli.main import run_command
 from areal.ledger.event_files import payload_path
+from areal.system.image_files import ImageFiles
+from tests.expect import raises_code
 from tests.ledger.forge import Forge
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "grpo.yaml"
@@ -71,6 +75,17 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def image(run, tmp_path):
+    """The image of both answers of an episode 6, which is the newest."""
+    ref = ImageRef(ImageFiles(tmp_path / "images").put(b"png"), (1, 4, 2))
+    run.answers[6] = TrajectoryGroup(trajectories=[replace(answered("8"), images=(ref,)), answered("9")])
+    run.admitted(6)
+    run.accepted(6)
+    run.write()
+    return ref
+
+
+@pytest.fixture
 def shown(run, capsys, tmp_path):
     def show(*words):
         assert run_command(["show", str(tmp_path), "--json", *words]) == 0
@@ -123,6 +138,24 @@ def test_the_words_choose_the_answers(shown, words, found):
     result = shown(*words)
     assert [(sample["episode"], sample.get("trajectory")) for sample in result["samples"]] == found
     assert result["more"] == ("--limit" in words or "--worst" in words or ("--best" in words and len(found) == 3))
+
+
+def test_an_answer_names_its_images_and_writes_them_on_demand(shown, image, capsys, tmp_path):
+    first, second = shown("--episode", "6")["samples"]
+    assert (first["images"], second["images"]) == ([{"sha256": image.sha256, "grid": [1, 4, 2]}], [])
+    (found,) = shown("--episode", "6", "--images", str(tmp_path / "out"))["samples"][0]["images"]
+    assert Path(found["file"]).read_bytes() == b"png"
+    assert list((tmp_path / "out").iterdir()) == [Path(found["file"])]
+    run_command(["show", str(tmp_path), "--episode", "6"])
+    assert f"image {image.sha256} (1 x 4 x 2 patches)" in capsys.readouterr().out
+
+
+def test_images_that_cannot_be_written_are_one_error(image, capsys, tmp_path):
+    with raises_code("command.not_written"):
+        run_command(["show", str(tmp_path), "--episode", "6", "--images", str(tmp_path / "config.yaml")])
+    ImageFiles(tmp_path / "images").path(image.sha256).unlink()
+    with raises_code("data.image_missing"):
+        run_command(["show", str(tmp_path), "--episode", "6", "--images", str(tmp_path / "out")])
 
 
 def test_the_text_has_no_control_characters_and_no_colour(run, capsys, tmp_path):

@@ -1,11 +1,15 @@
 """The table of samples of a train step: which trajectories, when, and what is in a row."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from areal.api.batch_share import BatchShare
 from areal.api.config import StatsLoggerConfig
 from areal.api.errors import InputError
+from areal.api.images import ImageRef
+from areal.observe.step_files import SAMPLE_COLUMNS
 from areal.trainer import sample_table
 from areal.trainer.sample_table import SampleTables, sample_rows
 
@@ -42,6 +46,14 @@ def test_the_best_the_worst_and_some_between_are_shown():
     assert rows[0].reward_parts == {"exact": 5.0}
     assert len(sample_rows(share(1, 2), Letters(), 9)) == 2
     assert [row.reward for row in sample_rows(share(1, 2), Letters(), 1)] == [2]
+
+
+def test_a_row_names_its_images():
+    images = [(), (ImageRef("ab" * 32, (1, 2, 2)), ImageRef("cd" * 32, (1, 2, 4)))]
+    best, other = sample_rows(replace(share(1, 5), images=images), Letters(), 2)
+    assert (best.images, other.images) == (["ab" * 32, "cd" * 32], [])
+    assert best.cells()[-1] == f"{'ab' * 32}, {'cd' * 32}"
+    assert len(best.cells()) == len(SAMPLE_COLUMNS)
 
 
 @pytest.mark.parametrize(("every", "due"), [(3, [1, 3, 6]), (1, [1, 2, 3, 4, 5, 6]), (None, [])])
