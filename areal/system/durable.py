@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 COMPLETE = "COMPLETE"
 """Marker file of a complete folder: JSON {"files": {relative path: bytes}, "crc32": {relative path: number}}.
@@ -42,7 +43,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
     `mode`: permissions of the file before the umask; 0o600 = only for its user.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{uuid4().hex}.tmp")  # on a shared folder writers on two nodes may have one pid
     try:
         with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)

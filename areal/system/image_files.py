@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import threading
 from collections.abc import Collection
 from pathlib import Path
 
@@ -17,7 +16,6 @@ class ImageFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = threading.Lock()
 
     def path(self, sha256: str) -> Path:
         return self.folder / sha256[:2] / f"{sha256}.png"
@@ -26,10 +24,9 @@ class ImageFiles:
         """Store a file and sync it to disk, unless it is there; returns its digest. Raises OSError."""
         digest = hashlib.sha256(png).hexdigest()
         path = self.path(digest)
-        with self._lock:  # threads that write one file would use one temporary name
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, png)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, png)
         return digest
 
     def read(self, sha256: str) -> bytes:

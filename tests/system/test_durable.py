@@ -45,6 +45,20 @@ def test_write_atomic_failure_keeps_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_two_writers_of_one_file_have_different_temporary_files(tmp_path, monkeypatch):
+    path, sync = tmp_path / "a", os.fsync
+
+    def while_another_writes(descriptor):
+        monkeypatch.setattr(os, "fsync", sync)
+        write_atomic(path, b"theirs")  # as on another node, where a process has the same pid
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", while_another_writes)
+    write_atomic(path, b"ours")
+    assert path.read_bytes() == b"ours"
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def _filled(folder, text):
     (folder / "sub").mkdir(parents=True)
     (folder / "model.bin").write_bytes(text)
