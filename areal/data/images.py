@@ -1,9 +1,10 @@
 """Images of dataset rows: where they are in a prompt, how many tokens they take, and their storage in the run."""
 
+import asyncio
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from areal.api.images import ImageRef, ImageStore, VisionLayout, expanded
 from areal.data.tokenizer import Tokenizer
 from areal.system.image_codec import encode_image, grid_of_source, png_of
 from areal.system.image_files import ImageFiles
+from areal.system.run_images import RunImages
 from areal.system.run_paths import RunPaths
 from areal.system.vision_layout import read_vision_layout
 
@@ -37,13 +39,13 @@ class ImageWriter:
     def __init__(self, layout: VisionLayout, store: ImageStore, max_pixels: int | None) -> None:
         self.layout = layout
         self.max_pixels = max_pixels
-        self._store = store
+        self.files = store
 
     @classmethod
     def of(cls, config: BaseExperimentConfig, store: ImageStore | None = None) -> Self | None:
         """For the trained model of a configuration; None when it takes no images. `store`: None = that of the run."""
         model = config.models.get("actor") or config.models.get("model")
-        layout = None if model is None else read_vision_layout(model.path)
+        layout = None if model is None else read_vision_layout(model.path, downloads=True)
         store = store or ImageFiles(RunPaths.of(config).images)
         return None if layout is None else cls(layout, store, config.vision.max_pixels)
 
@@ -52,7 +54,7 @@ class ImageWriter:
         stored: list[ImageRef] = []
         for image in images:
             png, grid = encode_image(image.source, self.layout, max_pixels=self.max_pixels)
-            stored.append(ImageRef(self._store.put(png), grid))
+            stored.append(ImageRef(self.files.put(png), grid))
         return tuple(stored)
 
 
@@ -72,6 +74,17 @@ class PromptImages:
         """For the trained model of a configuration; None when it takes no images."""
         writer = ImageWriter.of(config)
         return None if writer is None else cls(writer, config.vision, tokenizer)
+
+    @property
+    def run(self) -> RunImages:
+        """For images in dialogues, with the limit vision.max_pixels."""
+        layout, limit = self._layout, self.writer.max_pixels
+        most = layout.max_pixels if limit is None else min(limit, layout.max_pixels)
+        return RunImages(replace(layout, max_pixels=most), self.writer.files)
+
+    async def stored(self, images: Sequence[RowImage]) -> tuple[ImageRef, ...]:
+        """References to the images of a prompt, whose files are written durably first."""
+        return await asyncio.to_thread(self.writer.store, images) if images else ()
 
     def without_images(self, row: Row) -> Row:
         """The row without its column of images, for reward functions."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal.api.errors import InputError
+from areal.system.hub import hub_file
 
 _TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_PATTERNS = ("*token*", "vocab*", "*.model", "*.tiktoken")
@@ -75,22 +76,3 @@ def _has_own_code(config_file: Path | None) -> bool:
     if config_file is None or not config_file.is_file():
         return False
     return "AutoTokenizer" in json.loads(config_file.read_text(encoding="utf-8")).get("auto_map", {})
-
-
-def hub_file(name: str, file: str, *, key: str = "tokenizer_path") -> Path | None:
-    """A file of a hub repository, from the local cache if possible; None when the repository has no such file.
-
-    InputError about the option `key` when the repository does not exist or the hub does not answer.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, file))
-    except (HFValidationError, EntryNotFoundError, OSError) as error:
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            return None
-        # a LocalEntryNotFoundError: nothing is cached, and the hub does not answer
-        message = f"{name} is neither a folder nor available from the hub: correct {key}"
-        code = "data.no_tokenizer" if key == "tokenizer_path" else "model.not_found"
-        raise InputError(message, code=code) from error

@@ -40,9 +40,15 @@ def encode_image(
     rows, columns = final_size(image.height, image.width, layout, max_pixels=max_pixels)
     if (columns, rows) != image.size:
         image = image.resize((columns, rows), _pillow().Resampling.BICUBIC)
-    target = io.BytesIO()
-    image.save(target, "PNG", compress_level=1)
-    return target.getvalue(), (1, rows // layout.patch_size, columns // layout.patch_size)
+    return _png(image), (1, rows // layout.patch_size, columns // layout.patch_size)
+
+
+def gradient_image(layout: VisionLayout) -> tuple[bytes, tuple[int, int, int]]:
+    """What `encode_image` returns for a gradient of colours in the smallest size that the layout allows."""
+    rows, columns = final_size(1, 1, layout)
+    y, x = np.mgrid[0:rows, 0:columns]
+    colours = np.stack([255 * y // rows, 255 * x // columns, 255 * (x + y) // (rows + columns)], axis=-1)
+    return encode_image(_png(_pillow().fromarray(colours.astype(np.uint8))), layout)
 
 
 def grid_of_source(source: bytes, layout: VisionLayout, *, max_pixels: int | None = None) -> tuple[int, int, int]:
@@ -84,8 +90,10 @@ def colours_of(png: bytes) -> np.ndarray:
 
 def png_of(image: Any) -> bytes | None:
     """The PNG file of an image of Pillow; None for another object."""
-    if not isinstance(image, _pillow().Image):
-        return None
+    return _png(image) if isinstance(image, _pillow().Image) else None
+
+
+def _png(image: "Image") -> bytes:
     target = io.BytesIO()
     image.save(target, "PNG", compress_level=1)
     return target.getvalue()

@@ -8,6 +8,7 @@ from typing import Self
 from areal.api.config import PPOConfig
 from areal.api.errors import InputError, RequestError
 from areal.api.images import ImageRef, ImageStore, VisionLayout, collapsed
+from areal.system.image_codec import gradient_image
 from areal.system.image_files import ImageFiles
 from areal.system.run_paths import RunPaths
 from areal.system.vision_layout import read_vision_layout
@@ -22,12 +23,22 @@ class RunImages:
 
     layout: VisionLayout
     store: ImageStore
+    trains_images: bool = True
+    """False: the trainer splits sequences over context ranks, and takes text only."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> Self | None:
-        """Of a run; None for a model without images."""
-        layout = read_vision_layout(config.actor.path)
-        return None if layout is None else cls(layout, ImageFiles(RunPaths.of(config).images))
+        """Of a run; None for a model without images. Raises InputError for a hub name that cannot be read."""
+        layout = read_vision_layout(config.actor.path, downloads=True)
+        if layout is None:
+            return None
+        trains_images = all(trainer.parallel.cp == 1 for trainer in config.allocation.train)
+        return cls(layout, ImageFiles(RunPaths.of(config).images), trains_images)
+
+    def gradient(self) -> ImageRef:
+        """Store the smallest image, the same for each model; blocks. Raises ArealError and OSError."""
+        png, grid = gradient_image(self.layout)
+        return ImageRef(self.store.put(png), grid)
 
     def collapsed(self, input_ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
         """What a server gets: one placeholder for each image. RequestError where they do not belong together.

@@ -6,6 +6,7 @@ from typing import Any
 
 from areal.api.errors import ConfigError
 from areal.api.images import VisionLayout
+from areal.system.hub import cached_hub_file, hub_file
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 """Values of `model_type` whose images areal handles."""
@@ -14,17 +15,20 @@ _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757771
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
-def read_vision_layout(folder: str) -> VisionLayout | None:
-    """The layout of a local checkpoint folder; None without preprocessor_config.json, for a model of text, or for a
-    family that areal lacks. Raises ConfigError (model.image_processor) when that file belongs to another model.
+def read_vision_layout(model: str, *, downloads: bool = False) -> VisionLayout | None:
+    """The layout of a local checkpoint folder, or of a hub repository in the local cache; None without
+    preprocessor_config.json, for a model of text, or for a family that areal lacks.
+
+    `downloads`: a repository that is not in the cache is asked too. Raises ConfigError (model.image_processor) when
+    that file belongs to another model, and with `downloads` InputError (model.not_found).
     """
     try:
-        config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+        config: dict[str, Any] = json.loads(_path(model, "config.json", downloads=downloads).read_text())
     except (OSError, ValueError):
         return None
     if config.get("model_type") not in FAMILIES:
         return None
-    path = Path(folder) / "preprocessor_config.json"
+    path = _path(model, "preprocessor_config.json", downloads=downloads)
     try:
         processor: dict[str, Any] = json.loads(path.read_text())
         return _layout(config, processor, str(path))
@@ -32,6 +36,16 @@ def read_vision_layout(folder: str) -> VisionLayout | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise _wrong(str(path), f"does not describe the images of {config['model_type']}: {error!r}") from error
+
+
+def _path(model: str, file: str, *, downloads: bool) -> Path:
+    folder = Path(model).expanduser()
+    if folder.is_dir() or folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        return folder / file
+    found = cached_hub_file(model, file)
+    if found is None and downloads:
+        found = hub_file(model, file, key="actor.path")
+    return found or folder / file
 
 
 def _layout(config: dict[str, Any], processor: dict[str, Any], path: str) -> VisionLayout:

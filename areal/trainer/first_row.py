@@ -25,11 +25,13 @@ from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.dataset import load_rows
 from areal.data.images import PromptImages
-from areal.data.tokenizer import Tokenizer, hub_file, load_tokenizer
+from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.fleet.backends import backend_named
 from areal.reward.table import reward_table
 from areal.reward.worker import LoadedReward, parsed_result
+from areal.system.hub import hub_file
 from areal.system.model_shape import context_length
+from areal.system.vision_layout import read_vision_layout
 from areal.workflow.agent import agent_job
 from areal.workflow.registry import build_workflow
 from areal.workflow.scored import ScoredWorkflow
@@ -131,6 +133,7 @@ def _require_models(config: PPOConfig) -> None:
     for key, model in config.models.items():
         if not Path(model.path).expanduser().is_dir():
             hub_file(model.path, "config.json", key=f"{key}.path")
+            read_vision_layout(model.path, downloads=True)  # later steps read it from the cache
 
 
 def _check_context(config: PPOConfig, found: FirstRow) -> None:

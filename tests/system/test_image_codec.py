@@ -3,13 +3,14 @@
 import io
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
-from areal.system.image_codec import colours_of, encode_image
+from areal.system.image_codec import colours_of, encode_image, gradient_image
 from areal.system.image_pixels import patches_of
 from tests.api.test_images import LAYOUT
 from tests.expect import raises_code
@@ -73,3 +74,12 @@ def claiming(width, height):
 def test_broken_and_huge_images_are_refused(source, code):
     with raises_code(code):
         encode_image(source, LAYOUT)
+
+
+@pytest.mark.parametrize(("min_pixels", "size"), [(28 * 28, 28), (56 * 56, 56), (60 * 60, 84), (0, 28)])
+def test_a_gradient_has_the_smallest_size_and_stays_as_it_is(min_pixels, size):
+    layout = replace(LAYOUT, min_pixels=min_pixels, max_pixels=10**6)
+    png, grid = gradient_image(layout)
+    assert grid == (1, size // layout.patch_size, size // layout.patch_size)
+    assert encode_image(png, layout) == (png, grid) == gradient_image(layout)
+    assert len(np.unique(colours_of(png).reshape(-1, 3), axis=0)) > size

@@ -5,7 +5,9 @@ import json
 
 import pytest
 
+from areal.api.config import GRPOConfig, PPOActorConfig
 from areal.system.image_files import ImageFiles
+from areal.system.run_images import RunImages
 from areal.system.vision_layout import read_vision_layout
 from tests.expect import raises_code
 
@@ -61,3 +63,24 @@ def test_an_image_processor_of_another_model_is_refused(tmp_path):
         read_vision_layout(str(tmp_path))
     (tmp_path / "preprocessor_config.json").unlink()
     assert read_vision_layout(str(tmp_path)) is None
+
+
+def test_a_hub_name_has_the_layout_of_its_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(tmp_path / file))
+    local = read_vision_layout(written(tmp_path, CONFIG, PROCESSOR))
+    assert read_vision_layout("someone/model") is None
+    assert read_vision_layout("someone/model", downloads=True) == local
+    for mode, trains_images in (("native:d1+fsdp:d2", True), ("native:d1+fsdp:c2", False)):
+        actor = PPOActorConfig(path="someone/model")
+        found = RunImages.of(GRPOConfig(experiment_name="a", trial_name="b", actor=actor, allocation_mode=mode))
+        assert found is not None
+        assert (found.layout, found.trains_images) == (local, trains_images)
+        assert set(found.bans) == {3, 4, 5, 6}
+    repository = tmp_path / "cache" / "models--someone--model"
+    snapshot = repository / "snapshots" / ("1" * 40)
+    for folder in (snapshot, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("1" * 40)
+    written(snapshot, CONFIG, PROCESSOR)
+    assert read_vision_layout("someone/model") == local
