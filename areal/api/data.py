@@ -227,6 +227,8 @@ class ProbeTokens:
 
     prompt_ids: list[int]
     answer_ids: list[int]
+    images: list[ImageRef] = field(default_factory=list[ImageRef])
+    """Of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.images import ImageRef
 from areal.fleet.replica import GenerationPart
 from areal.system.run_images import RunImages
 
@@ -38,14 +39,25 @@ class ProbeAnswer:
         return hashlib.sha256(data).hexdigest()[:16]
 
 
-def probe(seed: int, vocab_size: int, part_id: str, vision: RunImages | None = None) -> GenerationPart:
-    """The request that every replica of a run answers after a weight update: the same for equal arguments."""
+def probe(
+    seed: int, vocab_size: int, part_id: str, vision: RunImages | None = None, image: ImageRef | None = None
+) -> GenerationPart:
+    """The request that every replica of a run answers after a weight update: the same for equal arguments.
+
+    `image`: in the middle of its prompt, so that the answer depends on the vision tower.
+    """
     draw = random.Random(f"canary {seed} {vocab_size}")
     banned = () if vision is None else vision.layout.banned_ids
     allowed = (token for token in iter(lambda: draw.randrange(vocab_size), None) if token not in banned)
+    input_ids = list(islice(allowed, _PROMPT_TOKENS))
+    if vision is not None and image is not None:
+        layout, middle = vision.layout, _PROMPT_TOKENS // 2
+        places = [layout.image_token_id] * layout.tokens_of(image)
+        around = (layout.vision_start_id, *places, layout.vision_end_id)
+        input_ids[middle:middle] = [token for token in around if token is not None]
     return GenerationPart(
         part_id=part_id,
-        input_ids=list(islice(allowed, _PROMPT_TOKENS)),
+        input_ids=input_ids,
         num_prior_output_tokens=0,
         max_new_tokens=PROBE_TOKENS,
         min_new_tokens=0,
@@ -54,6 +66,7 @@ def probe(seed: int, vocab_size: int, part_id: str, vision: RunImages | None = N
         group_id="",
         seed=None,
         stream_interval=PROBE_TOKENS,
+        images=() if image is None else (image,),
         vision=vision,
     )
 

@@ -13,6 +13,7 @@ from itertools import combinations
 
 from areal.api.data import CanaryReport, ProbeScore, ProbeTokens
 from areal.api.errors import ArealError
+from areal.api.images import ImageRef
 from areal.fleet.canary import PROBE_TOKENS, ProbeAnswer, Tolerance, agreed, difference, probe
 from areal.fleet.replica import GenerationPart, PartChunk
 from areal.fleet.replica_set import ReplicaSet
@@ -52,6 +53,10 @@ class CanaryCheck:
         self._replicas = replicas
         self._seed = seed
         self._vision = vision
+        self._image: ImageRef | None = None
+        """Of all probes, from the first exchange on."""
+        self._has_image = vision is None or not vision.trains_images
+        """Whether `_image` is final."""
         self._dtype = dtype
         self._tolerance = Tolerance(dtype)
         self._trainer_tolerance: Tolerance | None = None
@@ -80,11 +85,21 @@ class CanaryCheck:
         """The probe and its answer for `version`; None without an answer."""
         if self._agreed is None or self._agreed.version != version:
             return None
-        prompt = self._probe("").input_ids
-        return ProbeTokens(prompt_ids=list(prompt), answer_ids=list(self._agreed.answer.token_ids))
+        sent, answer = self._probe(""), self._agreed.answer
+        return ProbeTokens(prompt_ids=list(sent.input_ids), answer_ids=list(answer.token_ids), images=list(sent.images))
 
     def _probe(self, part_id: str) -> GenerationPart:
-        return probe(self._seed, self._replicas.limits.vocab_size, part_id, self._vision)
+        return probe(self._seed, self._replicas.limits.vocab_size, part_id, self._vision, self._image)
+
+    async def _make_image(self) -> None:
+        """Store the image of the probes, once: answers to other prompts could not be compared."""
+        if self._has_image or self._vision is None:
+            return
+        self._has_image = True
+        try:
+            self._image = await asyncio.to_thread(self._vision.gradient)
+        except (ArealError, OSError) as error:
+            log.warning("the canary probe has no image, therefore vision towers are not compared: %s", error)
 
     async def compare(self, score: ProbeScore) -> CanaryReport | None:
         """See `areal.api.engine.InferenceFleet.compare`."""
@@ -122,6 +137,7 @@ class CanaryCheck:
     async def run(self) -> None:
         """Compare the unchecked replicas of the target version until each serves or is out."""
         async with self._lock:
+            await self._make_image()
             while slots := self._unchecked():
                 differing = await self._exchange(slots)
                 if not differing:

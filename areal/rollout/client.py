@@ -20,6 +20,7 @@ from areal.api.batch_share import BatchShare
 from areal.api.config import InferenceEngineConfig
 from areal.api.data import ProbeScore, ProbeTokens, WeightUpdate
 from areal.api.errors import ArealError, LedgerError, RequestError, ServerUnavailable, WeightSyncError
+from areal.api.images import ImageRef
 from areal.ledger.event_files import PayloadReader
 from areal.observe.log import get_logger
 from areal.rollout.control_requests import (
@@ -165,7 +166,10 @@ class RolloutClient:
     def probe_tokens(self, version: int) -> ProbeTokens | None:
         """What the servers answered to the canary probe of `version`, to be scored; None without an answer."""
         found = orjson.loads(self._call(f"/probe?version={version}", None, "for the answer to the canary probe"))
-        return ProbeTokens(**found) if found else None
+        if not found:
+            return None
+        images = [ImageRef(image["sha256"], tuple(image["grid"])) for image in found.pop("images")]
+        return ProbeTokens(**found, images=images)
 
     def compare(self, score: ProbeScore) -> list[str]:
         """Names of the replicas whose answer differs from the trainer's score; they are updated again meanwhile."""

@@ -20,6 +20,7 @@ changes nothing. Every call may be repeated; its work is done once. Errors answe
 docs/errors.md}.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -149,7 +150,7 @@ class _Handlers:
 
     async def probe(self, request: web.Request) -> web.Response:
         found = self._controller.weights.probe_tokens(parse_version(request.query.get("version", "")))
-        return _json({} if found is None else {"prompt_ids": found.prompt_ids, "answer_ids": found.answer_ids})
+        return _json({} if found is None else asdict(found))
 
     async def compare(self, request: web.Request) -> web.Response:
         self._controller.require_running()

@@ -9,6 +9,7 @@ import torch
 from areal.api.batch import TokenOutputs, TrainBatch, required
 from areal.api.data import ProbeScore, ProbeTokens
 from areal.api.engine import Ranks, WeightChannel
+from areal.api.images import ImageRef
 from areal.data.pack import rows_to_train_batch
 from areal.observe.log import get_logger
 
@@ -16,7 +17,8 @@ log = get_logger("trainer")
 
 _MAX_COMPARISONS = 2
 """For each publication: servers that differ are updated again, and then compared a second time."""
-_MAX_TOKENS = 64
+_IMAGE_NUMBERS = 35
+"""Of an image in a message between ranks: 3 of its grid, 32 bytes of its digest."""
 _NOT_FINITE = -1e9
 """JSON has no NaN."""
 
@@ -65,18 +67,35 @@ class ComparedChannel:
 
     def _shared(self, tokens: ProbeTokens | None) -> ProbeTokens | None:
         """The tokens of rank 0, on every rank."""
-        message = torch.zeros(2 + _MAX_TOKENS, dtype=torch.float64)
-        if tokens is not None:
-            ids = [*tokens.prompt_ids, *tokens.answer_ids]
-            message[: 2 + len(ids)] = torch.tensor([len(tokens.prompt_ids), len(ids), *ids], dtype=torch.float64)
-        num_prompt, total, *ids = (int(number) for number in self._ranks.all_reduce(message, "sum").tolist())
-        return ProbeTokens(prompt_ids=ids[:num_prompt], answer_ids=ids[num_prompt:total]) if total else None
+        numbers = [] if tokens is None else _numbers_of(tokens)
+        size = int(self._ranks.all_reduce(torch.tensor([len(numbers)], dtype=torch.float64), "sum").item())
+        if not size:
+            return None
+        message = torch.tensor(numbers or [0] * size, dtype=torch.float64)
+        return _tokens_of([int(number) for number in self._ranks.all_reduce(message, "sum").tolist()])
 
     def _score(self, tokens: ProbeTokens) -> list[float]:
         """The log-probability of each token of the answer at temperature 1; a collective."""
         first, row = len(tokens.prompt_ids), [*tokens.prompt_ids, *tokens.answer_ids]
         mask = [0] * first + [1] * (len(row) - first)
-        batch = replace(rows_to_train_batch([row], [mask]), temperatures=torch.ones(len(row)))
+        batch = replace(rows_to_train_batch([row], [mask], [tokens.images]), temperatures=torch.ones(len(row)))
         # Position t has the log-probability of token t + 1.
         found = required(self._engine.forward(batch).logprobs, "logprobs")[first - 1 : len(row) - 1]
         return [value if math.isfinite(value) else _NOT_FINITE for value in found.double().tolist()]
+
+
+def _numbers_of(tokens: ProbeTokens) -> list[int]:
+    images = [number for image in tokens.images for number in (*image.grid, *bytes.fromhex(image.sha256))]
+    return [len(tokens.prompt_ids), len(tokens.answer_ids), *tokens.prompt_ids, *tokens.answer_ids, *images]
+
+
+def _tokens_of(numbers: list[int]) -> ProbeTokens:
+    """Inverse of `_numbers_of`."""
+    num_prompt, num_answer, *rest = numbers
+    end = num_prompt + num_answer
+    rows = [rest[first : first + _IMAGE_NUMBERS] for first in range(end, len(rest), _IMAGE_NUMBERS)]
+    return ProbeTokens(
+        prompt_ids=rest[:num_prompt],
+        answer_ids=rest[num_prompt:end],
+        images=[ImageRef(bytes(row[3:]).hex(), (row[0], row[1], row[2])) for row in rows],
+    )

@@ -13,11 +13,15 @@ import pytest
 
 from areal.api.data import CanaryReport, ProbeScore
 from areal.api.errors import WeightSyncError
+from areal.api.images import collapsed
 from areal.fleet.canary import PROBE_TOKENS, ProbeAnswer, Tolerance, agreed, difference, probe
 from areal.fleet.fleet import Fleet
+from areal.system.image_files import ImageFiles
+from areal.system.run_images import RunImages
 from tests.fleet.fake_native import FakeNative
-from tests.fleet.fake_server import FleetKit, until
+from tests.fleet.fake_server import Asked, FleetKit, until
 from tests.fleet.test_fleet import a_request, assert_whole, collective, serving
+from tests.fleet.test_images import LAYOUT
 
 NEVER_APPLIED = 0.01
 """The log-probabilities of two versions of a fake differ by this number."""
@@ -289,3 +293,57 @@ async def test_the_canary_can_be_switched_off(kit: FleetKit) -> None:
     assert await fleet.update_weights(kit.disk(1)) is None
     assert not any(server.probes for server in kit.servers)
     await serving(fleet, "server-0", "server-1")
+
+
+class Tower(FakeNative):
+    """Its log-probabilities are moved where the prompt has an image."""
+
+    def __init__(self, *, shift: float = 0.0, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._shift = shift
+
+    async def _events(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
+        async for event in super()._events(asked):
+            for entry in event["meta_info"]["output_token_logprobs"]:
+                entry[0] += self._shift * bool(asked.body.get("image_data"))
+            yield event
+
+
+@pytest.fixture
+async def tower_kit(tmp_path: Path) -> AsyncIterator[FleetKit]:
+    made = FleetKit(tmp_path, Tower)
+    for index, shift in enumerate((0.0, SWAPPED, 0.0)):
+        await made.server(index, shift=shift)
+    yield made
+    await made.close()
+
+
+async def test_a_replica_with_an_old_vision_tower_differs(tower_kit: FleetKit, tmp_path: Path) -> None:
+    vision = RunImages(LAYOUT, ImageFiles(tmp_path / "images"))
+    fleet = await tower_kit.fleet(3, vision=vision)
+    report = await fleet.update_weights(tower_kit.disk(1))
+    assert report is not None
+    assert report.differing == ["server-1"]
+    found = fleet.probe_tokens(1)
+    assert found is not None
+    assert found.images == [vision.gradient()]
+    wire_ids = collapsed(found.prompt_ids, found.images, LAYOUT)
+    assert all(probe.input_ids == wire_ids for server in tower_kit.servers for probe in server.probes)
+
+
+class FullDisk(ImageFiles):
+    def put(self, png: bytes) -> str:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(("store", "trains_images"), [(ImageFiles, False), (FullDisk, True)])
+async def test_without_an_image_the_probe_is_text(
+    store: type[ImageFiles], trains_images: bool, tower_kit: FleetKit, tmp_path: Path
+) -> None:
+    fleet = await tower_kit.fleet(3, vision=RunImages(LAYOUT, store(tmp_path / "images"), trains_images))
+    report = await fleet.update_weights(tower_kit.disk(1))
+    assert report is not None
+    assert report.differing == []
+    found = fleet.probe_tokens(1)
+    assert found is not None
+    assert (len(found.prompt_ids), found.images) == (8, [])

@@ -6,9 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from areal.inference.vision import positions_of
-from areal.system.image_pixels import patches_of
-from tests.inference.vision_models import IMAGE, LAYOUT, pictured, png, qwen2_5_vl, qwen3_vl, reference, save
+from areal.fleet.canary import ProbeAnswer, difference, probe
+from areal.inference.vision import placed_images, positions_of
+from areal.system.image_files import MemoryImages
+from areal.system.image_pixels import decode_png, patches_of
+from areal.system.run_images import RunImages
+from tests.inference.vision_models import (
+    IMAGE,
+    LAYOUT,
+    VOCABULARY,
+    pictured,
+    png,
+    qwen2_5_vl,
+    qwen3_vl,
+    reference,
+    save,
+)
 
 SMALL, WIDE, TALL = png(1, 8, 8), png(2, 16, 24), png(3, 32, 16)
 PROMPTS = [
@@ -154,3 +167,25 @@ def test_features_beyond_the_limit_are_dropped(drive, monkeypatch):
     vision = driver.engine.runner.vision
     assert vision.num_computed > 3
     assert (vision._num_bytes, len(vision._features)) == (0, 0)
+
+
+@pytest.mark.parametrize("build", [qwen3_vl, qwen2_5_vl])
+def test_a_canary_probe_with_an_image_shows_a_tower_that_was_not_updated(build, drive):
+    trained, stale = build(0), build(0)
+    stale.model.visual.load_state_dict(build(1).model.visual.state_dict())
+    vision = RunImages(LAYOUT, MemoryImages())
+    gaps = []
+    for image in (None, vision.gradient()):
+        part = probe(1, VOCABULARY, "p", vision, image)
+        pixels = [(one, decode_png(vision.store.read(one.sha256), LAYOUT)) for one in part.images]
+        images = placed_images(part.input_ids, pixels, LAYOUT)
+        answers = []
+        for model in (trained, stale):
+            driver = drive(model, layout=LAYOUT)
+            found = driver.add(part.input_ids, images=images, max_new_tokens=part.max_new_tokens)
+            driver.run()
+            expect_logprobs(found, reference(model, found.token_ids, images), 0, part.max_new_tokens)
+            answers.append(ProbeAnswer(tuple(found.answer_ids), tuple(found.logprobs)))
+        gaps.append(difference(*answers))
+    assert gaps[0] < 1e-5
+    assert gaps[1] > 1e-2, "the largest tolerance in float32, between servers and the trainer"

@@ -44,6 +44,7 @@ class FakeFleet:
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self.updates: list[WeightUpdate] = []
+        self.probe: ProbeTokens | None = None
 
     async def start(self) -> None:
         return None
@@ -70,7 +71,7 @@ class FakeFleet:
         self.version = update.version
 
     def probe_tokens(self, version: int) -> ProbeTokens | None:
-        return None
+        return self.probe
 
     async def compare(self, score: ProbeScore) -> CanaryReport | None:
         return None

@@ -13,8 +13,9 @@ import orjson
 import pytest
 from aiohttp import ClientSession
 
-from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.data import ProbeTokens, WeightSpec, WeightUpdate
 from areal.api.errors import ConfigError, RequestError, ServerUnavailable, WeightSyncError
+from areal.api.images import ImageRef
 from areal.ledger.ledger import Ledger
 from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.rollout.control_requests import PublishRequest, parse_request
@@ -43,10 +44,11 @@ def update(version):
 
 
 async def test_a_whole_run_through_the_client(tmp_path):
-    workflow = rollout_kit.ScriptedWorkflow()
+    workflow, fleet = rollout_kit.ScriptedWorkflow(), rollout_kit.FakeFleet()
     controller = rollout_kit.make_controller(
         Ledger.open(tmp_path),
         workflow=workflow,
+        fleet=fleet,
         total_steps=3,
         eval_sets={"": [{"index": 2}, {"index": 4}]},
         eval_workflows={"greedy": workflow},
@@ -58,6 +60,9 @@ async def test_a_whole_run_through_the_client(tmp_path):
         result = client.evaluate(0, "greedy")
         assert (result["reward"], result["num"], result["failed"]) == (3.0, 2.0, 0.0)
         assert client.live_replicas(1) == ["server-0"]
+        assert client.probe_tokens(1) is None
+        fleet.probe = ProbeTokens(prompt_ids=[1, 2], answer_ids=[3], images=[ImageRef("0a" * 32, (1, 4, 6))])
+        assert client.probe_tokens(1) == fleet.probe
         for step in range(3):
             share = client.next_batch(step)
             assert (share.step, share.version) == (step, step)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from areal.api.data import ProbeScore, ProbeTokens
+from areal.api.images import ImageRef
 from areal.trainer.compared_channel import ComparedChannel
 from tests.fake_ranks import FakeRanks
 
@@ -65,6 +66,7 @@ def test_the_trainer_scores_the_answer_of_the_servers_at_temperature_1() -> None
     [batch] = engine.batches
     assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]
     assert batch.temperatures.tolist() == [1.0] * 5
+    assert batch.image_index is None
 
 
 @pytest.mark.parametrize(("differing", "num_scores"), [([], 1), ([["server-0"]], 2), ([["s"], ["s"], ["s"]], 2)])
@@ -91,10 +93,16 @@ def test_a_number_that_is_not_finite_differs() -> None:
 def test_all_ranks_score_together(toolbox: Any) -> None:
     group, engines, control = toolbox.RankGroup(2), [Engine(), Engine()], Control(["server-0"])
     controls = [control, Control()]
+    image = ImageRef("0a" * 32, (1, 4, 6))
+    control.tokens = ProbeTokens(prompt_ids=[5, 6, 7], answer_ids=[8, 9], images=[image])
 
     def publish(rank: int) -> str:
         return channel_of(engines[rank], controls[rank], FakeRanks(rank, group)).publish(1)
 
     group.run(publish)
     assert [len(engine.batches) for engine in engines] == [2, 2]
+    for engine in engines:
+        batch = engine.batches[0]
+        assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]
+        assert (batch.images, batch.image_index.tolist()) == ((image,), [[0]])
     assert [len(one.scores) for one in controls] == [2, 0]
