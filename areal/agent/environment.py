@@ -81,8 +81,13 @@ def _sent_back(answer: Any) -> Message:
 
 async def _tool_message(call: Any, tools: Sequence[Tool]) -> Message:
     arguments, problem = parsed_arguments(call.function.arguments)
-    text = await answer_call(call.function.name, arguments, problem, tools, timeout_s=_TOOL_TIMEOUT_S)
-    return {"role": "tool", "tool_call_id": call.id, "content": text}
+    content = await answer_call(call.function.name, arguments, problem, tools, timeout_s=_TOOL_TIMEOUT_S)
+    if isinstance(content, list):
+        content = [
+            {"type": "image_url", "image_url": {"url": part["url"]}} if part["type"] == "image" else part
+            for part in content
+        ]
+    return {"role": "tool", "tool_call_id": call.id, "content": content}
 
 
 def _checked(found: Any) -> tuple[list[Message], float, bool]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from areal.agent.turns import TurnRefused, TurnRequest
 from areal.api.errors import InputError
-from areal.api.images import ImageRef, expanded
+from areal.api.images import ImageRef, collapsed, expanded
 from areal.system.image_codec import encode_image
-from areal.system.run_images import RunImages as RunImages
+from areal.system.run_images import RunImages
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -56,8 +56,16 @@ class DialogueImages:
 
         Raises InputError (data.image_tokens) when the template does not write one placeholder for each image.
         """
-        layout, images = self.run.layout, list(images_of(messages))
-        expanded(token_ids, images, layout)
+        images = list(images_of(messages))
+        expanded(token_ids, images, self.run.layout)
+        return self._placed(token_ids, images)
+
+    def of_prompt(self, token_ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+        """A prompt with its images in the form of the tree. Raises InputError as `collapsed`."""
+        return self._placed(collapsed(token_ids, images, self.run.layout), images)
+
+    def _placed(self, token_ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+        layout = self.run.layout
         found: list[int] = []
         rest = iter(images)
         for token in token_ids:

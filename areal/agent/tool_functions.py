@@ -49,24 +49,27 @@ def parsed_arguments(text: str) -> tuple[dict[str, Any], str]:
 
 async def answer_call(
     name: str, arguments: Mapping[str, Any], problem: str, tools: Sequence[Tool], *, timeout_s: float
-) -> str:
+) -> str | list[dict[str, Any]]:
     """What the model reads about a call: its result, or `error: ...`; `problem`: why it cannot be made, or empty.
+
+    A result with images is a list of parts {type: image, url: data URL} and {type: text, text}; others become text.
 
     Reports the metric tool_errors (0 or 1), whose mean is per call.
     """
-    text, tool = "", next((tool for tool in tools if tool.__name__ == name), None)
+    content: str | list[dict[str, Any]] = ""
+    tool = next((tool for tool in tools if tool.__name__ == name), None)
     if not problem and tool is None:
         problem = f"there is no tool {name!r}, only {', '.join(tool.__name__ for tool in tools)}"
     if tool is not None and not problem:
         try:
             with span(f"tool {name}"):
-                text = _as_text(await asyncio.wait_for(_run(tool, arguments), timeout_s))
+                content = _content(await asyncio.wait_for(_run(tool, arguments), timeout_s))
         except TimeoutError:
             problem = f"{name} did not end within {timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - user code: the model sees the error of its call
             problem = f"{type(error).__name__}: {error}"
     log_metric("tool_errors", float(bool(problem)))
-    return f"error: {problem}" if problem else text
+    return f"error: {problem}" if problem else content
 
 
 async def _run(tool: Tool, arguments: Mapping[str, Any]) -> Any:
@@ -75,5 +78,9 @@ async def _run(tool: Tool, arguments: Mapping[str, Any]) -> Any:
     return await asyncio.to_thread(tool, **arguments)
 
 
-def _as_text(result: Any) -> str:
+def _content(result: Any) -> str | list[dict[str, Any]]:
+    parts: list[Any] = result if isinstance(result, list) else []
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+    if "image" in kinds and set(kinds) <= {"image", "text"}:
+        return parts
     return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)

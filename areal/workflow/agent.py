@@ -14,7 +14,7 @@ from areal.agent.agent_run import AgentJob, AgentOutcome
 from areal.agent.bridge import TemplateScenario, template_bridge
 from areal.agent.bridge.proof import summary
 from areal.agent.directory import Entry, Place
-from areal.agent.images import DialogueImages, RunImages
+from areal.agent.images import DialogueImages
 from areal.agent.load_blame import LoadBlame, blamed
 from areal.agent.serving import AgentServices
 from areal.agent.session import Session, SessionLimits, SessionSetup
@@ -26,6 +26,7 @@ from areal.api.engine import InferenceEngine
 from areal.api.errors import ConfigError
 from areal.api.functions import FunctionRef, parse_function_path
 from areal.api.workflow import RewardFn, RolloutWorkflow
+from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 from areal.observe.log import get_logger
 from areal.observe.spans import span
@@ -60,7 +61,7 @@ class AgentWorkflow(RolloutWorkflow):
         environment: str = "",
         tools: Sequence[str] = (),
         online: bool = False,
-        images: RunImages | None = None,
+        images: PromptImages | None = None,
     ) -> None:
         """`images`: of a policy that takes them; the messages of agents can then have some."""
         self._config = agent_config or AgentConfig()
@@ -102,7 +103,7 @@ class AgentWorkflow(RolloutWorkflow):
                 on_drift=cast("OnDrift", config.on_drift),
                 max_tokens=settings.max_tokens,
                 encode=encode,
-                images=None if self._images is None else DialogueImages(self._images),
+                images=None if self._images is None else DialogueImages(self._images.run),
             ),
             style=style,
         )

@@ -1,5 +1,6 @@
 """The tokens of one dialogue. They are only appended, and what the policy generated is never encoded again."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,7 +103,7 @@ class Conversation:
     def context_of(self, answer: Answer) -> EncodedPrompt:
         """Everything before an answer: what the policy answered."""
         text = "".join(text for position, text in self._texts if position < answer.position)
-        return EncodedPrompt(text, self.token_ids[: answer.position])
+        return EncodedPrompt(text, self._shown(self.token_ids[: answer.position]))
 
     def add_answer(self, response: GenerationResponse) -> str:
         """Append generated tokens. Returns their text without special tokens."""
@@ -121,6 +122,10 @@ class Conversation:
         self._answers.append(Answer(text=text, token_ids=response.output_ids, position=position, finished=finished))
         return text
 
+    async def stored(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages whose images are stored. `add_messages` stores them too, but blocks meanwhile."""
+        return messages if self._images is None else list(await asyncio.to_thread(self._images.stored, messages))
+
     def add_messages(self, messages: list[dict[str, Any]]) -> bool:
         """Append messages after an answer, for example results of tools, and the header of the next answer.
 
@@ -133,6 +138,9 @@ class Conversation:
     def _rendered(self, messages: list[dict[str, Any]]) -> list[int]:
         if self._images is not None:
             messages = list(self._images.stored(messages))
+        elif any(part.get("type") == "image" for one in messages for part in _parts(one)):
+            text = "the messages have images, and the policy takes text only"
+            raise InputError(text, code="agent.multimodal")
         token_ids = tokens_after_answer(self._tokenizer, messages, enable_thinking=self._enable_thinking)
         return token_ids if self._images is None else self._images.placed(token_ids, messages)
 
@@ -150,9 +158,12 @@ class Conversation:
             return False
         if self._end.is_generated and self._end.token_ids[-1:] == token_ids[:1]:
             token_ids = token_ids[1:]
-        shown = token_ids if self._images is None else self._images.plain(token_ids)[0]
-        self._add_fixed(token_ids, self._tokenizer.decode(list(shown)))
+        self._add_fixed(token_ids, self._tokenizer.decode(list(self._shown(token_ids))))
         return True
+
+    def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Tokens as the policy sees them."""
+        return token_ids if self._images is None else self._images.plain(token_ids)[0]
 
     def add_text(self, text: str) -> bool:
         """Append plain text, encoded without special tokens. False, and no change, as in `add_turn`."""
@@ -180,3 +191,8 @@ class Conversation:
     def _add_fixed(self, token_ids: Sequence[int], text: str) -> None:
         self._texts.append((self._end.end, text))
         self._end = self._tree.add_fixed(self._end, token_ids)
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []

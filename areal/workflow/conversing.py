@@ -2,16 +2,20 @@
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
-from areal.api.config import GenerationHyperparameters
+from areal.agent.images import DialogueImages
+from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import RewardError
+from areal.api.images import ImageRef
+from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
+from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.conversation import Conversation
 from areal.workflow.sampling import gather_or_cancel, group_stats, new_request, settings_for_length, settings_of_row
@@ -41,13 +45,15 @@ def chat_prompt(
     *,
     tools: list[dict[str, Any]] | None = None,
     enable_thinking: bool = False,
+    images: PromptImages | None = None,
 ) -> EncodedPrompt:
     """The text and tokens of a prompt: of a list of messages, or of a row with `messages` or `prompt`.
 
-    `tools`: JSON schemas that the chat template shows to the model, for example `[tool_schema(add)]`.
+    `tools`: JSON schemas that the chat template shows to the model, for example `[tool_schema(add)]`. `images`: those
+    of a `ConversationWorkflow`, for a row with images.
     """
     row = messages if isinstance(messages, dict) else {"messages": messages}
-    return encode_prompt(row, tokenizer, enable_thinking=enable_thinking, tools=tools)
+    return encode_prompt(row, tokenizer, enable_thinking=enable_thinking, tools=tools, images=images)
 
 
 async def generate(
@@ -81,7 +87,22 @@ class ConversationWorkflow(ScoredWorkflow):
     """A workflow whose episode is `gconfig.n_samples` conversations on one row, at the same time.
 
     A subclass writes `converse`, and `prompt` where the prompt is not the column `messages` or `prompt` of the row.
+    A row and the results of tools may have images (docs/vision.md); reward functions get no column of them.
     """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        *,
+        reward: RewardConfig | None = None,
+        enable_thinking: bool = False,
+        images: PromptImages | None = None,
+    ) -> None:
+        """`images`: of a policy that takes them."""
+        super().__init__(reward_fn, gconfig, tokenizer, reward=reward, enable_thinking=enable_thinking)
+        self.images = images
 
     @abstractmethod
     async def converse(self, episode: Episode, conversation: Conversation) -> Score | float:
@@ -92,18 +113,15 @@ class ConversationWorkflow(ScoredWorkflow):
 
     def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
         """The first tokens of the conversations on `row`."""
-        return chat_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking)
+        return chat_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking, images=self.images)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         """One group of conversations on row `data`."""
         prompt = self.prompt(data)
+        data = data if self.images is None else self.images.without_images(data)
         episode = Episode(engine=engine, row=data, settings=settings_of_row(self._settings, data), scorer=self._scorer)
-        conversations = [
-            Conversation(
-                self.tokenizer, prompt, max_tokens=self._settings.max_tokens, enable_thinking=self.enable_thinking
-            )
-            for _ in range(self._num_samples)
-        ]
+        refs = () if self.images is None else await self.images.stored(prompt.images)
+        conversations = [self._conversation(prompt, refs) for _ in range(self._num_samples)]
         found = await gather_or_cancel([self.converse(episode, one) for one in conversations])
         scores = [_checked(one) for one in found]
         trajectories: list[Trajectory] = [
@@ -115,6 +133,18 @@ class ConversationWorkflow(ScoredWorkflow):
         stats |= self._scorer.stats(data, scores, reward=stats["reward"])
         return TrajectoryGroup(
             trajectories=trajectories, stats=stats, filter_rewards=[one.filter_reward for one in scores]
+        )
+
+    def _conversation(self, prompt: EncodedPrompt, refs: Sequence[ImageRef]) -> Conversation:
+        images = None if self.images is None else DialogueImages(self.images.run)
+        if images is not None:
+            prompt = EncodedPrompt(prompt.text, images.of_prompt(prompt.token_ids, refs))
+        return Conversation(
+            self.tokenizer,
+            prompt,
+            max_tokens=self._settings.max_tokens,
+            enable_thinking=self.enable_thinking,
+            images=images,
         )
 
 

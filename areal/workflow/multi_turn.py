@@ -6,6 +6,7 @@ from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.errors import ConfigError, InputError
 from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt
+from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.conversation import Conversation, tokens_after_answer
 from areal.workflow.conversing import ConversationWorkflow, Episode, generate, score
@@ -36,13 +37,14 @@ class MultiTurnWorkflow(ConversationWorkflow):
         reward: RewardConfig | None = None,
         enable_thinking: bool = False,
         retry_message: str = RETRY_MESSAGE,
+        images: PromptImages | None = None,
     ) -> None:
         if max_turns < 1:
             raise ConfigError(f"workflow_args.max_turns={max_turns} must be at least 1", code="workflow.invalid_args")
         if not 0 < turn_discount <= 1:
             message = f"workflow_args.turn_discount={turn_discount} must be above 0 and at most 1"
             raise ConfigError(message, code="workflow.invalid_args")
-        super().__init__(reward_fn, gconfig, tokenizer, reward=reward, enable_thinking=enable_thinking)
+        super().__init__(reward_fn, gconfig, tokenizer, reward=reward, enable_thinking=enable_thinking, images=images)
         self._max_turns = max_turns
         self._turn_discount = turn_discount
         retry = {"role": "user", "content": retry_message}

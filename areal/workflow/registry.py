@@ -3,7 +3,6 @@
 import inspect
 from typing import Any
 
-from areal.agent.images import RunImages
 from areal.api.config import PPOConfig
 from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError
@@ -27,10 +26,8 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
         "reward": config.reward,
         "greedy_baseline": config.actor.adv_estimator == "remax",
         "agent_config": config.agent,
-        "images": RunImages.of(config) if "images" in parameters else None,
+        "images": PromptImages.of(config, tokenizer) if "images" in parameters else None,
     }
-    if "images" in parameters:
-        given["images"] = PromptImages.of(config, tokenizer)
     assert set(given) <= set(CONSTRUCTOR_ARGUMENTS)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     arguments = {name: value for name, value in given.items() if takes_all or name in parameters}

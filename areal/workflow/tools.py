@@ -35,8 +35,9 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     return found
 
 
-async def call_tool(call: ToolCall, tools: Sequence[Tool], *, timeout_s: float = 30.0) -> str:
-    """The result of one call as text. A call that fails gives `error: ...`, which the model reads like any result.
+async def call_tool(call: ToolCall, tools: Sequence[Tool], *, timeout_s: float = 30.0) -> str | list[dict[str, Any]]:
+    """The result of one call as text, or as parts where it has images. A call that fails gives `error: ...`, which the
+    model reads like any result.
 
     Reports the metric tool_errors (0 or 1), whose mean is per call.
     """
@@ -69,7 +70,7 @@ async def use_tools(
         messages = [
             {"role": "tool", "name": call.name, "content": result} for call, result in zip(calls, results, strict=True)
         ]
-        if not conversation.add_messages(messages):
+        if not conversation.add_messages(await conversation.stored(messages)):
             break
     log_metric("tool_calls", num_calls)
     return text

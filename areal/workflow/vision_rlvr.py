@@ -1,6 +1,5 @@
 """RL with verifiable rewards on rows with images."""
 
-import asyncio
 from typing import Any
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
@@ -47,9 +46,7 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         return encode_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking, images=self._images)
 
     async def _stored_images(self, prompt: EncodedPrompt) -> tuple[ImageRef, ...]:
-        if not prompt.images:
-            return ()
-        return await asyncio.to_thread(self._images.writer.store, prompt.images)
+        return await self._images.stored(prompt.images)
 
     def _scored_row(self, row: dict[str, Any]) -> dict[str, Any]:
         return self._images.without_images(row)
