@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from areal.api.allocation import ParallelDims
 from areal.api.config.megatron import DistributedDataParallelConfig, MegatronEngineConfig
@@ -97,6 +98,12 @@ def most_held(engine) -> float:
     return peak / max(sizes)
 
 
+def starts_exact(engine, folder: Path) -> bool:
+    """Whether the weights that are trained are those of the float32 checkpoint bit for bit; a collective."""
+    found = {name: value.clone() for name, value in engine.named_weights(stored=True)}
+    return mesh_cases.is_equal(found, load_file(folder / "model.safetensors"))
+
+
 def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     order = json.loads((folder / "mesh.json").read_text())
@@ -113,6 +120,9 @@ def run_rank(rank: int, folder: Path) -> None:
         if case in ("qwen2-rich", "deepseek_v3-plain"):  # tied embeddings: the last stage has a copy; experts
             engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
             facts[case] |= {"weighs_once": weighs_once(engine), "held": most_held(engine)}
+        if case.endswith("-bf16"):
+            engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
+            facts[case]["starts_exact"] = starts_exact(engine, folder / "models" / case.partition("-")[0])
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
     mesh.close()
 

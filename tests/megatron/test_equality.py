@@ -93,6 +93,7 @@ def test_a_megatron_mesh_equals_one_process(facts_of, rows, mesh, case):
     folder, facts = facts_of(mesh)
     found = check(folder, case, facts)
     assert all(fact[case].get("weighs_once", True) for fact in facts)
+    assert all(fact[case].get("starts_exact", True) for fact in facts)
     assert all(fact[case].get("held", 0.0) <= 3 for fact in facts)  # queries, keys and values are one weight
     if case.endswith(mesh_cases.SAVED):
         check_that_fsdp_continues(folder, case)

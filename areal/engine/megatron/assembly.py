@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from torch import nn
+from torch import Tensor, nn
 
 from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
@@ -23,7 +23,7 @@ from areal.engine.megatron.model import HeadPlan, PackedModel, use_chunks
 from areal.engine.megatron.model_config import DTYPES, ddp_config, require_mapped, transformer_config
 from areal.engine.megatron.optimizer import MegatronOptimizer
 from areal.engine.megatron.weight_map import HEAD, Stages
-from areal.engine.megatron.weights import CheckpointReader, RankWeights, copy_weights, read_weights
+from areal.engine.megatron.weights import CheckpointReader, Put, RankWeights, copy_weights, read_weights
 from areal.engine.mesh import TrainerMesh
 from areal.engine.packed_attention import attention_function
 from areal.engine.routing import Routing
@@ -69,7 +69,6 @@ def assembled_engine(
         chunk.to(mesh.device)
     routing = _routing(plain, hf, config)
     own = rank_weights(hf, head, plain, mesh, groups, count)
-    fill(own, config, hf, folder, head, seed)
     chunks: Sequence[nn.Module] = plain
     optimizer = None
     if config.optimizer is None:
@@ -80,6 +79,8 @@ def assembled_engine(
         options = {"mesh": mesh, "groups": groups, "dtype": dtype, "total_steps": total_steps}
         own = rank_weights(hf, head, plain, mesh, groups, count)  # the parameters moved into buffers
         chunks, optimizer = wrapped, MegatronOptimizer(wrapped, config, own, **options)
+    # after the optimiser, whose float32 weights have more digits than those of the model
+    fill(own, config, hf, folder, head, seed, Tensor.copy_ if optimizer is None else optimizer.set_value)
     return MegatronEngine(
         chunks,
         hf=hf,
@@ -143,10 +144,12 @@ def rank_weights(
     )
 
 
-def fill(own: RankWeights, config: TrainEngineConfig, hf: Any, folder: Path, head: HeadPlan, seed: int) -> None:
+def fill(
+    own: RankWeights, config: TrainEngineConfig, hf: Any, folder: Path, head: HeadPlan, seed: int, put: Put
+) -> None:
     """Read this rank's parts of the weights, or draw them."""
     if config.init_from_scratch:
-        copy_weights(own, drawn_weights(hf, is_critic=head.has_score, seed=seed), own.own)
+        copy_weights(own, drawn_weights(hf, is_critic=head.has_score, seed=seed), put)
         return
     reader = CheckpointReader(folder)
     score = own.own.get(HEAD)
@@ -155,7 +158,7 @@ def fill(own: RankWeights, config: TrainEngineConfig, hf: Any, folder: Path, hea
             with torch.no_grad():
                 draw_head(score, seed)
         own = own.without(HEAD)
-    read_weights(own, reader)
+    read_weights(own, reader, put)
 
 
 def _wrapped(

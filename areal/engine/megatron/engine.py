@@ -172,13 +172,7 @@ class MegatronEngine:
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if self._optimizer is None:
-            copy_weights(self._own, weights, self._own.own)
-            return
-        targets = {name: torch.empty_like(value, dtype=torch.float32) for name, value in self._own.own.items()}
-        copy_weights(self._own, weights, targets)
-        for name, parameter in self._own.own.items():
-            self._optimizer.set_state(parameter, {"value": targets[name]}, None)
+        copy_weights(self._own, weights, Tensor.copy_ if self._optimizer is None else self._optimizer.set_value)
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
         if with_optimizer:

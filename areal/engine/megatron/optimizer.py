@@ -169,6 +169,10 @@ class MegatronOptimizer:
                 # each weight has its number of steps: Megatron-Core's own format shares one tensor among them
                 found.inner.state[found.main] = {"step": torch.tensor(step), **moments}
 
+    def set_value(self, parameter: Tensor, value: Tensor) -> None:
+        """Continue with other weights and the same moments; local."""
+        self.set_state(parameter, {"value": value}, None)
+
     def num_updates(self) -> float:
         """Updates that the moments contain; a collective."""
         steps = [float(state.get("step", 0.0)) for one in self._parts() for state in one.optimizer.state.values()]

@@ -1,7 +1,7 @@
 """The weights of a Megatron-Core model by Hugging Face name: read, copied and streamed one by one."""
 # pyright: reportMissingImports=false
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from areal.api.errors import InputError
 from areal.engine.megatron.weight_map import MappedWeight, Place, Stages, names_on_rank
 from areal.engine.sharded_load import raise_missing
 from areal.system.checkpoint_files import weight_files
+
+Put = Callable[[Tensor, Tensor], object]
+"""Gives a parameter of this rank new values of any type."""
 
 
 class RankWeights:
@@ -180,19 +183,19 @@ class CheckpointReader:
 
 
 @torch.no_grad()
-def read_weights(own: RankWeights, reader: CheckpointReader) -> None:
+def read_weights(own: RankWeights, reader: CheckpointReader, put: Put) -> None:
     """Fill the parameters of this rank from a checkpoint; only its parts are read."""
     for weight, target in own.of_rank():
         group = own.tensor_group(weight)
         parts = [
             reader.part(part.name, part.shape, weight.region(part, group.rank(), group.size())) for part in weight.parts
         ]
-        target.copy_(weight.joined(parts))
+        put(target, weight.joined(parts))
 
 
 @torch.no_grad()
-def copy_weights(own: RankWeights, given: Iterable[tuple[str, Tensor]], targets: Mapping[str, Tensor]) -> None:
-    """Copy whole weights by name into `targets`, the tensors of this rank by `key_of`; other names are ignored.
+def copy_weights(own: RankWeights, given: Iterable[tuple[str, Tensor]], put: Put) -> None:
+    """Fill the parameters of this rank from whole weights by name; other names are ignored.
 
     Raises InputError when a weight is missing or has another shape.
     """
@@ -212,7 +215,7 @@ def copy_weights(own: RankWeights, given: Iterable[tuple[str, Tensor]], targets:
             found[name] = value.detach().clone() if len(weight.parts) > 1 else value.detach()
             if len(found) == len(weight.parts):
                 parts = [found[part.name] for part in weight.parts]
-                targets[key_of(weight)].copy_(own.local_of(weight, parts))
+                put(own.own[key_of(weight)], own.local_of(weight, parts))
                 missing.discard(key_of(weight))
                 del pending[key_of(weight)]
     if missing:
