@@ -39,6 +39,7 @@ from areal.engine.mesh import TrainerMesh
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 from tests.engine import engine_cases as cases
+from tests.engine.trainer_updates import UPDATES
 
 VOCAB = 24
 STEPS = ([5, 9, 2, 9, 1, 14], [3, 17, 6], [11, 4, 4, 8, 2])
@@ -67,6 +68,9 @@ OPTIONS: dict[str, dict] = {
     "offload_optimizer": {"fsdp": FSDPEngineConfig(offload_optimizer=True)},
     "compiled": {"compile": True},
     "critic": {"role": "critic"},
+    "grpo": {},
+    "ppo": {"role": "critic"},
+    "sft": {},
     "lora": {"lora": LoRAConfig(rank=3, alpha=4, init="pissa", modules_to_save=["lm_head"])},
     "lora_dropout": {
         "lora": LoRAConfig(rank=3, alpha=8, init="gaussian", dropout=0.3),
@@ -145,7 +149,10 @@ def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list
         mine = share(with_choices(batch, layers_of(engine)) if option == "replayed" else batch)
         if option == "rich":
             mine = replace(mine, candidate_ids=engine.forward(mine).candidate_ids)
-        metrics = cases.train(engine, mine, loss_fn=loss_fn)
+        if (update := UPDATES.get(option)) is None:
+            metrics = cases.train(engine, mine, loss_fn=loss_fn)
+        else:
+            metrics = {name.rpartition("/")[2]: value for name, value in update(engine, mine).items()}
         own = metrics["loss"].total if "loss" in metrics else 0.0  # a rank without sequences has no loss
         loss = engine.all_reduce(torch.tensor([own], dtype=torch.float64)).item()
         found.append([loss, metrics["grad_norm"].value])

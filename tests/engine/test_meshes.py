@@ -72,7 +72,7 @@ CASES = {
 }
 """Mesh -> models and options."""
 CHANGING = ("rich", "critic", "bf16", "adam_bf16", "adam_8bit", "lora", "lora_dropout", "balanced", "balanced_again")
-CHANGING += ("replayed",)
+CHANGING += ("replayed", "grpo", "ppo", "sft")
 """Options with other outputs or numbers than plain."""
 PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
 MARK, END = "make test-parallel writes it", "<!-- end -->"

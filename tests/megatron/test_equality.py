@@ -17,20 +17,22 @@ from tests.rank_processes import run_ranks
 MODELS = ["qwen3-plain", "qwen2-rich"]
 FAMILIES = [f"{family}-plain" for family in ("qwen3", "qwen2", "llama", "mistral")]
 SPARSE = [f"{family}-plain" for family in ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")]
+TRAINER = ["qwen3-grpo", "qwen3-ppo", "qwen3-sft"]
+"""The losses of the trainer."""
 BALANCED = ["qwen3_moe-balanced_again", "qwen3_moe-replayed"]
 CASES = {
     "d1": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16", *SPARSE],
-    "t2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16", "qwen3_moe-plain"],
-    "p2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16"],
-    "p2v2": [*MODELS, "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16"],
-    "c2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed"],
-    "d2": [*MODELS, "qwen3-critic", "qwen3-micro", "qwen3-bf16"],
+    "t2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16", "qwen3_moe-plain", *TRAINER],
+    "p2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16", *TRAINER],
+    "p2v2": [*MODELS, "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16", *TRAINER],
+    "c2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", *TRAINER],
+    "d2": [*MODELS, "qwen3-critic", "qwen3-micro", "qwen3-bf16", *TRAINER],
     "t2p2": [*MODELS, "qwen3-critic"],
     "t2p2v2": [*MODELS],
-    "d2t2": [*MODELS, "qwen3-critic", "qwen3-bf16"],
-    "d2p2": [*MODELS, "qwen3-critic", "qwen3-micro"],
+    "d2t2": [*MODELS, "qwen3-critic", "qwen3-bf16", *TRAINER],
+    "d2p2": [*MODELS, "qwen3-critic", "qwen3-micro", *TRAINER],
     "c2t2": [*MODELS, "qwen3-critic"],
-    "d2e2": [*SPARSE, *BALANCED, "deepseek_v3-balanced", "qwen3_moe-critic", "qwen3_moe-bf16"],
+    "d2e2": [*SPARSE, *BALANCED, "deepseek_v3-balanced", "qwen3_moe-critic", "qwen3_moe-grpo", "qwen3_moe-bf16"],
     "c2e2": ["qwen3_moe-plain", "qwen3_moe-balanced_again", "deepseek_v3-plain"],
     "t2e2": [*SPARSE, *BALANCED],
     "t2ffn_t2": [*SPARSE, *BALANCED],
