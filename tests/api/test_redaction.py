@@ -2,6 +2,7 @@
 
 import dataclasses
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,12 @@ allocation_mode: native:d1+fsdp:d1
 actor: {path: org/model, optimizer: {lr: 1e-5}}
 train_dataset: {path: x.jsonl, batch_size: 4}
 """
+
+
+def test_only_the_keys_of_trackers_are_secret_options():
+    names = (Path(__file__).parent / "option_names.txt").read_text().split()
+    secret = [name for name in names if is_secret(name.rpartition(".")[2])]
+    assert secret == ["stats_logger.swanlab.api_key", "stats_logger.wandb.wandb_api_key"]
 
 
 def tracker_keys() -> list[str]:

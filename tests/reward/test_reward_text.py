@@ -77,7 +77,7 @@ def test_names_functions_and_paths_are_resolved(tmp_path):
     ("text", "values"),
     [
         ("gsm8", ["'gsm8k'"]),
-        ("", ["choice, code, exact"]),
+        ("", ["choice, clevr_count_70k, code, exact"]),
         ("nowhere.mod:f", ["nowhere.mod"]),
         ("nowhere.py:f", ["nowhere.py"]),
         ("a:b:c d", ["'a:b:c d'"]),

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 HIDDEN = "..."
 _NAME = re.compile(r"(^|[^a-z])(api_?)?(key|token|secret|password|passwd|credentials?)$")
-_NOT_SECRET = frozenset({"source_key"})
-"""Options with the name of a dataset column."""
+_NOT_SECRET = frozenset({"image_key", "source_key", "temperature_key"})
+"""Options with the name of a column of the dataset."""
 _PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)(?P<sign>[\"']?(?:\s*=\s*|:\s+|:(?!//)))(?P<value>[^\s,}\]]+)")
 """`name=value`, `name: value` or `"name": value` in text."""
