@@ -39,7 +39,7 @@ from areal.agent.transcript import Transcript
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.data.tiny_model import template_tokenizer
-from areal.rollout.controller_process import collect_rarely
+from areal.rollout.controller_process import collecting_cycles
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -217,9 +217,8 @@ def main() -> None:
     parser.add_argument("--per-second", type=float, default=200.0, help="turns of all sessions together")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    collect_rarely()  # as in the controller's process
     found = send_turns(**orjson.loads(sys.stdin.buffer.read())) if given.client else None
-    print(json.dumps(asyncio.run(found or measure(given.sessions, given.turns, given.per_second))))
+    print(json.dumps(asyncio.run(collecting_cycles(found or measure(given.sessions, given.turns, given.per_second)))))
 
 
 if __name__ == "__main__":

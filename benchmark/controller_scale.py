@@ -63,7 +63,7 @@ from areal.fleet.sglang import SGLangReplica  # noqa: E402
 from areal.fleet.vllm import VLLMReplica  # noqa: E402
 from areal.ledger.ledger import Ledger  # noqa: E402
 from areal.rollout.controller import Controller  # noqa: E402
-from areal.rollout.controller_process import collect_rarely  # noqa: E402
+from areal.rollout.controller_process import collecting_cycles  # noqa: E402
 from areal.rollout.share_codec import encode_head  # noqa: E402
 from areal.workflow.conversation import Conversation  # noqa: E402
 from benchmark.loop_timer import LoopTimer, TimedLoop, idle_loop  # noqa: E402
@@ -107,7 +107,7 @@ SMALL = Size(
 
 def run(main: Coroutine[Any, Any, Any], new_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.Loop) -> Any:
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(main)
+        return runner.run(collecting_cycles(main))  # as in the controller's process
 
 
 def request(
@@ -370,7 +370,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--folder", type=Path, default=None, help="where the ledgers are written")
     args = parser.parse_args(argv)
-    collect_rarely()
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         print(json.dumps(measure(SMALL if args.small else Size(), tuple(args.only), Path(name))))
 

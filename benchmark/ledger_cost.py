@@ -33,7 +33,7 @@ from areal.ledger.ledger import Ledger
 from areal.ledger.payload import EncodedEpisode, encode_episode
 from areal.ledger.state import Event, LedgerState
 from areal.ledger.stats import ledger_stats
-from areal.rollout.controller_process import collect_rarely
+from areal.rollout.controller_process import collecting_cycles
 
 RIVAL = f"SQLite {sqlite3.sqlite_version} (WAL, synchronous=FULL)"
 
@@ -152,9 +152,9 @@ def measure(shape: tuple[int, int], num_episodes: int, args: argparse.Namespace)
         ours_s, rival_s = float("inf"), float("inf")
         for repeat in range(args.repeats):
             folder, database = Path(name) / f"ledger-{repeat}", Path(name) / f"rival-{repeat}.sqlite"
-            ours_s = min(ours_s, asyncio.run(write_run(Ledger.open(folder), episodes, args.batch_size)))
+            ours_s = min(ours_s, asyncio.run(collecting_cycles(write_run(Ledger.open(folder), episodes, args.batch_size))))
             rival = Ledger(SqliteLog(database), read_payload=lambda where: b"")
-            rival_s = min(rival_s, asyncio.run(write_run(rival, episodes, args.batch_size)))
+            rival_s = min(rival_s, asyncio.run(collecting_cycles(write_run(rival, episodes, args.batch_size))))
         per_100k = 100_000 / num_episodes
         rebuild_s, found = timed(lambda: recover_folder(folder))
         rival_rebuild_s, rival_state = timed(lambda: rebuild_sqlite(database))
@@ -191,7 +191,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="times everything is written; the best time counts")
     parser.add_argument("--folder", default=None, help="where the files are written; default: the temporary folder")
     args = parser.parse_args()
-    collect_rarely()  # as in the controller's process
     results: dict[str, dict[str, float]] = {}
     for kind, shape, num_episodes in (
         ("tiny", (1, 16), args.episodes),

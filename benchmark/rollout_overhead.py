@@ -29,7 +29,7 @@ from areal.data.prompt_stream import PromptStream
 from areal.ledger.audit import audit
 from areal.ledger.ledger import Ledger
 from areal.rollout.controller import Controller
-from areal.rollout.controller_process import collect_rarely
+from areal.rollout.controller_process import collecting_cycles
 
 NUM_TOKENS = 16
 
@@ -142,8 +142,8 @@ def measure(in_flight: int, args: argparse.Namespace) -> tuple[float, float]:
             tempfile.TemporaryDirectory(dir=args.folder) as name,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            ours.append(runner.run(run_controller(in_flight, args.batch_size, num_steps, Path(name))))
-            pool.append(runner.run(run_pool(in_flight, num_episodes)))
+            ours.append(runner.run(collecting_cycles(run_controller(in_flight, args.batch_size, num_steps, Path(name)))))
+            pool.append(runner.run(collecting_cycles(run_pool(in_flight, num_episodes))))
             report = audit(Path(name), check_payloads=False)
             assert report.is_clean, report
             assert report.counts["consumed"] == num_episodes, report
@@ -158,7 +158,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measurements of which the best counts")
     parser.add_argument("--folder", default=None, help="where the ledgers are written; default: the temporary folder")
     args = parser.parse_args()
-    collect_rarely()  # as in the controller's process
     us_per_episode: dict[str, float] = {}
     ratio_to_asyncio: dict[str, float] = {}
     print(f"{'in flight':>10} {'controller us':>14} {'asyncio us':>11} {'ratio':>6}")

@@ -77,8 +77,8 @@ class GroupCalls:
             self._start(self._abort_quietly(part.part_id), "abort a part")
 
     def _group_of(self, part: GenerationPart) -> _Group:
-        """The group that waits for parts like this one, or a new one."""
-        groups = self._open.setdefault(part.group_id, [])
+        """The group that waits for parts like this one, or a new one. Without a group id the part is alone."""
+        groups = self._open.setdefault(part.group_id, []) if part.group_id else []
         for group in groups:
             first = group.members[0].part
             # equal fields are mostly the same objects, which are not compared in full
@@ -87,13 +87,12 @@ class GroupCalls:
         group = _Group()
         groups.append(group)
         # Starts in the next turn of the loop: the other parts of this turn have joined by then.
-        group.task = self._start(self._run(part.group_id, group), "generate")
+        group.task = self._start(self._run(part.group_id, groups, group), "generate")
         return group
 
-    async def _run(self, group_id: str, group: _Group) -> None:
-        groups = self._open[group_id]
+    async def _run(self, group_id: str, groups: list[_Group], group: _Group) -> None:
         groups.remove(group)
-        if not groups:
+        if group_id and not groups:
             del self._open[group_id]
         group.is_sent = True
         members = [member for member in group.members if not member.ended.done()]

@@ -209,10 +209,9 @@ def parse_chunk(answer: dict[str, Any], experts: ExpertShape | None = None) -> P
     token_ids: list[int] = answer["output_ids"]
     finish = meta["finish_reason"]
     spans = [(int(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]]
-    logprobs, *_ = zip(*meta["output_token_logprobs"], strict=True) if token_ids else ((),)
     return PartChunk(
         token_ids,
-        list(logprobs),
+        [entry[0] for entry in meta["output_token_logprobs"]],
         versions_of(spans, len(token_ids)) if token_ids else Runs(),
         None if finish is None else checked_reason(finish["type"]),
         routed_experts=experts_of(meta, experts, item_bytes=0),

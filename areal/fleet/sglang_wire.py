@@ -170,9 +170,9 @@ class PartReader:
                 numbered = [(version_number(span["version"]), span["start"], span["end"]) for span in spans]
                 part_versions = versions_of(numbered, total)
                 versions = part_versions[total - len(entries) :]
-        logprobs, token_ids, *_ = zip(*entries, strict=True) if entries else ((), ())
+        token_ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
         experts = None if reason is None else experts_of(meta, self._experts, item_bytes=_EXPERT_BYTES)
-        return PartChunk(list(token_ids), list(logprobs), versions, reason, part_versions, experts)
+        return PartChunk(token_ids, logprobs, versions, reason, part_versions, experts)
 
 
 def _new_entries(entries: list[Any], num_seen: int, total: int) -> list[Any]:

@@ -6,8 +6,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 import psutil
@@ -27,11 +28,12 @@ from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
 _log = get_logger(__name__)
+Result = TypeVar("Result")
 
 GROWTH_BYTES = 2**30
-YOUNG_OBJECTS = 200_000
-"""After this number of new objects a pass looks at them."""
-_LOOK_S = 5.0
+YOUNG_S = 0.1
+YOUNG_PASSES = 50
+"""Passes over young objects between two looks at the memory of the process."""
 
 
 def run_serving(make_controller: Callable[[], Controller], host: Host, registry: NameRegistry) -> None:
@@ -40,7 +42,6 @@ def run_serving(make_controller: Callable[[], Controller], host: Host, registry:
     After SIGTERM or SIGINT the process closes everything and then ends by that signal: its launcher takes an exit with
     0 for the end of training.
     """
-    collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         stopped_by = runner.run(serve_made(make_controller, host, registry))
     if stopped_by is not None:
@@ -49,21 +50,38 @@ def run_serving(make_controller: Callable[[], Controller], host: Host, registry:
         signal.raise_signal(stopped_by)
 
 
-def collect_rarely() -> None:
-    """Let the cycle collector look at new objects only: a controller creates many records and almost no cycles.
+def resident_bytes() -> int:
+    """Of this process."""
+    return psutil.Process().memory_info().rss
 
-    A pass stops the event loop for 0.06 to 0.15 us for each object: 30 ms for YOUNG_OBJECTS, a second for all of
-    10,000 episodes. `collect_after_growth` bounds the memory of cycles that live longer.
+
+async def collecting_cycles(work: Awaitable[Result], resident_bytes: Callable[[], int] = resident_bytes) -> Result:
+    """Await `work`, and run the cycle collector at fixed times meanwhile instead of after a number of new objects.
+
+    A controller creates many records and almost no cycles. The interpreter subtracts objects that end from those that
+    are new, so under a steady load one of its passes looks at more than a million objects and stops the event loop for
+    a second. A pass each YOUNG_S looks at what was created since the pass before. Cycles that live longer are collected
+    each time that the process has grown by GROWTH_BYTES.
     """
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 10**9, 10**9)
+    gc.disable()
+    passes = asyncio.create_task(_collect(resident_bytes), name="collect cycles")
+    try:
+        return await work
+    finally:
+        passes.cancel()
+        await asyncio.gather(passes, return_exceptions=True)
+        gc.enable()
+        gc.unfreeze()
 
 
-async def collect_after_growth(resident_bytes: Callable[[], int]) -> None:
-    """Collect cycles each time that the process has grown by GROWTH_BYTES. Runs until it is cancelled."""
+async def _collect(resident_bytes: Callable[[], int]) -> None:
+    """The passes, until it is cancelled."""
     before = resident_bytes()
     while True:
-        await asyncio.sleep(_LOOK_S)
+        for _ in range(YOUNG_PASSES):
+            await asyncio.sleep(YOUNG_S)
+            gc.collect(0)
         if resident_bytes() - before > GROWTH_BYTES:
             gc.collect()
             before = resident_bytes()
@@ -75,14 +93,11 @@ async def serve_made(
     """Make a controller in the running loop and serve it on `host`, protected by the run's token. Result as `serve`."""
     token = required_token("the rollout controller")
     controller = make_controller()
-    process = psutil.Process()
-    collecting = asyncio.create_task(collect_after_growth(lambda: process.memory_info().rss), name="collect cycles")
     try:
         async with beating_loop(launched_heartbeat(), controller.waiting_for):
-            return await serve(controller, listen(host, token), registry, host=host, token=token)
+            serving = serve(controller, listen(host, token), registry, host=host, token=token)
+            return await collecting_cycles(serving)
     finally:
-        collecting.cancel()
-        await asyncio.gather(collecting, return_exceptions=True)
         _write_episodes(controller)
 
 

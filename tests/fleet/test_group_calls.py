@@ -59,7 +59,7 @@ async def calls(server):
 @pytest.mark.parametrize("first", [PART, STREAMED])
 async def test_parts_of_one_turn_are_one_request(server, calls, first):
     each = [*parts(first, "abc"), *parts(replace(first, group_id="h"), "xy"), replace(first, group_id="", part_id="s")]
-    each.append(replace(first, part_id="d", input_ids=[5, 6]))
+    each += [replace(first, group_id="", part_id="t"), replace(first, part_id="d", input_ids=[5, 6])]
     await asyncio.gather(*map(calls.start, each))
     assert sorted(server.groups) == [["a", "b", "c"], ["x", "y"]]
     assert [asked.body.get("sampling_seed") for asked in server.requests if asked.request_id in "abc"] == [0, 1, 2]

@@ -3,44 +3,63 @@
 import asyncio
 import gc
 
+import pytest
+
 from areal.rollout import controller_process
-from areal.rollout.controller_process import GROWTH_BYTES
+from areal.rollout.controller_process import GROWTH_BYTES, collecting_cycles
 
 
-async def test_cycles_are_collected_each_time_the_process_has_grown(monkeypatch):
-    sizes, collected = [5, 5, 5 + GROWTH_BYTES, 6 + GROWTH_BYTES, 9, 9, 10 + GROWTH_BYTES, 7, 7], []
-    looked = asyncio.Event()
-    monkeypatch.setattr(controller_process, "_LOOK_S", 0.0)
-    monkeypatch.setattr(controller_process.gc, "collect", lambda: collected.append(len(sizes)))
-
-    def size():
-        if len(sizes) == 1:
-            looked.set()
-            return sizes[0]
-        return sizes.pop(0)
-
-    task = asyncio.create_task(controller_process.collect_after_growth(size))
-    await looked.wait()
-    task.cancel()
-    assert collected == [5, 2]
-
-
-def test_no_pass_of_the_cycle_collector_looks_at_more_than_the_new_objects(monkeypatch):
-    monkeypatch.setattr(controller_process, "YOUNG_OBJECTS", 5_000)
-    before, passes = gc.get_threshold(), []
+@pytest.fixture
+def passes(monkeypatch):
+    """Passes follow each other at once. The list gets the generation of each, and how many objects are young."""
+    found = []
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            passes.append((info["generation"], gc.get_count()[0] < 5_500))
+            found.append((info["generation"], len(gc.get_objects(0))))
 
+    monkeypatch.setattr(controller_process, "YOUNG_S", 0.0)
     gc.callbacks.append(note)
-    try:
-        controller_process.collect_rarely()
-        kept = [[number] for number in range(60_000)]
-        del kept
-    finally:
-        gc.callbacks.remove(note)
-        gc.set_threshold(*before)
-        gc.unfreeze()
-    assert len(passes) >= 11
-    assert set(passes) == {(0, True)}
+    yield found
+    gc.callbacks.remove(note)
+
+
+async def test_cycles_are_collected_each_time_the_process_has_grown(passes, monkeypatch):
+    monkeypatch.setattr(controller_process, "YOUNG_PASSES", 1)
+    sizes, full = [5, 5, 5 + GROWTH_BYTES, 6 + GROWTH_BYTES, 9, 9, 10 + GROWTH_BYTES, 7, 7], []
+    looked = asyncio.Event()
+
+    def size() -> int:
+        if len(sizes) == 1:
+            looked.set()
+            return sizes[0]
+        full.append(sum(generation == 2 for generation, _ in passes))
+        return sizes.pop(0)
+
+    await collecting_cycles(looked.wait(), size)
+    # the memory after a pass is the start of the next growth
+    assert full == [0, 0, 0, 0, 1, 1, 1, 2]
+
+
+async def test_a_pass_looks_at_the_objects_since_the_pass_before_under_a_steady_load(passes):
+    per_turn, kept = 2_000, [[[number] for number in range(2_000)] for _ in range(40)]
+
+    async def load() -> None:
+        for turn in range(400):  # objects that end balance those that are new
+            kept[turn % len(kept)] = [[number] for number in range(per_turn)]
+            await asyncio.sleep(0)
+
+    await collecting_cycles(load())
+    young = [count for generation, count in passes if generation == 0]
+    assert len(young) > 100
+    assert max(young[1:]) < 5 * per_turn
+
+
+async def test_the_interpreter_collects_by_its_own_rule_before_and_after():
+    assert gc.isenabled()
+
+    async def work() -> bool:
+        return gc.isenabled()
+
+    assert not await collecting_cycles(work())
+    assert gc.isenabled()
