@@ -139,10 +139,10 @@ class GroupWorkflow(RolloutWorkflow):
 def _trajectory(response: GenerationResponse) -> Trajectory:
     prompt, output = len(response.input_ids), len(response.output_ids)
     return Trajectory(
-        token_ids=response.input_ids + response.output_ids,
+        token_ids=[*response.input_ids, *response.output_ids],
         loss_mask=[0] * prompt + [1] * output,
-        rollout_logprobs=[0.0] * prompt + response.output_logprobs,
-        output_versions=[-1] * prompt + response.output_versions,
+        rollout_logprobs=[*[0.0] * prompt, *response.output_logprobs],
+        output_versions=[*[-1] * prompt, *response.output_versions],
         reward=0.0,
         finished=True,
     )

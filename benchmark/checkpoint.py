@@ -30,7 +30,7 @@ SHAPE = {
 
 def make_engine(folder: Path, layers: int, mesh: TrainerMesh) -> tuple[FSDPEngine, int]:
     """An engine with optimiser state, and the bytes of its checkpoint."""
-    LlamaConfig(**SHAPE, num_hidden_layers=layers).save_pretrained(folder)
+    LlamaConfig.from_dict(SHAPE | {"num_hidden_layers": layers}).save_pretrained(folder)
     config = TrainEngineConfig(path=str(folder), dtype="float32", optimizer=OptimizerConfig(), init_from_scratch=True)
     engine = build_fsdp_engine(config, role="actor", total_steps=9, mesh=mesh, seed=0)
     for weight in engine._changing().values():  # a step without a pass

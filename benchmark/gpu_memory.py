@@ -23,6 +23,7 @@ from gpu_step import HALF_BILLION, one_step
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config
 
+from areal.api.allocation import ParallelDims
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.errors import TrainingDiverged
 from areal.launcher.memory_plan import rank_memory
@@ -40,12 +41,14 @@ def planned(folder: Path, device: torch.device) -> list[dict[str, object]]:
     """The table; on a GPU with the measured peaks."""
     rows: list[dict[str, object]] = []
     for name, sizes in SHAPES.items():
-        Qwen2Config(**sizes).save_pretrained(folder / name)
+        Qwen2Config.from_dict(sizes).save_pretrained(folder / name)
         shape = ModelShape.read(str(folder / name))
         assert shape is not None
         for ranks, tokens, checkpointing in itertools.product((8, 64, 512), (8192, 32768), (False, True)):
             config = TrainEngineConfig(path=name, optimizer=OptimizerConfig(), gradient_checkpointing=checkpointing)
-            found = rank_memory([(config, shape)], ranks=ranks, tokens=tokens, on_gpu=True, bucket_bytes=2**30)
+            found = rank_memory(
+                [(config, shape)], dims=ParallelDims(dp=ranks), tokens=tokens, on_gpu=True, bucket_bytes=2**30
+            )
             row: dict[str, object] = {"model": name, "ranks": ranks, "tokens": tokens, "checkpointing": checkpointing}
             rows.append(row | {"gib": round(found.peak / 2**30, 1)})
             if device.type == "cuda" and found.peak < 0.9 * torch.cuda.mem_get_info(device)[1]:
@@ -76,7 +79,7 @@ def fake_rank_peak(path: Path, device: torch.device, *, ranks: int, tokens: int,
 
 
 def measured(folder: Path, device: torch.device) -> dict[str, float]:
-    Qwen2Config(**HALF_BILLION).save_pretrained(folder / "half")
+    Qwen2Config.from_dict(HALF_BILLION).save_pretrained(folder / "half")
     shape = ModelShape.read(str(folder / "half"))
     assert shape is not None
     config = TrainEngineConfig(
@@ -86,7 +89,7 @@ def measured(folder: Path, device: torch.device) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats(device)
     one_step(config, device, tokens=8192, repeats=2)
     peak = torch.cuda.max_memory_allocated(device)
-    plan = rank_memory([(config, shape)], ranks=1, tokens=8192, on_gpu=True).peak
+    plan = rank_memory([(config, shape)], dims=ParallelDims(), tokens=8192, on_gpu=True).peak
     return {"measured_gib": peak / 2**30, "planned_gib": plan / 2**30}
 
 

@@ -45,7 +45,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        Qwen2Config(**(TINY if args.tiny else HALF_BILLION)).save_pretrained(folder / "model")
+        Qwen2Config.from_dict(TINY if args.tiny else HALF_BILLION).save_pretrained(folder / "model")
         config = TrainEngineConfig(path=str(folder / "model"), optimizer=OptimizerConfig(), init_from_scratch=True)
         engine = build_fsdp_engine(config, role="actor", total_steps=1, mesh=TrainerMesh(0, 1, device), seed=0)
         weights = {key: value.clone() for key, value in engine.named_weights()}

@@ -72,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        Qwen2Config(**(TINY if args.tiny else HALF_BILLION)).save_pretrained(folder)
+        Qwen2Config.from_dict(TINY if args.tiny else HALF_BILLION).save_pretrained(folder)
         config = TrainEngineConfig(
             path=folder, optimizer=OptimizerConfig(), gradient_checkpointing=True, init_from_scratch=True,
             mb_spec=MicroBatchSpec(max_tokens_per_mb=args.tokens),

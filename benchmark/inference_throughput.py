@@ -82,7 +82,7 @@ def run_generate(model: PreTrainedModel, job: Job, concurrency: int, clock: Cloc
     for start in range(0, len(job.prompts), concurrency):
         batch = torch.tensor(job.prompts[start : start + concurrency], device=model.device)
         longest = max(job.lengths[start : start + concurrency])
-        model.generate(
+        model.generate(  # pyright: ignore[reportCallIssue]
             input_ids=batch,
             attention_mask=torch.ones_like(batch),
             max_new_tokens=longest,

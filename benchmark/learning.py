@@ -118,6 +118,7 @@ def train(run: Run, fileroot: Path) -> dict[str, Any]:
     config = config_for(run, fileroot)
     seed_process(run.seed)
     tokenizer = load_tokenizer(config.actor.path)
+    assert isinstance(config.train_dataset.path, str)
     data = Path(config.train_dataset.path).parent
     rows, held_out = read_rows(data / "train.jsonl"), read_rows(data / "held_out.jsonl")
     endless = (row for _ in range(1000) for row in rows)

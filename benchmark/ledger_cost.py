@@ -120,7 +120,6 @@ async def write_run(ledger: Ledger, episodes: list[EncodedEpisode], batch_size: 
                 num_interruptions=0,
             )
         ledger.batched(step=step, version=step, mask_before=0, episode_ids=ids, stats={"reward": 1.0})
-        ledger.forget(ids)
         await ledger.durable()
         ledger.published(version=step + 1, kind="disk", path="weights")
         await ledger.durable()
@@ -152,7 +151,8 @@ def measure(shape: tuple[int, int], num_episodes: int, args: argparse.Namespace)
         ours_s, rival_s = float("inf"), float("inf")
         for repeat in range(args.repeats):
             folder, database = Path(name) / f"ledger-{repeat}", Path(name) / f"rival-{repeat}.sqlite"
-            ours_s = min(ours_s, asyncio.run(collecting_cycles(write_run(Ledger.open(folder), episodes, args.batch_size))))
+            writing = write_run(Ledger.open(folder), episodes, args.batch_size)
+            ours_s = min(ours_s, asyncio.run(collecting_cycles(writing)))
             rival = Ledger(SqliteLog(database), read_payload=lambda where: b"")
             rival_s = min(rival_s, asyncio.run(collecting_cycles(write_run(rival, episodes, args.batch_size))))
         per_100k = 100_000 / num_episodes

@@ -70,6 +70,8 @@ def with_checkpoint(hidden: Tensor, weight: Tensor, labels: Tensor, entropy_grad
 
 def with_blocks(hidden: Tensor, weight: Tensor, labels: Tensor, entropy_grad: bool) -> Pair:
     found = linear_logprobs(hidden, weight, None, labels, outputs=OutputSpec(entropy_grad=entropy_grad))
+    assert found.logprobs is not None
+    assert found.entropy is not None
     return found.logprobs, found.entropy
 
 

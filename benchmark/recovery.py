@@ -192,7 +192,7 @@ def seconds_by_role(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for role in ROLES:
         times = [seconds_to_training(events, at) for killed, at in kills if killed == role]
-        again, new = ([pair[k] for pair in times if pair[k] is not None] for k in (0, 1))
+        again, new = ([seconds for pair in times if (seconds := pair[k]) is not None] for k in (0, 1))
         found[role] = {"trains_again_s": round(median(again), 2), "new_step_s": round(median(new), 2)}
         each = ", ".join(f"{value:.1f}" for value in new)
         print(f"{role:>18} {median(again):>12.1f} s {median(new):>8.1f} s   {each}", flush=True)

@@ -104,7 +104,7 @@ def idle_load(folder: Path, registry: FileRegistry, processes: int, seconds: int
     beats = [Heartbeat(slot) for slot in slots[:processes]]
     for beat in beats:
         beat.doing("runs 12 requests, 3 queued, version 345")
-    used: Counter[str] = Counter()
+    used = dict.fromkeys(("processes", "nodes", "launcher", "controller"), 0.0)
     operations = Operations(str(folder))
     sys.addaudithook(operations)
     for _ in range(3):  # after 2 seconds without a change a listing needs no files
@@ -127,8 +127,8 @@ def idle_load(folder: Path, registry: FileRegistry, processes: int, seconds: int
             write_beats(folder / "alive.json", known)
         launched_s = cpu_s()
         registry.list("servers")
-        used.update(processes=wrote_s - began_s, nodes=sent_s - wrote_s, launcher=launched_s - sent_s)
-        used.update(controller=cpu_s() - launched_s)
+        times = (wrote_s - began_s, sent_s - wrote_s, launched_s - sent_s, cpu_s() - launched_s)
+        used = {name: spent + more for (name, spent), more in zip(used.items(), times, strict=True)}
     operations.active = False
     assert len(known) == len(beats)
     return {

@@ -22,7 +22,16 @@ from typing import Any
 import uvloop
 
 from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
-from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, WeightUpdate
+from areal.api.data import (
+    CanaryReport,
+    GenerationRequest,
+    GenerationResponse,
+    ProbeScore,
+    ProbeTokens,
+    Trajectory,
+    TrajectoryGroup,
+    WeightUpdate,
+)
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
@@ -51,6 +60,12 @@ class NoFleet:
 
     def live_replicas(self, version: int) -> list[str]:
         return []
+
+    def probe_tokens(self, version: int) -> ProbeTokens | None:
+        return None
+
+    async def compare(self, score: ProbeScore) -> CanaryReport | None:
+        return None
 
     def status(self) -> dict[str, Any]:
         return {}
@@ -142,7 +157,8 @@ def measure(in_flight: int, args: argparse.Namespace) -> tuple[float, float]:
             tempfile.TemporaryDirectory(dir=args.folder) as name,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            ours.append(runner.run(collecting_cycles(run_controller(in_flight, args.batch_size, num_steps, Path(name)))))
+            running = run_controller(in_flight, args.batch_size, num_steps, Path(name))
+            ours.append(runner.run(collecting_cycles(running)))
             pool.append(runner.run(collecting_cycles(run_pool(in_flight, num_episodes))))
             report = audit(Path(name), check_payloads=False)
             assert report.is_clean, report

@@ -37,7 +37,6 @@ from areal.api.config.load import load_config
 from areal.fleet.backends import backend_named, replica_factory
 from areal.fleet.replica import GenerationPart, PartChunk, Replica
 from areal.fleet.server_command import prepended
-from areal.system.network import Host
 
 ROOT = Path(__file__).resolve().parent.parent
 SGLANG_STUBS = ROOT / "tests" / "servers" / "environments" / "sglang_cpu"
@@ -124,7 +123,7 @@ def server_process(backend: str, model: Path, args: argparse.Namespace) -> tuple
     file = args.logs / f"{backend}.yaml"
     file.write_text(json.dumps(written))  # JSON is YAML
     config = load_config(["--config", str(file)], PPOConfig)
-    command = backend_named(backend).command(config, False, Host())
+    command = backend_named(backend).command(config, False)
     first = command.env.get("PYTHONPATH", str(SGLANG_STUBS))
     env |= command.env | {"PYTHONPATH": prepended(os.environ, "PYTHONPATH", first)}
     return [sys.executable, "-m", "areal.fleet.server_host", "--backend", backend, "--", *command.argv], env

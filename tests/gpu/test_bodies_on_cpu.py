@@ -58,6 +58,10 @@ def test_a_step_of_one_rank_of_many_in_a_fake_group(tmp_path, monkeypatch):
     for ranks in (8, 512):
         assert gpu_memory.fake_rank_peak(tmp_path, CPU, ranks=ranks, tokens=32, checkpointing=True) == 0
         assert not torch.distributed.is_initialized()
+    rows = gpu_memory.planned(tmp_path, CPU)
+    assert len(rows) == 24
+    gib = [row["gib"] for row in rows if row["model"] == "32B" and row["tokens"] == 8192 and not row["checkpointing"]]
+    assert gib == sorted(gib, reverse=True)  # 8, 64 and 512 ranks
 
 
 def test_sampling_and_the_difference_between_rollout_and_trainer(tmp_path):
