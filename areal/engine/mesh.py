@@ -21,8 +21,20 @@ from areal.api.engine import Ranks, ReduceOp
 from areal.api.errors import ConfigError, LaunchError, ServerUnavailable
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry
-from areal.system.network import TOKEN_VARIABLE, Host, bind_collectives, listen, required_token, run_token, store_prefix
+from areal.system.network import (
+    LOOPBACK,
+    TOKEN_VARIABLE,
+    Host,
+    bind_collectives,
+    is_loopback,
+    listen,
+    required_token,
+    run_token,
+    store_prefix,
+)
 from areal.system.process import ProcessContext
+from areal.system.relay import TokenRelay, TokenTunnel
+from areal.weights.update_group import serve_store
 
 STORE_NAME = "trainer/store"
 _PRESENT = "present"
@@ -54,6 +66,7 @@ class TrainerMesh:
         *,
         dims: ParallelDims | None = None,
         store: Store | None = None,
+        relay: TokenRelay | TokenTunnel | None = None,
     ) -> None:
         """`dims` None: every rank is a data-parallel rank."""
         self.rank = rank
@@ -66,7 +79,7 @@ class TrainerMesh:
         self.stage, place = divmod(rank, world_size // self.dims.pp)
         self.dp_rank, place = divmod(place, self.dims.cp * self.dims.tp)
         self.context_rank, self.tensor_rank = divmod(place, self.dims.tp)
-        self._store = store  # rank 0 serves it to the others: it must live as long as the mesh
+        self._store, self._relay = store, relay  # rank 0 serves them to the others: both live as long as the mesh
         self._owns_group = False
         self._when_closed = contextlib.ExitStack()
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -90,8 +103,8 @@ class TrainerMesh:
             return cls(0, 1, device)
         if registry is None:
             raise ValueError("several trainer ranks need a name registry to find each other")
-        store = _open_store(context, registry, timeout_s)
-        mesh = cls(context.index, context.world_size, device, dims=dims, store=store)
+        store, relay = _open_store(context, registry, timeout_s)
+        mesh = cls(context.index, context.world_size, device, dims=dims, store=store, relay=relay)
         mesh._join(store, timeout_s)
         return mesh
 
@@ -177,6 +190,8 @@ class TrainerMesh:
             dist.destroy_process_group()
         self._owns_group = False
         self._store = None
+        if self._relay is not None:
+            self._relay.close()
 
     def _join(self, store: Store, timeout_s: float) -> None:
         dist.init_process_group(
@@ -221,36 +236,38 @@ def _reduced(values: Tensor, op: ReduceOp, group: dist.ProcessGroup | None) -> T
     return result
 
 
-def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: float) -> PrefixStore:
+def _open_store(
+    context: ProcessContext, registry: NameRegistry, timeout_s: float
+) -> tuple[PrefixStore, TokenRelay | TokenTunnel | None]:
     """Rank 0 serves and registers; the others look it up. `run_id` identifies this start of the ranks.
 
-    All keys begin with a prefix made from the run's token, by which a rank with another token is noticed. It is no
-    protection: clients can list the keys of a store of torch.
+    torch's store checks no token. It listens on loopback; ranks on several machines connect through a relay that
+    requires the token, which must live as long as the store. All keys begin with a prefix made from the token, by which
+    a rank with another one is noticed on loopback too.
     """
-    timeout = timedelta(seconds=timeout_s)
-    host, name = context.host, f"{STORE_NAME}/{context.run_id}"
+    token, is_local = run_token(), is_loopback(context.host.bind)
+    name, prefix = f"{STORE_NAME}/{context.run_id}", store_prefix(token, STORE_NAME)
     if context.index == 0:
         token = required_token("the store of the trainer ranks")
-        prefix = store_prefix(token, STORE_NAME)
-        listening = listen(host, token)
-        port = listening.getsockname()[1]
-        listener = listening.detach()
-        store = TCPStore(
-            host.advertise, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener
-        )
+        store = serve_store(context.host if is_local else Host(), token, timeout_s=timeout_s)
         named = PrefixStore(prefix, store)
         named.set(_PRESENT, "")
-        value = json.dumps({"host": host.advertise, "port": port})
-        registry.add(name, value, replace=True)
-        return named
+        relay = None if is_local else TokenRelay(listen(context.host, token), token, store.port)
+        port = store.port if relay is None else relay.port
+        registry.add(name, json.dumps({"host": context.host.advertise, "port": port}), replace=True)
+        return named, relay
     try:
         found = json.loads(registry.wait(name, timeout_s))
     except ServerUnavailable as error:
         code = "process.rank_missing" if error.code == "process.not_registered" else error.code
         raise ServerUnavailable(f"trainer-0 of start {context.run_id}: {error}", code=code) from None
-    store = TCPStore(found["host"], found["port"], is_master=False, wait_for_workers=False, timeout=timeout)
-    named = PrefixStore(store_prefix(run_token(), STORE_NAME), store)
-    if not named.check([_PRESENT]):
-        message = f"{context.name} has another {TOKEN_VARIABLE} than trainer-0: give all processes the same"
-        raise LaunchError(message, code="launch.token_mismatch")
-    return named
+    tunnel = None if is_local else TokenTunnel(found["host"], found["port"], token)
+    if tunnel is None or tunnel.is_admitted(timeout_s):
+        host, port = (found["host"], found["port"]) if tunnel is None else (LOOPBACK, tunnel.port)
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        named = PrefixStore(prefix, store)
+        if named.check([_PRESENT]):
+            return named, tunnel
+    message = f"{context.name} has another {TOKEN_VARIABLE} than trainer-0: give all processes the same"
+    raise LaunchError(message, code="launch.token_mismatch")

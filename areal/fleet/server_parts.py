@@ -14,6 +14,7 @@ from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
 from areal.system.network import LOOPBACK, Host, is_loopback
 from areal.system.process import tied_to_this_process
+from areal.system.relay import pass_on_to
 
 _LOG = get_logger(__name__)
 
@@ -95,12 +96,10 @@ async def meeting_point(
                 if store is None:
                     store = asyncio.create_task(_start_store(command), name="start the store of the parts")
                 _, port = await asyncio.shield(store)
-                back_reader, back_writer = await asyncio.open_connection(LOOPBACK, port)
+                await pass_on_to(LOOPBACK, port, reader, writer)
             except (ArealError, OSError, ValueError) as error:
                 _LOG.error("%s cannot reach the store of the parts: %s", peer, error)
                 return
-            with contextlib.suppress(ConnectionError):
-                await asyncio.gather(_pass_on(reader, back_writer), _pass_on(back_reader, writer))
 
     server = await asyncio.start_server(relay, sock=bound)
     try:
@@ -137,16 +136,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until the end of what `reader` gets; then the other side gets no more either."""
-    try:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    finally:
-        writer.close()
 
 
 def announce_part(registry: NameRegistry, index: int, part: int, process_name: str, gateway: str) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from areal.api.config import BaseExperimentConfig
 from areal.system.etcd_registry import EtcdRegistry
@@ -71,3 +73,17 @@ def announce_server(registry: NameRegistry, index: int, process_name: str, addre
     pid = os.getpid()
     registry.add(f"servers/{index}", json.dumps({"address": address, "pid": pid}), replace=True)
     registry.add(f"ready/{process_name}", json.dumps({"pid": pid}), replace=True)
+
+
+def has_server(registry: NameRegistry, address: str) -> bool:
+    """Whether a registered server, or a part of one, is on the machine with this address. It may look names up."""
+    urls = [json.loads(value)["address"] for value in registry.list("servers").values()]
+    hosts = {urlsplit(url).hostname or "" for url in urls} | set(registry.list("part_hosts").values())
+    return address in hosts or any(address in _addresses(host) for host in hosts)
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()

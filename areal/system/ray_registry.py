@@ -180,7 +180,8 @@ class RayRegistry:
                 return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=_CALL_S)
             # ValueError: no actor has this name yet. The others: it died, restarts, or its node does not answer.
             except (ValueError, exceptions.RayActorError, exceptions.GetTimeoutError) as error:
-                self._actor = None
+                if not (self._makes_actor and isinstance(error, exceptions.GetTimeoutError)):
+                    self._actor = None  # without the handle of the process that made it, Ray would end a slow actor
                 if time.monotonic() >= deadline or self._closed.is_set():
                     cause = " ".join(str(error).split())[:300]
                     message = f"the actor {self._actor_name!r} in Ray gave no answer in {self._timeout_s:g} s: {cause}"

@@ -25,7 +25,7 @@ from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
 from areal.rollout.client import CheckpointWanted, RolloutClient, WeightsNeeded
-from areal.system.discovery import registry_of
+from areal.system.discovery import has_server, registry_of
 from areal.system.durable import write_atomic
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
@@ -312,6 +312,7 @@ def build_weight_channel(
         bucket_bytes=config.actor.weight_chunked_mem_mb * 2**20,
         backend=context.weight_transport,
         host=context.host,
+        may_join=partial(has_server, registry_of(config)),
         ranks_per_replica=servers.instance_size if servers else 1,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any
@@ -24,7 +24,8 @@ from areal.api.engine import Ranks, WeightSource
 from areal.api.errors import ArealError, WeightSyncError
 from areal.observe.log import get_logger
 from areal.server_side.areal_transfer.layout import widest_first
-from areal.system.network import Host, required_token
+from areal.system.network import Host, is_loopback, listen, required_token
+from areal.system.relay import MachineRelay
 from areal.system.threads import in_daemon_thread
 from areal.weights.control import FleetControl, publish_once
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
@@ -55,10 +56,12 @@ class CollectiveChannel:
         bucket_bytes: int,
         backend: str,
         host: Host | None = None,
+        may_join: Callable[[str], bool] = lambda address: True,
         ranks_per_replica: int = 1,
         timeout_s: float = 300.0,
     ) -> None:
         """`backend`: nccl or gloo. `host`: where this process listens and how the servers reach it; None = loopback.
+        `may_join`: whether the machine with this address has a server; it may block, and is not asked on loopback.
         `ranks_per_replica`: devices of one server. `timeout_s`: maximum wait for one bucket, and for a live replica."""
         self._engine, self._ranks, self._control = engine, ranks, control
         self._bucket_bytes = bucket_bytes
@@ -71,7 +74,9 @@ class CollectiveChannel:
         self._group: UpdateGroup | None = None
         self._replicas: list[str] = []
         self._buffer: Tensor | None = None
+        self._may_join = may_join
         self._store: TCPStore | None = None
+        self._relay: MachineRelay | None = None
         self._joining: Future[UpdateGroup] | None = None
         self._has_failed = False
 
@@ -90,6 +95,9 @@ class CollectiveChannel:
         """Leave the group; without one nothing happens."""
         group, self._group = self._group, None
         self._store = None
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
         if group is not None:
             group.close()
         if self._joining is not None:
@@ -144,21 +152,31 @@ class CollectiveChannel:
             # A new name excludes confusion with a group that a replica is still in. It is random and sent over
             # token-protected HTTP only: the store's keys cannot be guessed without it.
             group_name = f"weights-{uuid.uuid4().hex}"
-            self._store = serve_store(host, self._token, timeout_s=JOIN_TIMEOUT_S)
+            self._store = serve_store(Host(), self._token, timeout_s=JOIN_TIMEOUT_S)
+            if not is_loopback(host.bind):
+                own = {host.bind, host.advertise}
+                self._relay = MachineRelay(
+                    listen(host, self._token), lambda peer: peer in own or self._may_join(peer), self._store.port
+                )
         else:
             group_name = self._group.group_name
-        assert self._store is not None
         return WeightUpdate(
             version=version,
             kind="collective",
             master_address=host.advertise,
-            master_port=self._store.port,
+            master_port=self._port,
             backend=self._backend,
             buckets=self._plan,
             group_name=group_name,
             replicas=replicas,
             ranks_per_replica=self._ranks_per_replica,
         )
+
+    @property
+    def _port(self) -> int:
+        """Of the store, on the address of the host."""
+        assert self._store is not None
+        return self._store.port if self._relay is None else self._relay.port
 
     def _wait_for_replicas(self, version: int) -> list[str]:
         """The replicas without the version; [] once the fleet serves it.
@@ -188,9 +206,8 @@ class CollectiveChannel:
 
     def _join(self, request: Future[None], update: WeightUpdate) -> UpdateGroup:
         """Form the group, in a thread, so that a failed request to the controller ends the wait."""
-        assert self._store is not None
         # A separate connection: when the channel drops the store, the thread fails at once.
-        store = open_store(self._host.advertise, self._store.port, timeout_s=JOIN_TIMEOUT_S)
+        store = open_store(self._host.advertise, self._port, timeout_s=JOIN_TIMEOUT_S)
         join = partial(
             UpdateGroup,
             store,

@@ -44,10 +44,10 @@ class Site:
 
     def refusal(self, *overrides: str, hosts: str = "", environ: dict[str, str] | None = None) -> str:
         """The code of the error with which a run ends before it starts."""
-        words = [f"cluster.fileroot={self.fileroot}", "cluster.node_connect_s=10", "cluster.node_silence_s=4"]
+        words = [f"cluster.fileroot={self.fileroot}", "cluster.node_connect_s=90", "cluster.node_silence_s=20"]
         argv = [sys.executable, "-m", f"areal.launcher.{self.launcher}", "--config", str(self._config)]
         argv += [*words, *self.cluster.words(hosts), *overrides]
-        done = self.nodes[1].run(argv, cwd=ROOT, env=self.cluster.environ | (environ or {}), timeout_s=120)
+        done = self.nodes[1].run(argv, cwd=ROOT, env=self.cluster.environ | (environ or {}), timeout_s=240)
         errors = [line for line in done.stderr.splitlines() if line.startswith("areal: error:")]
         assert done.returncode == 2, done.stderr
         assert 1 <= len(errors) <= (2 if self.launcher == "slurm" else 1), errors

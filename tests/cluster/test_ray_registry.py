@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from areal.api.config import ClusterSpecConfig, NameResolveConfig, SFTConfig
+from areal.system import ray_registry
 from areal.system.discovery import registry_of
 from areal.system.ray_registry import RayRegistry
 from tests.cluster.nodes import wait_for
@@ -67,7 +68,12 @@ def test_names_survive_the_death_of_the_actor_but_removed_ones_do_not_return(ope
     server.add("servers/1", "b")
     launcher.remove("servers/1")
     wait_for(lambda: list(server._own) == ["servers/0"])
-    [actor] = [process for process in psutil.process_iter() if "ray::NameActor" in "".join(safe_cmdline(process))]
+    own = os.readlink("/proc/self/ns/pid")  # not that of a test on nodes at the same time
+    [actor] = [
+        process
+        for process in psutil.process_iter()
+        if "ray::NameActor" in "".join(safe_cmdline(process)) and os.readlink(f"/proc/{process.pid}/ns/pid") == own
+    ]
     actor.send_signal(signal.SIGKILL)
     wait_for(lambda: launcher.list("servers") == {"servers/0": "a"})
     assert launcher.get("servers/1") is None
@@ -76,6 +82,16 @@ def test_names_survive_the_death_of_the_actor_but_removed_ones_do_not_return(ope
 def test_without_the_actor_of_the_launcher_a_process_says_so_after_the_limit(open_registry):
     with raises_code("process.registry_silent"):
         open_registry(makes_actor=False, timeout_s=0.3).get("controller")
+
+
+def test_an_actor_that_starts_slowly_is_not_given_up(open_registry, monkeypatch):
+    """Ray ends an actor whose last handle is dropped."""
+    monkeypatch.setattr(ray_registry, "_CALL_S", 0.1)
+    registry = open_registry()
+    registry.add("controller", "here")
+    actor = registry._actor
+    assert open_registry().get("controller") == "here"
+    assert registry._actor is actor
 
 
 def safe_cmdline(process):

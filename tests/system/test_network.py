@@ -127,9 +127,12 @@ def rank(index):
     )
 
 
-def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_local", [True, False])
+def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, monkeypatch, is_local):
+    """Off loopback the store itself is on loopback, behind a relay on the address of rank 0."""
     from areal.engine import mesh
 
+    monkeypatch.setattr(mesh, "is_loopback", lambda host: is_local)
     registry = FileRegistry(tmp_path)
     monkeypatch.delenv(TOKEN_VARIABLE)
     with pytest.raises(ConfigError) as missing:
@@ -137,22 +140,26 @@ def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, 
     assert missing.value.code == "launch.token_missing"
 
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    store = mesh._open_store(rank(0), registry, 20.0)
+    store, relay = mesh._open_store(rank(0), registry, 20.0)
+    assert (relay is None) == is_local
     assert '"127.0.0.2"' in (registry.get(f"{mesh.STORE_NAME}/0") or "")
     store.set("key", "of rank 0")
-    assert mesh._open_store(rank(1), registry, 20.0).get("key") == b"of rank 0"
+    found, tunnel = mesh._open_store(rank(1), registry, 20.0)
+    assert found.get("key") == b"of rank 0"
     for other in ("wrong", ""):
         monkeypatch.setenv(TOKEN_VARIABLE, other)
         with pytest.raises(LaunchError) as mismatch:
             mesh._open_store(rank(1), registry, 20.0)
         assert mismatch.value.code == "launch.token_mismatch"
+    for port in () if tunnel is None else (tunnel, relay):
+        port.close()
 
 
 LISTENS = {"bind", "listen", "start_server", "create_server", "start_unix_server", "TCPSite", "HTTPServer", "run_app"}
-STORES = {"areal/engine/mesh.py", "areal/weights/update_group.py"}
+STORES = {"areal/weights/update_group.py"}
 """Modules that serve a store of torch, on a socket from `listen`."""
-RELAYS = {"areal/fleet/server_parts.py"}
-"""Modules whose sockets, bound by `bind_socket`, pass on the connections of known machines only."""
+RELAYS = {"areal/fleet/server_parts.py", "areal/system/relay.py"}
+"""Modules whose sockets pass on the connections of clients with the token or of known machines only, or of loopback."""
 SILENT = {"areal/launcher/port_check.py"}
 """Modules whose sockets read and answer nothing."""
 
