@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from areal.fleet.backends import backend_named
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_command import prepended
 from areal.launcher.gpu_rules import NcclVersions, WeightPath, gpu_variables, weight_path
-from areal.launcher.placement import Demand, Machine, Place, Placement, place
+from areal.launcher.placement import Demand, Machine, Place, Placement, memory_demand, place, shortages
 from areal.launcher.restart_rules import Role
 from areal.observe.log import get_logger
 from areal.system.device import core_ids
@@ -146,7 +146,7 @@ def make_plan(
         attached=attached,
         numbers=_run_numbers(config, num_rows),
         weight_path=path,
-        warning="; ".join(_shortages(machines, computing)),
+        warning="; ".join(shortages(machines, computing, _memory_demands(processes, config))),
     )
 
 
@@ -206,15 +206,11 @@ def _placed(
     return placed
 
 
-def _shortages(machines: Sequence[Machine], computing: Mapping[Host, int]) -> Iterator[str]:
-    """A warning for each machine with more than two computing processes per core."""
-    for machine in machines:
-        if computing[machine.host] > 2 * machine.cores:
-            where = f" of {machine.host.node}" if len(machines) > 1 else ""
-            yield (
-                f"warning: {computing[machine.host]} server and trainer processes share {machine.cores} cores{where}, "
-                "which is slow: use fewer (allocation_mode)"
-            )
+def _memory_demands(processes: Sequence[PlannedProcess], config: BaseExperimentConfig) -> Counter[Host]:
+    found = Counter[Host]()
+    for planned in processes:
+        found[planned.host] += memory_demand(planned.role, len(planned.gpus), config.launcher)
+    return found
 
 
 def _threads(config: BaseExperimentConfig, role: Role, machine: Machine, num_computing: int) -> int:

@@ -148,7 +148,8 @@ class LocalCluster:
 
 
 def this_machine() -> Machine:
-    return Machine(cores=cpu_count(), gpus=tuple(visible_gpus()), host=Host(node=socket.gethostname()))
+    gpus, host = tuple(visible_gpus()), Host(node=socket.gethostname())
+    return Machine(cores=cpu_count(), memory_bytes=host_memory_bytes(), gpus=gpus, host=host)
 
 
 def _public(plan: LaunchPlan) -> LaunchPlan:

@@ -117,7 +117,8 @@ class NodeCluster:
     def _machine(self, link: NodeLink) -> Machine:
         found = link.facts
         host = Host(bind=found.address, advertise=found.address, node=link.node)
-        return Machine(cores=found.cores, gpus=found.gpus, host=host, role=self._nodes[link.node].role)
+        role = self._nodes[link.node].role
+        return Machine(cores=found.cores, memory_bytes=found.memory_bytes, gpus=found.gpus, host=host, role=role)
 
 
 class NodesBackend(ProcessBackend):

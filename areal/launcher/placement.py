@@ -1,9 +1,11 @@
 """Which node each process of a run is placed on, and which of its GPUs it gets. Pure rules."""
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from areal.api.config.launcher import LauncherConfig
 from areal.api.errors import ConfigError
 from areal.launcher.restart_rules import Role
 from areal.system.network import Host
@@ -14,6 +16,8 @@ class Machine:
     """The resources of a machine that a plan may use."""
 
     cores: int
+    memory_bytes: int | None = None
+    """None = not known."""
     gpus: tuple[str, ...] = ()
     """Ids in the form of CUDA_VISIBLE_DEVICES."""
     host: Host = field(default_factory=Host)
@@ -60,6 +64,26 @@ class Placement:
             found |= {("server", index, part): own for part, own in enumerate(members)}
         found |= {("trainer", rank, 0): own for rank, own in enumerate(self.trainers)}
         return found
+
+
+def is_chosen(names: Iterable[str], nodelist: str, exclude: str) -> bool:
+    """Whether a node with these names may be used: one is in `nodelist`, if that is given, and none in `exclude`."""
+    own = set(names)
+    return (not nodelist or bool(own & node_names(nodelist))) and not own & node_names(exclude)
+
+
+def node_names(text: str) -> set[str]:
+    """The names of a list in Slurm's form: `a,node[1-3,07]` -> a, node1, node2, node3, node07."""
+    found: set[str] = set()
+    for word in re.findall(r"(?:\[[^]]*\]|[^,\[])+", text):
+        before, bracket, rest = word.strip().partition("[")
+        inside, _, after = rest.partition("]")
+        for part in inside.split(",") if bracket else [""]:
+            first, dash, last = part.partition("-")
+            numbers = range(int(first), int(last) + 1) if dash else ()
+            middles = [str(number).zfill(len(first)) for number in numbers] if dash else [part]
+            found |= {before + middle + end for middle in middles for end in (node_names(after) if after else {""})}
+    return found
 
 
 def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu_limit: int) -> Placement:
@@ -149,3 +173,23 @@ def _too_few(
         "(cluster.n_nodes), more of their GPUs (cluster.n_gpus_per_node), or n_gpus_per_node=0 to run on the CPU",
         code="launch.too_few_gpus",
     )
+
+
+def memory_demand(role: Role, gpus: int, options: LauncherConfig) -> int:
+    """Bytes of host memory for a process with `gpus` GPUs (`launcher.*_mem_per_gpu`); 0 for one on the CPU."""
+    each = options.inference_server_mem_per_gpu if role == "server" else options.trainer_mem_per_gpu
+    return gpus * each * 2**20
+
+
+def shortages(machines: Sequence[Machine], computing: Mapping[Host, int], memory: Mapping[Host, int]) -> Iterator[str]:
+    """A warning for each machine with more than two computing processes per core, or less memory than they want."""
+    for machine in machines:
+        where = f" of {machine.host.node}" if len(machines) > 1 else ""
+        if computing[machine.host] > 2 * machine.cores:
+            yield (
+                f"warning: {computing[machine.host]} server and trainer processes share {machine.cores} cores{where}, "
+                "which is slow: use fewer (allocation_mode)"
+            )
+        if machine.memory_bytes and memory[machine.host] > machine.memory_bytes:
+            wanted, has = (f"{amount / 2**30:.0f} GiB" for amount in (memory[machine.host], machine.memory_bytes))
+            yield f"warning: launcher.*_mem_per_gpu of the processes{where} are {wanted}, and the machine has {has}"

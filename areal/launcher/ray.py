@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal.api.config.launcher import ClusterSpecConfig
+from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from areal.api.errors import LaunchError
 from areal.launcher.job import LaunchPlan, PlannedProcess, moved
 from areal.launcher.local import launch, read_command_line
@@ -23,8 +23,9 @@ from areal.launcher.nodes import NodesBackend
 from areal.launcher.placement import Machine, Place, place_again
 from areal.launcher.port_check import check_ports
 from areal.launcher.ray_actor import AgentActor
+from areal.launcher.ray_nodes import demands, living_nodes, resources_of
 from areal.launcher.status import StatusLine
-from areal.system.network import TRAINERS_VARIABLE, Host
+from areal.system.network import TRAINERS_VARIABLE
 from areal.system.process import run_main
 from areal.system.ray_registry import connect_ray
 from areal.system.run_paths import RunPaths
@@ -106,7 +107,7 @@ class ActorTransport:
                     time.sleep(_POLL_S)
                     continue
                 except exceptions.ActorDiedError:
-                    self._certain = self._node_id in _living(self._ray)
+                    self._certain = self._node_id in living_nodes(self._ray)
                     cause = "the process of its Ray actor died" if self._certain else "Ray lost the node"
                 except exceptions.RayTaskError as error:
                     self._certain = True
@@ -129,8 +130,9 @@ class ActorTransport:
 class RayCluster:
     """The nodes of a Ray cluster. Implements `Cluster`."""
 
-    def __init__(self, config: ClusterSpecConfig) -> None:
+    def __init__(self, config: ClusterSpecConfig, launcher: LauncherConfig) -> None:
         self._config = config
+        self._launcher = launcher
         self._ray: Any = None
         self._planned: Mapping[str, Machine] = {}
         self._groups: list[Any] = []
@@ -144,7 +146,7 @@ class RayCluster:
         """Connect to Ray, and wait for enough nodes. LaunchError when there is no cluster or it stays too small."""
         self._ray = connect_ray()
         deadline = time.monotonic() + self._config.node_connect_s
-        while len(nodes := _living(self._ray)) < self._config.n_nodes:
+        while len(nodes := self._living()) < self._config.n_nodes:
             if time.monotonic() > deadline:
                 names = ", ".join(machine.host.node for machine in nodes.values()) or "none"
                 message = f"cluster.n_nodes={self._config.n_nodes}, but the living Ray nodes with CPUs are: {names}"
@@ -158,7 +160,8 @@ class RayCluster:
         self._run = paths, secrets
         ids = {machine.host.node: node_id for node_id, machine in self._planned.items()}
         wanted = [
-            (ids[planned.host.node], resources) for planned, resources in demands(plan, list(self._planned.values()))
+            (ids[planned.host.node], resources)
+            for planned, resources in demands(plan, list(self._planned.values()), self._launcher)
         ]
         group = self._reserve(wanted)
         bundles = [
@@ -184,6 +187,10 @@ class RayCluster:
             self._ray.util.remove_placement_group(group)
         self._ray.shutdown()
 
+    def _living(self) -> dict[str, Machine]:
+        """The nodes that this run may use, by their ids."""
+        return living_nodes(self._ray, self._launcher.nodelist, self._launcher.exclude)
+
     def _release(self, name: str) -> None:
         """End the actor of a process, and give back what was reserved for it after the start of the run."""
         if (seat := self._seats.pop(name, None)) is not None:
@@ -201,7 +208,7 @@ class RayCluster:
         placed = moved(planned, seat.bundle.place.machine.host, gpus)
         env = placed.env | {"RAY_ADDRESS": self._ray.get_runtime_context().gcs_address}
         if planned.role == "server":  # a trainer may move to a node that joined the cluster later
-            nodes = [machine.host.advertise for machine in _living(self._ray).values()]
+            nodes = [machine.host.advertise for machine in self._living().values()]
             known = ",".join(dict.fromkeys((*placed.env[TRAINERS_VARIABLE].split(","), *nodes)))
             env[TRAINERS_VARIABLE] = known
         return seat.link, dataclasses.replace(placed, env=env)
@@ -212,7 +219,7 @@ class RayCluster:
 
     def _new_seat(self, planned: PlannedProcess, before: _Bundle | None, *, actor_died: bool) -> _Seat:
         """An actor in the same bundle when only the last actor died there, else on a node with room."""
-        if before is not None and actor_died and before.node_id in _living(self._ray):
+        if before is not None and actor_died and before.node_id in self._living():
             return self._open(self._actor(before), before)
         cpus = 1.0 if before is None else before.resources.get("CPU", 1.0)
         if before is not None:
@@ -227,12 +234,12 @@ class RayCluster:
 
     def _elsewhere(self, planned: PlannedProcess, before: _Bundle | None, cpus: float) -> _Seat:
         """An actor on a node with room. LaunchError when there is none, or the node cannot run the process."""
-        living = {node_id: node for node_id, node in _living(self._ray).items() if node_id not in self._refused}
+        living = {node_id: node for node_id, node in self._living().items() if node_id not in self._refused}
         others = [seat.bundle for name, seat in self._seats.items() if name != planned.name]
         others = [bundle for bundle in others if bundle.node_id in living]
         node_id, place = self._room(planned, before, living, others)
         free = living[node_id].cores - sum(one.resources.get("CPU", 0.0) for one in others if one.node_id == node_id)
-        resources = _resources(min(cpus, free), len(place.gpus))
+        resources = resources_of(min(cpus, free), len(place.gpus))  # memory is reserved for planned places only
         if free < resources["CPU"]:  # all CPUs of the node are reserved; a bundle needs something
             del resources["CPU"]
             resources[f"node:{living[node_id].host.advertise}"] = 0.001
@@ -283,7 +290,7 @@ class RayCluster:
             for _, resources in wanted:
                 needed.update(resources)
             free = {name: count for name, count in self._ray.available_resources().items() if name in ("CPU", "GPU")}
-            known = _living(self._ray)
+            known = self._living()
             nodes = ", ".join(sorted({known[one].host.node if one in known else one for one, _ in wanted}))
             message = (
                 f"Ray did not reserve {_text(needed)} on {nodes} in {limit_s:g} s; free in the cluster: {_text(free)}"
@@ -298,7 +305,8 @@ class RayCluster:
         actor = self._ray.remote(
             num_cpus=bundle.resources.get("CPU", 0),
             num_gpus=bundle.resources.get("GPU", 0),
-            resources={name: amount for name, amount in bundle.resources.items() if name not in ("CPU", "GPU")},
+            memory=bundle.resources.get("memory"),
+            resources={name: amount for name, amount in bundle.resources.items() if name.startswith("node:")},
             concurrency_groups={"input": 1, "output": 1},
             scheduling_strategy=where,
         )(AgentActor)
@@ -335,42 +343,6 @@ class RayBackend(NodesBackend):
         self._release(name)
 
 
-def demands(plan: LaunchPlan, machines: Sequence[Machine]) -> list[tuple[PlannedProcess, dict[str, float]]]:
-    """The CPUs and GPUs that Ray reserves for each process.
-
-    A process with GPUs gets the CPUs of its threads, others one; less when they exceed the CPUs of their node.
-    """
-    cpus = {planned.name: planned.num_threads if planned.gpus else 1 for planned in plan.processes}
-    total = Counter[str]()
-    for planned in plan.processes:
-        total[planned.host.node] += cpus[planned.name]
-    cores = {machine.host.node: machine.cores for machine in machines}
-    shares = {node: min(1.0, cores[node] / total[node]) for node in total}
-    return [
-        (planned, _resources(shares[planned.host.node] * cpus[planned.name], len(planned.gpus)))
-        for planned in plan.processes
-    ]
-
-
-def _resources(cpus: float, gpus: int) -> dict[str, float]:
-    """Resources of a bundle, with at least some of a CPU."""
-    return {"CPU": max(0.001, int(cpus * 1000) / 1000)} | ({"GPU": float(gpus)} if gpus else {})
-
-
-def _living(ray: Any) -> dict[str, Machine]:
-    """Nodes that run processes, by their ids: those with GPUs first, then by address."""
-    found = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-    found.sort(key=lambda node: (-node["Resources"].get("GPU", 0), node["NodeManagerAddress"], node["NodeID"]))
-    names = Counter(node["NodeManagerHostname"] for node in found)
-    nodes: dict[str, Machine] = {}
-    for node in found:
-        name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
-        host = Host(bind=address, advertise=address, node=name if names[name] == 1 else f"{name}-{node['NodeID'][:6]}")
-        gpus = tuple(str(index) for index in range(int(node["Resources"].get("GPU", 0))))
-        nodes[node["NodeID"]] = Machine(cores=int(node["Resources"]["CPU"]), gpus=gpus, host=host)
-    return nodes
-
-
 def _text(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{count:g} {name}" for name, count in sorted(resources.items()))
 
@@ -378,7 +350,7 @@ def _text(resources: Mapping[str, float]) -> str:
 def run_command(words: Sequence[str]) -> int:
     """Run the words of a command line; returns the exit status."""
     request = read_command_line(words, usage=USAGE, on_one_machine=False)
-    return launch(request, RayCluster(request.config.cluster))
+    return launch(request, RayCluster(request.config.cluster, request.config.launcher))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,10 @@ class TimeLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Handle SIGUSR1 while the block runs. Afterwards `was_announced` says whether it came."""
+        """Handle SIGUSR1 while the block runs, also one that the script held back. Afterwards `was_announced` says
+        whether it came."""
         before = signal.signal(signal.SIGUSR1, lambda *_: self._announced.set())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
         self._thread.start()
         try:
             yield

@@ -20,6 +20,11 @@ from areal.system.run_paths import RunPaths
 
 _MODULE = "areal.launcher.slurm"
 _CONTROLLER_MIB = 4096
+_HOLD_SIGNAL = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); "
+    "signal.signal(signal.SIGUSR1, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Program that becomes another one, to which USR1 is delivered when that one unblocks it (`TimeLimit`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +143,13 @@ def run_script(
     more = {"signal": f"B:USR1@{config.launcher.slurm.signal_s}" if requeues else "", "open-mode": "append"}
     lines = _directives(config, needs, name=config.trial_name, log=log, requeues=requeues, more=more)
     words = [] if script is None else [str(Path(script).absolute())]
-    command = shlex.join([sys.executable, "-m", _MODULE, "--inside", *words, "--config"])
+    launcher = [sys.executable, "-m", _MODULE, "--inside", *words, "--config"]
+    command = f"exec {shlex.join([sys.executable, '-S', '-c', _HOLD_SIGNAL, *launcher])}"
     file = shlex.quote(str(folder / "config.yaml"))
     if runs:
         lines.append(f"#SBATCH --array=0-{len(runs) - 1}" + (f"%{at_once}" if at_once else ""))
         files = [shlex.quote(str(RunPaths(run).slurm / "config.yaml")) for run in runs]
-        command, file = "\n".join(["runs=(", *files, ")", f"exec {command}"]), '"${runs[$SLURM_ARRAY_TASK_ID]}"'
-    else:
-        command = f"exec {command}"
+        command, file = "\n".join(["runs=(", *files, ")", command]), '"${runs[$SLURM_ARRAY_TASK_ID]}"'
     where = "separate jobs, which it submits" if config.launcher.slurm.separate_jobs else "this job"
     at_limit = "it saves, and puts the job back into the queue" if requeues else "not sent, because recover.mode is off"
     return "\n".join(
@@ -156,7 +160,8 @@ def run_script(
             "",
             f"# The launcher runs on the first node. It starts one agent per node of {where}, with srun --overlap, and",
             "# the agents start the servers and trainers. All of them end with this script.",
-            f"# USR1 before the time limit: {at_limit}.",
+            f"# USR1 before the time limit: {at_limit}. It is held back while the launcher starts.",
+            "trap '' USR1",
             f"{command} {file}",
             "",
         ]
@@ -198,6 +203,8 @@ def _directives(
         "qos": slurm.qos,
         "reservation": slurm.reservation,
         "nodes": needs.nodes,
+        "nodelist": config.launcher.nodelist,
+        "exclude": config.launcher.exclude,
         "ntasks-per-node": 1,
         "cpus-per-task": needs.cpus,
         "gpus-per-node": needs.gpus,

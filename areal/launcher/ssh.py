@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from areal.api.errors import ConfigError
 from areal.launcher.local import launch, read_command_line
 from areal.launcher.nodes import Node, NodeCluster
+from areal.launcher.placement import is_chosen
 from areal.system.process import run_main
 
 USAGE = """usage: python -m areal.launcher.ssh --hosts [USER@]HOST[:PORT],... [SCRIPT.py] --config FILE.yaml
@@ -76,9 +77,16 @@ def run_command(argv: Sequence[str]) -> int:
     options = take_option(words, "--ssh-option")
     python = take_option(words, "--python") or [sys.executable]
     request = read_command_line(words, usage=USAGE, on_one_machine=False)
-    nodes = nodes_of(",".join(hosts), options, python[-1])
+    launcher = request.config.launcher
+    named = nodes_of(",".join(hosts), options, python[-1])
+    nodes = [node for node in named if is_chosen([node.name], launcher.nodelist, launcher.exclude)]
+    if not nodes:
+        message = "launcher.nodelist and launcher.exclude leave no host of --hosts: change one of the three"
+        raise ConfigError(message, code="launch.no_node_chosen")
     if request.config.cluster.n_nodes not in (1, len(nodes)):
-        message = f"cluster.n_nodes={request.config.cluster.n_nodes}, but --hosts names {len(nodes)}: make them equal"
+        message = (
+            f"cluster.n_nodes={request.config.cluster.n_nodes}, but {len(nodes)} of --hosts are used: make them equal"
+        )
         raise ConfigError(message, code="launch.several_nodes")
     return launch(request, NodeCluster(nodes, request.config.cluster))
 

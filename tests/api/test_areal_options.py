@@ -130,7 +130,7 @@ def test_a_scheduling_spec_becomes_options_of_the_launcher() -> None:
     assert launcher.trainer_env_vars == "A=1\\,2,B=3"
     assert (launcher.slurm.trainer_image, launcher.slurm.partition) == ("i.sif", "p")
     assert launcher.slurm.time_limit == "1:00:00"
-    assert launcher.slurm.sbatch_additional_args == "--nodelist=n[1-2] --exclude=n3"
+    assert (launcher.nodelist, launcher.exclude) == ("n[1-2]", "n3")
     assert (launcher.inference_server_cpus_per_gpu, launcher.inference_server_mem_per_gpu) == (2, 32768)
     tree["launcher"] = {"trainer_cpus_per_gpu": 9}
     given = read(GRPOConfig, tree).config

@@ -25,7 +25,7 @@ from areal.system.process import tied_to_this_process
 
 NETWORK = "10.255.0"
 SSH_PORT = 2222
-_LIMIT_S = 20.0
+_LIMIT_S = 120.0
 RAY_HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "300",

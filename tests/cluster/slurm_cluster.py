@@ -23,7 +23,7 @@ from tests.cluster.nodes import Node, Nodes
 from tests.cluster.nodes import missing as nodes_missing
 
 _PACKAGES = "slurmctld slurmd slurm-client munge"
-_LIMIT_S = 30.0
+_LIMIT_S = 120.0
 _SYSTEM_PATH = "/usr/sbin:/usr/local/sbin"
 _CONF = """\
 ClusterName=test

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal.api.config.launcher import ClusterSpecConfig
+from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from areal.api.errors import LaunchError
 from areal.launcher.job import LaunchPlan, RunNumbers
 from areal.launcher.ray import RayCluster
@@ -51,7 +51,9 @@ class Run:
 
     def __init__(self, folder, *, connect_s=60.0):
         self.folder = folder
-        self.cluster = RayCluster(ClusterSpecConfig(n_nodes=2, node_connect_s=connect_s, node_silence_s=3.0))
+        self.cluster = RayCluster(
+            ClusterSpecConfig(n_nodes=2, node_connect_s=connect_s, node_silence_s=8.0), LauncherConfig()
+        )
         self.machines = self.cluster.machines()
 
     def planned(self, name, source, *, machine=0, gpus=()):

@@ -1,11 +1,13 @@
 """Where the processes of a run are placed."""
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal.api.config import LauncherConfig
 from areal.api.errors import ConfigError
 from areal.launcher import placement
 from areal.launcher.placement import Demand, Machine, Place, place_again
@@ -122,3 +124,32 @@ def test_gpus_that_another_process_took_meanwhile_are_not_used_twice():
 def test_a_process_on_the_cpu_moves_to_the_machine_with_the_fewest_processes():
     one, two, three = machines(0, 0, 0)
     assert again(Place(machine=three), [one, two], [Place(machine=one)]) == ("node2", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", {""}), ("a, b", {"a", "b"}), ("n[1-3,07]", {"n1", "n2", "n3", "n07"}),
+        ("n[08-10]x", {"n08x", "n09x", "n10x"}),
+        ("a,r[1-2]n[3,5],10.0.0.4", {"a", "r1n3", "r1n5", "r2n3", "r2n5", "10.0.0.4"}),
+    ],
+)  # fmt: skip
+def test_a_list_of_nodes_is_written_as_in_slurm(text, names):
+    assert placement.node_names(text) == names - {""}
+
+
+def test_only_chosen_nodes_are_used():
+    names = ["node1", "10.0.0.1"]
+    assert placement.is_chosen(names, "", "")
+    assert placement.is_chosen(names, "10.0.0.[1-4]", "node2")
+    assert not placement.is_chosen(names, "node2", "")
+    assert not placement.is_chosen(names, "node[1-2]", "10.0.0.1")
+
+
+def test_a_machine_with_less_memory_than_its_processes_want_has_a_warning():
+    options = LauncherConfig(inference_server_mem_per_gpu=1024, trainer_mem_per_gpu=2048)
+    wanted = placement.memory_demand("server", 2, options) + placement.memory_demand("trainer", 1, options)
+    assert wanted == 4 * 2**30
+    machines = [Machine(cores=9, memory_bytes=size * 2**30, host=Host(node=f"n{size}")) for size in (3, 4)]
+    [text] = placement.shortages(machines, Counter(), Counter({machine.host: wanted for machine in machines}))
+    assert all(word in text for word in ("n3", "4 GiB", "3 GiB"))

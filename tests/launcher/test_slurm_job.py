@@ -84,7 +84,23 @@ def test_the_script_names_everything_that_the_job_needs(tmp_path, monkeypatch) -
     assert found["--chdir"] == str(tmp_path / "a b")
     command = shlex.split(script.splitlines()[-1])
     inside = [sys.executable, "-m", "areal.launcher.slurm", "--inside"]
-    assert command == ["exec", *inside, "--config", "/runs/e/t u/slurm/config.yaml"]
+    assert command[:4] == ["exec", sys.executable, "-S", "-c"]
+    assert command[5:] == [*inside, "--config", "/runs/e/t u/slurm/config.yaml"]
+
+
+def test_a_signal_that_comes_while_the_launcher_starts_is_held_back_for_it() -> None:
+    """Slurm may send it at once when the time limit is short."""
+    script = directives(config_of())[1].splitlines()
+    (place,) = [number for number, line in enumerate(script) if line.startswith("exec ")]
+    words = shlex.split(script[place])[:5]
+    launcher = (
+        "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); got = []; "
+        "signal.signal(signal.SIGUSR1, lambda *_: got.append(1)); "
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1]); print(got)"
+    )
+    held = "\n".join([*script[:place], shlex.join([*words[1:], sys.executable, "-c", launcher])])
+    done = subprocess.run(["bash", "-c", held], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[1]\n"), done.stderr
 
 
 def test_a_run_that_does_not_recover_is_not_requeued() -> None:

@@ -8,7 +8,7 @@ from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.api.config.help import default_text
 from areal.api.config.kinds import KINDS
 from areal.api.config.legacy import LEGACY
-from areal.api.config.legacy_scheduling import SBATCH, SLURM, WITHOUT_OPTION
+from areal.api.config.legacy_scheduling import NODES, SBATCH, SLURM, WITHOUT_OPTION
 from areal.api.config.relevance import relevance_of
 from areal.api.config.schema import FieldSpec, fields_of, type_text
 
@@ -126,6 +126,7 @@ def _keys_of_areal(places: Mapping[type[Any], Sequence[str]]) -> Iterator[str]:
     for (values, why), keys in rows.items():
         yield f"| {', '.join(dict.fromkeys(keys))} | {values} | {why} |"
     yield _SPEC
+    yield from (f"| `{name}` | `{name}` |" for name in NODES)
     yield from (f"| `{name}` | `slurm.sbatch_additional_args`: `--{name}` |" for name in SBATCH)
     yield from (f"| `{name}` | `slurm.{name}` |" for name in SLURM)
     yield from (f"| `{name}` | no effect: {why} |" for name, why in WITHOUT_OPTION.items())

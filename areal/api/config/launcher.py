@@ -153,13 +153,17 @@ class LauncherConfig:
     trainer_cpus_per_gpu: int = number(4, low=1)
     """Maximum CPU threads of a trainer rank; on a machine without GPUs the cores are divided between the processes."""
     inference_server_mem_per_gpu: int = number(32768, low=1)
-    """Memory in MiB that the Slurm launcher requests for each GPU of a server, or for a server on the CPU."""
+    """Memory in MiB for each GPU of a server (Slurm: also for a server on the CPU): Slurm and Ray reserve it."""
     trainer_mem_per_gpu: int = number(32768, low=1)
-    """Memory in MiB that the Slurm launcher requests for each trainer rank."""
+    """The same for each trainer rank."""
     inference_server_env_vars: str = ""
     """Additional environment variables of servers: K=V pairs separated by commas (\\, is a comma inside a value)."""
     trainer_env_vars: str = ""
     """Additional environment variables of trainer ranks, in the same syntax."""
+    nodelist: str = ""
+    """Nodes to use, in the form node[1-3],node7: of --hosts, of Ray (also addresses) or of the partition; empty = any."""
+    exclude: str = ""
+    """Nodes not to use, in the same form."""
     ready_timeout_s: float = number(300.0, above=0)
     """Maximum seconds from the start of a process until it reports ready; the default grows with the checkpoint."""
     stop_grace_s: float = number(10.0, low=0)

@@ -6,7 +6,8 @@ from typing import Any, cast
 from areal.api.errors import ConfigProblem
 
 SLURM = ("partition", "time_limit", "srun_additional_args", "additional_bash_cmds", "container_type", "mount")
-SBATCH = ("nodelist", "exclude", "begin", "deadline")
+NODES = ("nodelist", "exclude")
+SBATCH = ("begin", "deadline")
 WITHOUT_OPTION = {
     "gpu": "`allocation_mode` decides the GPUs of a process",
     "port_count": "processes choose free ports",
@@ -28,6 +29,7 @@ def launcher_options(spec: Mapping[str, Any], *, is_server: bool) -> dict[str, A
             f"{name}={str(value).replace(',', chr(92) + ',')}" for name, value in variables.items()
         ),
         f"slurm.{role}_image": spec.get("image"),
+        **{name: spec.get(name) for name in NODES},
         "slurm.sbatch_additional_args": " ".join(f"--{name}={spec[name]}" for name in SBATCH if spec.get(name)),
         **{f"slurm.{name}": spec.get(name) for name in SLURM},
     }
@@ -40,7 +42,7 @@ def spec_problems(path: str, value: Any) -> Iterator[ConfigProblem]:
     if not 1 <= len(specs) <= 2 or not all(isinstance(spec, dict) for spec in specs):
         yield ConfigProblem(path, "is not a list of one or two mappings", "config.wrong_type")
         return
-    known = {"cpu", "mem", "env_vars", "image", *SLURM, *SBATCH, *WITHOUT_OPTION}
+    known = {"cpu", "mem", "env_vars", "image", *NODES, *SLURM, *SBATCH, *WITHOUT_OPTION}
     for key in {str(key) for spec in specs for key in spec} - known:
         yield ConfigProblem(f"{path}.{key}", "unknown key", "config.unknown_key")
     for spec in cast("list[dict[str, Any]]", specs):

@@ -1,0 +1,50 @@
+"""What Ray reserves for the processes of a plan, and which of its nodes a run uses. Without Ray."""
+
+import dataclasses
+from types import SimpleNamespace
+
+from areal.api.config import LauncherConfig
+from areal.launcher.placement import Machine
+from areal.launcher.ray_nodes import demands, living_nodes
+from areal.system.network import Host
+from tests.launcher.fake_backend import planned_process
+
+MIB = 2**20
+
+
+def planned(name, node, gpus=(), threads=1):
+    return dataclasses.replace(planned_process(name), host=Host(node=node), gpus=gpus, num_threads=threads)
+
+
+def test_processes_with_gpus_reserve_their_threads_and_memory():
+    plan = SimpleNamespace(
+        processes=(
+            planned("controller", "a"),
+            planned("server-0", "a", ("0", "1"), 8),
+            planned("trainer-0", "b", ("0",), 4),
+            planned("trainer-1", "b", ("1",), 4),
+        )
+    )
+    machines = [
+        Machine(cores=16, memory_bytes=900 * MIB, host=Host(node="a")),
+        Machine(cores=4, memory_bytes=300 * MIB, host=Host(node="b")),
+    ]
+    options = LauncherConfig(inference_server_mem_per_gpu=400, trainer_mem_per_gpu=600)
+    found = {one.name: resources for one, resources in demands(plan, machines, options)}
+    assert found["controller"] == {"CPU": 1.0}
+    assert found["server-0"] == {"CPU": 8.0, "GPU": 2.0, "memory": 800.0 * MIB}
+    half = {"CPU": 2.0, "GPU": 1.0, "memory": 150.0 * MIB}  # the node has less than both ranks want
+    assert found["trainer-0"] == found["trainer-1"] == half
+
+
+def test_a_run_uses_the_chosen_nodes_of_ray():
+    def node(name, address, **more):
+        has = {"CPU": 4.0, "memory": 9.0}
+        return {"Alive": True, "NodeID": name, "NodeManagerHostname": name, "NodeManagerAddress": address} | {
+            "Resources": has | more
+        }
+
+    ray = SimpleNamespace(nodes=lambda: [node(f"n{index}", f"10.0.0.{index}") for index in range(1, 5)])
+    assert list(living_nodes(ray)) == ["n1", "n2", "n3", "n4"]
+    assert list(living_nodes(ray, "n[1-3]", "10.0.0.2")) == ["n1", "n3"]
+    assert [machine.memory_bytes for machine in living_nodes(ray, "n4").values()] == [9]
