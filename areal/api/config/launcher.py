@@ -161,7 +161,7 @@ class LauncherConfig:
     trainer_env_vars: str = ""
     """Additional environment variables of trainer ranks, in the same syntax."""
     nodelist: str = ""
-    """Nodes to use, in the form node[1-3],node7: of --hosts, of Ray (also addresses) or of the partition; empty = any."""
+    """Nodes to use, in the form node[1-3],node7: of --hosts, Ray (also addresses) or the partition; empty = any."""
     exclude: str = ""
     """Nodes not to use, in the same form."""
     ready_timeout_s: float = number(300.0, above=0)
