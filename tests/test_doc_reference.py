@@ -18,7 +18,7 @@ from areal.observe.metric_table import entry_of
 from areal.rollout.controller_routes import make_app
 from areal.system.run_paths import RunPaths
 from tests.importers.test_examples import dry_run
-from tests.test_docs import ROOT, areal_words, blocks, of_each_page
+from tests.test_docs import ROOT, areal_words, blocks, is_option, of_each_page
 
 SAMPLE = {
     "experiment_name": "e",
@@ -90,6 +90,17 @@ def test_every_request_of_controller_and_server_is_on_the_page():
     paths = re.findall(r'^ +"(/\w+)": self\.', source, re.M)
     assert controller <= named
     assert {path for _, path in named} == {path for _, path in controller} | set(paths)
+
+
+@pytest.mark.parametrize("page", ["data.md", "coming_from.md"])
+def test_what_the_tables_of_other_systems_name_here_exists(page):
+    """Dotted names in the right-hand columns are options, metrics excepted; `key: value` is an option with a value."""
+    text = (ROOT / "docs" / page).read_text()
+    rows = [line.strip().strip("|").split("|")[-1] for line in text.splitlines() if line.startswith("| ")]
+    named = {name for cell in rows for name in re.findall(r"`([a-z]\w*(?:\.\w+)+)(?::[^`]*)?`", cell)}
+    named = {name for name in named if not name.endswith((".py", ".yaml", ".md", ".jsonl"))}
+    assert sorted(name for name in named if not is_option(name)) == []
+    assert len(named) > 20
 
 
 METRIC = re.compile(r"`((?:batch|actor|critic|rollout|eval|seconds|memory)/[\w/@]+)`")

@@ -23,7 +23,12 @@ PAGES = sorted(
 )
 OPTIONS = frozenset((ROOT / "tests/api/option_names.txt").read_text().replace("[]", "").split())
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
-_LAUNCHERS = {"areal.launcher.local": "run", "areal.launcher.ray": "ray", "areal.launcher.slurm": "slurm"}
+_LAUNCHERS = {
+    "areal.launcher.local": "run",
+    "areal.launcher.ray": "ray",
+    "areal.launcher.slurm": "slurm",
+    "areal.launcher.ssh": "ssh",
+}
 _OTHER_OPTIONS = ("prove-template",)
 """Commands whose `name=value` is no option of a run."""
 _USAGE = {"ray": ray.USAGE, "slurm": slurm.USAGE, "ssh": ssh.USAGE}

@@ -158,8 +158,12 @@ config.wrong_function: An option names a value, an async function, a class or a 
 config.wrong_type: A value has another type than its option, or cannot be stored.
     Give a value of the type in the message; put text that reads as another type in quotes.
 
+data.cache_dir: The folder in cache_dir of a dataset cannot be written.
+    Name a folder that the user of the run may create and write, or leave the option out.
 data.chat_template: The tokenizer has no chat template, or one that cannot render several turns.
     Use the tokenizer of a chat model, or rows with a column `prompt` of plain text.
+data.chat_template_file: The file in chat_template.path cannot be read as text in UTF-8.
+    Correct chat_template.path: it names a file with a Jinja template that every machine of the run reads.
 data.curriculum_failed: The function in train_dataset.curriculum raised an error or returned no list of rows.
     Return a list with at least one row; test it on the rows that load_rows returns.
 data.image_broken: The bytes of an image are no image, or are incomplete.
@@ -204,6 +208,8 @@ data.other_rows: The dataset has another number of rows than the run had, so a r
     Restore the dataset, or leave out --row.
 data.routed_experts: A batch has routed experts of another number of layers or experts than the model.
     Serve the checkpoint that the trainer trains.
+data.rows_failed: The function in the path of a dataset raised an error.
+    Correct it; it takes no argument and returns or yields rows.
 data.template_refused: The chat template raises an error for a dialogue.
     Correct the messages that the error names; `areal prove-template` shows which dialogues the template takes.
 data.template_stop: The chat template writes no token that ends an answer, or one that is no single token.

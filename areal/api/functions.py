@@ -102,6 +102,7 @@ REWARD_CALL = CallForm(
 )
 ACCEPT_CALL = CallForm(text="f(group)", num_positional=1)
 CURRICULUM_CALL = CallForm(text="f(rows)", num_positional=1)
+ROWS_CALL = CallForm(text="f()", num_positional=0)
 MAP_CALL = CallForm(text="f(row)", num_positional=1)
 ANSWER_CALL = CallForm(text="f(completion)", num_positional=1)
 LOSS_CALL = CallForm(text="f(tokens, options)", num_positional=2)

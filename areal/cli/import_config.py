@@ -3,12 +3,10 @@
 import argparse
 import json
 import re
-import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any, cast
 
 import yaml
@@ -21,6 +19,7 @@ from areal.importers.draft import Draft, flat
 from areal.importers.hydra import composed
 from areal.importers.own import from_areal
 from areal.importers.roll import from_roll
+from areal.importers.script import script_words
 from areal.importers.text import report_json, report_lines, yaml_text
 from areal.importers.verl import from_verl
 from areal.system.durable import write_atomic
@@ -65,7 +64,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".sh":
-            return _script_words(text)
+            return _script_tree(text)
         found: Any = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
@@ -76,16 +75,10 @@ def _read(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def _script_words(text: str) -> dict[str, Any]:
-    """The `key.sub=value` words of a shell script, with the values of the variables that it sets before."""
+def _script_tree(text: str) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    variables: dict[str, str] = {}
-    for word in shlex.split(text, comments=True):
-        name, equals, value = Template(word).safe_substitute(variables).partition("=")
-        if equals and re.fullmatch(r"[A-Za-z_]\w*", name):
-            variables[name] = value
-        elif equals and re.fullmatch(r"\+{0,2}[a-z]\w*(\.\w+)+", name):
-            _put(tree, f"{name}={value}")
+    for word in script_words(text):
+        _put(tree, word)
     return tree
 
 

@@ -15,7 +15,7 @@ from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, InputError
 from areal.cli.sample_text import facts_of, sample_lines
-from areal.data.tokenizer import Tokenizer, load_tokenizer
+from areal.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from areal.ledger.audit import ledger_folder
 from areal.ledger.samples import EpisodeRecord, Sample, Samples
 from areal.ledger.show import show_episode, show_step
@@ -79,7 +79,8 @@ class _Run:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.question.tokenizer or self.config.tokenizer_path or self.config.actor.path)
+        named = self.question.tokenizer
+        return load_tokenizer(named) if named else tokenizer_of(self.config, self.config.actor.path)
 
     @cached_property
     def rows(self) -> Sequence[dict[str, Any]]:

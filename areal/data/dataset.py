@@ -1,22 +1,31 @@
 """Datasets: rows from files, folders and the hub, mapped to the columns that workflows and rewards read."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
+from areal.api.config.data import is_row_function
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import CURRICULUM_CALL, MAP_CALL, MAP_FUNCTIONS, load_function, resolve_function
+from areal.api.functions import (
+    CURRICULUM_CALL,
+    MAP_CALL,
+    MAP_FUNCTIONS,
+    ROWS_CALL,
+    load_function,
+    resolve_function,
+)
 from areal.data.chat import encode_prompt
 from areal.data.images import PromptImages
+from areal.data.length_cache import cached_lengths
 from areal.data.mix import mixed_rows
 from areal.data.preference_rows import EncodedPair, encode_pair
 from areal.data.row_check import require_usable, size_problem
-from areal.data.row_files import READERS, Row, object_row
+from areal.data.row_files import READERS, Row, dataset_files, object_row
 from areal.data.sft_rows import EncodedRow, encode_sft_row
 from areal.data.tokenizer import Tokenizer
 
@@ -85,15 +94,20 @@ def _short_rows(
     rows, limit = _mapped_rows(config, default_split, first), config.max_length
     if limit is None or tokenizer is None:
         return rows
-    kept: list[Row] = []
-    for index, row in enumerate(rows):
-        with _naming(config, index):
-            num_tokens = len(encode_prompt(row, tokenizer, images=images).token_ids)
-        if num_tokens <= limit:
-            kept.append(row)
-        elif config.truncation == "error":
-            raise _too_long(config, index, num_tokens, limit)
-    return kept
+
+    def counted() -> list[int]:
+        counts: list[int] = []
+        for index, row in enumerate(rows):
+            with _naming(config, index):
+                counts.append(len(encode_prompt(row, tokenizer, images=images).token_ids))
+        return counts
+
+    folder = config.cache_dir if first is None and images is None else ""
+    lengths = cached_lengths(folder, rows, tokenizer, counted)
+    longest = max(range(len(rows)), key=lengths.__getitem__, default=0)
+    if config.truncation == "error" and rows and lengths[longest] > limit:
+        raise _too_long(config, longest, lengths[longest], limit)
+    return [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
 
 
 def load_sft_rows(
@@ -125,15 +139,30 @@ def gsm8k_row(row: Row) -> Row:
 
 def _raw_rows(config: DatasetConfig, split: str, first: int | None) -> list[Row]:
     (name,) = config.paths
-    path = Path(name).expanduser()
-    if path.suffix not in READERS:
-        return _hub_rows(str(path) if path.exists() else name, name=config.name, split=split)
-    if not path.is_file():
-        raise InputError(f"there is no dataset file {path}: correct the dataset's path", code="data.not_found")
-    return list(islice(READERS[path.suffix](path), first))
+    if is_row_function(name):
+        return list(islice(_made_rows(name), first))
+    files = dataset_files(name)
+    if len(files) == 1 and files[0].suffix not in READERS:
+        return _hub_rows(str(files[0]) if files[0].exists() else name, config, split)
+    if not files or not all(file.is_file() for file in files):
+        raise InputError(f"there is no dataset file {name}: correct the dataset's path", code="data.not_found")
+    return list(islice(chain.from_iterable(READERS[file.suffix](file) for file in files), first))
 
 
-def _hub_rows(path: str, *, name: str, split: str) -> list[Row]:
+def _made_rows(name: str) -> Iterator[Row]:
+    """The rows that the function of a dataset's path returns. InputError when it fails or returns something else."""
+    function: Callable[[], Iterable[Row]] = load_function(resolve_function(name, {}, key="path"), ROWS_CALL)
+    try:
+        for index, row in enumerate(function()):
+            yield object_row(row, f"{name}, row {index}")
+    except InputError:
+        raise
+    except Exception as error:  # a user's function
+        message = f"dataset {name} raised {type(error).__name__}: {error}"
+        raise InputError(message, code="data.rows_failed") from error
+
+
+def _hub_rows(path: str, config: DatasetConfig, split: str) -> list[Row]:
     """Rows of a folder that `datasets` saved, or of a hub dataset."""
     try:
         import datasets  # pyright: ignore[reportMissingImports] - optional
@@ -152,7 +181,7 @@ def _hub_rows(path: str, *, name: str, split: str) -> list[Row]:
                     raise InputError(message, code="data.not_found")
                 loaded = loaded[split]
         else:
-            loaded = datasets.load_dataset(path, name or None, split=split)
+            loaded = datasets.load_dataset(path, config.name or None, split=split, revision=config.revision or None)
     except InputError:
         raise
     except Exception as error:  # the library raises many kinds for names, networks and files

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from areal.api.config import DatasetConfig
+from areal.api.config import BaseExperimentConfig, DatasetConfig
 from areal.api.errors import InputError
+from areal.data.mix import mixed_counts
+from areal.data.row_files import Row, dataset_files
 
-Row = dict[str, Any]
 MAX_SHOWN = 3
 """Maximum number of rows in a message."""
 MAX_FILE_BYTES = 256 * 2**20
@@ -78,8 +79,29 @@ def file_problem(data: DatasetConfig, *, kind: str) -> str:
     `kind`: rl, sft or rw; empty = the columns are not checked. Nor are those of a dataset with map_fn or columns,
     which are known after the conversion. Of a large file, the rows in the first MAX_FILE_BYTES are checked.
     """
-    problems = (_problem_of_file(Path(path).expanduser(), data, kind) for path in data.paths)
+    problems = (_problem_of_file(file, data, kind) for path in data.paths for file in dataset_files(path))
     return next(filter(None, problems), "")
+
+
+def dataset_paths(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Option and path of every dataset."""
+    for key, data in (("train_dataset.path", config.train_dataset), ("valid_dataset.path", config.valid_dataset)):
+        yield from ((key, path) for path in (data.paths if data is not None else ()))
+    yield from ((f"evaluator.sets.{name}", path) for name, path in config.evaluator.sets.items())
+
+
+def count_rows(config: BaseExperimentConfig) -> int | None:
+    """Rows per epoch of a training set of local .jsonl files, before any filter; None for others."""
+    data, sizes = config.train_dataset, list[int]()
+    for files in map(dataset_files, data.paths):
+        if data.curriculum or any(path.suffix != ".jsonl" or not path.is_file() for path in files):
+            return None
+        sizes.append(0)
+        for path in files:
+            with open(path, "rb") as file:
+                sizes[-1] += sum(1 for line in file if line.strip())
+    count = sum(mixed_counts(sizes, data.weights if len(data.weights) == len(sizes) else ()))
+    return min(count, data.max_rows or count)
 
 
 def _problem_of_file(path: Path, data: DatasetConfig, kind: str) -> str:

@@ -1,6 +1,8 @@
 """Files of rows: JSON lines, JSON, CSV, Parquet and Arrow."""
 
 import csv
+import glob
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,14 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".feather": _columns,
 }
 """End of a file's name -> its reader, which raises InputError with the file and the line or row."""
+
+
+def dataset_files(path: str) -> list[Path]:
+    """The local files that the path of a dataset names, in the order of their names: itself, or those of a pattern."""
+    name = os.path.expanduser(path)
+    if not glob.has_magic(name) or Path(name).exists():
+        return [Path(name)]
+    return [Path(found) for found in sorted(glob.glob(name, recursive=True)) if Path(found).suffix in READERS]
 
 
 def object_row(row: Any, place: str) -> Row:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from areal.api.config import BaseExperimentConfig
 from areal.api.errors import InputError
 from areal.system.hub import hub_file
 
@@ -32,6 +33,37 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
+
+
+def tokenizer_of(config: BaseExperimentConfig, model_path: str) -> Tokenizer:
+    """The tokenizer of a run, with its chat template. Raises InputError.
+
+    The variables of `chat_template.args` are assignments at the start of the template, so they have their value in
+    every rendering.
+    """
+    tokenizer: Any = load_tokenizer(config.tokenizer_path or model_path)
+    options = config.chat_template
+    if options.path:
+        try:
+            tokenizer.chat_template = Path(options.path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"chat_template.path: {options.path} cannot be read: {error}"
+            raise InputError(message, code="data.chat_template_file") from error
+    if options.args and tokenizer.chat_template:
+        first = "".join(f"{{%- set {name} = {_literal(value)} -%}}" for name, value in options.args.items())
+        found = tokenizer.chat_template
+        is_one = isinstance(found, str)
+        tokenizer.chat_template = first + found if is_one else {name: first + text for name, text in found.items()}
+    return tokenizer
+
+
+def _literal(value: Any) -> str:
+    """A value of JSON as an expression of Jinja, which reads the escapes of JSON, but no pairs of surrogates."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -22,7 +22,7 @@ from areal.api.errors import ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
 from areal.data.dataset import load_rows
 from areal.data.images import PromptImages
-from areal.data.tokenizer import Tokenizer, load_tokenizer
+from areal.data.tokenizer import Tokenizer, tokenizer_of
 from areal.evaluate.samples import Sample, SampleKey, read_samples, source_of, write_samples
 from areal.evaluate.settings import held_out_sets
 from areal.fleet.backends import replica_factory
@@ -174,7 +174,7 @@ def main() -> None:
     assert isinstance(config, PPOConfig)
     assert config.valid_dataset is not None
     context = join_run()
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = tokenizer_of(config, config.actor.path)
     sets = {
         name: load_rows(dataset, default_split="test", tokenizer=tokenizer, images=PromptImages.of(config, tokenizer))
         for name, dataset in held_out_sets(config).items()

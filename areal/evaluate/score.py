@@ -10,7 +10,7 @@ from pathlib import Path
 
 from areal.api.config import PPOConfig
 from areal.api.errors import ArealError, InputError, RewardError
-from areal.data.tokenizer import Tokenizer, load_tokenizer
+from areal.data.tokenizer import Tokenizer, tokenizer_of
 from areal.evaluate.report import make_report, table
 from areal.evaluate.samples import Sample, read_generations, rows_of, source_of, write_samples
 from areal.evaluate.settings import add_config_arguments, load_settings, parsed_ks
@@ -38,7 +38,7 @@ def run_command(words: Sequence[str]) -> int:
     config = load_settings(given.config, given.overrides)
     samples = read_generations(given.file, given.column)
     has_tokenizer = config.tokenizer_path or config.actor.path != "none"
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path) if has_tokenizer else None
+    tokenizer = tokenizer_of(config, config.actor.path) if has_tokenizer else None
     scored = asyncio.run(score(samples, config, answer_function(config), tokenizer))
     if given.output is not None:
         write_samples(given.output, scored)

@@ -195,7 +195,8 @@ def _devices(draft: Draft) -> None:
     if server == "vllm":
         flags |= {"enable_chunked_prefill": "enable_chunked_prefill", "enforce_eager": "enforce_eager"}
     draft.server("rollout.", server, flags)
-    draft.drop("parallel sizes of the model decide", "*.parallelism.*")
+    names = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "n_init_replicas", "tp_method")
+    draft.drop("parallel sizes of the model decide", *(f"*.parallelism.{name}" for name in names))
 
 
 def _rewards(draft: Draft) -> None:
@@ -208,10 +209,11 @@ def _rewards(draft: Draft) -> None:
     elif isinstance(given, list):
         weights = dict.fromkeys(given, 1.0)
     known = {_REWARDS[name]: weight for name, weight in weights.items() if name in _REWARDS}
+    used = [name for name in values if name == key or name.removeprefix(f"{key}.") in _REWARDS]
     if len(known) == 1 and len(weights) == 1:
-        draft.set("reward_fn", next(iter(known)), "cosmos-rl: reward_function", *values)
+        draft.set("reward_fn", next(iter(known)), "cosmos-rl: reward_function", *used)
     elif known:
-        draft.set("reward.fns", known, "cosmos-rl: reward_function with weights", *values)
+        draft.set("reward.fns", known, "cosmos-rl: reward_function with weights", *used)
     else:
         draft.set("reward_fn", "math", "cosmos-rl: its reward function is unknown here: write one (docs/rewards.md)")
     draft.lack("write a reward function (docs/rewards.md)", *values, off=(None,))
@@ -228,14 +230,26 @@ def _rewards(draft: Draft) -> None:
         options = ("overlong_reward_penalty", "overlong_tokens", "overlong_penalty_factor")
         for source, option in zip(keys, options, strict=True):
             draft.keep(source, f"actor.{option}")
-    draft.drop("there is no penalty for long answers", f"{_T}.overlong_reward.*")
+    else:
+        draft.drop("there is no penalty for long answers", f"{_T}.overlong_reward.*")
+
+
+def _columns(draft: Draft) -> None:
+    ours = {f"{_T}.prompt_column_name": "prompt", f"{_T}.response_column_name": "answer"}
+    columns = {draft.get(key): name for key, name in ours.items() if draft.get(key) not in (None, "", name)}
+    if columns:
+        keys = [key for key in ours if draft.get(key) in columns]
+        draft.set("train_dataset.columns", columns, "cosmos-rl: prompt_column_name, response_column_name", *keys)
+    draft.drop("a column that is read as it is", *ours)
+    draft.lack("write valid_dataset.columns", "validation.*_column_name")
 
 
 def _dropped(draft: Draft) -> None:
     loggers = draft.get("logging.logger", [])
     if "wandb" in loggers:
         draft.set("stats_logger.wandb.mode", "online", "cosmos-rl: logging.logger", "logging.logger")
-    draft.drop("metrics.jsonl and the status line always exist", "logging.*")
+    names = ("logger", "report_mfu", "group_name", "entity")
+    draft.drop("metrics.jsonl and the status line always exist", *(f"logging.{name}" for name in names))
     dtype = {"bfloat16": "bfloat16", "float32": "float32"}.get(str(draft.get("train.param_dtype")))
     if dtype:
         draft.set("actor.dtype", dtype, "cosmos-rl: train.param_dtype", "train.param_dtype")
@@ -244,10 +258,10 @@ def _dropped(draft: Draft) -> None:
     )
     draft.keep(f"{_T}.dataset.split", "train_dataset.split", convert=_first)
     draft.keep("validation.dataset.split", "valid_dataset.split", convert=_first)
-    columns = (f"{_T}.prompt_column_name", f"{_T}.response_column_name")
-    draft.lack("write train_dataset.map_fn, which renames columns", *columns, "validation.*_column_name")
+    _columns(draft)
     draft.lack("split the file yourself, and set valid_dataset", "*.dataset.test_size")
-    draft.lack("this revision: download the data, and give its folder", "*.dataset.revision")
+    draft.keep(f"{_T}.dataset.revision", "train_dataset.revision")
+    draft.keep("validation.dataset.revision", "valid_dataset.revision")
     draft.drop("always GRPO", f"{_T}.type", f"{_T}.rollout_as_token_ids", f"{_T}.max_retry_for_on_policy")
     draft.drop("how cosmos-rl's loader works", f"{_T}.dataloader_*", f"{_T}.enable_dataset_cache")
     draft.drop("requests are never held back by batches", f"{_T}.outdated_rollout_fetch_batch_size")
@@ -271,10 +285,11 @@ def _dropped(draft: Draft) -> None:
     if str(draft.get("train.optm_name", "AdamW")).lower() in ("adam", "adamw"):
         draft.set("actor.optimizer.type", "adam", "cosmos-rl: optm_name", "train.optm_name")
     draft.drop("seeds follow from seed; workers from reward.workers", "rollout.seed", "train.deterministic", "redis*")
-    draft.drop("how cosmos-rl profiles", "profiler.*", "eth_ips", "custom.*", "train.fsdp_reshard_after_forward")
+    draft.drop("how cosmos-rl profiles", "profiler.*", "eth_ips", "train.fsdp_reshard_after_forward")
     draft.drop(
         "checkpoints are exported in Hugging Face format", "train.ckpt.export_safetensors", "train.ckpt.save_mode"
     )
+    draft.lack("your own code reads it", "custom.*")
     draft.lack("upload the export yourself", "train.ckpt.upload_*", "train.ckpt.hf_repo_name", "train.ckpt.s3_*")
 
 

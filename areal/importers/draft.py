@@ -56,7 +56,7 @@ class Draft:
 
     def keep(self, key: str, *options: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
         """The key means the same as each of `options`. A null is left out: the default is used."""
-        if key not in self.values or key in self.notes:
+        if key not in self.values or key in self.notes or not options:
             return
         value = self.values[key]
         if value is None:

@@ -33,7 +33,7 @@ def composed(tree: Tree, path: Path, read: Callable[[Path], Tree], *, root: Path
         base, _, package = group.partition("@")
         file = _file(root, path.parent, base, name)
         if file is None:
-            lost[group.replace(".", "/")] = name
+            lost[group.replace("../", "").replace(".", "/")] = name
             continue
         text, part = file.read_text(encoding="utf-8"), composed(read(file), file, read, root=root, depth=depth + 1)
         lost |= part.pop("defaults", {})

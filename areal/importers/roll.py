@@ -42,6 +42,22 @@ _SAME = {
     "actor_infer.generating_args.top_p": "gconfig.top_p",
     "actor_infer.generating_args.repetition_penalty": "gconfig.repetition_penalty",
 }
+_OF_CRITIC = {
+    "critic.training_args.learning_rate": "critic.optimizer.lr",
+    "critic.training_args.weight_decay": "critic.optimizer.weight_decay",
+    "critic.training_args.lr_scheduler_type": "critic.optimizer.lr_scheduler_type",
+    "critic.training_args.warmup_ratio": "critic.optimizer.warmup_steps_proportion",
+    "value_clip": "critic.eps_clip",
+    "critic_warmup": "critic.warmup_steps",
+}
+_OF_ROLES = (
+    "name", "data_args.template", "infer_batch_size", "training_args.num_train_epochs", "training_args.warmup_steps",
+    "training_args.per_device_train_batch_size", "training_args.gradient_accumulation_steps",
+)  # fmt: skip
+_OF_REWARDS = (
+    "worker_cls", "tag_included", "world_size", "reward_type", "use_local", "name", "infer_batch_size",
+    "data_args.template", "model_args.*", "strategy_args.*",
+)  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
 _SERVERS = {"vllm": "vllm", "sglang": "sglang"}
 
@@ -75,8 +91,10 @@ def _sampling(draft: Draft) -> None:
         if any(option.startswith("eval_gconfig.") for option in draft.options):
             draft.set("eval_gconfig.max_new_tokens", answer, "ROLL: response_length")
             draft.set("eval_gconfig.max_tokens", prompt + answer, "ROLL: prompt_length + response_length")
-    draft.drop("the limit of training counts", "validation.generating_args.max_new_tokens")
-    draft.drop("there is no held-out set", "validation.*")
+        draft.drop("the limit of training counts", "validation.generating_args.max_new_tokens")
+    else:
+        draft.drop("there is no held-out set", "validation.*")
+    draft.drop("all tokens, as here", "validation.generating_args.top_k", "validation.generating_args.num_beams")
 
 
 def _batches(draft: Draft) -> None:
@@ -122,7 +140,10 @@ def _loss(draft: Draft) -> None:
     if _has_reference(draft):
         draft.set("ref.path", draft.get("pretrain"), "ROLL: the reference is the initial policy")
         draft.keep("reward_pretrain", "ref.path")
-    draft.drop("there is no KL term", "use_kl_loss", "kl_loss_coef", "target_kl", "kl_horizon", "reference.*")
+    else:
+        draft.drop("there is no reference", "reference.*")
+    draft.drop("this KL term is off", "use_kl_loss", "kl_loss_coef", "target_kl", "kl_horizon")
+    draft.drop("the reference has the options of the actor", *(f"reference.{name}" for name in _OF_ROLES))
     draft.drop("no critic, or the one of pretrain", "reward_pretrain")
     if draft.get("dual_clip_loss", True):
         draft.set("actor.c_clip", 3.0, "ROLL: dual_clip_loss", "dual_clip_loss")
@@ -132,8 +153,9 @@ def _loss(draft: Draft) -> None:
     draft.drop("pg_clip_low and pg_clip_high are used when they are given", "use_pg_clip_range")
     if draft.get("adv_estimator", "gae") == "gae":
         draft.set("critic.path", draft.get("pretrain"), "ROLL: the critic begins as the policy")
-        draft.keep("critic.training_args.learning_rate", "critic.optimizer.lr")
-        draft.keep("value_clip", "critic.eps_clip")
+        for name, option in _OF_CRITIC.items():
+            draft.keep(name, option)
+        draft.drop("the critic has the options of the actor", *(f"critic.{name}" for name in _OF_ROLES))
     elif draft.get("adv_estimator") == "reinforce":
         draft.set("actor.adv_estimator", "gae", "ROLL: reinforce with normalised rewards, written with reward_norm")
         draft.set("actor.gae_lambda", 1.0, "ROLL: no critic")
@@ -147,7 +169,8 @@ def _loss(draft: Draft) -> None:
         white = {"mean_level": "batch", "std_level": "batch"} if draft.get("whiten_advantages", False) else None
         draft.set("actor.adv_norm", white, "ROLL: whiten_advantages", "whiten_advantages")
     draft.drop("the advantage estimator fixes the normalisation", "norm_*_type", "reward_norm", "reward_s*", "whiten_*")
-    draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup")
+    if "critic.path" not in draft.options:
+        draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup")
     draft.set("actor.recompute_logprob", True, "ROLL recomputes the log-probabilities of the old policy")
 
 
@@ -202,7 +225,9 @@ def _devices(draft: Draft) -> None:
     )
     draft.lack("choose options of actor.megatron, or leave them out", f"{train}.*")
     draft.drop(
-        "placement of other roles", "*.device_mapping", "*.num_gpus_per_worker", "*.strategy_args.*", "*.world_size"
+        "placement of other roles",
+        *("*.device_mapping", "*.num_gpus_per_worker", "*.strategy_args.strategy_name", "*.world_size"),
+        *("reference.strategy_args.*", "critic.strategy_args.*", "rewards.*.strategy_args.*"),
     )
 
 
@@ -214,12 +239,17 @@ def _rewards(draft: Draft) -> None:
     draft.set("reward_fn", chosen[0], why)
     for name in names:
         if known.get(name) == chosen[0]:
-            draft.drop(f"reward_fn={chosen[0]}", f"rewards.{name}.*")
+            draft.drop(f"reward_fn={chosen[0]}", *(f"rewards.{name}.{key}" for key in _OF_REWARDS))
         draft.lack("write a reward function (docs/rewards.md)", f"rewards.{name}.*", off=(None,))
 
 
+def _listed(value: Any) -> Any:
+    """Names of modules as a list."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
 def _dropped(draft: Draft) -> None:
-    if str(draft.get("actor_train.data_args.template", "native")) in ("native", "qwen2_5", "qwen3"):
+    if str(draft.get("actor_train.data_args.template", "native")) in ("native", "qwen2_5", "qwen3", "qwen2-vl"):
         draft.drop("the chat template of the tokenizer", "*.data_args.template")
     draft.lack("the chat template of the tokenizer is used", "*.data_args.template")
     column = draft.get("actor_train.data_args.prompt") or draft.get("actor_train.data_args.messages")
@@ -227,6 +257,7 @@ def _dropped(draft: Draft) -> None:
         draft.drop("a column that is read as it is", "*.data_args.prompt", "*.data_args.messages")
     draft.lack("write train_dataset.map_fn, which renames columns", "*.data_args.prompt", "*.data_args.messages")
     draft.lack("weights: one path and one weight for each dataset", "*.domain_interleave_probs.*", off=(None,))
+    draft.keep("actor_train.data_args.cache_dir", "train_dataset.cache_dir")
     draft.drop("how ROLL's loader works", "*.data_args.preprocessing_num_workers", "*.data_args.dataset_dir")
     tracker = draft.get("track_with", "none")
     if tracker in ("wandb", "tensorboard", "swanlab"):
@@ -236,7 +267,13 @@ def _dropped(draft: Draft) -> None:
         draft.set(f"stats_logger.{value[0]}", value[1], "ROLL: track_with", "track_with")
     draft.drop("names and keys of a tracker are in its own variables", "tracker_kwargs.*", "track_with", "logging_*")
     draft.drop("checkpoints are in Hugging Face format", "checkpoint_config.*", "system_envs.*", "hydra.*", "resume_*")
-    draft.drop("models have the attention and dtype of their role", "*.model_args.*", "model_name", "*.system_envs.*")
+    if int(draft.get("actor_train.model_args.lora_rank", 0)) > 0:
+        for name, option in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_target", "target_modules")):
+            draft.keep(f"actor_train.model_args.{name}", f"actor.lora.{option}", convert=_listed)
+    draft.drop("there are no adapters, or those of actor_train", "*.model_args.lora_*", "lora_*")
+    names = ("device_map", "attn_implementation", "dtype", "model_type", "disable_gradient_checkpointing", "flash_attn")
+    draft.drop("models have the attention and dtype of their role", *(f"*.model_args.{name}" for name in names))
+    draft.drop("the environment of processes is in launcher", "model_name", "*.system_envs.*")
     draft.drop("rejected groups are replaced while the run lasts", "is_use_additional_prompts", "max_running_requests")
     draft.drop("the sizes of a queue follow from the staleness", "is_num_return_sequences_expand", "generate_opt_level")
     draft.drop("epochs follow from max_steps", "actor_train.training_args.num_train_epochs")

@@ -56,7 +56,6 @@ _CRITIC = {
     "critic.model.enable_gradient_checkpointing": "critic.gradient_checkpointing",
 }
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full"}
-_LOSSES = {"vanilla": "ppo"}
 _ESTIMATORS = {"grpo": "grpo", "gae": "gae", "remax": "remax", "rloo": "rloo", "opo": "opo", "gpg": "gpg"}
 _RECOVER = {"auto": "auto", "disable": "disabled", "resume_path": "resume"}
 _VLLM_FLAGS = {
@@ -75,6 +74,12 @@ _SGLANG_FLAGS = {
     "max_model_len": "context_length",
     "dtype": "dtype",
 }
+
+_OF_FSDP = (
+    "wrap_policy.*", "fsdp_size", "reshard_after_forward", "offload_policy", "forward_prefetch", "model_dtype", "dtype",
+    "use_orig_params", "mixed_precision", "mixed_precision.*_dtype", "forward_only", "seed", "full_determinism",
+)  # fmt: skip
+_OF_REFERENCE = ("strategy", "log_prob_*", "use_torch_compile", "entropy_*", "rollout_n", "ulysses_sequence_*")
 
 
 def from_verl(values: dict[str, Any]) -> Draft:
@@ -126,12 +131,14 @@ def _data(draft: Draft) -> None:
     if "valid_dataset.max_rows" in draft.options:
         draft.keep("data.validation_shuffle", "valid_dataset.shuffle")
     draft.drop("a mean over all rows does not depend on their order", "data.validation_shuffle")
-    draft.keep("data.apply_chat_template_kwargs.enable_thinking", "workflow_args.enable_thinking")
-    draft.lack("only enable_thinking reaches the chat template", "data.apply_chat_template_kwargs.*")
+    for key in [key for key in draft.values if key.startswith("data.apply_chat_template_kwargs.")]:
+        draft.keep(key, f"chat_template.args.{key.removeprefix('data.apply_chat_template_kwargs.')}")
+    draft.keep("data.cache_dir", "train_dataset.cache_dir")
     draft.lack("cut prompts do not exist here; long ones are dropped or end the run", "data.truncation")
     draft.lack("write train_dataset.map_fn, which converts rows", "data.custom_cls.*")
     draft.lack("code of a model or tokenizer is not run", "*trust_remote_code")
-    draft.drop("an image column is read only by models with images", "data.image_key", "data.video_key")
+    draft.keep("data.image_key", "vision.image_key")
+    draft.lack("there is no video", "data.video_key", off=("videos", None, ""))
     draft.drop(
         "how verl's loader works", "data.return_*", "data.filter_overlong_prompts_workers", "data.val_batch_size"
     )
@@ -215,11 +222,12 @@ def _algorithm(draft: Draft) -> None:
             draft.keep("algorithm.kl_ctrl.horizon", "actor.kl_control.horizon")
     if in_loss or in_reward:
         draft.set("ref.path", draft.get(f"{_M}.path"), "verl: the reference is the initial policy", f"{_A}.use_kl_loss")
-    draft.drop("there is no KL term", f"{_A}.use_kl_loss", f"{_A}.kl_loss_*", "algorithm.kl_*")
-    mode = str(draft.get(f"{_A}.policy_loss.loss_mode", "vanilla"))
-    draft.set(
-        "actor.policy_loss", _LOSSES.get(mode, mode), "verl: policy_loss.loss_mode", f"{_A}.policy_loss.loss_mode"
-    )
+    off = [*([] if in_loss else [f"{_A}.use_kl_loss", f"{_A}.kl_loss_*"]), *([] if in_reward else ["algorithm.kl_*"])]
+    draft.drop("this KL term is off", *off)
+    draft.drop("of an adaptive coefficient", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
+    key = f"{_A}.policy_loss.loss_mode"
+    mode = str(draft.get(key, "vanilla"))
+    draft.set("actor.policy_loss", "ppo" if mode == "vanilla" else mode, "verl: policy_loss.loss_mode", key)
     if mode == "vanilla":
         draft.drop("options of other policy losses", f"{_A}.policy_loss.*")
     if draft.get("algorithm.filter_groups.enable", False):
@@ -248,7 +256,7 @@ def _rewards(draft: Draft) -> None:
         draft.set(
             "reward_fn", guess, "verl chooses by the column data_source: check it; reward.by_source does the same"
         )
-    draft.drop("there is no custom reward function", "custom_reward_function.*")
+        draft.drop("there is no custom reward function", "custom_reward_function.*")
     enabled = next(
         (
             key
@@ -263,7 +271,8 @@ def _rewards(draft: Draft) -> None:
         draft.keep(f"{prefix}len", "actor.overlong_tokens")
         draft.keep(f"{prefix}penalty_factor", "actor.overlong_penalty_factor")
         draft.drop("a metric, always recorded", f"{prefix}log")
-    draft.drop("there is no penalty for long answers", "*overlong_buffer*")
+    else:
+        draft.drop("there is no penalty for long answers", "*overlong_buffer*")
     if draft.get("reward_model.enable", False) is False:
         draft.drop("there is no reward model", "reward_model.model.*", "reward_model.enable")
     draft.drop("rewards run in reward.workers processes", "reward_model.reward_manager", "reward_model.launch_*")
@@ -293,7 +302,8 @@ def _sampling(draft: Draft) -> None:
                     found = draft.options.get(f"gconfig.{name}")
                     if found:
                         draft.set(f"eval_gconfig.{name}", found.value, found.origin)
-    draft.drop("no effect on greedy evaluation, or none at all", f"{own}.*")
+    names = ("temperature", "top_p", "top_k", "n", "do_sample") if draft.get("data.val_files") else ("*",)
+    draft.drop("no effect on greedy evaluation, or none at all", *(f"{own}.{name}" for name in names))
     draft.drop(
         "set by data.max_prompt_length and data.max_response_length", f"{_R}.prompt_length", f"{_R}.response_length"
     )
@@ -347,16 +357,25 @@ def _trackers(draft: Draft) -> None:
 
 
 def _dropped(draft: Draft) -> None:
+    ref, has_ref = "actor_rollout_ref.ref", "ref.path" in draft.options
     draft.drop(
         "servers and trainers have separate devices", "actor_rollout_ref.hybrid_engine", f"{_R}.free_cache_engine"
     )
     draft.drop("servers load the policy, then get its weights", f"{_R}.load_format", f"{_R}.layered_summon")
     draft.drop("log-probabilities of the servers are always recorded", f"{_R}.calculate_log_probs")
     draft.drop("generation is always asynchronous", f"{_R}.mode", f"{_R}.disable_log_stats", f"{_R}.log_prob_*")
-    draft.drop("actor.fsdp.offload_params covers it", "*.optimizer_offload", "actor_rollout_ref.ref.fsdp_config.*")
-    draft.drop("the reference has the options of the actor", "actor_rollout_ref.ref.*")
-    draft.drop("a recovery checkpoint has everything, an export is in Hugging Face format", "*.checkpoint.*")
-    draft.drop("FSDP2 shards each block over all ranks", f"{_A}.fsdp_config.*", "*.use_torch_compile", "*.strategy")
+    draft.keep("actor_rollout_ref.ref.fsdp_config.param_offload", *(["ref.fsdp.offload_params"] if has_ref else []))
+    draft.drop("a frozen model, or one with the options of the actor", "*.optimizer_offload", "*.param_offload")
+    draft.drop("the reference has the options of the actor", *(f"{ref}.{name}" for name in _OF_REFERENCE))
+    if not has_ref:
+        draft.drop("there is no reference", f"{ref}.*")
+    names = ("save_contents", "load_contents", "contents", "async_save")
+    draft.drop(
+        "a recovery checkpoint has everything, an export is in Hugging Face format",
+        *(f"*.checkpoint.{name}" for name in names),
+    )
+    draft.drop("FSDP2 shards each block over all ranks", *(f"*.fsdp_config.{name}" for name in _OF_FSDP), "*.strategy")
+    draft.drop("chosen by the engine: actor.compile", "*.use_torch_compile")
     draft.drop("of the loader of minibatches", f"{_A}.data_loader_seed", f"{_A}.shuffle")
     draft.drop("paths of checkpoints and of Ray", "trainer.default_hdfs_dir", "trainer.resume_from_path", "ray_*")
     draft.drop(

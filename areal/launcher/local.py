@@ -21,6 +21,7 @@ from areal.api.config.redaction import is_secret, public_command
 from areal.api.config.relevance import notice_of
 from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError, LaunchError
+from areal.data.row_check import count_rows
 from areal.launcher import attach
 from areal.launcher.attach import RequestBox
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
@@ -35,7 +36,6 @@ from areal.launcher.plan_text import plan_text
 from areal.launcher.preflight import (
     check_not_complete,
     check_run_folder,
-    count_rows,
     disk_problem,
     earlier_run,
     earlier_step_s,

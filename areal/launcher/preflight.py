@@ -16,6 +16,7 @@ from statistics import median
 from typing import TextIO
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
+from areal.api.config.data import is_row_function
 from areal.api.errors import ArealError, ConfigError, ConfigProblem, InputError, LaunchError
 from areal.api.functions import (
     ACCEPT_CALL,
@@ -27,6 +28,7 @@ from areal.api.functions import (
     MAP_FUNCTIONS,
     REWARD_CALL,
     REWARD_FUNCTIONS,
+    ROWS_CALL,
     WORKFLOWS,
     CallForm,
     FunctionRef,
@@ -35,8 +37,8 @@ from areal.api.functions import (
     source_signature,
 )
 from areal.api.workflow import constructor_problems
-from areal.data.mix import mixed_counts
-from areal.data.row_check import file_problem
+from areal.data.row_check import count_rows, dataset_paths, file_problem
+from areal.data.row_files import READERS, dataset_files
 from areal.fleet.backends import backend_named
 from areal.system.adapter_files import adapter_weights, prefixes, require_targets
 from areal.system.checkpoint_files import stored_weights
@@ -50,7 +52,6 @@ _STEP = re.compile(r"step-(\d+)")
 _HEAD = "score.weight"
 _NOT_ADAPTED = ("lm_head", "embed_tokens", "wte", "wpe")
 """Endings of modules with a matrix that are no linear layer with an adapter."""
-_DATA_ENDINGS = (".jsonl", ".json")
 _OTHER_WAYS = "--overwrite deletes it and starts again, trial_name=NAME starts another run"
 _SPARE_BYTES = 64 * 2**20
 """Free space that a run needs in addition to its weights, for ledger, logs and metrics."""
@@ -82,11 +83,12 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         problems += _head_problems(config)
     if looks_local(config.tokenizer_path) and not Path(config.tokenizer_path).is_dir():
         problems.append(f"tokenizer_path: {config.tokenizer_path} is not a folder")
-    sets = {"train_dataset.path": config.train_dataset.paths}
-    sets |= {"valid_dataset.path": config.valid_dataset.paths} if config.valid_dataset is not None else {}
-    sets |= {f"evaluator.sets.{name}": [path] for name, path in config.evaluator.sets.items()}
-    for key, path in ((key, path) for key, paths in sets.items() for path in paths):
-        if (Path(path).suffix in _DATA_ENDINGS or looks_local(path)) and not Path(path).exists():
+    if config.chat_template.path and not Path(config.chat_template.path).expanduser().is_file():
+        problems.append(f"chat_template.path: {config.chat_template.path} is not a file")
+    for key, path in dataset_paths(config):
+        files = [] if is_row_function(path) else dataset_files(path)
+        is_local = not is_row_function(path) and (Path(path).suffix in READERS or looks_local(path))
+        if is_local and not all(file.exists() for file in files or [Path(path)]):
             problems.append(f"{key}: {path} does not exist")
     if script is None:  # a script may have its own rows
         problems += _row_problems(config)
@@ -116,6 +118,7 @@ def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iter
         for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset))
         if data is not None
     ]
+    given += [(key, path, {}, ROWS_CALL) for key, path in dataset_paths(config) if is_row_function(path)]
     given.append(("train_dataset.curriculum", config.train_dataset.curriculum, {}, CURRICULUM_CALL))
     if isinstance(config, PPOConfig):
         names = [("reward_fn", config.reward_fn)]
@@ -338,18 +341,6 @@ def stored_bytes(model: TrainEngineConfig) -> int:
     """Size of the weight files of a local checkpoint; 0 for a model of the hub."""
     folder = Path(model.path).expanduser()
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if looks_local(model.path) else 0
-
-
-def count_rows(config: BaseExperimentConfig) -> int | None:
-    """Rows per epoch of a training set of local .jsonl files, before any filter; None for others."""
-    data, sizes = config.train_dataset, list[int]()
-    for path in map(Path, data.paths):
-        if data.curriculum or path.suffix != ".jsonl" or not path.is_file():
-            return None
-        with open(path, "rb") as file:
-            sizes.append(sum(1 for line in file if line.strip()))
-    count = sum(mixed_counts(sizes, data.weights if len(data.weights) == len(sizes) else ()))
-    return min(count, data.max_rows or count)
 
 
 @contextmanager

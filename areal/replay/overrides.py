@@ -24,7 +24,7 @@ _OTHERS = {
     "agent": f"the sessions are recorded, except for {', '.join(_OF_SESSIONS)}",
     "train_dataset": "the batches are recorded with rows, order and size",
     **dict.fromkeys(("eval_gconfig", "valid_dataset", "evaluator"), "a replay evaluates nothing"),
-    "tokenizer_path": "the batches hold token ids",
+    **dict.fromkeys(("tokenizer_path", "chat_template"), "the batches hold token ids"),
     "vision": "the images of the batches are recorded",
     "seed": "it determined the rows, which are recorded",
     **dict.fromkeys(

@@ -19,7 +19,7 @@ from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import InputError
 from areal.data.dataset import load_rows
 from areal.data.images import PromptImages
-from areal.data.tokenizer import Tokenizer, load_tokenizer
+from areal.data.tokenizer import Tokenizer, tokenizer_of
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.payload import check_payload, encode_episode, payload_head
 from areal.ledger.session_columns import group_of_payload, recorded_sessions
@@ -105,7 +105,7 @@ async def _scores(
     run: RecordedRun, config: PPOConfig, groups: Sequence[tuple[int, TrajectoryGroup]]
 ) -> dict[int, list[Score]]:
     """Episode id -> the scores of its sessions."""
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = tokenizer_of(config, config.actor.path)
     images = PromptImages.of(config, tokenizer)
     rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer, images=images)
     if run.rows is None or len(rows) != run.num_rows:

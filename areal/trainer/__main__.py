@@ -58,11 +58,11 @@ def run_configured(argv: list[str]) -> None:
 def _run_ppo(config: PPOConfig) -> None:
     from areal.data.dataset import load_rows
     from areal.data.images import PromptImages
-    from areal.data.tokenizer import load_tokenizer
+    from areal.data.tokenizer import tokenizer_of
     from areal.trainer.ppo import PPOTrainer
     from areal.workflow.registry import build_workflow
 
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = tokenizer_of(config, config.actor.path)
     images = PromptImages.of(config, tokenizer)
     train_rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer, images=images)
     sets: dict[str, list[dict[str, Any]]] = {}
@@ -82,9 +82,9 @@ def _run_rows(
     *,
     model_path: str,
 ) -> None:
-    from areal.data.tokenizer import load_tokenizer
+    from areal.data.tokenizer import tokenizer_of
 
-    tokenizer = load_tokenizer(config.tokenizer_path or model_path)
+    tokenizer = tokenizer_of(config, model_path)
     train = load(config.train_dataset, tokenizer, default_split="train")
     valid = load(config.valid_dataset, tokenizer, default_split="test") if config.valid_dataset is not None else None
     with trainer_class(config, train_dataset=train, valid_dataset=valid) as trainer:

@@ -25,7 +25,7 @@ from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.dataset import load_rows
 from areal.data.images import PromptImages
-from areal.data.tokenizer import Tokenizer, load_tokenizer
+from areal.data.tokenizer import Tokenizer, tokenizer_of
 from areal.fleet.backends import backend_named
 from areal.reward.table import reward_table
 from areal.reward.worker import LoadedReward, parsed_result
@@ -69,7 +69,7 @@ class Trial:
 
         Rows are counted after map_fn and max_length.
         """
-        tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+        tokenizer = tokenizer_of(config, config.actor.path)
         workflow = build_workflow(config, tokenizer)
         data = config.train_dataset
         images = PromptImages.of(config, tokenizer)

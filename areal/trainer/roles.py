@@ -6,7 +6,7 @@ from functools import partial
 from areal.api.batch import OutputSpec
 from areal.api.config import PPOConfig
 from areal.api.engine import TrainEngine
-from areal.data.tokenizer import load_tokenizer
+from areal.data.tokenizer import load_tokenizer, tokenizer_of
 from areal.engine.build import TRAIN_ENGINES
 from areal.engine.mesh import TrainerMesh
 from areal.observe.log import get_logger
@@ -120,6 +120,6 @@ def _reward_model(config: PPOConfig, engine: TrainEngine) -> RewardModel:
     assert config.reward_model is not None
     recode = None
     if config.reward_model.tokenizer_path:
-        policy = load_tokenizer(config.tokenizer_path or config.actor.path)
+        policy = tokenizer_of(config, config.actor.path)
         recode = recoder(policy, load_tokenizer(config.reward_model.tokenizer_path))
     return RewardModel(engine, config.reward_model, recode=recode)

@@ -12,7 +12,7 @@ from areal.api.errors import ConfigError, LedgerError
 from areal.api.routed_experts import ExpertShape
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
-from areal.data.tokenizer import load_tokenizer
+from areal.data.tokenizer import tokenizer_of
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
@@ -123,7 +123,7 @@ def held_out_options(config: PPOConfig) -> HeldOutOptions:
     options = HeldOutOptions(num_samples=config.evaluator.n_samples, correct_reward=config.evaluator.correct_reward)
     if options.num_samples == 1:
         return options
-    tokenizer, answer_of = load_tokenizer(config.tokenizer_path or config.actor.path), answer_function(config)
+    tokenizer, answer_of = tokenizer_of(config, config.actor.path), answer_function(config)
     return dataclasses.replace(
         options,
         answer_of=lambda group: answer_of(tokenizer.decode(last_answer_ids(group), skip_special_tokens=True)),

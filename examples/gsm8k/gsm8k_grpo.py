@@ -8,7 +8,7 @@ import sys
 from areal.api.config import GRPOConfig
 from areal.api.config.load import load_config
 from areal.data.dataset import load_rows
-from areal.data.tokenizer import load_tokenizer
+from areal.data.tokenizer import tokenizer_of
 from areal.reward.math_answer import answers_equal, extract_answer
 from areal.trainer.ppo import PPOTrainer
 from areal.workflow.rlvr import RLVRWorkflow
@@ -22,7 +22,7 @@ def gsm8k_reward(prompt, completion, prompt_ids, completion_ids, answer, **row):
 
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
-    tokenizer = load_tokenizer(config.tokenizer_path)
+    tokenizer = tokenizer_of(config, config.actor.path)
     train_rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
     valid_rows = load_rows(config.valid_dataset, default_split="test", tokenizer=tokenizer)
     workflow = RLVRWorkflow(gsm8k_reward, config.gconfig, tokenizer, reward=config.reward)

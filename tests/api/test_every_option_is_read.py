@@ -71,9 +71,24 @@ class Discovery:
     def problems(self):
         return [self.root, self.kept]
 
+class Part:
+    read: int
+    dead: int
+
+class MaybePart:
+    read: int
+    dead: int
+
+class Item:
+    read: int
+    dead: int
+
 class Config:
     discovery: Discovery
     others: list[Discovery]
+    part: Part
+    maybe: MaybePart | None
+    items: list[Item]
 """
 USER = """
 from package.config import Config
@@ -81,11 +96,15 @@ from package.config import Config
 class Other:
     type: str
     root: str
+    dead: int
 
 def start(config: Config, other: Other) -> Discovery | None:
     print(other.type, other.root, config.discovery.timeout_s)
     for place, one in enumerate(config.others):
         print(one.both)
+    print(config.part.read, other.dead, [item.read for item in config.items])
+    if config.maybe is not None:
+        print(config.maybe.read)
 """
 
 
@@ -99,3 +118,6 @@ def test_a_namesake_of_another_class_and_a_check_are_no_reads(tmp_path) -> None:
         name: reads.of("package.config", "Discovery", name) for name in ("type", "root", "kept", "timeout_s", "twice")
     }
     assert found == {"type": False, "root": False, "kept": False, "timeout_s": True, "twice": True}
+    for section in ("Part", "MaybePart", "Item"):  # nested, in a union, in a list
+        assert reads.of("package.config", section, "read")
+        assert not reads.of("package.config", section, "dead")

@@ -48,7 +48,7 @@ def answered(completion, *, version=0, reward=None, logprob=-0.5, **parts):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Six episodes: 0 to 3 trained, 4 rejected, 5 failed."""
-    monkeypatch.setattr("areal.cli.show.load_tokenizer", lambda path: Characters())
+    monkeypatch.setattr("areal.cli.show.tokenizer_of", lambda config, path: Characters())
     forge = Forge(tmp_path / "ledger")
     answers = {
         0: [answered("5"), answered("7")],

@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "workflows"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(first_row, "load_tokenizer", lambda path: CharTokenizer())
+    monkeypatch.setattr(first_row, "tokenizer_of", lambda config, path: CharTokenizer())
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "20+3=", "answer": "23"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -43,6 +43,44 @@ def test_an_episode_is_shown_as_json(run):
     assert "".join(span["text"] for span in one["spans"]) == "20+3=20+3?<e>23=23<e>"
     assert [span["trained"] for span in one["spans"]] == [False, True, False, True]
     assert (facts["stats"]["calculator_calls"], facts["stats"]["num_turns"]) == (1.0, 2.0)
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def separated(path, rows):
+    mark = "\t" if path.suffix == ".tsv" else ","
+    path.write_text("\n".join(mark.join(row) for row in [["prompt", "answer"], *map(dict.values, rows)]) + "\n")
+
+
+def parquet(path, rows):
+    pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+
+
+def feather(path, rows):
+    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    pytest.importorskip("pyarrow.feather").write_feather(table, path)
+
+
+WRITERS = {
+    "a.jsonl": jsonl,
+    "a.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "a.csv": separated,
+    "a.tsv": separated,
+    "a.parquet": parquet,
+    "a.arrow": feather,
+    "a.feather": feather,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_rows_of_every_format_reach_the_workflow(run, tmp_path, name):
+    WRITERS[name](tmp_path / name, [{"prompt": "1+1=", "answer": "2"}, {"prompt": "30+2=", "answer": "32"}])
+    for path in (f"{tmp_path}/{name}", f"{tmp_path}/a.*"):
+        status, out = run("--row", "1", "--answer", "32", f"train_dataset.path={path}", "--json")
+        facts = json.loads(out)
+        assert (status, facts["error"], facts["trajectories"][0]["reward"]) == (0, "", 1.0)
 
 
 def test_text_marks_what_is_trained(run, monkeypatch):

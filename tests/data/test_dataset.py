@@ -5,9 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig, check_config
+from areal.api.config import (
+    DatasetConfig,
+    SFTConfig,
+    TrainDatasetConfig,
+    TrainEngineConfig,
+    ValidDatasetConfig,
+    check_config,
+)
 from areal.api.errors import ConfigError
+from areal.data import dataset
 from areal.data.dataset import load_rows, load_sft_rows
+from areal.data.row_check import count_rows, file_problem
 from areal.data.sft_rows import encode_sft_row
 from tests.expect import raises_code
 
@@ -71,6 +80,34 @@ def test_rows_of_columns(tmp_path, name):
         load(str(path))
 
 
+def test_a_pattern_names_several_files_in_their_order(tmp_path):
+    for number in (2, 1):
+        (tmp_path / f"part-{number}.jsonl").write_text(f'{{"prompt": "{number}"}}\n')
+    (tmp_path / "part-3.csv").write_text("prompt\n3\n")
+    (tmp_path / "part-4.md").write_text("notes")
+    pattern = f"{tmp_path}/part-*"
+    assert [row["prompt"] for row in load(pattern)] == ["1", "2", "3"]
+    train = TrainDatasetConfig(path=f"{tmp_path}/part-[12].jsonl")
+    assert count_rows(SFTConfig(train_dataset=train, model=TrainEngineConfig(path="m"))) == 2
+    (tmp_path / "part-2.jsonl").write_text("{}\n")
+    assert "part-2.jsonl" in file_problem(train, kind="rl")
+    with raises_code("data.not_found", "none-*"):
+        load(f"{tmp_path}/none-*.jsonl")
+
+
+def test_a_function_may_make_the_rows(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def sums():\n    for n in range(3):\n        yield {'prompt': f'{n}+1='}\n"
+        "def wrong():\n    return [1]\ndef breaks():\n    raise ValueError('no')\n"
+    )
+    rows = load(f"{tmp_path}/mine.py:sums")
+    assert [row["prompt"] for row in rows] == ["0+1=", "1+1=", "2+1="]
+    with raises_code("data.invalid_file", "row 0"):
+        load(f"{tmp_path}/mine.py:wrong")
+    with raises_code("data.rows_failed", "ValueError: no"):
+        load(f"{tmp_path}/mine.py:breaks")
+
+
 def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "rows.parquet").write_bytes(b"")
@@ -127,6 +164,25 @@ def test_long_rows_are_left_out(jsonl, tokenizer):
         load(path, max_length=10, truncation="error", tokenizer=tokenizer)
     with raises_code("data.no_tokenizer"):
         load(path, max_length=10)
+
+
+def test_numbers_of_tokens_may_be_kept_for_the_next_run(jsonl, tmp_path, tokenizer, monkeypatch):
+    path, cache = jsonl({"prompt": "a"}, {"prompt": "a" * 50}), tmp_path / "cache"
+    how = {"max_length": 10, "tokenizer": tokenizer, "cache_dir": str(cache)}
+    assert load(path, **how) == [{"prompt": "a"}]
+    (kept,) = cache.iterdir()
+    monkeypatch.setattr(dataset, "encode_prompt", None)
+    assert load(path, **how) == [{"prompt": "a"}]
+    assert len(load(path, **how | {"max_length": 50})) == 2
+    monkeypatch.undo()
+    kept.write_bytes(b"[1,")
+    assert len(load(path, **how)) == 1
+    monkeypatch.setattr(tokenizer, "chat_template", "another")
+    load(path, **how)
+    load(jsonl({"prompt": "b"}), **how)
+    assert len(list(cache.iterdir())) == 3
+    with raises_code("data.cache_dir"):
+        load(path, **how | {"cache_dir": path})
 
 
 def test_validation_rows_may_be_limited(jsonl):
@@ -190,8 +246,8 @@ def test_hub_names_and_saved_folders_go_to_the_library(monkeypatch, tmp_path):
         def __init__(self):
             self.calls = []
 
-        def load_dataset(self, path, name, split):
-            self.calls.append((path, name, split))
+        def load_dataset(self, path, name, split, revision):
+            self.calls.append((path, name, split, revision))
             if name == "wrong":
                 raise ValueError("BuilderConfig 'wrong' not found.\nmore")
             return [{"a": 1}]
@@ -201,8 +257,8 @@ def test_hub_names_and_saved_folders_go_to_the_library(monkeypatch, tmp_path):
 
     fake = FakeDatasets()
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    assert load("openai/gsm8k", name="main") == [{"a": 1}]
-    assert fake.calls == [("openai/gsm8k", "main", "train")]
+    assert load("openai/gsm8k", name="main", revision="v1") == [{"a": 1}]
+    assert fake.calls == [("openai/gsm8k", "main", "train", "v1")]
     with raises_code("data.not_found", "BuilderConfig 'wrong' not found."):
         load("openai/gsm8k", name="wrong")
     (tmp_path / "dataset_dict.json").write_text("{}")

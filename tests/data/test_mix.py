@@ -7,7 +7,7 @@ import pytest
 from areal.api.config import SFTConfig, TrainDatasetConfig, TrainEngineConfig, ValidDatasetConfig
 from areal.data.dataset import load_rows
 from areal.data.mix import mixed_counts
-from areal.launcher.preflight import count_rows
+from areal.data.row_check import count_rows
 from tests.expect import raises_code
 
 

@@ -1,7 +1,11 @@
 import sys
+from dataclasses import replace
+from datetime import date
 from types import SimpleNamespace
 
-from areal.data.tokenizer import load_tokenizer
+from areal.api.config import OptimizerConfig, SFTConfig, TrainDatasetConfig, TrainEngineConfig, check_config
+from areal.api.config.data import TemplateConfig
+from areal.data.tokenizer import load_tokenizer, tokenizer_of
 from tests.expect import raises_code
 
 
@@ -55,3 +59,31 @@ def test_a_folder_without_tokenizer_files_is_refused_instead_of_loaded_as_empty(
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with raises_code("data.no_tokenizer", tmp_path):
         load_tokenizer(tmp_path)
+
+
+def test_the_chat_template_of_a_run_has_its_own_text_and_fixed_variables(tmp_path, tokenizer_folder):
+    file = tmp_path / "mine.jinja"
+    file.write_text(
+        "{% macro head() %}<{{ style.name }}|{{ none_given is none }}>{% endmacro %}{{ head() }}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}{% if enable_thinking %}think{% endif %}"
+    )
+    name = 'a "quoted" \\ name, \u00e9 \U0001f600'
+    args = {"enable_thinking": True, "style": {"name": name, "list": [1, None]}, "none_given": None}
+    config = SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        allocation_mode="d1",
+        tokenizer_path=str(tokenizer_folder),
+        chat_template=TemplateConfig(path=str(file), args=args),
+        train_dataset=TrainDatasetConfig(path="d", type="sft"),
+        model=TrainEngineConfig(path="m", optimizer=OptimizerConfig(lr=1.0)),
+    )
+    tokenizer = tokenizer_of(config, "m")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, enable_thinking=False)
+    assert text == f"<{name}|True>xthink"
+    with raises_code("data.chat_template_file"):
+        tokenizer_of(replace(config, chat_template=TemplateConfig(path=str(tmp_path))), "m")
+    check_config(config)
+    for args in ({"a-b": 1}, {"when": date.today()}):
+        with raises_code("config.conflict", "chat_template.args"):
+            check_config(replace(config, chat_template=TemplateConfig(args=args)))

@@ -1,7 +1,9 @@
 """Configurations of other systems, rebuilt from their documented keys: every key is classified, and each can start."""
 
 import json
+import tomllib
 from pathlib import Path
+from random import Random
 
 import pytest
 import yaml
@@ -66,6 +68,63 @@ def test_every_key_is_classified_and_the_result_can_start(path, files, tmp_path,
     unknown = [entry["key"] for entry in report["keys"] if entry["text"] == "no counterpart is known"]
     assert unknown == EXPECTED_UNKNOWN.get(path.stem, [])
     assert dry_run(output, monkeypatch, tries_row=False).num_servers >= 1
+
+
+IS_OFF = {
+    "there is no critic": "critic.path",
+    "there is no reference": "ref.path",
+    "there is no penalty for long answers": "actor.overlong_reward_penalty",
+    "there is no held-out set": "valid_dataset.path",
+    "there is no evaluation": "valid_dataset.path",
+}
+"""Reason for which a whole section is dropped -> an option that contradicts it."""
+
+
+def with_unknown_keys(tree: dict, random: Random, added: dict[str, object], prefix: str = "") -> dict:
+    """The tree with keys of no meaning in some of its sections, of every type of value; their paths are `added`."""
+    tree = {
+        key: with_unknown_keys(value, random, added, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in tree.items()
+    }
+    values = [1, 2.5, "text", True, [1, {"a": 2}], {"x": 1, "y": {"z": None}}, None, {}]
+    for number in range(random.randrange(3)):
+        name = f"unknown_{random.randrange(10**9)}_{number}"
+        tree[name] = added[f"{prefix}{name}"] = random.choice(values)
+    return tree
+
+
+def leaf_keys(tree: dict, prefix: str = "") -> list[str]:
+    found = []
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        found += leaf_keys(value, f"{path}.") if isinstance(value, dict) and value else [path]
+    return found
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_leaf_key_is_in_the_report_exactly_once(path, tmp_path, capsys):
+    """Also keys that nobody knows, and keys of every kind of value."""
+    if path.suffix == ".sh":
+        pytest.skip("words of a script are keys of a tree, as in the other files")
+    text = path.read_text()
+    tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    system = path.name.partition("_")[0]
+    for seed in range(3):
+        added: dict[str, object] = {}
+        changed = with_unknown_keys(tree, Random(seed), added)
+        source = tmp_path / "c.yaml"
+        source.write_text(yaml.safe_dump(changed, sort_keys=False))
+        assert run_command(["config", "import", system, str(source), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert sorted(entry["key"] for entry in report["keys"]) == sorted(leaf_keys(changed))
+        fates = {entry["key"]: entry["fate"] for entry in report["keys"]}
+        kept = {key for key, fate in fates.items() if "unknown_" in key and fate == "kept"}
+        assert {key.partition(".")[0] for key in kept} <= {"sglang", "vllm"}  # flags under the same names
+        top = [key for key in leaf_keys(changed) if key.startswith("unknown_")]
+        with_value = [key for key in top if added[key.partition(".")[0]] not in (None, {}) and not key.endswith(".z")]
+        assert {fates[key] for key in with_value} <= {"missing"}
+        reasons = {entry["text"] for entry in report["keys"] if "unknown_" in entry["key"]}
+        assert {reason for reason in reasons & IS_OFF.keys() if IS_OFF[reason] in report["options"]} == set()
 
 
 EXPECTED_UNKNOWN = {"roll_rlvr": ["advantage_clip"]}
@@ -205,9 +264,9 @@ def test_limits_of_rows_and_options_of_the_template_are_kept(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     values = {path: option["value"] for path, option in report["options"].items()}
     assert (values["train_dataset.max_rows"], values["valid_dataset.max_rows"]) == (100, 20)
-    assert (values["valid_dataset.shuffle"], values["workflow_args.enable_thinking"]) == (True, False)
-    missing = [entry["key"] for entry in report["keys"] if entry["fate"] == "missing"]
-    assert missing == ["data.apply_chat_template_kwargs.other"]
+    assert (values["valid_dataset.shuffle"], values["chat_template.args.enable_thinking"]) == (True, False)
+    assert values["chat_template.args.other"] == 1
+    assert "missing" not in {entry["fate"] for entry in report["keys"]}
 
 
 def test_a_script_gives_its_variables_and_numbers_like_1e_6(tmp_path, capsys):
@@ -220,6 +279,35 @@ def test_a_script_gives_its_variables_and_numbers_like_1e_6(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)["options"]
     values = [found[name]["value"] for name in ("train_dataset.batch_size", "actor.path", "actor.optimizer.lr")]
     assert values == [32, "org/m", 1e-6]
+
+
+def test_a_script_may_have_defaults_arithmetic_and_lists_of_words(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/u")
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "set -x\nENGINE=${1:-sglang}\nlength=$((1024 * 2))\nDATA=(\n  data.train_files=$HOME/a.parquet\n"
+        "  data.max_prompt_length=${length} data.max_response_length=$((length * (1 + 1)))\n)\n"
+        'python3 -m verl "${DATA[@]}" actor_rollout_ref.rollout.name=$ENGINE actor_rollout_ref.model.path=${MODEL} $@\n'
+    )
+    assert run_command(["config", "import", "verl", str(script), "--json"]) == 0
+    found = {path: one["value"] for path, one in json.loads(capsys.readouterr().out)["options"].items()}
+    assert (found["train_dataset.path"], found["actor.path"]) == ("/home/u/a.parquet", "$MODEL")
+    assert (found["train_dataset.max_length"], found["gconfig.max_new_tokens"]) == (2048, 4096)
+    assert found["allocation_mode"].startswith("sglang:")
+
+
+def test_adapters_of_roll_and_columns_of_cosmos_are_kept(tmp_path, capsys):
+    source = tmp_path / "c.yaml"
+    source.write_text("pretrain: m\nactor_train: {model_args: {lora_rank: 8, lora_alpha: 16, lora_target: 'a, b'}}\n")
+    assert run_command(["config", "import", "roll", str(source), "--json"]) == 0
+    found = {path: one["value"] for path, one in json.loads(capsys.readouterr().out)["options"].items()}
+    assert [found[f"actor.lora.{name}"] for name in ("rank", "alpha", "target_modules")] == [8, 16, ["a", "b"]]
+    source = tmp_path / "c.toml"
+    source.write_text("[train.train_policy]\nprompt_column_name = 'question'\nresponse_column_name = 'answer'\n")
+    assert run_command(["config", "import", "cosmos", str(source), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["options"]["train_dataset.columns"]["value"] == {"question": "prompt"}
+    assert {entry["fate"] for entry in report["keys"]} == {"computed", "dropped"}
 
 
 def test_the_files_of_hydra_defaults_are_composed(tmp_path, capsys):

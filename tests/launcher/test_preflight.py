@@ -22,11 +22,11 @@ from areal.api.config import (
     TrainEngineConfig,
 )
 from areal.api.errors import ConfigError, LaunchError
+from areal.data.row_check import count_rows
 from areal.launcher import preflight
 from areal.launcher.preflight import (
     check_not_complete,
     check_run_folder,
-    count_rows,
     disk_problem,
     earlier_run,
     function_problems,

@@ -34,7 +34,7 @@ def test_another_reward_makes_the_update_of_a_run_with_it(
 ):
     other = recorded_with_rewards(lambda token_ids: sum(token_ids) % 5 / 2)
     (tmp_path / "new.py").write_text(SOURCE)
-    monkeypatch.setattr(regrade, "load_tokenizer", lambda path: Letters())
+    monkeypatch.setattr(regrade, "tokenizer_of", lambda config, path: Letters())
     monkeypatch.setattr(regrade, "load_rows", lambda config, **options: [{"prompt": "a", "answer": "x"}] * 8)
     words = ["--run", str(recorded.folder), "--name", tmp_path.name]
     words += [f"reward_fn={tmp_path}/new.py:count", "reward.workers=1", "reward.on_error=fail"]

@@ -44,7 +44,7 @@ def other_column(prompt, completion, prompt_ids, completion_ids, solution):
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(first_row, "load_tokenizer", lambda path: CharTokenizer())
+    monkeypatch.setattr(first_row, "tokenizer_of", lambda config, path: CharTokenizer())
     (tmp_path / "model").mkdir()
     (tmp_path / "rewards.py").write_text(GOOD)
     (tmp_path / "broken.py").write_text(BROKEN)

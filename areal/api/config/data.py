@@ -1,12 +1,27 @@
 """Options of datasets."""
 
+import json
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
 from areal.api.config.relevance import given, satisfies, when
 
 _SEVERAL = satisfies("path", lambda path: not isinstance(path, str), "a list")
+_FILE_ENDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
+
+
+def is_row_function(path: str) -> bool:
+    """Whether a dataset's path names a function that returns the rows."""
+    return ":" in path and "://" not in path
+
+
+_FROM_LIBRARY = satisfies(
+    ".",
+    lambda data: not all(path.endswith(_FILE_ENDS) or is_row_function(path) for path in data.paths),
+    "path is a folder or a hub name",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,16 +29,18 @@ class DatasetConfig:
     """A dataset and how its rows are read."""
 
     path: str | list[str] = option("???", also="verl: data.train_files, data.val_files; ROLL: data_args.file_name")
-    """Dataset: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a folder of `datasets`, a hub name, or a list."""
+    """Files (data/*.jsonl), a folder of `datasets`, a hub name, a function (file.py:function), or a list of these."""
     type: str = choice("rl", "rl", "sft", "rw")
     """Kind of rows: rl = prompt and reward data, sft = prompt and answer, rw = chosen and rejected answer."""
-    split: str = ""
+    split: str = option("", relevant=_FROM_LIBRARY, also="cosmos-rl: dataset.split")
     """Split of a hub dataset; empty = train for training, test for validation."""
-    name: str = option("", also="cosmos-rl: dataset.subset")
+    name: str = option("", relevant=_FROM_LIBRARY, also="cosmos-rl: dataset.subset")
     """Subset of a hub dataset; empty = its default subset."""
+    revision: str = option("", relevant=_FROM_LIBRARY, also="cosmos-rl: dataset.revision")
+    """Branch, tag or commit of a hub dataset; empty = its main branch."""
     columns: dict[str, str] = section(dict[str, str], also="verl: data.prompt_key, data.response_key")
     """New names of columns of the raw rows, {question: prompt}, before map_fn; {} = all names stay."""
-    map_fn: str = ""
+    map_fn: str = option("", also="verl: data.custom_cls")
     """Function that converts raw rows: a registered name (gsm8k) or module:function; empty = no conversion."""
     max_length: int | None = number(None, low=1, also="verl: data.max_prompt_length; ROLL: prompt_length")
     """Maximum tokens of a prompt (rl), a text (sft) or each of the two texts (rw); null = no limit."""
@@ -31,6 +48,10 @@ class DatasetConfig:
         "drop", "drop", "error", "left", "right", relevant=given("max_length"), also="verl: data.truncation"
     )
     """Rows above max_length: drop = skip the row, error = stop, left / right = cut that end (sft and rw only)."""
+    cache_dir: str = option(
+        "", relevant=given("max_length") & when("type", "rl"), also="verl: data.cache_dir; ROLL: data_args.cache_dir"
+    )
+    """Folder that keeps the numbers of tokens of all prompts between runs (not of images); empty = none."""
     max_rows: int | None = number(None, low=1, also="verl: data.train_max_samples, data.val_max_samples")
     """Number of rows to use, from the start of the mix, before any shuffle of an epoch; null = all rows."""
     max_characters: int | None = number(1_000_000, low=1)
@@ -104,6 +125,25 @@ class ValidDatasetConfig(DatasetConfig):
             random.Random(0).shuffle(rows)
         rows = rows[: self.max_rows]
         return rows[: len(rows) // self.batch_size * self.batch_size] if self.drop_last and self.batch_size else rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateConfig:
+    """The chat template, which renders messages in rows, workflows and agents."""
+
+    path: str = ""
+    """Jinja file that replaces the template of the tokenizer; empty = the template of the tokenizer."""
+    args: dict[str, Any] = section(dict[str, Any], also="verl: data.apply_chat_template_kwargs")
+    """Variables that the template has in every rendering, {enable_thinking: false}; {} = those that areal passes."""
+
+    def problems(self) -> Problems:
+        for name, value in self.args.items():
+            if not name.isidentifier():
+                yield "args", f"{name!r} is no name of a variable: use letters, digits and _"
+            try:
+                json.dumps(value)
+            except TypeError:
+                yield "args", f"{name} is of type {type(value).__name__}: use text, a number, a list or a mapping"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from areal.api.config.agent import AgentConfig
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.benchmark import BenchmarkConfig
 from areal.api.config.cut_rules import cut_problems
-from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, VisionConfig, misplaced_data
+from areal.api.config.data import TemplateConfig, TrainDatasetConfig, ValidDatasetConfig, VisionConfig, misplaced_data
 from areal.api.config.fields import Problem, Problems, below, choice, number, option, section
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, LauncherConfig
@@ -62,6 +62,8 @@ class BaseExperimentConfig:
     """Maximum trained sequences, rounded up to full train steps; null = no limit."""
     tokenizer_path: str = ""
     """Folder or hub name of the tokenizer; empty = path of the trained model."""
+    chat_template: TemplateConfig = field(default_factory=TemplateConfig)
+    """The chat template of the tokenizer."""
     train_dataset: TrainDatasetConfig = field(default_factory=TrainDatasetConfig)
     """The training set."""
     valid_dataset: ValidDatasetConfig | None = None
