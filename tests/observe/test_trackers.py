@@ -126,6 +126,63 @@ def test_wandb_refuses_an_address_without_showing_its_password(tmp_path):
     assert "s3cr3t" not in "".join(traceback.format_exception(error.value))
 
 
+class RecordedRun:
+    """Takes what a tracker does with a run."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getattr__(self, name):
+        return lambda *args, **given: self.calls.append((name, args, given))
+
+
+def fake_package(calls):
+    """A tracker's package that records how runs are started."""
+
+    def init(**given):
+        calls.append(("init", (), given))
+        return RecordedRun(calls)
+
+    def login(**given):
+        calls.append(("login", (), given))
+
+    return SimpleNamespace(
+        init=init, login=login, Settings=lambda **given: given, Table=None, Text=None, Error=RuntimeError
+    )
+
+
+def test_every_option_of_wandb_reaches_its_run(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", fake_package(calls))
+    texts = {
+        name: f"my-{name}" for name in ("entity", "project", "name", "job_type", "group", "notes", "wandb_api_key")
+    }
+    own = WandBConfig(
+        mode="online", wandb_base_url="https://w.example", tags=["a"], config={"x": 1}, id_suffix="s", **texts
+    )
+    build_trackers(config_with(wandb=own), RunPaths(tmp_path))
+    given = calls[0][2]
+    assert {name: given[name] for name in texts if name in given} == {
+        name: text for name, text in texts.items() if name != "wandb_api_key"
+    }
+    assert (given["mode"], given["id"], given["tags"], given["config"]["x"]) == ("online", "exp_trial_s", ["a"], 1)
+    assert given["settings"]["base_url"] == "https://w.example"
+    assert given["settings"]["api_key"] == "my-wandb_api_key"
+
+
+def test_every_option_of_swanlab_reaches_its_run(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setitem(sys.modules, "swanlab", fake_package(calls))
+    own = SwanlabConfig(
+        mode="cloud", project="p", name="n", api_key="k", config={"x": 1}, logdir=str(tmp_path / "logs")
+    )
+    build_trackers(config_with(swanlab=own), RunPaths(tmp_path))
+    (login, (_, _, given), *_) = calls
+    assert login[2] == {"api_key": "k"}
+    assert (given["mode"], given["project"], given["name"], given["config"]["x"]) == ("online", "p", "n", 1)
+    assert given["log_dir"] == str(tmp_path / "logs")
+
+
 def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "250")  # its own process gets half a minute to start otherwise
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "250")
