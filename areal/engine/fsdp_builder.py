@@ -101,9 +101,18 @@ def build_fsdp_engine(
         syncs_every_pass=config.fsdp.gradient_sync == "every",
         gathers_once=_gathers_once(config, mesh),
         routing=routing,
+        repeats_passes=not _draws_in_training(hf_model, config),
         shares_prompts=_shares_prompts(hf_model, config, mesh, attention),
         vision=vision,
     )
+
+
+def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> bool:
+    """Whether a pass in training draws random numbers, for dropout or for routers."""
+    text = hf_model.config.get_text_config()
+    found = any(isinstance(module, nn.Dropout) and module.p > 0 for module in hf_model.modules())
+    found |= any(getattr(text, name, 0.0) for name in ("attention_dropout", "router_jitter_noise"))
+    return found or (config.lora is not None and config.lora.dropout > 0)
 
 
 def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh, attention: str) -> bool:
@@ -113,11 +122,14 @@ def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: 
     answers would be added with rounding.
     """
     is_exact = mesh.device.type == "cpu" and config.dtype == "float32" and attention == SDPA
-    has_dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in hf_model.modules())
-    has_dropout |= bool(getattr(hf_model.config.get_text_config(), "attention_dropout", 0.0))
-    has_dropout |= config.lora is not None and config.lora.dropout > 0
     is_text = getattr(hf_model.config, "vision_config", None) is None and not routers_of(hf_model)
-    return config.shared_prompts and is_exact and mesh.context.size == 1 and is_text and not has_dropout
+    return (
+        config.shared_prompts
+        and is_exact
+        and mesh.context.size == 1
+        and is_text
+        and not _draws_in_training(hf_model, config)
+    )
 
 
 def _optimizer(

@@ -37,6 +37,10 @@ class Passes:
         """
         if self.num_minibatches == 1:
             return [batch]
+        return [take(batch, rows) for rows in self.rows(batch, epoch)]
+
+    def rows(self, batch: TrainBatch, epoch: int) -> list[list[int]]:
+        """The sequences of each minibatch of `cut`, in order."""
         sessions = session_units(batch)
         units, lengths = sessions or ([[row] for row in range(batch.num_sequences)], batch.sequence_lengths)
         if epoch == 0:
@@ -44,7 +48,7 @@ class Passes:
         else:
             # the generator hashes this text, so the orders of neighbouring steps and epochs are independent
             parts = dealt_parts(lengths, self.num_minibatches, random.Random(f"{self.seed}/{self.step}/{epoch}"))
-        return [take(batch, sorted(row for unit in part for row in units[unit])) for part in parts]
+        return [sorted(row for unit in part for row in units[unit]) for part in parts]
 
     def progress(self, epoch: int, place: int) -> float:
         """Part of the update's optimiser steps before minibatch `place` of epoch `epoch`, from 0 to below 1."""

@@ -73,10 +73,10 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
     """Add the weights and rejections of the whole batch, and report the distance of the policies; a collective.
 
     Without a forward pass before the update (ratio to the rollout policy, loglinear, bypass mode) nothing happens
-    here: see `late_correction`. With apply_weights=false and no bound the batch is only measured. A session that was
-    cut into several sequences counts as one.
+    here: see `late_correction`, and `FirstPass` for the first minibatch. With apply_weights=false and no bound the
+    batch is only measured. A session that was cut into several sequences counts as one.
     """
-    if not needs_prox_logprobs(config):
+    if not needs_prox_logprobs(config) or (batch.shares_first_pass and batch.prox_logprobs is None):
         return batch, {}
     view = session_view(batch)
     if view is None:
@@ -112,9 +112,9 @@ def _with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduc
     if not is_around_prox(config):  # only measured: the KL in the reward keeps the servers' log-probabilities
         return replace(batch, prox_logprobs=None), metrics
     if options.renormalize:
-        ratio_mask = None if _drops(options) else spans.mask
+        ratio_mask = None if drops(options) else spans.mask
         return replace(batch, behaviour_weights=found.weights, policy_mask=found.kept, ratio_mask=ratio_mask), metrics
-    ratio_mask = found.kept if _drops(options) else None
+    ratio_mask = found.kept if drops(options) else None
     return replace(batch, behaviour_weights=found.weights, ratio_mask=ratio_mask), metrics
 
 
@@ -146,8 +146,9 @@ def late_correction(tokens: PolicyTokens, config: PPOActorConfig) -> Correction 
 def drops_late(config: PPOActorConfig) -> bool:
     """Whether the tokens that `late_correction` rejects leave the ratio of their sequence."""
     options = correction_of(config)
-    return options is not None and _drops(options)
+    return options is not None and drops(options)
 
 
-def _drops(options: RolloutCorrectionConfig) -> bool:
+def drops(options: RolloutCorrectionConfig) -> bool:
+    """Whether rejected tokens leave the ratio of their sequence."""
     return options.renormalize if options.drop_from_ratio is None else options.drop_from_ratio

@@ -119,9 +119,10 @@ class PPOLoop:
                 metrics = resampled | actor.update(chosen, step=info.step)
                 metrics |= critic.update(chosen, step=info.step) if critic else {}
                 metrics |= reference.after_update(info.step + 1) if reference else {}
+                batch, measured = actor.with_first_pass(batch)
             with phase("publish_weights"):
                 self._publish(info.step)
-            found = merge_metrics(scored, filtered, mismatch, distilled, batch_metrics(batch))
+            found = merge_metrics(scored, filtered, mismatch, measured, distilled, batch_metrics(batch))
             metrics = merge_metrics(metrics, found, _share_metrics(share, began_s))
             with phase("after_step"):
                 if self._add_samples is not None:
@@ -197,6 +198,7 @@ def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLen
             ledger=paths.ledger,
             checkpoint_request=wanted,
         )
+        stack.callback(client.close)
         rank.heartbeat.doing("joins the run")
         steps_done = _join_run(config, rank, length, roles, client, stack, has_valid=has_valid).run()
         if rank.mesh.rank == 0:
