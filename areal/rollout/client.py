@@ -75,6 +75,8 @@ class RolloutClient:
         self._address = address
         self._known: str | None = None
         """The address of the last answer. It is looked up again only after a failure: the registry may be down."""
+        self._idle: list[http.client.HTTPConnection] = []
+        """Open connections to it: mostly one, as a weight update is requested from another thread."""
         self._run_id = run_id
         self._token = token
         self._reconnect_s = reconnect_s
@@ -214,6 +216,11 @@ class RolloutClient:
         except ServerUnavailable as error:
             _log.warning("the rollout controller has already exited: %s", error)
 
+    def close(self) -> None:
+        """Close the connections. A later call opens one."""
+        while self._idle:
+            self._idle.pop().close()
+
     def _call(
         self,
         path: str,
@@ -253,24 +260,37 @@ class RolloutClient:
         is_new = self._known is None
         if self._known is None:
             self._known = self._address if isinstance(self._address, str) else self._address()
-        address = self._known
-        parts = urlsplit(address)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._answer_s)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
+            self.close()
+        address, body = self._known, None if request is None else orjson.dumps(request)
         try:
-            if request is None:
-                connection.request("GET", path, headers=headers)
-            else:
-                connection.request("POST", path, body=orjson.dumps(request), headers=headers)
-            response = connection.getresponse()
-            if response.status in (404, 405) or (response.status == 401 and not is_new):
-                raise ConnectionError(f"another process than the controller listens at {address}")
-            return response.status, response.read()
+            with contextlib.suppress(IndexError, ConnectionError):  # the controller closes one that is idle for long
+                return self._exchange_over(self._idle.pop(), path, body, is_new=is_new)
+            parts = urlsplit(address)
+            connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._answer_s)
+            return self._exchange_over(connection, path, body, is_new=is_new)
         except (OSError, http.client.HTTPException):
             self._known = None
             raise
+
+    def _exchange_over(
+        self, connection: http.client.HTTPConnection, path: str, body: bytes | None, *, is_new: bool
+    ) -> tuple[int, bytes]:
+        """Status and body of the answer. The connection is kept for the next exchange, or closed."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
+        is_open = False
+        try:
+            connection.request("GET" if body is None else "POST", path, body=body, headers=headers)
+            response = connection.getresponse()
+            if response.status in (404, 405) or (response.status == 401 and not is_new):
+                raise ConnectionError(f"another process than the controller listens at {self._known}")
+            answer = response.read()
+            is_open = not response.will_close
+            return response.status, answer
         finally:
-            connection.close()
+            if is_open:
+                self._idle.append(connection)
+            else:
+                connection.close()
 
 
 class ControllerError(ServerUnavailable):

@@ -38,11 +38,17 @@ def answering(*answers):
         def log_message(self, *arguments):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with serving(Handler) as address:
+        yield address, asked
+
+
+@contextlib.contextmanager
+def serving(handler):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
@@ -74,6 +80,31 @@ def test_a_call_survives_a_controller_restart(monkeypatch):
         assert client.status() == {"step": 3}
         assert now_s > 300.0
         assert set(asked) == {"/status"}
+
+
+def test_calls_use_one_connection_until_the_controller_closes_it():
+    clients = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            clients.append(self.client_address)
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+            self.close_connection = len(clients) == 3  # without a word, as after a time without requests
+
+        def log_message(self, *arguments):
+            pass
+
+    with serving(Handler) as address:
+        client = RolloutClient(address, token=TOKEN, reconnect_s=0.0, silent_s=0.0)
+        for _ in range(5):
+            client.status()
+        client.close()
+    assert [clients.count(one) for one in dict.fromkeys(clients)] == [3, 2]
 
 
 def test_an_unanswered_call_ends():
