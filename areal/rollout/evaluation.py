@@ -203,12 +203,19 @@ class Evaluations:
             raise RequestError("there is no valid_dataset to evaluate on", code="rollout.no_such_evaluation")
 
     async def get(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
-        """The result; None when it is not ready in time. Repeated calls join the same evaluation."""
+        """The result; None when it is not ready in time. Repeated calls join the same evaluation.
+
+        The first call after a step starts all modes: some answers are generated while others are scored.
+        """
         key = (step, mode)
         if key in self._running and self._running[key].task.cancelled():
             del self._running[key]  # cancelled because the trainer went back; now it requests the result again
         if key not in self._running and key not in self._ledger.state.evaluations:
-            self._running[key] = self._start(step, mode)
+            self._running |= {
+                (step, each): self._start(step, each)
+                for each in self._workflows
+                if (step, each) not in self._running and (step, each) not in self._ledger.state.evaluations
+            }
         if key in self._running:
             running = self._running[key]
             await asyncio.wait([running.task], timeout=timeout_s)
