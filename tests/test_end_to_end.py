@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from areal.data.prompt_stream import PromptStream
+from areal.data.tiny_model import tiny_model
 from areal.ledger.audit import AuditReport, audit
 from areal.ledger.event_files import LedgerReader
 from areal.observe.metric_table import entry_of
@@ -165,7 +166,7 @@ def folder(tmp_path_factory) -> Path:
     prepare = load_prepare()
     tokenizer = prepare.build_tokenizer()
     tokenizer.save_pretrained(folder / "model")
-    prepare.build_model(tokenizer, seed=1).save_pretrained(folder / "model")
+    tiny_model(tokenizer, 1, vocab_size=16).save_pretrained(folder / "model")
     rows = prepare.task.make_rows(256, seed=1)
     for row in rows:
         number = zlib.crc32(row["prompt"].encode()) % 100

@@ -52,22 +52,51 @@ def tiny_model(
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=vocab_size or len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        max_position_embeddings=tokenizer.model_max_length,
-        tie_word_embeddings=False,
-        initializer_range=initializer_range,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        dtype="float32",
-    )
-    return Qwen2ForCausalLM(config)
+    shape = _tiny_shape(tokenizer, vocab_size or len(tokenizer))
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    return Qwen2ForCausalLM(Qwen2Config(**shape | heads, initializer_range=initializer_range))
+
+
+def _tiny_shape(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": tokenizer.model_max_length,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def write_tiny_model(folder: Path, tokenizer: Any, seed: int, *, vocab_size: int) -> None:
+    """The checkpoint of a model like `tiny_model`, with other random numbers. Without torch, whose import takes longer
+    than the rest."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    shape = _tiny_shape(tokenizer, vocab_size)
+    width, inner = shape["hidden_size"], shape["intermediate_size"]
+    matrices = {"model.embed_tokens": (vocab_size, width), "lm_head": (vocab_size, width)}
+    norms, biases = ["model.norm"], list[str]()
+    for layer in (f"model.layers.{number}" for number in range(shape["num_hidden_layers"])):
+        matrices |= {f"{layer}.self_attn.{name}_proj": (width, width) for name in "qkvo"}
+        matrices |= {f"{layer}.mlp.{name}_proj": (inner, width) for name in ("gate", "up")}
+        matrices[f"{layer}.mlp.down_proj"] = (width, inner)
+        norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
+        biases += [f"{layer}.self_attn.{name}_proj.bias" for name in "qkv"]
+    draw = np.random.default_rng(seed)
+    weights = {f"{name}.weight": draw.normal(0.0, 0.02, size).astype(np.float32) for name, size in matrices.items()}
+    weights |= {f"{name}.weight": np.ones(width, np.float32) for name in norms}
+    weights |= {name: np.zeros(width, np.float32) for name in biases}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", **shape}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def template_tokenizer(template: str, *, special_tokens: tuple[str, ...] = ()) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import task
 
-from areal.data.tiny_model import character_tokenizer, tiny_model
+from areal.data.tiny_model import character_tokenizer, write_tiny_model
 
 NUM_SFT_ROWS = 55 * 256
 NUM_RL_ROWS = 8192
@@ -22,11 +22,6 @@ NUM_HELD_OUT = 256
 def build_tokenizer() -> Any:
     """One token per character."""
     return character_tokenizer([*task.SPECIALS, *task.CHARACTERS])
-
-
-def build_model(tokenizer: Any, seed: int) -> Any:
-    """2 layers of width 64."""
-    return tiny_model(tokenizer, seed, vocab_size=16)
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
@@ -41,7 +36,7 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(args.folder / "model")
-    build_model(tokenizer, args.seed).save_pretrained(args.folder / "model")
+    write_tiny_model(args.folder / "model", tokenizer, args.seed, vocab_size=16)
     held_out = task.make_rows(NUM_HELD_OUT, seed=10_000 + args.seed)
     taken = frozenset(row["prompt"] for row in held_out)
     write_rows(args.folder / "held_out.jsonl", held_out)

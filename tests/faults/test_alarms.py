@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal.data.tiny_model import tiny_model
 from tests.test_end_to_end import ROOT, load_prepare
 
 pytestmark = pytest.mark.slow
@@ -138,7 +139,7 @@ def folder(tmp_path_factory) -> Path:
     prepare = load_prepare()
     tokenizer = prepare.build_tokenizer()
     tokenizer.save_pretrained(folder / "model")
-    model = prepare.build_model(tokenizer, seed=1)
+    model = tiny_model(tokenizer, 1, vocab_size=16)
     with torch.no_grad():
         model.lm_head.weight.mul_(40.0)  # certain about most tokens, as a trained model is
     model.save_pretrained(folder / "model")

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal.data.tiny_model import tiny_model
 from areal.ledger.event_files import LedgerReader
 
 pytestmark = pytest.mark.slow
@@ -59,7 +60,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recorded_runs")
     tokenizer = prepare.build_tokenizer()
     tokenizer.save_pretrained(folder / "model")
-    prepare.build_model(tokenizer, seed=1).save_pretrained(folder / "model")
+    tiny_model(tokenizer, 1, vocab_size=16).save_pretrained(folder / "model")
     prepare.write_rows(folder / "train.jsonl", prepare.task.make_rows(256, seed=1))
     (folder / "reward.py").write_text(REWARD)
     (folder / "c.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
