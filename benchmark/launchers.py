@@ -1,6 +1,6 @@
 """Start time and cost per step of the launchers for several nodes, against the local launcher on the same machine.
 
-    python benchmark/launchers.py [--steps 30] [--repeats 2] [--only ssh ray slurm]
+    python benchmark/launchers.py [--steps 30] [--repeats 2] [--only local ssh ray slurm] [--into FILE]
 
 The same GRPO run (the quickstart without evaluations, two servers and two trainer ranks) with each launcher in turn,
 on three nodes of this machine (tests/cluster/nodes.py: root and Linux), `--repeats` times. Ray needs its package, Slurm
@@ -11,20 +11,22 @@ Debian packages. For each launcher:
 - CPU milliseconds per train step of everything that is not the controller, a server or a trainer: the launcher, its
   agents, and the programs of Ray, Slurm or ssh. Other work hardly changes them.
 
-Ratios are to the local launcher. The last line is JSON.
+`--into FILE` adds the runs to a file of JSON lines, and the table shows all runs of the file: launchers can be measured
+one by one. Ratios are to the local launcher. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -62,18 +64,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="train steps of each run")
     parser.add_argument("--repeats", type=int, default=2, help="runs with each launcher")
-    parser.add_argument("--only", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
+    parser.add_argument("--only", nargs="+", choices=("local", *LAUNCHERS), default=("local", *LAUNCHERS))
+    parser.add_argument("--into", type=Path, metavar="FILE", help="adds the runs to this file, and compares all of it")
     args = parser.parse_args()
-    kinds = ("local", *args.only)
-    timings: dict[str, list[Timing]] = {kind: [] for kind in kinds}
+    timings: dict[str, list[Timing]] = {}
+    lines = args.into.read_text().splitlines() if args.into is not None and args.into.exists() else []
+    for line in lines:
+        row = json.loads(line)
+        timings.setdefault(row.pop("launcher"), []).append(Timing(**row))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         for number in range(args.repeats):
-            for kind in kinds:
+            for kind in args.only:
                 with started(kind, folder, f"{kind}-{number}", args.steps) as run:
-                    timings[kind].append(timed(run, args.steps))
-                shown = timings[kind][-1]
+                    shown = timed(run, args.steps)
+                timings.setdefault(kind, []).append(shown)
+                if args.into is not None:
+                    with open(args.into, "a") as file:
+                        file.write(json.dumps({"launcher": kind} | asdict(shown)) + "\n")
                 print(f"{kind}: first step after {shown.start_s:.1f} s, load before {shown.load:.1f}", flush=True)
     print(json.dumps(compared(timings)))
 
@@ -152,11 +161,11 @@ def compared(timings: dict[str, list[Timing]]) -> dict[str, object]:
             "other_cpu_ms_per_step": median(run.other_cpu_ms for run in runs),
             "load_before": max(run.load for run in runs),
         }
-    local = found["local"]
+    local = found.get("local", {})
     print(f"\n{'launcher':>10} {'first step':>11} {'ratio':>6} {'step':>8} {'ratio':>6} {'other CPU per step':>19}")
     rows: dict[str, object] = {}
     for kind, figures in found.items():
-        ratios = {f"{key}_ratio": figures[key] / local[key] for key in ("start_s", "step_s")}
+        ratios = {f"{key}_ratio": figures[key] / local.get(key, math.nan) for key in ("start_s", "step_s")}
         rows[kind] = {key: round(value, 3) for key, value in (figures | ratios).items()}
         print(
             f"{kind:>10} {figures['start_s']:>9.1f} s {ratios['start_s_ratio']:>6.2f} {figures['step_s']:>6.2f} s "

@@ -49,11 +49,21 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """As `os.replace`. A rename whose answer was lost is no error: an NFS client repeats it, and then gets ENOENT."""
+    inode = source.stat().st_ino
+    try:
+        os.replace(source, target)
+    except FileNotFoundError:
+        if not (target.exists() and target.stat().st_ino == inode):
+            raise
 
 
 def append_whole(file: io.FileIO, data: bytes) -> None:
@@ -115,8 +125,8 @@ def install_folder(sealed: Path, final: Path) -> None:
     aside = _hidden(final, _REPLACED)
     if final.exists():
         shutil.rmtree(aside, ignore_errors=True)
-        os.replace(final, aside)
-    os.replace(sealed, final)
+        rename(final, aside)
+    rename(sealed, final)
     fsync_path(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -133,7 +143,7 @@ def remove_folder(folder: Path) -> None:
     """Delete a complete folder. After a crash it is complete or absent under its name."""
     hidden = _hidden(folder, _REMOVED)
     shutil.rmtree(hidden, ignore_errors=True)
-    os.replace(folder, hidden)
+    rename(folder, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -145,7 +155,7 @@ def finish_interrupted_writes(parent: Path) -> None:
     for aside in parent.glob(f".*{_REPLACED}"):
         final = parent / aside.name[1 : -len(_REPLACED)]
         if not final.exists():
-            os.replace(aside, final)
+            rename(aside, final)
     for hidden in parent.glob(".*"):
         if hidden.is_dir() and hidden.suffix in (_REPLACED, _REMOVED, _WRITING):
             shutil.rmtree(hidden, ignore_errors=True)

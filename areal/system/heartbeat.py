@@ -22,6 +22,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from areal.system.durable import rename
+
 HEARTBEAT = "AREAL_HEARTBEAT"
 """The variable with which a process finds its slot: descriptor, inode and offset."""
 INTERVAL_S = 1.0
@@ -54,7 +56,7 @@ def write_beats(path: Path, beats: Mapping[str, Beat]) -> None:
     """Replace the file with the heartbeats of a run by name. Not synced: it is old after a second."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps({name: asdict(beat) for name, beat in beats.items()}))
-    os.replace(temporary, path)
+    rename(temporary, path)
 
 
 def read_beats(path: Path) -> dict[str, Beat]:

@@ -18,7 +18,7 @@ from areal.api.config import BaseExperimentConfig, RecoverConfig
 from areal.api.engine import Ranks, TrainEngine
 from areal.api.errors import ConfigError, InputError
 from areal.observe.log import get_logger
-from areal.system.durable import damage_of, finish_interrupted_writes, remove_folder
+from areal.system.durable import damage_of, finish_interrupted_writes, remove_folder, rename
 from areal.trainer.recover_writer import NEXT, STATE, Agreement, StagedCheckpoint, rng_file, write_checkpoint
 from areal.trainer.rng import rng_state, set_rng_state
 
@@ -147,7 +147,7 @@ class RecoverStore:
         for path in ahead if self._is_rank0 else []:
             kept = path.with_name(f"ahead-of-ledger-{path.name}")
             shutil.rmtree(kept, ignore_errors=True)
-            path.rename(kept)
+            rename(path, kept)
             get_logger("trainer").error(
                 "the newest events of the ledger were lost: the recovery checkpoint %s is ahead of it and is now %s",
                 path.name,

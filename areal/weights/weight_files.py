@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal.system.checkpoint_files import INDEX
+from areal.system.durable import rename
 
 MAX_FILE_BYTES = 4 * 2**30
 """Largest weight file, which the writer holds in memory."""
@@ -86,12 +87,12 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_
         total_bytes += value.nbytes
     flush()
     if len(files) == 1:
-        _part(folder, 0).rename(folder / "model.safetensors")
+        rename(_part(folder, 0), folder / "model.safetensors")
         return
     places: dict[str, str] = {}
     for index, names in enumerate(files):
         file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-        _part(folder, index).rename(folder / file)
+        rename(_part(folder, index), folder / file)
         places |= dict.fromkeys(names, file)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": places}, indent=2))
 

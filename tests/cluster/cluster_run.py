@@ -95,7 +95,8 @@ class Cluster:
             memory = [f"launcher.{role}_mem_per_gpu=1000" for role in ("trainer", "inference_server")]
             return ["cluster.n_nodes=3", "cluster.n_gpus_per_node=0", "launcher.stop_grace_s=3", *memory]
         if self.ssh is None:
-            return [f"cluster.n_nodes={len(list(self.nodes))}"]
+            # A new actor imports areal in a process of Ray: minutes when other work uses the cores.
+            return [f"cluster.n_nodes={len(list(self.nodes))}", "cluster.node_connect_s=120"]
         options = [word for option in self.ssh.options for word in ("--ssh-option", option)]
         return ["--hosts", hosts or ",".join(f"{node.address}:{SSH_PORT}" for node in self.nodes), *options]
 

@@ -189,3 +189,43 @@ def test_a_line_is_appended_completely_or_not_at_all(tmp_path):
             append_whole(file, b"third\n")
         assert error.value.errno == errno.ENOSPC
     assert path.read_bytes() == b"first\nsecond\n"
+
+
+# What an NFS client does that a local file system does not. Real clients on nodes: tests/cluster/test_nfs.py.
+
+
+def test_a_rename_that_succeeded_and_whose_answer_was_lost_is_no_error(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def repeated(source, target):
+        replace(source, target)
+        raise FileNotFoundError(errno.ENOENT, "the second request finds no source", str(source))
+
+    monkeypatch.setattr(os, "replace", repeated)
+    write_atomic(tmp_path / "file", b"new")
+    for content in (b"first", b"second"):
+        publish_folder(_filled(writing_folder(tmp_path / "v1"), content), tmp_path / "v1")
+        assert (tmp_path / "v1" / "model.bin").read_bytes() == content
+        assert damage_of(tmp_path / "v1") == ""
+    replace(tmp_path / "v1", tmp_path / ".v1.old")
+    finish_interrupted_writes(tmp_path)
+    assert damage_of(tmp_path / "v1") == ""
+    remove_folder(tmp_path / "v1")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_rename_that_failed_is_an_error(tmp_path, monkeypatch):
+    def fails(source, target):
+        raise FileNotFoundError(errno.ENOENT, "gone", str(source))
+
+    publish_folder(_filled(tmp_path / "t1", b"old"), tmp_path / "v1")
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(FileNotFoundError):
+        write_atomic(tmp_path / "file", b"new")
+    with pytest.raises(FileNotFoundError):
+        publish_folder(_filled(writing_folder(tmp_path / "v1"), b"new"), tmp_path / "v1")
+    with pytest.raises(FileNotFoundError):
+        remove_folder(tmp_path / "v1")
+    monkeypatch.undo()
+    assert (tmp_path / "v1" / "model.bin").read_bytes() == b"old"
+    assert not (tmp_path / "file").exists()
