@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -23,6 +25,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -46,6 +50,10 @@ STEPS = ([5, 9, 2, 9, 1, 14], [3, 17, 6], [11, 4, 4, 8, 2])
 """Lengths of the sequences of three train steps: no mesh divides them evenly."""
 ADAM = OptimizerConfig(lr=1e-2, eps=1e-3, lr_scheduler_type="cosine", gradient_clipping=0.5)
 """A large eps: with a small one the first steps of Adam are the signs of gradients, so that rounding decides."""
+DESCENT = OptimizerConfig(
+    lr=1e5, eps=1e5, beta1=0.0, beta2=0.0, weight_decay=0.0, gradient_clipping=1e9, warmup_steps_proportion=0.0
+)
+"""AdamW whose eps is so large that a step subtracts the gradient."""
 OPTIONS: dict[str, dict] = {
     "plain": {},
     "micro": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=18)},
@@ -107,6 +115,28 @@ def write_models(folder: Path, num_layers: int = 2) -> None:
         "qwen3_moe": Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**shape, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
         ),
+        "qwen2_moe": Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(
+                **shape,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=8,
+                shared_expert_intermediate_size=16,
+                mlp_only_layers=[1],
+            )
+        ),
+        "glm4_moe": Glm4MoeForCausalLM(
+            Glm4MoeConfig(
+                **shape,
+                head_dim=8,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=8,
+                use_qk_norm=True,
+                attention_bias=True,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            )
+        ),
         "mixtral": MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, sliding_window=None)),
         "deepseek_v3": DeepseekV3ForCausalLM(cases.deepseek(shape, num_experts=4)),
         "deepseek_v2": DeepseekV2ForCausalLM(
@@ -159,6 +189,18 @@ def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list
     return found
 
 
+def gradient_of(engine, share=lambda batch: batch) -> dict[str, torch.Tensor]:
+    """Of each batch, from an engine with `DESCENT`: what its float32 weights lose."""
+    first = {name: value.clone() for name, value in engine.named_weights(stored=True)}
+    found: dict[str, torch.Tensor] = {}
+    for place, batch in enumerate(all_batches()):
+        engine.load_weights(first.items())
+        cases.train(engine, share(batch))
+        for name, value in engine.named_weights(stored=True):
+            found[f"{place}/{name}"] = (first[name].double() - value.double()).float()
+    return found
+
+
 def layers_of(engine) -> int:
     names = [spec.name.split(".layers.") for spec in engine.weight_specs()]
     return 1 + max(int(name[1].split(".")[0]) for name in names if len(name) > 1)
@@ -207,6 +249,8 @@ def run_case(folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None,
     }
     weights = cases.weights_of(engine)
     save_file(weights, folder / f"weights-{case}-{mesh.rank}")
+    if case.endswith("-bf16"):
+        save_file(gradient_of(make(optimizer=DESCENT), share), folder / f"gradient-{case}-{mesh.rank}")
     if getattr(engine, "lora", None) is not None:
         facts["adapter"] = _adapter_is_equal(engine, folder / f"adapter-{case}", make)
     if case.endswith(SAVED):
