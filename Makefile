@@ -119,13 +119,13 @@ test-parallel: .venv/.installed
 # The Megatron-Core engine on the CPU: docs/train_engines.md.
 test-megatron: .venv/.installed
 	$(BIN)/python -c 'import megatron.core' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[megatron]'
-	$(PYTEST) -m megatron tests/megatron tests/faults/test_kills.py tests/trainer/test_sft_killed.py $(ARGS)
+	$(PYTEST) -m megatron tests/megatron tests/faults/test_kills.py tests/faults/test_kill_in_save.py tests/trainer/test_sft_killed.py $(ARGS)
 
 # A real etcd on loopback, and on nodes as above (root): apt-get install etcd-server etcd-client
 test-etcd: .venv/.installed
 	$(PYTEST) -m etcd tests/system tests/faults tests/cluster $(ARGS)
 
-# One of five parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/gpu.md). Without one: exit 2.
+# One of six parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/gpu.md). Without one: exit 2.
 test-gpu: .venv/.installed
 	@$(BIN)/python -m tests.gpu $(PART)
 

@@ -29,6 +29,7 @@ _SAME = {
     f"{_A}.ppo_epochs": "actor.ppo_epochs",
     f"{_A}.fsdp_config.param_offload": "actor.fsdp.offload_params",
     f"{_A}.fsdp_config.optimizer_offload": "actor.fsdp.offload_optimizer",
+    f"{_A}.megatron.optimizer_offload": "actor.megatron.offload_optimizer",
     f"{_R}.n": "gconfig.n_samples",
     f"{_R}.temperature": "gconfig.temperature",
     f"{_R}.top_p": "gconfig.top_p",

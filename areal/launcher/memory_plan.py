@@ -53,12 +53,22 @@ def rank_memory(
     on_gpu: bool,
     bucket_bytes: int = 0,
     accumulates: bool = False,
+    backend: str = "fsdp",
 ) -> RankMemory:
     """The peak of a rank that holds its part of these models. `tokens`: of the largest micro-batch. `accumulates`: an
     optimiser step has several."""
     weights = gradients = optimizer = gathered = activations = largest = copied = 0
     for model, shape in models:
         width = 2 if model.dtype == "bfloat16" else 4
+        own = -(-tokens // dims.cp)
+        activations = max(activations, activation_bytes(model, shape, own, on_gpu=on_gpu, tensor_ranks=dims.tp))
+        largest = max(largest, shape.vocabulary * shape.hidden * width)
+        if backend == "megatron":
+            state = _megatron_state(model, shape, dims, on_gpu=on_gpu)
+            weights, gradients, optimizer = (a + b for a, b in zip((weights, gradients, optimizer), state, strict=True))
+            if model.optimizer is not None:
+                copied += int(shape.parameters * (4 + model.optimizer.state_bytes)) // dims.world_size
+            continue
         trained, ranks = model.optimizer is not None, num_shards(model, dims)
         is_away = on_gpu and model.fsdp.offload_params
         weights += 0 if is_away else shape.parameters * (4 if trained and model.lora is None else width) // ranks
@@ -76,9 +86,6 @@ def rank_memory(
             alone = not on_gpu and ranks == dims.tp * dims.pp  # then the engine gathers all weights once
             size = _gathered(shape, width, trained=trained and model.lora is None, at_once=alone)
             gathered = max(gathered, size // dims.tp)
-        own = -(-tokens // dims.cp)
-        activations = max(activations, activation_bytes(model, shape, own, on_gpu=on_gpu, tensor_ranks=dims.tp))
-        largest = max(largest, shape.vocabulary * shape.hidden * width)
     return RankMemory(
         weights=weights,
         gradients=gradients,
@@ -88,6 +95,28 @@ def rank_memory(
         publishing=largest + bucket_bytes,
         host_copy=int(copied * (_PINNED if on_gpu else 1)),
     )
+
+
+def _megatron_state(
+    model: TrainEngineConfig, shape: ModelShape, dims: ParallelDims, *, on_gpu: bool
+) -> tuple[int, int, int]:
+    """Bytes of the weights, gradients and optimiser state of the first stage.
+
+    Each data rank has whole weights and gradients; they share the optimiser state with ddp.use_distributed_optimizer.
+    """
+    options, width = model.megatron, 2 if model.dtype == "bfloat16" else 4
+    experts = shape.layers * shape.experts * 3 * shape.hidden * shape.intermediate
+    table = shape.vocabulary * shape.hidden
+    tables = 2 if dims.pp == 1 and not shape.tied else 1
+    blocks = shape.parameters - experts - table * (1 if shape.tied else 2)
+    own = (blocks // dims.pp + tables * table) // dims.tp + experts // (dims.ep * dims.etp * dims.pp)
+    if model.optimizer is None:
+        return own * width, 0, 0
+    in_float32 = options.ddp.grad_reduce_in_fp32 and model.grad_reduce_dtype == "float32"
+    moments = 0.0 if on_gpu and options.offload_optimizer else model.optimizer.state_bytes
+    is_shared = options.ddp.use_distributed_optimizer and model.optimizer.type != "sgd"
+    ranks = dims.dp * dims.cp if is_shared else 1
+    return own * width, own * (4 if in_float32 else width), int(own * (moments + (4 if width < 4 else 0))) // ranks
 
 
 def adapter_parameters(lora: LoRAConfig, shape: ModelShape) -> int:
@@ -166,10 +195,15 @@ def memory_problems(
     per_step = config.actor.ppo_n_minibatches if isinstance(config, PPOConfig) else 1
     longest = config.gconfig.max_tokens if isinstance(config, PPOConfig) else 0
     accumulates = tokens * per_step < plan.numbers.samples_per_step * longest // dims.dp
-    found = rank_memory(known, dims=dims, tokens=tokens, on_gpu=on_gpu, bucket_bytes=bucket, accumulates=accumulates)
+    backend = config.allocation.train[0].backend
+    found = rank_memory(
+        known, dims=dims, tokens=tokens, on_gpu=on_gpu, bucket_bytes=bucket, accumulates=accumulates, backend=backend
+    )
     state = found.weights + found.gradients + found.optimizer
     advice = "use more ranks (allocation_mode) or fsdp.offload_optimizer=true or fsdp.offload_params=true"
-    if accumulates and any(model.fsdp.gradient_sync == "last" for model, _ in known):
+    if backend == "megatron":
+        advice = "use more ranks (allocation_mode) or megatron.offload_optimizer=true"
+    elif accumulates and any(model.fsdp.gradient_sync == "last" for model, _ in known):
         advice += ", or fsdp.gradient_sync=every"
     here = max(Counter(process.host for process in ranks).values())
     needed, copied = (0 if on_gpu else state * here), found.host_copy * here

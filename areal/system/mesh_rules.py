@@ -10,7 +10,8 @@ TENSOR_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """Model types whose blocks have the structure that `areal.engine.tensor_plan` distributes."""
 
 
-MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "mixtral")
+MEGATRON_FAMILIES += ("deepseek_v2", "deepseek_v3")
 """Model types that `tests/megatron` has compared with one process."""
 
 

@@ -86,7 +86,7 @@ class ModelShape:
 
 def _dense_size(found: dict[str, Any], width: int) -> int:
     """`width`: of an expert."""
-    shared = width * int(found.get("n_shared_experts") or 0)
+    shared = int(found.get("shared_expert_intermediate_size") or width * int(found.get("n_shared_experts") or 0))
     is_mixed = any(found.get(name) for name in ("mlp_only_layers", "first_k_dense_replace"))
     is_mixed = is_mixed or found.get("decoder_sparse_step", 1) > 1
     return math.gcd(shared, int(found["intermediate_size"]) if is_mixed else 0)

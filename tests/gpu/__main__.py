@@ -16,13 +16,14 @@ COMMANDS = {
     3: ["test_part3_rollout.py"],
     4: ["test_part4_runs.py"],
     5: ["test_part5_speed.py"],
+    6: ["test_part6_megatron.py"],
 }
 
 
 def main(words: Sequence[str]) -> int:
     part = int(words[0]) if len(words) == 1 and words[0].isdigit() else 0
     if part not in COMMANDS:
-        sys.stderr.write("make test-gpu PART=1..5\n")
+        sys.stderr.write("make test-gpu PART=1..6\n")
         return 2
     if not torch.cuda.is_available():
         sys.stderr.write("make test-gpu: torch finds no CUDA device on this machine, so nothing was tested\n")

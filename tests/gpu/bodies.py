@@ -134,23 +134,37 @@ def row_training_error(device: torch.device, folder: Path, kind: str) -> float:
     return worst
 
 
-def offloaded_share(device: torch.device, folder: Path, allocated: Callable[[], int]) -> tuple[float, float]:
-    """With fsdp.offload_params: the share of the training state that is left on `device` after a step, and the largest
-    difference of the weights after two steps from those of an engine without it."""
-    batch, options = cases.make_batch(), {"optimizer": cases.ADAM}
+def offloaded_share(
+    device: torch.device, folder: Path, allocated: Callable[[], int], **options: object
+) -> tuple[float, float]:
+    """The share of the training state that is left on `device` after a step with `options`, fsdp.offload_params without
+    any, and the largest difference of the weights after two steps from those of an engine without."""
+    batch, shared = cases.make_batch(), {"optimizer": cases.ADAM}
+    if "build" in options:
+        shared["build"] = options.pop("build")
     before = allocated()
-    offloaded = cases.make_engine(
-        folder, TrainerMesh(0, 1, device), fsdp=FSDPEngineConfig(offload_params=True), **options
-    )
+    given = options or {"fsdp": FSDPEngineConfig(offload_params=True)}
+    offloaded = cases.make_engine(folder, TrainerMesh(0, 1, device), **shared, **given)
     cases.train(offloaded, batch)
     left = allocated() - before
     state = 16 * sum(value.numel() for _, value in offloaded.named_weights())  # weight, gradient, two moments
     cases.train(offloaded, batch)
-    plain = cases.make_engine(folder, TrainerMesh(0, 1, device), **options)
+    plain = cases.make_engine(folder, TrainerMesh(0, 1, device), **shared)
     cases.train(plain, batch, steps=2)
     ours = dict(offloaded.named_weights(stored=True))
     gaps = ((value - ours[name]).abs().max().item() for name, value in plain.named_weights(stored=True))
     return left / state, max(gaps)
+
+
+def mean_difference(device: torch.device, folder: Path, *, build: Callable[..., object], **options: object) -> float:
+    """Of log-probabilities in bfloat16 with `options` from those without, in nats."""
+    batch = cases.make_batch([48, 17, 31])
+    engines = (
+        cases.make_engine(folder, TrainerMesh(0, 1, device), dtype="bfloat16", build=build, **each)
+        for each in ({}, options)
+    )
+    plain, other = (engine.forward(batch).logprobs for engine in engines)
+    return (plain - other).abs().mean().item()
 
 
 def recovered_equals_unbroken(device: torch.device, folder: Path, target: Path, **options: object) -> bool:

@@ -89,4 +89,4 @@ def test_without_a_gpu_the_command_says_so_and_exits_with_2(capsys, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["1"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-    assert main(["6"]) == 2
+    assert main(["7"]) == 2

@@ -44,13 +44,3 @@ def test_offloaded_state_leaves_the_card_and_the_next_step_is_the_same(gpu, mode
 
 def test_a_recovered_engine_continues_with_the_same_bits(gpu, models, tmp_path):
     assert bodies.recovered_equals_unbroken(gpu, models / "qwen3", tmp_path / "state")
-
-
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
-def test_gradients_of_megatron_core_are_those_of_the_cpu(gpu, models, megatron_core, model, options):
-    assert bodies.gradient_error(gpu, models / model, build=megatron_core, **options) < 1e-4
-
-
-def test_a_recovered_megatron_engine_continues_with_the_same_bits(gpu, models, megatron_core, tmp_path):
-    assert bodies.recovered_equals_unbroken(gpu, models / "qwen3_moe", tmp_path / "state", build=megatron_core)

@@ -5,20 +5,29 @@ The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder h
 
 import json
 import math
+import os
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from areal.api.allocation import ParallelDims
 from areal.api.config.megatron import DistributedDataParallelConfig, MegatronEngineConfig
 from areal.engine.megatron.builder import build_megatron_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.file_registry import FileRegistry
+from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import ProcessContext
+from areal.weights.checksum import WeightsChecksum
+from areal.weights.collective import CollectiveChannel
+from areal.weights.disk import DiskChannel
+from areal.weights.stored_form import StoredForm
 from tests.engine import mesh_cases
+from tests.weights.test_disk_channel import DiskReplica
+from tests.weights.test_weight_channels import Replicas
 
 SHARED = MegatronEngineConfig()
 """Data ranks share the optimiser's state: the default."""
@@ -56,9 +65,11 @@ MESHES = {
     "t2ffn_t2": Mesh(ParallelDims(tp=2, etp=2)),
     "d2e2p2": Mesh(ParallelDims(dp=2, pp=2, ep=2)),
     "d2t2ffn_e2t2": Mesh(ParallelDims(dp=2, tp=2, ep=2, etp=2)),
+    "d2e2p2v2": Mesh(ParallelDims(dp=2, pp=2, ep=2), replace(SHARED, virtual_pipeline_parallel_size=2)),
     "d2e2_allgather": Mesh(ParallelDims(dp=2, ep=2), replace(SHARED, moe_token_dispatcher_type="allgather")),
     "d2e2_selective": Mesh(ParallelDims(dp=2, ep=2), SELECTIVE),
     "d2_overlap": Mesh(ParallelDims(dp=2), replace(SHARED, ddp=OVERLAP, use_deterministic_algorithms=True)),
+    "d2_offloaded": Mesh(ParallelDims(dp=2), replace(SHARED, offload_optimizer=True)),
     "d2_average": Mesh(
         ParallelDims(dp=2),
         replace(SHARED, ddp=AVERAGE),
@@ -68,6 +79,10 @@ MESHES = {
         replace(SHARED, recompute_method="block", recompute_num_layers=3, distribute_saved_activations=True),
     ),
 }
+
+
+PUBLISHED = ("qwen2-plain", "deepseek_v3-plain")
+"""Tied embeddings, biases; experts, latents."""
 
 
 def changes_of(mesh: str) -> dict:
@@ -104,8 +119,40 @@ def starts_exact(engine, folder: Path) -> bool:
     return mesh_cases.is_equal(found, load_file(folder / "model.safetensors"))
 
 
+def publications(engine, mesh: TrainerMesh, folder: Path, case: str) -> dict[str, str]:
+    """By channel: the checksum of what a replica has after a publication of the state of one FSDP process, or of what
+    the trainer sent where that is other; on rank 0, a collective."""
+    engine.load(folder / f"one-{case}")
+    model_folder, target = folder / "models" / case.partition("-")[0], folder / f"published-{case}"
+    found: dict[str, str] = {}
+    for kind in ("disk", "collective"):
+        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        with torch.no_grad():
+            for value in model.parameters():
+                value.zero_()
+        if kind == "disk":
+            channel = DiskChannel(engine, mesh, DiskReplica(model), target, model_folder=model_folder)
+        else:
+            channel = CollectiveChannel(
+                engine, mesh, Replicas(model), bucket_bytes=20_000, backend="gloo", timeout_s=60.0
+            )
+        found[kind] = channel.publish(1)
+        channel.close()
+        if mesh.rank == 0:
+            received = WeightsChecksum()
+            own, form = model.state_dict(), StoredForm(model)
+            names = {spec.name for spec in engine.weight_specs()}
+            for key, value in own.items():
+                for part in form.parts(key):
+                    if part.name in names:
+                        received.add(part.name, part.of(value))
+            found[kind] = received.hexdigest() if received.hexdigest() == found[kind] else "other"
+    return found
+
+
 def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    os.environ[TOKEN_VARIABLE] = "secret"
     order = json.loads((folder / "mesh.json").read_text())
     layout = MESHES[order["mesh"]]
     context = ProcessContext(
@@ -120,6 +167,9 @@ def run_rank(rank: int, folder: Path) -> None:
         if case in ("qwen2-rich", "deepseek_v3-plain"):  # tied embeddings: the last stage has a copy; experts
             engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
             facts[case] |= {"weighs_once": weighs_once(engine), "held": most_held(engine)}
+        if case in PUBLISHED:
+            engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
+            facts[case]["publications"] = publications(engine, mesh, folder, case)
         if case.endswith("-bf16"):
             engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
             facts[case]["starts_exact"] = starts_exact(engine, folder / "models" / case.partition("-")[0])

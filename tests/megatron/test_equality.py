@@ -9,38 +9,45 @@ import json
 import pytest
 from safetensors.torch import load_file
 
+from areal.weights.checksum import checksum_of
 from tests.engine import mesh_cases
 from tests.engine.test_meshes import check, largest, reference_of, table_row, write_expected, write_table
+from tests.fake_ranks import FakeRanks
 from tests.megatron import equality_cases
 from tests.rank_processes import run_ranks
 
 MODELS = ["qwen3-plain", "qwen2-rich"]
 FAMILIES = [f"{family}-plain" for family in ("qwen3", "qwen2", "llama", "mistral")]
 SPARSE = [f"{family}-plain" for family in ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")]
+SHARED = ["qwen2_moe-plain", "glm4_moe-plain"]
+"""More families whose tokens all go to an expert too."""
 TRAINER = ["qwen3-grpo", "qwen3-ppo", "qwen3-sft"]
 """The losses of the trainer."""
+TRAINED_EXPERTS = ["qwen3_moe-grpo", "qwen3_moe-ppo", "qwen3_moe-sft"]
 BALANCED = ["qwen3_moe-balanced_again", "qwen3_moe-replayed"]
 CASES = {
-    "d1": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16", *SPARSE],
+    "d1": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16", *SPARSE, *SHARED, *TRAINER],
     "t2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-bf16", "qwen3_moe-plain", *TRAINER],
     "p2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16", *TRAINER],
     "p2v2": [*MODELS, "qwen3-critic", "qwen3-checkpointed", "qwen3-micro", "qwen3-bf16", *TRAINER],
     "c2": [*FAMILIES, "qwen2-rich", "qwen3-critic", "qwen3-checkpointed", *TRAINER],
     "d2": [*MODELS, "qwen3-critic", "qwen3-micro", "qwen3-bf16", *TRAINER],
-    "t2p2": [*MODELS, "qwen3-critic"],
+    "t2p2": [*MODELS, "qwen3-critic", *TRAINER],
     "t2p2v2": [*MODELS],
     "d2t2": [*MODELS, "qwen3-critic", "qwen3-bf16", *TRAINER],
     "d2p2": [*MODELS, "qwen3-critic", "qwen3-micro", *TRAINER],
-    "c2t2": [*MODELS, "qwen3-critic"],
-    "d2e2": [*SPARSE, *BALANCED, "deepseek_v3-balanced", "qwen3_moe-critic", "qwen3_moe-grpo", "qwen3_moe-bf16"],
+    "c2t2": [*MODELS, "qwen3-critic", *TRAINER],
+    "d2e2": [*SPARSE, *BALANCED, "deepseek_v3-balanced", "qwen3_moe-critic", *TRAINED_EXPERTS, "qwen3_moe-bf16"],
     "c2e2": ["qwen3_moe-plain", "qwen3_moe-balanced_again", "deepseek_v3-plain"],
-    "t2e2": [*SPARSE, *BALANCED],
+    "t2e2": [*SPARSE, *SHARED, *BALANCED],
     "t2ffn_t2": [*SPARSE, *BALANCED],
-    "d2e2p2": [*SPARSE, "qwen3_moe-replayed"],
+    "d2e2p2": [*SPARSE, *SHARED, "qwen3_moe-replayed"],
     "d2t2ffn_e2t2": [*SPARSE, *BALANCED],
+    "d2e2p2v2": ["qwen3_moe-plain", "deepseek_v3-plain", "qwen3_moe-replayed"],
     "d2e2_allgather": ["qwen3_moe-plain", "qwen3_moe-micro"],
     "d2e2_selective": BALANCED,
     "d2_overlap": ["qwen3-plain", "qwen2-rich", "qwen3-bf16"],
+    "d2_offloaded": ["qwen3-plain"],
     "d2_average": ["qwen3-plain", "qwen2-rich"],
     "t2_distributed": ["qwen3-checkpointed"],
 }
@@ -67,6 +74,13 @@ def check_that_fsdp_continues(folder, case: str) -> None:
     assert largest(mesh_cases.exact_of(engine), load_file(folder / f"one-after-{case}")) < 1e-5
 
 
+def check_publications(folder, case: str, found: dict[str, str]) -> None:
+    """By disk and by collective a replica gets the bits that one process of the FSDP engine publishes."""
+    engine = mesh_cases.make_engine(folder / "models", reference_of(case))
+    engine.load(folder / f"one-{case}")
+    assert found == dict.fromkeys(("disk", "collective"), checksum_of(engine, FakeRanks()))
+
+
 @pytest.fixture(scope="module")
 def rows():
     """Filled by the tests; the table is written when all have passed."""
@@ -77,14 +91,15 @@ def rows():
 
 
 @pytest.fixture(scope="module")
-def facts_of(tmp_path_factory):
-    """Mesh -> its folder and what its ranks found; each mesh runs once."""
+def facts_of(request, tmp_path_factory):
+    """Mesh -> its folder and what its ranks found; each mesh runs once, with the cases that are tested."""
     done = {}
+    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
 
     def run(mesh: str):
         if mesh not in done:
             folder = tmp_path_factory.mktemp(mesh)
-            done[mesh] = folder, run_mesh(folder, mesh, CASES[mesh])
+            done[mesh] = folder, run_mesh(folder, mesh, [each["case"] for each in chosen if each["mesh"] == mesh])
         return done[mesh]
 
     return run
@@ -99,4 +114,6 @@ def test_a_megatron_mesh_equals_one_process(facts_of, rows, mesh, case):
     assert all(fact[case].get("held", 0.0) <= 3 for fact in facts)  # queries, keys and values are one weight
     if case.endswith(mesh_cases.SAVED):
         check_that_fsdp_continues(folder, case)
+    if case in equality_cases.PUBLISHED:
+        check_publications(folder, case, facts[0][case]["publications"])
     rows[mesh, case] = table_row(mesh, case, found)

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from areal.api.config.megatron import MegatronEngineConfig
 from areal.engine.megatron.builder import build_megatron_engine
 from tests.gpu import bodies
 from tests.gpu.conftest import models  # noqa: F401 - a fixture
@@ -24,4 +25,9 @@ def megatron_core():
 def test_bodies(models, megatron_core, tmp_path):  # noqa: F811
     for model in ("qwen3_moe", "deepseek_v3"):
         assert bodies.gradient_error(CPU, models / model, build=megatron_core, gradient_checkpointing=True) < 1e-5
+    assert bodies.gradient_error(CPU, models / "qwen2", build=megatron_core, role="critic") < 1e-5
     assert bodies.recovered_equals_unbroken(CPU, models / "qwen3_moe", tmp_path / "state", build=megatron_core)
+    offloads = {"build": megatron_core, "megatron": MegatronEngineConfig(offload_optimizer=True)}
+    assert bodies.offloaded_share(CPU, models / "qwen3", lambda: 0, **offloads) == (0.0, 0.0)
+    bodies.write_model(tmp_path / "wide", hidden=64, layers=2, vocabulary=100)
+    assert bodies.mean_difference(CPU, tmp_path / "wide", build=megatron_core, megatron=MegatronEngineConfig()) == 0.0

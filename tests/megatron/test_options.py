@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import OptimizerConfig, TrainEngineConfig
@@ -39,7 +39,7 @@ def settings_of(options: MegatronEngineConfig, hf: Any = DENSE) -> dict[str, Any
     optimizer = OptimizerConfig(type="adam")
     config = TrainEngineConfig(path="x", megatron=options, optimizer=optimizer, gradient_checkpointing=True)
     chunks = options.virtual_pipeline_parallel_size
-    dims = ParallelDims(pp=2, dp=2, ep=2)
+    dims = ParallelDims(pp=2, dp=2, ep=2 if hf.model_type != "qwen3" else 1)
     model = transformer_config(hf, config, dims, torch.device("cpu"), dtype=torch.float32, chunks=chunks)
     found = vars(model) | {f"ddp.{name}": value for name, value in vars(ddp_config(config)).items()}
     return found | {f"optimizer.{name}": value for name, value in vars(optimizer_config(config, torch.float32)).items()}
@@ -89,6 +89,7 @@ ALIVE: dict[str, tuple[dict[str, Any], str, Any]] = {
 }
 """Option -> options that set it, a setting of Megatron-Core, its value."""
 NEEDING: dict[str, dict[str, Any]] = {
+    "fp8=hybrid": {"fp8": "hybrid"},
     "ddp.fp8_param_gather": ddp(fp8_param_gather=True),
     "use_precision_aware_optimizer": {"use_precision_aware_optimizer": True},
     "moe_permute_fusion": {"moe_permute_fusion": True},
@@ -97,8 +98,8 @@ NEEDING: dict[str, dict[str, Any]] = {
 """Refused without Transformer Engine."""
 TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Of use_precision_aware_optimizer."""
-IN_EQUALITY = ("moe_router_dtype",)
-"""Read by routers: `test_the_router_computes_in_its_type`."""
+TESTED_ALONE = ("moe_router_dtype", "offload_optimizer", "fp8_recipe")
+"""`test_the_router_computes_in_its_type`, `test_optimizer_state.py`, `test_options_of_transformer_engine_reach_it`."""
 
 
 @pytest.mark.parametrize("name", ALIVE)
@@ -117,6 +118,20 @@ def test_an_option_that_needs_transformer_engine_is_refused_without_it(name):
     assert f"megatron.{name} " in problem
     assert "transformer-engine" in problem
     assert "\n" not in problem
+
+
+@pytest.mark.parametrize(("recipe", "multiple"), [("delayed", 16), ("tensorwise", 16), ("mxfp8", 32)])
+def test_options_of_transformer_engine_reach_it(recipe, multiple):
+    """A model without experts, whose configuration asks for no version of Transformer Engine."""
+    from areal.engine.megatron.model_config import row_multiple
+
+    options = MegatronEngineConfig(fp8="hybrid", fp8_recipe=recipe, **ddp(fp8_param_gather=True))
+    found = settings_of(options, Qwen3Config(**SHAPE))
+    assert (found["fp8"], found["fp8_recipe"], found["fp8_param"]) == ("hybrid", recipe, True)
+    assert found["ddp.fp8_param_gather"]
+    assert found["optimizer.fp8_recipe"] == recipe
+    assert row_multiple(options) == multiple
+    assert row_multiple(MegatronEngineConfig()) == 1
 
 
 def test_a_dispatcher_without_its_package_is_refused():
@@ -150,5 +165,5 @@ def test_the_table_has_every_option():
     own = {one.name for one in fields(MegatronEngineConfig)} - {"ddp"}
     own |= {f"ddp.{one.name}" for one in fields(DistributedDataParallelConfig)}
     refused = {name.split("=")[0] for name in NEEDING}
-    assert {*ALIVE, *refused, *TYPES, *IN_EQUALITY} == own
+    assert {*ALIVE, *refused, *TYPES, *TESTED_ALONE} == own
     assert len(own | LEGACY["MegatronEngineConfig"].keys()) >= 28

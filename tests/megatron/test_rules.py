@@ -1,5 +1,6 @@
 """Pure rules of the Megatron engine, which need no Megatron-Core: weight maps, places of layers, sizes, CPU sources."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,12 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -24,6 +27,7 @@ from areal.engine.megatron.weight_map import Stages
 from areal.system.mesh_rules import mesh_problem, package_problem
 from areal.system.model_shape import ModelShape
 from areal.weights.stored_form import StoredForm
+from tests.test_bad_input import dry_run
 
 SHAPE = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -40,6 +44,8 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=8, **EXPERTS, num_experts=4, mlp_only_layers=[0]),
+    "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, num_experts=4, shared_expert_intermediate_size=12),
+    "glm4_moe": Glm4MoeConfig(**SHAPE, **EXPERTS, n_routed_experts=4, use_qk_norm=True, attention_bias=True),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v2": DeepseekV2Config(**LATENT, q_lora_rank=None, n_routed_experts=4, n_shared_experts=2),
     "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=8, n_routed_experts=4, n_group=1, topk_group=1),
@@ -143,7 +149,7 @@ def test_sizes_that_do_not_divide_experts_are_named(name, mesh, words, tmp_path)
     assert all(word in problem for word in words), problem
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "glm4_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("mesh", ["d2e2", "(attn:d2|ffn:e2)", "(attn:t2|ffn:t2)", "(attn:d2t2|ffn:t2e2)", "t2e2p2"])
 def test_experts_are_split_over_data_and_tensor_ranks(name, mesh, tmp_path):
     dims = AllocationMode.parse(f"megatron:{mesh}").train[0].parallel
@@ -155,11 +161,85 @@ def test_the_two_forms_of_expert_ranks_are_equal():
     assert short.parallel == long.parallel
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "gemma"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma"])
 def test_families_that_were_not_compared_with_one_process_are_refused(family, tmp_path):
     problem = mesh_problem(replace(shape_of("qwen3", tmp_path), family=family), ParallelDims(), backend="megatron")
     assert problem is not None
     assert family in problem
+
+
+@pytest.fixture(scope="module")
+def bad_input(tmp_path_factory):
+    """Models, rows and a configuration in which nothing is wrong before anything starts."""
+    folder = tmp_path_factory.mktemp("bad_input")
+    for name in ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"):
+        CONFIGS.get(name, CONFIGS["qwen3"]).save_pretrained(folder / name)
+        (folder / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    text = (folder / "gpt_oss" / "config.json").read_text().replace('"qwen3"', '"gpt_oss"')
+    (folder / "gpt_oss" / "config.json").write_text(text)
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 48)
+    (folder / "c.yaml").write_text(
+        f"""
+experiment_name: bad
+trial_name: input
+cluster: {{fileroot: {folder}/runs, n_gpus_per_node: 0}}
+train_dataset: {{path: {folder}/rows.jsonl, type: sft, batch_size: 24}}
+model: {{path: {folder}/qwen3, dtype: float32, gradient_checkpointing: true, optimizer: {{lr: 1.0e-3}}}}
+"""
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "option", "code", "value"),
+    [
+        ("t4", "qwen3", "", "launch.missing_inputs", "2 key and value heads"),
+        ("c3", "qwen3", "", "launch.missing_inputs", "4 attention heads"),
+        ("p3", "qwen3", "", "launch.missing_inputs", "2 layers"),
+        ("p2", "qwen3", "virtual_pipeline_parallel_size=2", "launch.missing_inputs", "2 layers"),
+        ("d1", "qwen3", "virtual_pipeline_parallel_size=2", "launch.missing_inputs", "use p2"),
+        ("d2e2", "qwen3", "", "launch.missing_inputs", "no experts"),
+        ("(attn:d3|ffn:e3)", "qwen3_moe", "", "launch.missing_inputs", "4 experts"),
+        ("(attn:d8|ffn:t8)", "qwen3_moe", "", "launch.missing_inputs", "12 columns"),
+        ("t8", "deepseek_v3", "", "launch.missing_inputs", "4 latents"),
+        ("d1", "gpt_oss", "", "launch.missing_inputs", "gpt_oss"),
+        ("d1", "qwen3", "fp8=hybrid", "launch.missing_inputs", "transformer-engine"),
+        ("d1", "qwen3", "use_precision_aware_optimizer=true", "launch.missing_inputs", "transformer-engine"),
+        ("d1", "qwen3", "moe_permute_fusion=true", "launch.missing_inputs", "transformer-engine"),
+        ("d1", "qwen3", "moe_token_dispatcher_type=flex", "launch.missing_inputs", "deep_ep"),
+        (
+            "d1",
+            "qwen3",
+            "{recompute_granularity: selective, recompute_modules: [layernorm]}",
+            "launch.missing_inputs",
+            "transformer-engine",
+        ),
+        ("d1", "qwen3", "ddp.overlap_param_gather=true", "config.missing_requirement", "overlap_grad_reduce"),
+        (
+            "d1",
+            "qwen3",
+            "{use_precision_aware_optimizer: true, offload_optimizer: true}",
+            "config.conflict",
+            "use_precision_aware_optimizer",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(bad_input, capsys, monkeypatch, mesh, model, option, code, value):
+    """Where Megatron-Core is installed, without Transformer Engine and deep_ep."""
+    found = importlib.util.find_spec
+    missing = ("transformer_engine", "deep_ep")
+    monkeypatch.setattr(
+        "areal.system.mesh_rules.importlib.util.find_spec",
+        lambda name: None if name in missing else object() if name.startswith("megatron") else found(name),
+    )
+    words = [f"allocation_mode=megatron:{mesh}", f"model.path={bad_input}/{model}"]
+    if option:
+        words.append(f"model.megatron={option}" if option.startswith("{") else f"model.megatron.{option}")
+    line = dry_run(bad_input, capsys, *words)
+    assert len(line.strip().splitlines()) == 1, line
+    assert line.strip().endswith(f"[{code}]")
+    assert value in line
+    assert not (bad_input / "runs").exists()
 
 
 def test_sizes_that_divide_are_no_problem(tmp_path):

@@ -6,14 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
+
+from tests.megatron.expert_model import write_expert_model
 
 REPOSITORY = Path(__file__).parents[2]
-SIZES = {
-    "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "num_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
-}  # fmt: skip
 
 
 def launch(folder: Path, stage: str, *overrides: str) -> list[dict[str, float]]:
@@ -29,10 +25,7 @@ def launch(folder: Path, stage: str, *overrides: str) -> list[dict[str, float]]:
 def test_experts_learn_with_the_choices_of_the_servers(tmp_path):
     data = tmp_path / "quickstart" / "data"
     subprocess.run([sys.executable, "examples/quickstart/prepare.py", str(data)], cwd=REPOSITORY, check=True)
-    set_seed(0)
-    known = json.loads((data / "model" / "config.json").read_text())
-    tokens = {name: known[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **tokens)).save_pretrained(data / "model")
+    write_expert_model(data / "model", data / "model")
     launch(tmp_path, "sft", "allocation_mode=megatron:(attn:d2|ffn:e2)")
     rows = launch(
         tmp_path,

@@ -32,8 +32,8 @@ class DistributedDataParallelConfig:
     """Elements of a bucket; null = 40 million, more with over 40 data ranks."""
     average_in_collective: bool = False
     """The collective averages gradients, in place of a sum of scaled gradients."""
-    fp8_param_gather: bool = False
-    """Gather weights in 8 bits (needs Transformer Engine)."""
+    fp8_param_gather: bool = option(False, relevant=unless("../fp8", None))
+    """Keep and gather weights in 8 bits (needs Transformer Engine)."""
 
     def problems(self) -> Problems:
         if self.overlap_param_gather and not self.overlap_grad_reduce:
@@ -69,6 +69,12 @@ class MegatronEngineConfig:
     """Compute shared experts while tokens travel."""
     moe_permute_fusion: bool = False
     """One kernel sorts tokens by expert (needs Transformer Engine)."""
+    fp8: str | None = choice(None, "e4m3", "hybrid")
+    """Linear layers compute in 8 bits, hybrid: gradients as e5m2 (needs Transformer Engine); null = in dtype."""
+    fp8_recipe: str = choice("delayed", "delayed", "tensorwise", "mxfp8", "blockwise", relevant=unless("fp8", None))
+    """How numbers of 8 bits are scaled; mxfp8 needs a Blackwell GPU."""
+    offload_optimizer: bool = option(False, also="verl: actor.megatron.optimizer_offload")
+    """Keep the moments of the optimiser in CPU memory; each weight is updated on the device, one after the other."""
     overlap_param_gather_with_optimizer_step: bool = False
     """Start the gather of the first bucket during the optimiser step."""
     use_precision_aware_optimizer: bool = False
@@ -89,6 +95,8 @@ class MegatronEngineConfig:
         if self.use_precision_aware_optimizer and not self.ddp.use_distributed_optimizer:
             text = "needs ddp.use_distributed_optimizer=true"
             yield Problem("use_precision_aware_optimizer", text, "config.missing_requirement")
+        if self.use_precision_aware_optimizer and self.offload_optimizer:
+            yield "offload_optimizer", "does not work with use_precision_aware_optimizer=true: use one of them"
         if self.recompute_granularity == "full" and None in (self.recompute_method, self.recompute_num_layers):
             text = "needs recompute_method and recompute_num_layers"
             yield Problem("recompute_granularity", text, "config.missing_requirement")
@@ -97,6 +105,7 @@ class MegatronEngineConfig:
         """The options that are set and that only Transformer Engine implements."""
         recomputed = [name for name in self.recompute_modules or () if name in _WITH_TRANSFORMER_ENGINE]
         wants = {
+            f"fp8={self.fp8}": self.fp8 is not None,
             "use_precision_aware_optimizer": self.use_precision_aware_optimizer,
             "ddp.fp8_param_gather": self.ddp.fp8_param_gather,
             "moe_permute_fusion": self.moe_permute_fusion,

@@ -165,22 +165,19 @@ def _wrapped(
     chunks: Sequence[nn.Module], model_config: Any, config: TrainEngineConfig, groups: ProcessGroupCollection
 ) -> list[DistributedDataParallel]:
     """The chunks with Megatron's data parallelism, and what the schedules call of it."""
-    found = [_with_ddp(chunk, model_config, config, place > 0, groups) for place, chunk in enumerate(chunks)]
+    is_whole = config.megatron.overlap_param_gather_with_optimizer_step
+    found = [
+        DistributedDataParallel(
+            config=model_config,
+            ddp_config=ddp_config(config),
+            module=chunk,
+            disable_bucketing=is_whole or place > 0,
+            pg_collection=groups,
+        )
+        for place, chunk in enumerate(chunks)
+    ]
     if config.megatron.ddp.overlap_grad_reduce:  # in the backward pass of the last micro-batch
         model_config.no_sync_func = [chunk.no_sync for chunk in found] if len(found) > 1 else found[0].no_sync
     if config.megatron.ddp.align_param_gather and len(found) > 1:
         model_config.param_sync_func = [chunk.start_param_sync for chunk in found]
     return found
-
-
-def _with_ddp(
-    chunk: nn.Module, model_config: Any, config: TrainEngineConfig, is_later: bool, groups: ProcessGroupCollection
-) -> DistributedDataParallel:
-    is_whole = is_later or config.megatron.overlap_param_gather_with_optimizer_step
-    return DistributedDataParallel(
-        config=model_config,
-        ddp_config=ddp_config(config),
-        module=chunk,
-        disable_bucketing=is_whole,
-        pg_collection=groups,
-    )

@@ -32,7 +32,7 @@ from areal.data.split import token_positions
 from areal.engine.checkpoint import export_model, write_folder
 from areal.engine.megatron.checkpoint import load_state, staged_pieces
 from areal.engine.megatron.model import HeadPlan, use_chunks
-from areal.engine.megatron.model_config import varies_rows
+from areal.engine.megatron.model_config import row_multiple, varies_rows
 from areal.engine.megatron.optimizer import MegatronOptimizer
 from areal.engine.megatron.weight_map import HEAD, MappedWeight
 from areal.engine.megatron.weights import RankWeights, copy_weights, key_of
@@ -256,8 +256,8 @@ class MegatronEngine:
     def _multiple(self, batch: TrainBatch, plan: list[list[int]]) -> int:
         """What divides the tokens of every micro-batch; where these must not vary, their number."""
         dims = self._mesh.dims
-        ranks = dims.cp * (dims.tp if self._splits_tokens else 1)
         options = self._config.megatron
+        ranks = dims.cp * (dims.tp if self._splits_tokens else 1) * row_multiple(options)
         if varies_rows(options):
             return ranks
         lengths = batch.sequence_lengths

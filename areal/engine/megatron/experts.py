@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from areal.engine.routing import Routing
 
 _GATES = {
+    "qwen2_moe": "Qwen2MoeTopKRouter",
     "qwen3_moe": "Qwen3MoeTopKRouter",
+    "glm4_moe": "Glm4MoeTopkRouter",
     "mixtral": "MixtralTopKRouter",
     "deepseek_v2": "DeepseekV2TopkRouter",
     "deepseek_v3": "DeepseekV3TopkRouter",

@@ -104,20 +104,23 @@ class _Layer:
             one("linear_proj", "o_proj", hidden, heads * config.v_head_dim, split=1),
         ]
 
-    def mlp(self, *, block: str = "", size: int | None = None, bias: bool = False) -> list[MappedWeight]:
-        """`block`: the name of an MLP inside the MLP, with a dot."""
+    def mlp(
+        self, *, block: str = "", ours: str = "", size: int | None = None, bias: bool = False
+    ) -> list[MappedWeight]:
+        """`block`: the name of an MLP inside the MLP, with a dot; `ours`: where Megatron-Core has another one."""
+        ours = ours or block
         hidden, size = int(self.config.hidden_size), int(size or self.config.intermediate_size)
         wide, out = [f"mlp.{block}{name}_proj" for name in ("gate", "up")], f"mlp.{block}down_proj"
         found = [
             self.weight(
-                f"mlp.{block}linear_fc1.weight", *((f"{name}.weight", (size, hidden)) for name in wide), split=0
+                f"mlp.{ours}linear_fc1.weight", *((f"{name}.weight", (size, hidden)) for name in wide), split=0
             ),
-            self.weight(f"mlp.{block}linear_fc2.weight", (f"{out}.weight", (hidden, size)), split=1),
+            self.weight(f"mlp.{ours}linear_fc2.weight", (f"{out}.weight", (hidden, size)), split=1),
         ]
         if bias:
             biases = [(f"{name}.bias", (size,)) for name in wide]
-            found.append(self.weight(f"mlp.{block}linear_fc1.bias", *biases, split=0))
-            found.append(self.weight(f"mlp.{block}linear_fc2.bias", (f"{out}.bias", (hidden,))))
+            found.append(self.weight(f"mlp.{ours}linear_fc1.bias", *biases, split=0))
+            found.append(self.weight(f"mlp.{ours}linear_fc2.bias", (f"{out}.bias", (hidden,))))
         return found
 
     def experts(
@@ -130,7 +133,7 @@ class _Layer:
         if block != "mlp.":
             router = Part(router.name, router.shape, Inside(f"{inside}gate.weight", router.shape, (0, 0)))
         found = [MappedWeight(name=f"{self._ours}mlp.router.gate.weight", parts=(router,), layer=self.layer)]
-        if self.config.model_type == "deepseek_v3":
+        if self.config.model_type in ("deepseek_v3", "glm4_moe"):
             found.append(self.weight(f"mlp.router.gate.{EXPERT_BIAS}", (f"mlp.gate.{EXPERT_BIAS}", (count,))))
         wide, deep = (count, 2 * size, hidden), (count, hidden, size)
         for expert in range(count):
@@ -170,17 +173,37 @@ def _qwen3_moe(layer: _Layer) -> list[MappedWeight]:
     return [*layer.attention(norms=True), *mlp, *layer.norms()]
 
 
+def _qwen2_moe(layer: _Layer) -> list[MappedWeight]:
+    config, mlp = layer.config, layer.mlp()
+    if has_experts(config, layer.layer):
+        gate = ("mlp.shared_expert_gate.weight", (1, config.hidden_size))
+        mlp = layer.experts(config.moe_intermediate_size)
+        mlp += layer.mlp(block="shared_expert.", ours="shared_experts.", size=shared_size(config))
+        mlp.append(layer.weight("mlp.shared_experts.gate_weight", gate))
+    return [*layer.attention(qkv_bias=True), *mlp, *layer.norms()]
+
+
+def _glm4_moe(layer: _Layer) -> list[MappedWeight]:
+    config = layer.config
+    attention = layer.attention(qkv_bias=bool(config.attention_bias), norms=bool(config.use_qk_norm))
+    return [*attention, *_shared_and_routed(layer), *layer.norms()]
+
+
 def _mixtral(layer: _Layer) -> list[MappedWeight]:
     mlp = layer.experts(layer.config.intermediate_size, "block_sparse_moe.", ("w1", "w3", "w2"))
     return [*layer.attention(), *mlp, *layer.norms()]
 
 
 def _deepseek(layer: _Layer) -> list[MappedWeight]:
-    config, mlp = layer.config, layer.mlp()
-    if has_experts(config, layer.layer):
-        mlp = layer.experts(config.moe_intermediate_size)
-        mlp += layer.mlp(block="shared_experts.", size=shared_size(config))
-    return [*layer.latent_attention(), *mlp, *layer.norms()]
+    return [*layer.latent_attention(), *_shared_and_routed(layer), *layer.norms()]
+
+
+def _shared_and_routed(layer: _Layer) -> list[MappedWeight]:
+    config = layer.config
+    if not has_experts(config, layer.layer):
+        return layer.mlp()
+    shared = layer.mlp(block="shared_experts.", size=shared_size(config))
+    return [*layer.experts(config.moe_intermediate_size), *shared]
 
 
 FAMILIES: dict[str, Callable[[_Layer], list[MappedWeight]]] = {
@@ -189,6 +212,8 @@ FAMILIES: dict[str, Callable[[_Layer], list[MappedWeight]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen2_moe": _qwen2_moe,
+    "glm4_moe": _glm4_moe,
     "mixtral": _mixtral,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
@@ -203,6 +228,8 @@ def has_latents(config: Any) -> bool:
 
 def shared_size(config: Any) -> int:
     """Columns of the expert that computes every token; 0 without one."""
+    if config.model_type == "qwen2_moe":
+        return int(config.shared_expert_intermediate_size)
     return int(getattr(config, "n_shared_experts", None) or 0) * int(getattr(config, "moe_intermediate_size", 0))
 
 
@@ -216,7 +243,7 @@ def has_experts(config: Any, layer: int) -> bool:
     """Whether the MLP of a layer consists of experts."""
     if not num_experts(config):
         return False
-    if config.model_type == "qwen3_moe":
+    if config.model_type in ("qwen2_moe", "qwen3_moe"):
         step = config.decoder_sparse_step
         return layer not in (config.mlp_only_layers or ()) and step > 0 and (layer + 1) % step == 0
     return layer >= (getattr(config, "first_k_dense_replace", 0) or 0)

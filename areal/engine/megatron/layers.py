@@ -90,9 +90,14 @@ class PackedAttention(nn.Module):
 
 
 def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, as in transformers: the halves of a head are the real and imaginary parts."""
-    left, right = states.chunk(2, dim=-1)
-    return states * cos.unsqueeze(1) + torch.cat([-right, left], dim=-1) * sin.unsqueeze(1)
+    """Rotary positions, as in transformers: the halves of a head are the real and imaginary parts.
+
+    `cos`, `sin` [T, d]: of the first d elements of a head; the rest has no position.
+    """
+    turned, rest = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
+    left, right = turned.chunk(2, dim=-1)
+    turned = turned * cos.unsqueeze(1) + torch.cat([-right, left], dim=-1) * sin.unsqueeze(1)
+    return turned if not rest.shape[-1] else torch.cat([turned, rest], dim=-1)
 
 
 def block_spec(

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from areal.api.batch import OutputSpec
@@ -75,7 +76,7 @@ class PackedModel(LanguageModule):
         self.share_embeddings_and_output_weights = head.is_tied and not head.has_score
         self._head, self._tensor = head, tensor if tensor.size > 1 else None
         self._padding_id = hf.pad_token_id
-        self._rotary = LlamaRotaryEmbedding(hf)
+        self._rotary = Glm4MoeRotaryEmbedding(hf) if hf.model_type == "glm4_moe" else LlamaRotaryEmbedding(hf)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,

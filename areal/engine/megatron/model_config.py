@@ -32,7 +32,7 @@ def require_mapped(config: Any) -> None:
             f"{config.model_type} with activation {config.hidden_act} has no map", code="model.unsupported"
         )
     bias, mlp_bias = (bool(getattr(config, name, False)) for name in ("attention_bias", "mlp_bias"))
-    if bias and config.model_type not in ("llama", "qwen2"):
+    if bias and config.model_type not in ("llama", "qwen2", "qwen2_moe", "glm4_moe"):
         raise ConfigError(f"{config.model_type} with attention_bias has no map", code="model.unsupported")
     if bias != mlp_bias and config.model_type == "llama":
         message = "Megatron-Core has biases in all linear layers or in none, but the model has only some: use fsdp"
@@ -60,8 +60,8 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=bool(getattr(hf, "mlp_bias", False)),
-        add_qkv_bias=hf.model_type == "qwen2",
-        qk_layernorm=hf.model_type.startswith("qwen3") or has_latents(hf),
+        add_qkv_bias=hf.model_type.startswith("qwen2") or (hf.model_type == "glm4_moe" and hf.attention_bias),
+        qk_layernorm=hf.model_type.startswith("qwen3") or has_latents(hf) or bool(getattr(hf, "use_qk_norm", False)),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -90,8 +90,15 @@ def transformer_config(
         masked_softmax_fusion=False,
         **_expert_options(hf, config),
         **_latent_options(hf),
+        **_options_of_8_bits(options),
         **recomputed,
     )
+
+
+def _options_of_8_bits(options: MegatronEngineConfig) -> dict[str, Any]:
+    if options.fp8 is None:
+        return {}
+    return {"fp8": options.fp8, "fp8_recipe": options.fp8_recipe, "fp8_param": options.ddp.fp8_param_gather}
 
 
 def _recompute_options(config: TrainEngineConfig) -> dict[str, Any]:
@@ -106,6 +113,11 @@ def _recompute_options(config: TrainEngineConfig) -> dict[str, Any]:
         "recompute_modules": None if is_full else options.recompute_modules,
         "distribute_saved_activations": bool(options.distribute_saved_activations),
     }
+
+
+def row_multiple(options: MegatronEngineConfig) -> int:
+    """What divides the tokens of a rank: the products of 8 bits want rows of 16, or 32 with a scale for 32 numbers."""
+    return 1 if options.fp8 is None else 32 if options.fp8_recipe == "mxfp8" else 16
 
 
 def varies_rows(options: MegatronEngineConfig) -> bool:
@@ -125,6 +137,7 @@ def _expert_options(hf: Any, config: TrainEngineConfig) -> dict[str, Any]:
         "num_moe_experts": count,
         "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
         "moe_shared_expert_intermediate_size": shared_size(hf) or None,
+        "moe_shared_expert_gate": hf.model_type == "qwen2_moe",
         "moe_shared_expert_overlap": options.moe_shared_expert_overlap and shared_size(hf) > 0,
         "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
         "moe_router_topk": hf.num_experts_per_tok,
@@ -192,6 +205,8 @@ def optimizer_config(config: TrainEngineConfig, dtype: torch.dtype) -> Optimizer
         use_distributed_optimizer=shares_state(config),
         overlap_param_gather=options.ddp.overlap_param_gather,
         overlap_param_gather_with_optimizer_step=options.overlap_param_gather_with_optimizer_step,
+        fp8_recipe=None if options.fp8 is None else options.fp8_recipe,
+        store_param_remainders=False,  # a checkpoint has whole float32 weights
         use_precision_aware_optimizer=options.use_precision_aware_optimizer,
         main_grads_dtype=DTYPES[options.main_grads_dtype],
         main_params_dtype=DTYPES[options.main_params_dtype],

@@ -3,8 +3,9 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ class MegatronOptimizer:
             self._inner = get_megatron_optimizer(
                 optimizer_config(config, dtype), list(chunks), config_overrides={}, use_gloo_process_groups=False
             )
+        if config.megatron.offload_optimizer:
+            for one in self._parts():
+                one.optimizer.step = partial(step_one_by_one, one.optimizer, one.optimizer.step)
+        self._state_device = torch.device("cpu") if config.megatron.offload_optimizer else None
         self._is_shared = shares_state(config)
         self._is_late = self._is_shared and config.megatron.ddp.overlap_param_gather
         self.num_steps = 0
@@ -94,7 +99,14 @@ class MegatronOptimizer:
     def clear_state(self) -> None:
         """Reset to the state after construction; the schedule continues."""
         for one in self._parts():
-            one.optimizer.state.clear()
+            for group in one.optimizer.param_groups:
+                group.pop("step", None)
+                for weight in group["params"]:
+                    state = one.optimizer.state.pop(weight, {})
+                    if _MASTER in state:  # the moments are new, the weight is not
+                        found = _Main(one.optimizer, group, weight, 0, weight.numel())
+                        one.optimizer.state[weight] = state
+                        found.put({kind: torch.zeros_like(weight, dtype=torch.float32) for kind in MOMENTS}, 0.0)
 
     def _parts(self) -> list[Any]:
         return [one for one in self._inner.chained_optimizers if getattr(one, "optimizer", None) is not None]
@@ -141,8 +153,7 @@ class MegatronOptimizer:
         for kind in ("value", *kinds):
             joined = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if found is not None:
-                part = found.main.detach() if kind == "value" else found.inner.state[found.main][kind]
-                joined[found.first : found.end] = part.float().flatten()
+                joined[found.first : found.end] = found.get(kind).float().flatten()
             if self._is_shared and group.size() > 1:
                 dist.all_reduce(joined, group=group)
             whole[kind] = joined.view(parameter.shape)
@@ -159,15 +170,9 @@ class MegatronOptimizer:
             if found is None:
                 return
             cut = {kind: value.flatten()[found.first : found.end] for kind, value in state.items()}
-            found.main.copy_(cut.pop("value").view(found.main.shape))
+            found.put_value(cut.pop("value"))
             if step is not None:
-                found.inner.state.pop(found.main, None)
-            if cut and step is not None:
-                moments = {
-                    kind: value.to(found.main.device).view(found.main.shape).clone() for kind, value in cut.items()
-                }
-                # each weight has its number of steps: Megatron-Core's own format shares one tensor among them
-                found.inner.state[found.main] = {"step": torch.tensor(step), **moments}
+                found.put(cut, step, self._state_device)
 
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
         """Continue with other weights and the same moments; local."""
@@ -176,6 +181,7 @@ class MegatronOptimizer:
     def num_updates(self) -> float:
         """Updates that the moments contain; a collective."""
         steps = [float(state.get("step", 0.0)) for one in self._parts() for state in one.optimizer.state.values()]
+        steps += [float(group.get("step", 0.0)) for one in self._parts() for group in one.optimizer.param_groups]
         return float(self._mesh.all_reduce(torch.tensor([max(steps, default=0.0)], dtype=torch.float64), "max").item())
 
     def kinds(self) -> tuple[str, ...]:
@@ -189,14 +195,19 @@ class MegatronOptimizer:
             if isinstance(one, DistributedOptimizer):
                 place = one.model_param_group_index_map.get(parameter)
                 if place is not None:
-                    main = one.optimizer.param_groups[place[0]]["params"][place[1]]
+                    group = one.optimizer.param_groups[place[0]]
                     part = one._get_model_param_range_map(parameter)["param"]
-                    return _Main(one.optimizer, main, part.start, part.end)
+                    return _Main(one.optimizer, group, group["params"][place[1]], part.start, part.end)
             else:
                 main = getattr(parameter, "main_param", parameter)
-                if any(main is each for group in one.optimizer.param_groups for each in group["params"]):
-                    return _Main(one.optimizer, main, 0, parameter.numel())
+                for group in one.optimizer.param_groups:
+                    if any(main is each for each in group["params"]):
+                        return _Main(one.optimizer, group, main, 0, parameter.numel())
         return None
+
+
+_MASTER = "master_param"
+"""Of Transformer Engine's optimiser with use_precision_aware_optimizer: the weight, in the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +215,65 @@ class _Main:
     """What the optimiser of this rank updates of a weight: elements `first` to `end`."""
 
     inner: Any
+    group: dict[str, Any]
     main: Tensor
     first: int
     end: int
+
+    @property
+    def _is_fused(self) -> bool:
+        """Transformer Engine's optimiser counts steps by group, and its state may have other types than float32."""
+        return hasattr(self.inner, "set_scaled_state")
+
+    def get(self, kind: str) -> Tensor:
+        """The value or a moment."""
+        state = self.inner.state.get(self.main, {})
+        if kind == "value" and _MASTER not in state:
+            return self.main.detach()
+        name = _MASTER if kind == "value" else kind
+        return self.inner.get_unscaled_state(self.main, name) if self._is_fused else state[name]
+
+    def put_value(self, value: Tensor) -> None:
+        self.main.copy_(value.view(self.main.shape))
+        if self._is_fused and self.inner.master_weights:
+            exact = value.to(self.main.device, torch.float32).view(self.main.shape).clone()
+            self.inner.set_scaled_state(self.main, _MASTER, exact)
+            if MOMENTS[0] not in self.inner.state[self.main]:
+                self.put({kind: torch.zeros_like(exact) for kind in MOMENTS}, 0.0)
+
+    def put(self, moments: Mapping[str, Tensor], step: float, device: torch.device | None = None) -> None:
+        """Replace the moments; none: as before the first step. `device`: where they are, None = that of the weight."""
+        own = {
+            kind: value.to(device or self.main.device).view(self.main.shape).clone() for kind, value in moments.items()
+        }
+        if self._is_fused:
+            self.group["step"] = int(step)
+            for kind, value in own.items():
+                self.inner.set_scaled_state(self.main, kind, value)
+            return
+        self.inner.state.pop(self.main, None)
+        if own:  # each weight has its number of steps: Megatron-Core's own format shares one tensor among them
+            self.inner.state[self.main] = {"step": torch.tensor(step), **own}
+
+
+def step_one_by_one(inner: Any, step: Callable[[], object]) -> None:
+    """A step of the optimiser `inner` whose moments are on the device for one weight at a time, else in CPU memory."""
+    groups: list[dict[str, Any]] = inner.param_groups
+    for group in groups:
+        one = group
+        for weight in group["params"]:
+            one = {**group, "params": [weight]}
+            inner.param_groups = [one]
+            _move_moments(inner, weight, weight.device)
+            step()
+            _move_moments(inner, weight, torch.device("cpu"))
+        if "step" in one:
+            group["step"] = one["step"]
+    inner.param_groups = groups
+
+
+def _move_moments(inner: Any, weight: Tensor, device: torch.device) -> None:
+    state = inner.state.get(weight, {})
+    for kind in MOMENTS:
+        if kind in state:
+            state[kind] = state[kind].to(device)

@@ -88,7 +88,7 @@ class RankWeights:
         parts: list[Tensor] | None = None
         if local is not None:
             parts = self.gathered(weight, local.detach().to(dtype))
-        device = _device_of(self.own)
+        device = next(iter(self.own.values())).device
         if parts is None:
             parts = [torch.empty(part.shape, dtype=dtype, device=device) for part in weight.parts]
         if weight.expert is not None and self._groups.ep.size() > 1 and self._stage == self.owner_stage(weight):
@@ -221,7 +221,3 @@ def copy_weights(own: RankWeights, given: Iterable[tuple[str, Tensor]], put: Put
     if missing:
         message = f"the given weights: {len(missing)} weights of the model are missing, among them {min(missing)}"
         raise InputError(message, code="model.weights_do_not_fit")
-
-
-def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(tensors.values())).device

@@ -1,0 +1,64 @@
+"""The memory plan of a Megatron-Core rank against what the engine allocates."""
+
+import gc
+import importlib
+
+import pytest
+import torch
+from torch.profiler import profile
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from areal.api.allocation import ParallelDims
+from areal.api.config import OptimizerConfig, TrainEngineConfig
+from areal.engine.megatron.builder import build_megatron_engine
+from areal.engine.mesh import TrainerMesh
+from areal.launcher.memory_plan import rank_memory
+from areal.system.model_shape import ModelShape
+from tests.engine.engine_cases import make_batch, policy_loss
+from tests.launcher.test_memory_plan import SHAPES, SIZES
+
+
+def kept_bytes(config: TrainEngineConfig) -> int:
+    """Of torch's CPU allocator, after the construction of an engine and two optimiser steps."""
+    gc.collect()
+    with profile(profile_memory=True) as found:
+        engine = build_megatron_engine(config, role="actor", total_steps=5, mesh=TrainerMesh.open(None), seed=0)
+        for _ in range(2):
+            engine.forward_backward(make_batch([64] * 4), policy_loss, denominator=256.0)
+            engine.optimizer_step()
+        gc.collect()
+    return sum(event.nbytes() for event in found.kineto_results.events() if event.name() == "[memory]")
+
+
+@pytest.fixture
+def _groups():
+    importlib.import_module("tests.megatron.cpu_modules")
+    yield
+    importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_groups")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_has_the_state_of_a_rank(tmp_path, dtype):
+    Qwen2ForCausalLM(Qwen2Config(**SIZES, **SHAPES["narrow"])).save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path), dtype=dtype, optimizer=OptimizerConfig())
+    size = ModelShape.read(str(tmp_path))
+    plan = rank_memory([(config, size)], dims=ParallelDims(), tokens=256, on_gpu=False, backend="megatron")
+    assert plan.weights + plan.gradients + plan.optimizer == pytest.approx(kept_bytes(config), rel=0.05)
+
+
+def test_parts_of_a_model_are_on_stages_and_their_state_on_data_ranks(tmp_path):
+    Qwen2Config(**SIZES | {"tie_word_embeddings": False}, **SHAPES["deep"]).save_pretrained(tmp_path)
+    size = ModelShape.read(str(tmp_path))
+    config = TrainEngineConfig(path=str(tmp_path), dtype="bfloat16", optimizer=OptimizerConfig())
+
+    def plan(**dims: int):
+        return rank_memory([(config, size)], dims=ParallelDims(**dims), tokens=256, on_gpu=True, backend="megatron")
+
+    one, stages, data = plan(), plan(pp=2), plan(dp=2)
+    table = 2 * size.vocabulary * size.hidden
+    assert one.weights == 2 * size.parameters
+    assert stages.weights - table == pytest.approx((one.weights - 2 * table) / 2, rel=1e-3)
+    assert (data.weights, data.gradients) == (one.weights, one.gradients)
+    assert data.optimizer == one.optimizer // 2
