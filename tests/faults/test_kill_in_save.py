@@ -1,4 +1,5 @@
-"""A trainer rank dies at each stage of an asynchronous save: the older checkpoint stays, and the run continues."""
+"""A trainer rank dies in an update and at each stage of an asynchronous save: the older checkpoint stays, and the run
+continues."""
 
 import json
 from pathlib import Path
@@ -9,16 +10,29 @@ from areal.ledger.audit import audit
 from areal.system.durable import damage_of
 from tests.faults.kill_in_save.sitecustomize import STAGES
 from tests.faults.ledger_proof import raw_events
+from tests.megatron.expert_model import write_expert_model
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_kill_at_each_stage_of_a_save_leaves_the_older_checkpoint(make_run, prove_all, tmp_path, monkeypatch):
+EXPERTS = ("allocation_mode=native:d2+megatron:(attn:d2|ffn:e2)", "actor.router_replay=true")
+"""Two ranks with different experts, whose choices are replayed."""
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), pytest.param(EXPERTS, marks=pytest.mark.megatron)], ids=["fsdp", "megatron-experts"]
+)
+def test_a_kill_at_each_stage_of_a_save_leaves_the_older_checkpoint(
+    make_run, prove_all, data, tmp_path, monkeypatch, overrides
+):
+    if overrides == EXPERTS:
+        write_expert_model(data / "model", tmp_path / "experts")
+        overrides = (*overrides, f"actor.path={tmp_path}/experts")
     killed = tmp_path / "killed"
     killed.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("kill_in_save")))
     monkeypatch.setenv("KILLED_IN_SAVE", str(killed))
-    run = make_run("recover.freq_steps=2", "total_train_steps=24")
+    run = make_run("recover.freq_steps=2", "total_train_steps=24", *overrides)
     run.wait_for_the_end()
     assert run.exit_code == 0, run.log_path.read_text()[-3000:]
     found = sorted(killed.iterdir())

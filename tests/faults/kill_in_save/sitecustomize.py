@@ -1,4 +1,5 @@
-"""Ends a trainer rank by SIGKILL at stages of a save; Python imports this file at the start of a process.
+"""Ends a trainer rank by SIGKILL in an update and at stages of a save; Python imports this file at the start of a
+process.
 
 `KILLED_IN_SAVE` is a folder with the stages so far. Each stage comes once, and two steps after the one before.
 """
@@ -9,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-STAGES = ("copied", "writes", "wrote", "sealed", "renamed")
+STAGES = ("updates", "copied", "writes", "wrote", "sealed", "renamed")
 
 
 def stage_of(event: str, arguments: tuple) -> str:
@@ -25,6 +26,28 @@ def stage_of(event: str, arguments: tuple) -> str:
     if event == "os.rename" and first.endswith("/next"):
         return "sealed"
     return "renamed" if event == "os.rename" and last.endswith(".removed") else ""
+
+
+def install_in_update(folder: Path, recover: Path) -> None:
+    """Between two optimiser steps of an update, when a checkpoint exists and no other is being written."""
+    from areal.trainer.actor import PPOActor
+
+    update = PPOActor.update
+
+    def updates(actor, batch, **options):
+        saved = max((int(path.name[5:]) for path in recover.glob("step-*")), default=0)
+        if saved and not any(folder.iterdir()) and not (recover / "next").exists():
+            step = actor._engine.optimizer_step
+
+            def dies_after_it():
+                step()
+                (folder / f"0-{STAGES[0]}").write_text(str(saved))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            actor._engine.optimizer_step = dies_after_it
+        return update(actor, batch, **options)
+
+    PPOActor.update = updates
 
 
 def install(folder: Path) -> None:
@@ -45,6 +68,8 @@ def install(folder: Path) -> None:
 
 
 if "KILLED_IN_SAVE" in os.environ and "AREAL_PROCESS" in os.environ:
-    context = json.loads(os.environ["AREAL_PROCESS"])
+    context, killed = json.loads(os.environ["AREAL_PROCESS"]), Path(os.environ["KILLED_IN_SAVE"])
     if (context["role"], context["index"]) == ("trainer", 0):
-        install(Path(os.environ["KILLED_IN_SAVE"]))
+        install(killed)
+    if (context["role"], context["index"]) == ("trainer", 1):
+        install_in_update(killed, Path(context["run_dir"]) / "recover")
