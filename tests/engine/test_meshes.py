@@ -88,10 +88,13 @@ def run_mesh(folder: Path, mesh: str, cases: list[str]) -> list[dict]:
 
 
 def write_expected(folder: Path, cases: list[str], num_layers: int = 2) -> None:
-    """The models, and what one process computes."""
-    (folder / "models").mkdir(parents=True)
-    mesh_cases.write_models(folder / "models", num_layers)
+    """The models, and what one process computes; what is there is kept."""
+    if not (folder / "models").exists():
+        (folder / "models").mkdir(parents=True)
+        mesh_cases.write_models(folder / "models", num_layers)
     for case in cases:
+        if (folder / f"expected-{case}").exists():
+            continue
         expected = mesh_cases.make_engine(folder / "models", reference_of(case))
         outputs = mesh_cases.outputs_of(expected, mesh_cases.all_batches()[0])
         steps = mesh_cases.steps_of(expected, case)
@@ -104,12 +107,12 @@ def write_expected(folder: Path, cases: list[str], num_layers: int = 2) -> None:
             mesh_cases.steps_of(exact, plain)
             found["exact"] |= {"weights": mesh_cases.cases.weights_of(exact)}
             found["exact"] |= {"gradient": gradient_of_one_process(folder, plain)}
-        torch.save({"steps": steps, **found}, folder / f"expected-{case}")
         if case.endswith(mesh_cases.SAVED):
             expected.save(folder / f"one-{case}", with_optimizer=True)
             mesh_cases.save_file(mesh_cases.exact_of(expected), folder / f"one-weights-{case}")
             mesh_cases.steps_of(expected, case, batches=mesh_cases.all_batches()[:1])
             mesh_cases.save_file(mesh_cases.cases.weights_of(expected), folder / f"one-after-{case}")
+        torch.save({"steps": steps, **found}, folder / f"expected-{case}")
 
 
 def gradient_of_one_process(folder: Path, case: str) -> dict[str, torch.Tensor]:

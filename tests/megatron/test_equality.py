@@ -55,9 +55,14 @@ CASES = {
 MARK = "make test-megatron writes it"
 
 
-def run_mesh(folder, mesh: str, cases: list[str]) -> list[dict]:
-    """What each rank found. One process of the FSDP engine trains first, and its state is what the ranks load."""
-    write_expected(folder, cases, num_layers=4)
+def run_mesh(folder, mesh: str, cases: list[str], expected) -> list[dict]:
+    """What each rank found. One process of the FSDP engine trains first, and its state is what the ranks load.
+
+    `expected`: the folder with what one process computed for all meshes.
+    """
+    write_expected(expected, cases, num_layers=4)
+    for path in expected.iterdir():
+        (folder / path.name).symlink_to(path)
     (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
     size = equality_cases.MESHES[mesh].dims.world_size
     imported = ["tests.megatron.cpu_modules"]
@@ -93,13 +98,16 @@ def rows():
 @pytest.fixture(scope="module")
 def facts_of(request, tmp_path_factory):
     """Mesh -> its folder and what its ranks found; each mesh runs once, with the cases that are tested."""
-    done = {}
+    done, expected = {}, tmp_path_factory.mktemp("expected")
     chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
 
     def run(mesh: str):
         if mesh not in done:
             folder = tmp_path_factory.mktemp(mesh)
-            done[mesh] = folder, run_mesh(folder, mesh, [each["case"] for each in chosen if each["mesh"] == mesh])
+            done[mesh] = (
+                folder,
+                run_mesh(folder, mesh, [each["case"] for each in chosen if each["mesh"] == mesh], expected),
+            )
         return done[mesh]
 
     return run
