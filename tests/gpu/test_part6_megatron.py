@@ -8,12 +8,7 @@ from tests.gpu import bodies
 from tests.gpu.test_part4_runs import run
 
 pytestmark = pytest.mark.gpu
-SHORT = MegatronEngineConfig(
-    use_precision_aware_optimizer=True,
-    main_params_dtype="float16",
-    exp_avg_dtype="bfloat16",
-    exp_avg_sq_dtype="float16",
-)
+SHORT = MegatronEngineConfig(use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
 OVERLAP = DistributedDataParallelConfig(overlap_grad_reduce=True, overlap_param_gather=True)
 
 

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from torch.profiler import profile
+from torch.autograd.profiler import profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal.api.allocation import ParallelDims

@@ -235,9 +235,9 @@ def test_bad_input_is_one_line_before_anything_starts(bad_input, capsys, monkeyp
     words = [f"allocation_mode=megatron:{mesh}", f"model.path={bad_input}/{model}"]
     if option:
         words.append(f"model.megatron={option}" if option.startswith("{") else f"model.megatron.{option}")
-    line = dry_run(bad_input, capsys, *words)
-    assert len(line.strip().splitlines()) == 1, line
-    assert line.strip().endswith(f"[{code}]")
+    text = dry_run(bad_input, capsys, *words)
+    [line] = [each for each in text.strip().splitlines() if not each.startswith("areal: warning: ")]  # of few cores
+    assert line.endswith(f"[{code}]")
     assert value in line
     assert not (bad_input / "runs").exists()
 
