@@ -68,6 +68,7 @@ test-attack: .venv/.installed
 
 # Several nodes on this machine, with addresses of their own: needs Linux, root and iproute2 (docs/clusters.md).
 test-cluster: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check mfusepy
 	$(PYTEST) -m 'cluster and not ray and not slurm and not etcd and not slow' tests/cluster $(ARGS)
 
 # The same with a real Ray on the nodes.

@@ -50,7 +50,8 @@ class _Port:
             server.close()
 
     async def _handled(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+        # `close` cancels it: asyncio of Python 3.11 would log that with a traceback.
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.CancelledError):
             await self._handle(reader, writer)
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

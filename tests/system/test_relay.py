@@ -64,15 +64,20 @@ def test_only_a_client_with_the_token_reaches_what_is_behind_the_relay(
         tunnel.close()
 
 
-def test_an_open_connection_ends_with_its_relay(echo: int) -> None:
+@pytest.mark.parametrize("closed", [0, 1])
+def test_an_open_connection_ends_with_each_of_its_ends(
+    echo: int, caplog: pytest.LogCaptureFixture, closed: int
+) -> None:
     relay = TokenRelay(_listening(), "token", echo)
     tunnel = TokenTunnel("127.0.0.1", relay.port, "token")
     with socket.create_connection(("127.0.0.1", tunnel.port), timeout=20) as client:
         client.sendall(b"key")
         assert client.recv(100) == b"KEY"
-        relay.close()
+        (relay, tunnel)[closed].close()
         assert client.recv(100) == b""
+    relay.close()
     tunnel.close()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_only_machines_of_the_run_reach_a_store_whose_clients_cannot_prove_anything(
