@@ -15,6 +15,8 @@ def balanced_parts(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     size. No part is empty when there are at least `num_parts` sizes above 0. Indices ascend within a part, parts are
     ordered by their first index, and the result depends on the arguments only.
     """
+    if num_parts == 1:
+        return [list(range(len(sizes)))]
     # One heap entry is a partial partition: (-(greatest - smallest sum), first index, parts by descending sum); parts
     # that are still empty are not stored. The first index is unique and decides ties.
     heap: list[tuple[int, int, list[_Part]]] = [(-size, i, [(size, [i])]) for i, size in enumerate(sizes)]
