@@ -53,8 +53,12 @@ def tiny_model(
 
     torch.manual_seed(seed)
     shape = _tiny_shape(tokenizer, vocab_size or len(tokenizer))
-    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
-    return Qwen2ForCausalLM(Qwen2Config(**shape | heads, initializer_range=initializer_range))
+    shape |= {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "initializer_range": initializer_range,
+    }
+    return Qwen2ForCausalLM(Qwen2Config.from_dict(shape))
 
 
 def _tiny_shape(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
