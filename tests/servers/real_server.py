@@ -1,5 +1,7 @@
 """Starts a real vLLM or SGLang on the CPU, with the command of a launcher, and ends it; for tests and by hand.
 
+The native server starts in the same way, so that a test can compare all three.
+
     python tests/servers/real_server.py vllm CHECKPOINT ['{"max_num_seqs": 8}']     serves until Ctrl-C
 
 `wait_ready` waits for the server to answer /health: the server unblocks it, or its end, or the limit.
@@ -23,9 +25,9 @@ from typing import Any, Literal
 from areal.api.config import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, PPOActorConfig
 from areal.fleet.backends import backend_named
 from areal.fleet.server_parts import filled_in, port_names
-from areal.system.network import bind_socket
+from areal.system.network import bind_socket, run_token
 
-Backend = Literal["vllm", "sglang"]
+Backend = Literal["native", "vllm", "sglang"]
 ROOT = Path(__file__).parents[2]
 SGLANG_STUBS = ROOT / "tests" / "servers" / "environments" / "sglang_cpu"
 """Stubs of the packages that SGLang imports and a machine without a GPU cannot install; they go on PYTHONPATH."""
@@ -34,6 +36,7 @@ READY_LIMIT_S = 300.0
 _TELL_S = 15.0
 CONTEXT_LENGTH = 1024
 FLAGS: dict[Backend, dict[str, Any]] = {
+    "native": {"context_length": CONTEXT_LENGTH},
     "vllm": {"max_model_len": CONTEXT_LENGTH},
     "sglang": {"context_length": CONTEXT_LENGTH},
 }
@@ -57,6 +60,10 @@ def server_start(
     backend: Backend, model: Path, flags: dict[str, Any], temperature: float, size: int, **rollout: Any
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """The command, with placeholders, and the variables that a launcher starts this server with."""
+    if backend == "native":
+        words = ("-m", "areal.inference.server", f"--model-path={model}", "--port={port}", "--dtype=float32")
+        own = (f"--{name.replace('_', '-')}={value}" for name, value in (FLAGS[backend] | flags).items())
+        return (sys.executable, *words, *own), os.environ | {"OMP_NUM_THREADS": "1"}
     config = GRPOConfig(
         experiment_name="servers",
         trial_name="by-hand",
@@ -140,7 +147,10 @@ class RealServer:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.address}/health", timeout=30) as answer:
+            request = urllib.request.Request(
+                f"{self.address}/health", headers={"Authorization": f"Bearer {run_token()}"}
+            )
+            with urllib.request.urlopen(request, timeout=30) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False
