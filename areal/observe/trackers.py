@@ -20,6 +20,8 @@ from areal.api.config import BaseExperimentConfig, MlflowConfig, SwanlabConfig, 
 from areal.api.config.redaction import public, public_text
 from areal.api.errors import ConfigError
 from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow
+from areal.system.image_codec import colours_of
+from areal.system.image_files import ImageFiles
 from areal.system.run_paths import RunPaths
 
 logger = logging.getLogger(__name__)
@@ -38,21 +40,24 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    def __init__(self, folder: Path, *, first_step: int) -> None:
+    def __init__(self, folder: Path, images: ImageFiles, *, first_step: int) -> None:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
             raise _missing("stats_logger.tensorboard.path", "tensorboardX", "tensorboard") from None
         purge_step = first_step if first_step > 1 else None
         self._writer = SummaryWriter(logdir=str(folder), purge_step=purge_step)
+        self._images = images
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in _finite(values).items():
             self._writer.add_scalar(name, value, global_step=step)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """As a Markdown table, which TensorBoard shows under Text."""
+        """As a Markdown table, which TensorBoard shows under Text, and its images under Images."""
         self._writer.add_text("samples", _markdown_table(rows), global_step=step)
+        for name, path in _pictures(rows, self._images):
+            self._writer.add_image(name, colours_of(path.read_bytes()), global_step=step, dataformats="HWC")
 
     def flush(self) -> None:
         self._writer.flush()
@@ -64,7 +69,7 @@ class TensorBoardTracker:
 class WandBTracker:
     """A Weights & Biases run. The x axis is a metric, `train_step`, so that steps can repeat after a recovery."""
 
-    def __init__(self, settings: WandBConfig, config: BaseExperimentConfig, folder: Path) -> None:
+    def __init__(self, settings: WandBConfig, config: BaseExperimentConfig, folder: Path, images: ImageFiles) -> None:
         try:
             import wandb
         except ImportError:
@@ -94,7 +99,7 @@ class WandBTracker:
             reason = public_text(str(error)) if isinstance(error, wandb.Error) else "check wandb_base_url and its key"
             message = f"stats_logger.wandb.mode={settings.mode}: wandb did not start: {reason}"
             raise ConfigError(message, code="launch.tracker_failed") from None
-        self._table = wandb.Table
+        self._table, self._image, self._images = wandb.Table, wandb.Image, images
         self._run.define_metric("train_step", hidden=True)
         self._run.define_metric("*", step_metric="train_step")
 
@@ -102,7 +107,16 @@ class WandBTracker:
         self._run.log(_finite(values) | {"train_step": step})
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        table = self._table(columns=list(SAMPLE_COLUMNS), data=[row.cells() for row in rows])
+        """Each image of a row is a column: a list of images is no type of a column."""
+        pictures = [[self._image(path) for _, path in _pictures([row], self._images)] for row in rows]
+        width = max(map(len, pictures), default=0)
+        table = self._table(
+            columns=[*SAMPLE_COLUMNS, *(f"image {number}" for number in range(1, width + 1))],
+            data=[
+                [*row.cells(), *found, *[None] * (width - len(found))]
+                for row, found in zip(rows, pictures, strict=True)
+            ],
+        )
         self._run.log({"samples": table, "train_step": step})
 
     def flush(self) -> None:
@@ -113,7 +127,7 @@ class WandBTracker:
 
 
 class SwanLabTracker:
-    def __init__(self, settings: SwanlabConfig, config: BaseExperimentConfig, folder: Path) -> None:
+    def __init__(self, settings: SwanlabConfig, config: BaseExperimentConfig, folder: Path, images: ImageFiles) -> None:
         try:
             import swanlab
         except ImportError:
@@ -131,15 +145,16 @@ class SwanLabTracker:
             config=public(dataclasses.asdict(config) | (settings.config or {})),
             settings=quiet,
         )
-        self._text = swanlab.Text
+        self._text, self._image, self._images = swanlab.Text, swanlab.Image, images
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(_finite(values), step=step)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """One text per row: SwanLab shows texts at each step."""
+        """One text per row: SwanLab shows texts at each step, and images."""
         texts = [self._text(f"{row.prompt}\n-- answer\n{row.answer}", caption=f"reward {row.reward:g}") for row in rows]
-        self._run.log({"samples": texts}, step=step)
+        pictures = [self._image(str(path), caption=name) for name, path in _pictures(rows, self._images)]
+        self._run.log({"samples": texts} | ({"sample images": pictures} if pictures else {}), step=step)
 
     def flush(self) -> None:
         """SwanLab writes everything at once."""
@@ -155,14 +170,22 @@ class MlflowTracker:
     answer.
     """
 
-    def __init__(self, settings: MlflowConfig, config: BaseExperimentConfig, folder: Path, *, first_step: int) -> None:
+    def __init__(
+        self,
+        settings: MlflowConfig,
+        config: BaseExperimentConfig,
+        folder: Path,
+        images: ImageFiles,
+        *,
+        first_step: int,
+    ) -> None:
         try:
             from mlflow import MlflowClient
             from mlflow.entities import Metric
             from mlflow.exceptions import MlflowException
         except ImportError:
             raise _missing("stats_logger.mlflow.mode", "mlflow-skinny", "mlflow") from None
-        self._metric = Metric
+        self._metric, self._images = Metric, images
         is_local = settings.mode == "local"
         uri = f"sqlite:///{folder.absolute()}/mlflow.db" if is_local else settings.tracking_uri or None
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,9 +228,15 @@ class MlflowTracker:
         self._send(f"the metrics of step {step}", call)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """As a Markdown file among the artifacts."""
+        """As a Markdown file among the artifacts, with its images."""
         call = partial(self._client.log_text, self._run, _markdown_table(rows), f"samples/step-{step:06d}.md")
         self._send(f"the samples of step {step}", call)
+        for name, path in _pictures(rows, self._images):
+            self._send(f"the images of step {step}", partial(self._send_image, step, name, path))
+
+    def _send_image(self, step: int, name: str, path: Path) -> None:
+        """MLflow shows the images of one name with a slider over the steps."""
+        self._client.log_image(self._run, colours_of(path.read_bytes()), key=name, step=step, synchronous=True)
 
     def flush(self) -> None:
         """Wait until the server has everything, at most _WAIT_S; what it does not have is in the run folder."""
@@ -264,7 +293,7 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 class TrackioTracker:
     """A Trackio run in its local database (TRACKIO_DIR), or in a Space of Hugging Face."""
 
-    def __init__(self, settings: TrackioConfig, config: BaseExperimentConfig) -> None:
+    def __init__(self, settings: TrackioConfig, config: BaseExperimentConfig, images: ImageFiles) -> None:
         try:
             import trackio
         except ImportError:
@@ -279,14 +308,15 @@ class TrackioTracker:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        self._table = trackio.Table
+        self._table, self._image, self._images = trackio.Table, trackio.Image, images
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(_finite(values), step=step)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        table = self._table(columns=list(SAMPLE_COLUMNS), data=[row.cells() for row in rows])
-        self._run.log({"samples": table}, step=step)
+        pictures = [[self._image(path) for _, path in _pictures([row], self._images)] for row in rows]
+        data = [[*row.cells()[:-1], found or ""] for row, found in zip(rows, pictures, strict=True)]
+        self._run.log({"samples": self._table(columns=list(SAMPLE_COLUMNS), data=data)}, step=step)
 
     def flush(self) -> None:
         """Trackio writes in a thread and has no way to wait for it before the end of the run."""
@@ -298,17 +328,17 @@ class TrackioTracker:
 def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step: int = 0) -> list[Tracker]:
     """All configured trackers, for rank 0. `first_step` is the first step that will be logged."""
     trackers: list[Tracker] = [JsonlTracker(paths.metrics, first_step=first_step)]
-    chosen = config.stats_logger
+    chosen, images = config.stats_logger, ImageFiles(paths.images)
     if chosen.tensorboard.path is not None:
-        trackers.append(TensorBoardTracker(Path(chosen.tensorboard.path), first_step=first_step))
+        trackers.append(TensorBoardTracker(Path(chosen.tensorboard.path), images, first_step=first_step))
     if chosen.wandb.mode != "disabled":
-        trackers.append(WandBTracker(chosen.wandb, config, paths.root))
+        trackers.append(WandBTracker(chosen.wandb, config, paths.root, images))
     if chosen.swanlab.mode not in (None, "disabled"):
-        trackers.append(SwanLabTracker(chosen.swanlab, config, paths.root / "swanlog"))
+        trackers.append(SwanLabTracker(chosen.swanlab, config, paths.root / "swanlog", images))
     if chosen.mlflow.mode != "disabled":
-        trackers.append(MlflowTracker(chosen.mlflow, config, paths.root, first_step=first_step))
+        trackers.append(MlflowTracker(chosen.mlflow, config, paths.root, images, first_step=first_step))
     if chosen.trackio.mode != "disabled":
-        trackers.append(TrackioTracker(chosen.trackio, config))
+        trackers.append(TrackioTracker(chosen.trackio, config, images))
     return trackers
 
 
@@ -325,6 +355,16 @@ def _markdown_table(rows: Sequence[SampleRow]) -> str:
 def _markdown_cell(text: str) -> str:
     """Text of a model inside a Markdown table: no markup, no new rows."""
     return re.sub(r"([\\`*_<>|#\[\]])", r"\\\1", text).replace("\n", "<br>")
+
+
+def _pictures(rows: Sequence[SampleRow], images: ImageFiles) -> list[tuple[str, Path]]:
+    """The image files of rows that are still there, each with a name for its row and place."""
+    found = [
+        (f"samples/row {number} image {place}", images.path(digest))
+        for number, row in enumerate(rows, start=1)
+        for place, digest in enumerate(row.images, start=1)
+    ]
+    return [(name, path) for name, path in found if path.is_file()]
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:

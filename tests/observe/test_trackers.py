@@ -9,9 +9,12 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from areal.api.config import (
     MlflowConfig,
@@ -26,6 +29,8 @@ from areal.api.errors import ConfigError
 from areal.observe import trackers
 from areal.observe.step_files import JsonlTracker, SampleRow
 from areal.observe.trackers import build_trackers
+from areal.system.image_codec import png_of
+from areal.system.image_files import ImageFiles
 from areal.system.run_paths import RunPaths
 
 SAMPLE = SampleRow(
@@ -44,15 +49,30 @@ def config_with(**stats):
     return SFTConfig(experiment_name="exp", trial_name="trial", stats_logger=StatsLoggerConfig(**stats))
 
 
+def with_pictures(folder):
+    """A row with an image, a row with two and one whose file is gone, a row without."""
+    files = ImageFiles(RunPaths(folder).images)
+    names = [
+        files.put(png_of(Image.fromarray(np.full((8, 12, 3), colour, np.uint8))))
+        for colour in ((9, 99, 199), (7, 7, 7))
+    ]
+    return [replace(SAMPLE, images=names[:1]), replace(SAMPLE, images=[*names, "ab" * 32]), SAMPLE]
+
+
+def colours_below(folder):
+    """First colours of the PNG files in a folder."""
+    return {np.asarray(Image.open(path).convert("RGB"))[0, 0].tolist()[2] for path in folder.rglob("*.png")}
+
+
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def log_three(trackers):
+def log_three(trackers, rows=(SAMPLE,)):
     for step in (1, 2, 3):
         for tracker in trackers:
             tracker.log(step, {"loss": 1.0 / step, "bad": math.nan, "huge": math.inf})
-            tracker.log_samples(step, [SAMPLE])
+            tracker.log_samples(step, rows)
     for tracker in trackers:
         tracker.close()
 
@@ -108,11 +128,13 @@ def test_start_from_the_beginning_keeps_nothing(tmp_path):
 def test_tensorboard_events(tmp_path):
     pytest.importorskip("tensorboardX")
     config = config_with(tensorboard=TensorBoardConfig(path=str(tmp_path / "tb")))
-    log_three(build_trackers(config, RunPaths(tmp_path)))
+    log_three(build_trackers(config, RunPaths(tmp_path)), with_pictures(tmp_path))
     (events,) = (tmp_path / "tb").iterdir()
     content = events.read_bytes()
     assert content.count(b"loss") == 3
-    assert content.count(b"line<br>wrong-answer") == 3
+    assert content.count(b"line<br>wrong-answer") == 9
+    assert [content.count(b"row %d image %d" % place) for place in ((1, 1), (2, 1), (2, 2), (2, 3))] == [3, 3, 3, 0]
+    assert content.count(b"\x89PNG") == 9
     assert b"what is \\| here" in content
     assert b"huge" not in content
 
@@ -189,7 +211,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     own = WandBConfig(mode="offline", wandb_api_key="k" * 40, tags=["a"], config={"note": "own-note"})
     config = config_with(wandb=own)
-    log_three(build_trackers(config, RunPaths(tmp_path)))
+    log_three(build_trackers(config, RunPaths(tmp_path)), with_pictures(tmp_path))
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-exp_trial_train.wandb")
     deadline = time.monotonic() + 200
     while b"train_step" not in (content := file.read_bytes()) and time.monotonic() < deadline:
@@ -200,24 +222,31 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert b"samples" in content
     (table, *_) = (tmp_path / "wandb").rglob("*.table.json")
     assert b"wrong-answer" in table.read_bytes()
+    assert [[cell and cell["_type"] for cell in row[9:]] for row in json.loads(table.read_bytes())["data"]] == [
+        ["image-file", None],
+        ["image-file", "image-file"],
+        [None, None],
+    ]
+    assert colours_below(tmp_path / "wandb") == {199, 7}
     assert b"k" * 40 not in content
 
 
 def test_swanlab_offline(tmp_path):
     pytest.importorskip("swanlab")
     own = SwanlabConfig(mode="offline", logdir=str(tmp_path / "own"), config={"note": "my-own-note"})
-    log_three(build_trackers(config_with(swanlab=own), RunPaths(tmp_path)))
+    log_three(build_trackers(config_with(swanlab=own), RunPaths(tmp_path)), with_pictures(tmp_path))
     files = [path for path in (tmp_path / "own").rglob("*") if path.is_file()]
     assert any(b"my-own-note" in path.read_bytes() for path in files)
     assert any(b"loss" in path.read_bytes() for path in files)
     assert any(b"wrong-answer" in path.read_bytes() for path in files)
+    assert colours_below(tmp_path / "own") == {199, 7}
 
 
 @pytest.mark.slow  # a database, or a process
 def test_mlflow_keeps_one_run_over_a_recovery(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     config = config_with(mlflow=MlflowConfig(mode="local"))
-    log_three(build_trackers(config, RunPaths(tmp_path)))
+    log_three(build_trackers(config, RunPaths(tmp_path)), with_pictures(tmp_path))
     (*_, tracker) = build_trackers(config, RunPaths(tmp_path), first_step=4)
     tracker.log(4, {"eval/pass@4": 0.25})
     tracker.close()
@@ -234,6 +263,7 @@ def test_mlflow_keeps_one_run_over_a_recovery(tmp_path):
     assert run.info.status == "FINISHED"
     (table, *_) = sorted(tmp_path.rglob("step-000002.md"))
     assert "line<br>wrong-answer" in table.read_text()
+    assert colours_below(tmp_path / "mlflow") == {199, 7}
 
 
 @pytest.mark.slow  # the import
@@ -317,7 +347,7 @@ def test_trackio_writes_to_its_folder(tmp_path):
     program = (
         "import sys\nfrom pathlib import Path\nfrom tests.observe.test_trackers import *\n"
         "config = config_with(trackio=TrackioConfig(mode='local'))\n"
-        "log_three(build_trackers(config, RunPaths(Path(sys.argv[1]))))\n"
+        "folder = Path(sys.argv[1])\nlog_three(build_trackers(config, RunPaths(folder)), with_pictures(folder))\n"
     )
     environ = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}  # which trackio reads when it is imported
     subprocess.run([sys.executable, "-c", program, tmp_path], env=environ, check=True, stdout=subprocess.DEVNULL)
@@ -325,6 +355,7 @@ def test_trackio_writes_to_its_folder(tmp_path):
         lines = database.execute("SELECT step, metrics FROM metrics WHERE run_name = 'trial' ORDER BY id").fetchall()
     assert [step for step, metrics in lines if "loss" in json.loads(metrics)] == [1, 2, 3]
     assert sum(b"wrong-answer" in bytes(metrics) for _, metrics in lines) == 3
+    assert colours_below(tmp_path / "trackio") == {199, 7}
 
 
 @pytest.mark.parametrize(
