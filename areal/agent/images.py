@@ -32,13 +32,17 @@ class DialogueImages:
     _by_url: dict[bytes, ImageRef] = field(default_factory=dict[bytes, ImageRef])
 
     def stored(self, messages: Messages) -> tuple[dict[str, Any], ...]:
-        """Messages whose images are stored and named by content; blocks. Raises InputError for an unusable image."""
-        return tuple(
-            {**message, "content": [self._stored(part) for part in message["content"]]}
-            if isinstance(message.get("content"), list)
-            else dict(message)
-            for message in messages
-        )
+        """Messages whose images are stored and named by content; blocks. Raises InputError for an unusable image, and
+        for more than `RunImages.max_images`."""
+        count = sum(part["type"] == "image" for message in messages for part in parts_of(message))
+        if count > self.run.max_images:
+            text = f"the messages have {count} images, and vision.max_images={self.run.max_images}"
+            raise InputError(text, code="data.too_many_images")
+        found: list[dict[str, Any]] = []
+        for message in messages:
+            stored = [self._stored(part) for part in parts_of(message)]
+            found.append({**message, "content": stored} if stored else dict(message))
+        return tuple(found)
 
     def _stored(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """An image part with `url` gets `sha256` and `grid` in its place."""
@@ -96,10 +100,14 @@ class DialogueImages:
             found += [self.run.layout.image_token_id if token < 0 else token] * count
         return found, images
 
+    def written(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Ids of the tree with one placeholder for each image, as the chat template wrote them."""
+        return collapsed(*self.plain(token_ids), self.run.layout) if self.refs else token_ids
+
 
 async def with_stored_images(request: TurnRequest, images: DialogueImages | None) -> TurnRequest:
     """A turn whose images are stored. TurnRefused for an unusable image, and for any where the policy takes none."""
-    if all(not isinstance(message.get("content"), list) for message in request.messages):
+    if not any(map(parts_of, request.messages)):
         return request
     if images is None:
         text = "the messages have images, and the policy takes text only"
@@ -107,17 +115,22 @@ async def with_stored_images(request: TurnRequest, images: DialogueImages | None
     try:
         return replace(request, messages=await asyncio.to_thread(images.stored, request.messages))
     except InputError as error:
-        raise TurnRefused(str(error), code="agent.image", status=400, param="messages") from error
+        raise TurnRefused(str(error), code=error.code, status=400, param="messages") from error
 
 
 def images_of(messages: Messages) -> Iterator[ImageRef]:
     """The stored images of messages, in order."""
     for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
+        for part in parts_of(message):
             if part["type"] == "image":
                 time, height, width = part["grid"]
                 yield ImageRef(part["sha256"], (time, height, width))
+
+
+def parts_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The parts of a content with images; none of a text."""
+    content = message.get("content")
+    return content if isinstance(content, list) else ()
 
 
 def _bytes_of(url: str) -> bytes:

@@ -20,13 +20,17 @@ from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
 _log = get_logger(__name__)
+_TEXT_MB, _IMAGE_MB = 16, 4
+"""Limits of a request without agent.max_body_mb, and what each of its images adds."""
 
 
 class AgentServices:
     """What all agents of a process share. It starts with the first session, on the loop that runs then."""
 
-    def __init__(self, config: AgentConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: AgentConfig, tokenizer: Tokenizer, *, max_images: int = 0) -> None:
+        """`max_images`: of a request; 0 = the policy takes none."""
         self._config = config
+        self._max_body_mb = config.max_body_mb or _TEXT_MB + _IMAGE_MB * max_images
         self._tokenizer = tokenizer
         self.sessions = Sessions()
         workers = 0 if config.inline else config.workers or max(1, cpu_count() // 2)
@@ -54,7 +58,11 @@ class AgentServices:
         host = Host(bind=self._config.host, advertise=self._config.host) if self._config.host else Host()
         bound = listen(host, token, self._config.port)
         server = SessionServer(
-            self.sessions, admin_token=token, token_text=lambda token_id: self._tokenizer.decode([token_id]), host=host
+            self.sessions,
+            admin_token=token,
+            token_text=lambda token_id: self._tokenizer.decode([token_id]),
+            host=host,
+            max_body_mb=self._max_body_mb,
         )
         self._http_log = HttpLogger()
         self._runner = server.runner(self._http_log)

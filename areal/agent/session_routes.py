@@ -38,7 +38,6 @@ from areal.system.network import Host
 
 _log = get_logger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 60.0
 """A client that sends its body slower than this is refused."""
 WRITE_TIMEOUT_S = 60.0
@@ -71,17 +70,20 @@ class SessionServer:
         host: Host | None = None,
         model: str = "policy",
         keep_alive_s: float = KEEP_ALIVE_S,
+        max_body_mb: int = 16,
     ) -> None:
-        """`admin_token`: opens sessions from outside. `token_text`: text of a token id. `model`: its listed name."""
+        """`admin_token`: opens sessions from outside. `token_text`: text of a token id. `model`: its listed name.
+        `max_body_mb`: limit of a request in MiB."""
         self._directory = directory
         self._guard = RequestGuard(admin_token, host or Host())
         self._token_text = functools.lru_cache(maxsize=2**18)(token_text)
         self._model = model
         self._keep_alive_s = keep_alive_s
+        self._max_body_bytes = max_body_mb * 2**20
         self._turns: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self._errors], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._errors], client_max_size=self._max_body_bytes)
         for path, dialect in _DIALECTS.items():
             for prefix in ("/v1", f"/sessions/{_KEY}/v1"):
                 app.router.add_post(prefix + path, self._turn_handler(dialect))
@@ -303,9 +305,6 @@ def _as_refused(error: Exception, what: str) -> TurnRefused:
     match error:
         case TurnRefused():
             return error
-        case web.HTTPRequestEntityTooLarge():
-            message = f"the body is longer than {MAX_BODY_BYTES} bytes"
-            return TurnRefused(message, code="request.too_large", status=413)
         case RequestError():
             return TurnRefused(str(error), code=error.code, status=400)
         case ServerUnavailable():
@@ -325,6 +324,11 @@ async def _json_body(request: web.Request) -> tuple[dict[str, Any], bytes]:
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             data = await read_body(request)
+    except web.HTTPRequestEntityTooLarge:
+        message = f"the body is longer than {request.client_max_size >> 20} MiB: raise agent.max_body_mb"
+        raise TurnRefused(
+            f"{message}, or send less, such as smaller images", code="request.too_large", status=413
+        ) from None
     except TimeoutError:
         message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
         raise TurnRefused(message, code="request.broken_body", status=408) from None

@@ -31,8 +31,6 @@ agent.failed: No session of an episode has a reward, because the agent raised an
     Correct the agent, or the rows, as the message says; `areal test-workflow` runs one episode.
 agent.generation_failed: The servers failed to answer a turn of a session.
     Read the message and the logs of the servers.
-agent.image: An image in a request to a session is damaged, too large, or no image.
-    Send a PNG, JPEG, WebP, GIF, BMP or TIFF file as base64 in a data URL.
 agent.invalid_field: A field of a request to a session has a wrong type or value, or is missing.
     Correct the field that `param` names; docs/agent_http.md has the limits.
 agent.multimodal: A request to a session has audio, a file or a video, or an image for a policy of text only.
@@ -167,7 +165,7 @@ data.chat_template_file: The file in chat_template.path cannot be read as text i
 data.curriculum_failed: The function in train_dataset.curriculum raised an error or returned no list of rows.
     Return a list with at least one row; test it on the rows that load_rows returns.
 data.image_broken: The bytes of an image are no image, or are incomplete.
-    Correct or remove the row; rows may have PNG, JPEG, WebP, GIF, BMP and TIFF, requests to a server PNG only.
+    Correct or remove it; rows and sessions may have PNG, JPEG, WebP, GIF, BMP and TIFF, requests to a server PNG only.
 data.image_changed: A file in the folder `images` of a run is not what was written: its digest differs.
     Restore the file from a copy of the run folder, or delete it and start the run again from its dataset.
 data.image_missing: A trajectory refers to an image whose file is not in the folder `images` of the run.
@@ -220,8 +218,8 @@ data.too_few_rows: A dataset has fewer usable rows than one batch needs.
     Lower train_dataset.batch_size, or add data.
 data.too_long: A dataset row, or a sequence of a train batch, has more tokens than its limit.
     Raise max_length or mb_spec.max_tokens_per_mb, shorten the texts, or choose another truncation.
-data.too_many_images: A row has more images than vision.max_images.
-    Raise vision.max_images, or drop such rows with a map_fn.
+data.too_many_images: A row, or the messages of a request to a session, have more images than vision.max_images.
+    Raise vision.max_images, drop such rows with a map_fn, or have the agent send fewer images.
 data.uneven_units: mb_spec.granularity does not divide the number of sequences of a rank.
     Choose a granularity that divides the number of sequences of every rank.
 
@@ -461,7 +459,7 @@ request.not_json: The body of a request is not a JSON object.
 request.token_id: A request has a token id outside of the vocabulary of the served model.
     Use the tokenizer of the served model, or remove the id.
 request.too_large: The body of a request has more bytes than the server accepts.
-    Send a shorter body; a prompt can have at most as many tokens as the context length of the model.
+    Send a shorter body: no more tokens than the context length, and smaller images; or raise agent.max_body_mb.
 request.too_long: A prompt, or prompt and answer together, exceed a length limit.
     Shorten the prompt, lower gconfig.max_new_tokens, or raise the limit that the message names.
 request.unauthorized: A request to a server of the run has no token or a wrong one.

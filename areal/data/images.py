@@ -14,7 +14,7 @@ from areal.api.images import ImageRef, ImageStore, VisionLayout, expanded
 from areal.data.tokenizer import Tokenizer
 from areal.system.image_codec import encode_image, grid_of_source, png_of
 from areal.system.image_files import ImageFiles
-from areal.system.run_images import RunImages
+from areal.system.run_images import RunImages, data_url
 from areal.system.run_paths import RunPaths
 from areal.system.vision_layout import read_vision_layout
 
@@ -77,10 +77,10 @@ class PromptImages:
 
     @property
     def run(self) -> RunImages:
-        """For images in dialogues, with the limit vision.max_pixels."""
+        """For images in dialogues, with the limits of `vision`."""
         layout, limit = self._layout, self.writer.max_pixels
         most = layout.max_pixels if limit is None else min(limit, layout.max_pixels)
-        return RunImages(replace(layout, max_pixels=most), self.writer.files)
+        return RunImages(replace(layout, max_pixels=most), self.writer.files, self._options.max_images)
 
     async def stored(self, images: Sequence[RowImage]) -> tuple[ImageRef, ...]:
         """References to the images of a prompt, whose files are written durably first."""
@@ -90,6 +90,18 @@ class PromptImages:
         """The row without its column of images, for reward functions."""
         return {name: value for name, value in row.items() if name != self._options.image_key}
 
+    def with_urls(self, row: Row) -> Row:
+        """The row with its images as data URLs, which an agent puts into its messages; blocks. Raises InputError."""
+        sources, root = self._column(row), Path(self._options.root).expanduser()
+        files = (
+            encode_image(image_bytes(one, root), self._layout, max_pixels=self.writer.max_pixels) for one in sources
+        )
+        return row | ({self._options.image_key: [data_url(png) for png, _ in files]} if sources else {})
+
+    def _column(self, row: Row) -> list[Any]:
+        given = row.get(self._options.image_key)
+        return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+
     def placed(self, row: Row) -> tuple[Row, tuple[RowImage, ...]]:
         """The row with the places of its images as the chat template takes them, and the images in this order.
 
@@ -97,8 +109,7 @@ class PromptImages:
         `prompt` it is `<image>`. Without any place the images are before the text of the first message of the user.
         Texts that look like the tokens of images are changed, so that they are text. Raises InputError.
         """
-        given = row.get(self._options.image_key)
-        column: list[Any] = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+        column = self._column(row)
         if "messages" in row:
             messages, found = self._in_messages(row["messages"], column)
             changed = {**row, "messages": messages}

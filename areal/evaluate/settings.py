@@ -78,7 +78,8 @@ class Requested:
 def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
     """The checked configuration of an evaluation: servers and one process, in a folder of this evaluation.
 
-    `scores` False: the workflow rlvr gets no reward functions. ConfigError or InputError with what is missing.
+    `scores` False: the workflows rlvr and vision_rlvr get no reward functions. ConfigError or InputError with what is
+    missing.
     """
     model, run_config = _model(requested)
     words = [*requested.overrides, f"actor.path={model}"] if model else requested.overrides
@@ -91,7 +92,10 @@ def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
     if scores and config.reward_model is not None and not config.reward_fn and not config.reward.names_functions:
         message = "reward_model scores in the trainers, and an evaluation has none: set reward_fn"
         raise ConfigError(message, code="reward.none_given")
-    if not scores and config.workflow == "rlvr":  # other workflows may need the reward to decide what follows
+    if not scores and config.workflow in (
+        "rlvr",
+        "vision_rlvr",
+    ):  # other workflows may need the reward to decide what follows
         config = replace(config, reward_fn="none", reward=replace(config.reward, fns={}, by_source={}, filter_on=[]))
     evaluator = config.evaluator
     if requested.num_samples is not None:

@@ -101,7 +101,7 @@ def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield f"train_dataset.path: {data.path} has no rows"
     elif rows is not None and rows < data.batch_size and data.drop_last:
         yield f"train_dataset.batch_size={data.batch_size} exceeds the {rows} rows of {data.path}: lower it or add rows"
-    has_prompts = isinstance(config, PPOConfig) and config.workflow in ("rlvr", "multi_turn")
+    has_prompts = isinstance(config, PPOConfig) and config.workflow in ("rlvr", "vision_rlvr", "multi_turn")
     for key, dataset in (("train_dataset", data), ("valid_dataset", config.valid_dataset)):
         kind = "" if isinstance(config, PPOConfig) and not has_prompts else dataset.type if dataset else ""
         if dataset is not None and (problem := file_problem(dataset, kind=kind)):

@@ -107,17 +107,11 @@ class WandBTracker:
         self._run.log(_finite(values) | {"train_step": step})
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Each image of a row is a column: a list of images is no type of a column."""
-        pictures = [[self._image(path) for _, path in _pictures([row], self._images)] for row in rows]
-        width = max(map(len, pictures), default=0)
-        table = self._table(
-            columns=[*SAMPLE_COLUMNS, *(f"image {number}" for number in range(1, width + 1))],
-            data=[
-                [*row.cells(), *found, *[None] * (width - len(found))]
-                for row, found in zip(rows, pictures, strict=True)
-            ],
-        )
-        self._run.log({"samples": table, "train_step": step})
+        """W&B shows the images of a step in a panel."""
+        table = self._table(columns=list(SAMPLE_COLUMNS), data=[row.cells() for row in rows])
+        pictures = [self._image(path, caption=name) for name, path in _pictures(rows, self._images)]
+        images = {"sample images": pictures} if pictures else {}
+        self._run.log({"samples": table, "train_step": step} | images)
 
     def flush(self) -> None:
         """wandb sends and keeps everything in a separate process."""
@@ -360,7 +354,7 @@ def _markdown_cell(text: str) -> str:
 def _pictures(rows: Sequence[SampleRow], images: ImageFiles) -> list[tuple[str, Path]]:
     """The image files of rows that are still there, each with a name for its row and place."""
     found = [
-        (f"samples/row {number} image {place}", images.path(digest))
+        (f"samples/row_{number}_image_{place}", images.path(digest))
         for number, row in enumerate(rows, start=1)
         for place, digest in enumerate(row.images, start=1)
     ]

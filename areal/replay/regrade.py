@@ -12,11 +12,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, cast
 
-from areal.agent.samples import Cut, rows_of_tree, tree_of_rows
+import numpy as np
+
+from areal.agent.images import DialogueImages
+from areal.agent.samples import Cut, rows_of_tree, tree_of_rows, with_images
 from areal.api.batch_share import BatchShare
 from areal.api.config import PPOConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import InputError
+from areal.api.images import ImageRef, VisionLayout, collapsed
 from areal.data.dataset import load_rows
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, tokenizer_of
@@ -26,9 +30,10 @@ from areal.ledger.session_columns import group_of_payload, recorded_sessions
 from areal.ledger.state import BatchRecord
 from areal.replay.recorded import RecordedRun
 from areal.rollout.batching import build_share, share_parts
+from areal.system.run_images import RunImages
 from areal.workflow.scoring import Score, Scorer
 
-WORKFLOWS = ("rlvr", "agent")
+WORKFLOWS = ("rlvr", "vision_rlvr", "agent")
 """Workflows whose reward is that of the reward functions for the last answer."""
 _PAYLOADS, _INDEX = "regraded.bin", "regraded.json"
 
@@ -88,8 +93,9 @@ def regrade(run: RecordedRun, config: PPOConfig, steps: range, folder: Path, *, 
             groups.append((episode_id, group_of_payload(episode_id, payload)))
         scores = asyncio.run(_scores(run, config, groups)) if new_rewards else {}
         before = run.config()
+        images = RunImages.of(before)
         for episode_id, group in groups:
-            made = _regraded(group, scores.get(episode_id), before, config)
+            made = _regraded(group, scores.get(episode_id), before, config, images)
             encoded = encode_episode(episode_id, made)
             places[episode_id] = (file.tell(), len(encoded.payload), encoded.counts.reward)
             file.write(encoded.payload)
@@ -111,26 +117,38 @@ async def _scores(
     if run.rows is None or len(rows) != run.num_rows:
         message = f"train_dataset has {len(rows)} rows, but the run trained on {run.num_rows}: restore the dataset"
         raise InputError(message, code="replay.regrade")
+    if images is not None:
+        rows = [images.without_images(row) for row in rows]
+    layout = None if images is None else images.writer.layout
     scorer = Scorer(config.reward_fn, config.reward)
     try:
         scorer.check_rows(rows)
         return {
-            episode_id: await _scores_of(scorer, tokenizer, rows[run.rows.index(episode_id)], group)
+            episode_id: await _scores_of(scorer, tokenizer, rows[run.rows.index(episode_id)], group, layout)
             for episode_id, group in groups
         }
     finally:
         await scorer.aclose()
 
 
-async def _scores_of(scorer: Scorer, tokenizer: Tokenizer, row: dict[str, Any], group: TrajectoryGroup) -> list[Score]:
+async def _scores_of(
+    scorer: Scorer, tokenizer: Tokenizer, row: dict[str, Any], group: TrajectoryGroup, layout: VisionLayout | None
+) -> list[Score]:
     messages = messages_of(group)
     calls: list[Any] = []
     for rows in _sessions(group.trajectories):
-        context_ids, answer_ids = last_answer(rows)
+        context_ids, images, answer_ids = last_answer(rows)
         columns = row | {"messages": messages[rows[0].session]} if messages and rows[0].session >= 0 else row
         answer = (tokenizer.decode(answer_ids, skip_special_tokens=True), answer_ids)
-        calls.append(scorer.score(tokenizer.decode(context_ids), context_ids, [answer], columns))
+        written = context_ids if layout is None else _written(context_ids, images, layout)
+        calls.append(scorer.score(tokenizer.decode(written), context_ids, [answer], columns))
     return [score for (score,) in await asyncio.gather(*calls)]
+
+
+def _written(token_ids: list[int], images: Sequence[ImageRef], layout: VisionLayout) -> list[int]:
+    """The beginning of a row with one placeholder for each image. `images`: those of the row."""
+    sizes = np.cumsum([layout.tokens_of(image) for image in images])
+    return collapsed(token_ids, images[: int((sizes <= token_ids.count(layout.image_token_id)).sum())], layout)
 
 
 def messages_of(group: TrajectoryGroup) -> list[Any]:
@@ -142,8 +160,8 @@ def messages_of(group: TrajectoryGroup) -> list[Any]:
     return found
 
 
-def last_answer(rows: Sequence[Trajectory]) -> tuple[list[int], list[int]]:
-    """The tokens before the last answer of a session, and those of the answer. -> (context, answer)"""
+def last_answer(rows: Sequence[Trajectory]) -> tuple[list[int], Sequence[ImageRef], list[int]]:
+    """-> (the tokens before the last answer of a session, the images of their row, the tokens of the answer)"""
     number = max((max(row.turns, default=-1) for row in rows), default=-1)
     found: list[tuple[int, Trajectory]] = []
     for row in rows:
@@ -152,7 +170,7 @@ def last_answer(rows: Sequence[Trajectory]) -> tuple[list[int], list[int]]:
         found += [(place, row) for place, (flag, turn) in facts if flag and turn == number]
     places = sorted(found, key=lambda one: one[0])
     start, first = places[0]
-    return list(first.token_ids[:start]), [row.token_ids[place] for place, row in places]
+    return list(first.token_ids[:start]), first.images, [row.token_ids[place] for place, row in places]
 
 
 def _sessions(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
@@ -164,19 +182,35 @@ def _sessions(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def _regraded(
-    group: TrajectoryGroup, scores: Sequence[Score] | None, before: PPOConfig, config: PPOConfig
+    group: TrajectoryGroup,
+    scores: Sequence[Score] | None,
+    before: PPOConfig,
+    config: PPOConfig,
+    images: RunImages | None = None,
 ) -> TrajectoryGroup:
     made: list[Trajectory] = []
     for number, rows in enumerate(_sessions(group.trajectories)):
         score = None if scores is None else scores[number]
         if score is not None:
             rows = [replace(row, reward=score.reward, reward_parts=score.parts) for row in rows]
-        made += rows if rows[0].session < 0 else _session(rows, before, config, is_scored=score is not None)
+        if rows[0].session >= 0:
+            own = None if images is None else DialogueImages(images)
+            rows = _session(rows, before, config, own, is_scored=score is not None)
+        made += rows
     return replace(group, trajectories=made)
 
 
-def _session(rows: Sequence[Trajectory], before: PPOConfig, config: PPOConfig, *, is_scored: bool) -> list[Trajectory]:
+def _session(
+    rows: Sequence[Trajectory],
+    before: PPOConfig,
+    config: PPOConfig,
+    images: DialogueImages | None,
+    *,
+    is_scored: bool,
+) -> list[Trajectory]:
     """The rows of a session with another reward, discount or cut."""
+    if images is not None:
+        rows = [replace(row, token_ids=images.of_prompt(row.token_ids, row.images)) for row in rows]
     returns = _returns(rows)
     turns, old, new = sorted(returns), before.agent.turn_discount, config.agent.turn_discount
     own = {turn: returns[turn] - old * returns[after] for turn, after in pairwise(turns)}
@@ -188,7 +222,7 @@ def _session(rows: Sequence[Trajectory], before: PPOConfig, config: PPOConfig, *
         value = own[turn] + new * value
         values[str(turn)] = value
     return [
-        replace(row, baseline=rows[0].baseline)
+        replace(with_images(row, images), baseline=rows[0].baseline)
         for row in rows_of_tree(
             tree_of_rows(rows),
             {str(turn): turn for turn in turns},

@@ -23,6 +23,8 @@ class RunImages:
 
     layout: VisionLayout
     store: ImageStore
+    max_images: int = 16
+    """Of one prompt: vision.max_images."""
     trains_images: bool = True
     """False: the trainer splits sequences over context ranks, and takes text only."""
 
@@ -33,7 +35,7 @@ class RunImages:
         if layout is None:
             return None
         trains_images = all(trainer.parallel.cp == 1 for trainer in config.allocation.train)
-        return cls(layout, ImageFiles(RunPaths.of(config).images), trains_images)
+        return cls(layout, ImageFiles(RunPaths.of(config).images), config.vision.max_images, trains_images)
 
     def gradient(self) -> ImageRef:
         """Store the smallest image, the same for each model; blocks. Raises ArealError and OSError."""
@@ -52,9 +54,13 @@ class RunImages:
 
     def url(self, image: ImageRef) -> str:
         """The file of an image as a data URL. Raises InputError when it is missing or has changed."""
-        return "data:image/png;base64," + base64.b64encode(self.store.read(image.sha256)).decode()
+        return data_url(self.store.read(image.sha256))
 
     @property
     def bans(self) -> dict[int, float]:
         """Biases for servers that would sample tokens which hold the places of images."""
         return dict.fromkeys(self.layout.banned_ids, BAN)
+
+
+def data_url(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()

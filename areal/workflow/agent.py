@@ -70,7 +70,8 @@ class AgentWorkflow(RolloutWorkflow):
         self._job = agent_job(agent=agent, command=command, environment=environment, tools=tools, online=online)
         functions = reward or RewardConfig()
         self._scorer = Scorer(reward_fn, functions) if reward_fn or functions.names_functions else None
-        self._services = AgentServices(self._config, tokenizer)
+        max_images = 0 if images is None else images.run.max_images
+        self._services = AgentServices(self._config, tokenizer, max_images=max_images)
         self._is_evaluation = False
         self._blame, self._has_blamed = LoadBlame(), False
         self._num_samples = gconfig.n_samples
@@ -109,8 +110,10 @@ class AgentWorkflow(RolloutWorkflow):
         )
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
-        """One group of sessions on row `data`."""
+        """One group of sessions on row `data`, which agents get with images as data URLs."""
         services = self._services
+        if self._images is not None:
+            data = await asyncio.to_thread(self._images.with_urls, data)
         await services.start()
         journal = None if self._is_evaluation else services.journal
         group_id = uuid4().hex
@@ -208,11 +211,15 @@ class AgentWorkflow(RolloutWorkflow):
 
     async def _score(self, scorer: Scorer, session: Session, row: dict[str, Any]) -> Score:
         """The result of the reward functions for the last answer. They get the whole dialogue as `messages`."""
-        answer, context_ids, messages = session.last_answer, session.last_context, session.last_messages
+        answer, images = session.last_answer, session.transcript.images
         assert answer is not None
+        context_ids, _ = session.transcript.plain(session.last_context)
+        written = session.last_context if images is None else images.written(session.last_context)
         texts = [(answer.text, list(answer.token_ids))]
-        columns = row | {"messages": messages}
-        (found,) = await scorer.score(self.tokenizer.decode(list(context_ids)), context_ids, texts, columns)
+        columns = (row if self._images is None else self._images.without_images(row)) | {
+            "messages": session.last_messages
+        }
+        (found,) = await scorer.score(self.tokenizer.decode(list(written)), context_ids, texts, columns)
         return found
 
     def notice(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.agent.bridge import BridgeGap, TemplateScenario, template_bridge
-from areal.agent.images import DialogueImages
+from areal.agent.images import DialogueImages, parts_of
 from areal.agent.samples import row_of, with_images
 from areal.agent.token_tree import TokenTree, path_to, tokens_to
 from areal.api.data import GenerationResponse, Trajectory
@@ -138,7 +138,7 @@ class Conversation:
     def _rendered(self, messages: list[dict[str, Any]]) -> list[int]:
         if self._images is not None:
             messages = list(self._images.stored(messages))
-        elif any(part.get("type") == "image" for one in messages for part in _parts(one)):
+        elif any(part.get("type") == "image" for one in messages for part in parts_of(one)):
             text = "the messages have images, and the policy takes text only"
             raise InputError(text, code="agent.multimodal")
         token_ids = tokens_after_answer(self._tokenizer, messages, enable_thinking=self._enable_thinking)
@@ -158,7 +158,8 @@ class Conversation:
             return False
         if self._end.is_generated and self._end.token_ids[-1:] == token_ids[:1]:
             token_ids = token_ids[1:]
-        self._add_fixed(token_ids, self._tokenizer.decode(list(self._shown(token_ids))))
+        written = token_ids if self._images is None else self._images.written(token_ids)
+        self._add_fixed(token_ids, self._tokenizer.decode(list(written)))
         return True
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
@@ -191,8 +192,3 @@ class Conversation:
     def _add_fixed(self, token_ids: Sequence[int], text: str) -> None:
         self._texts.append((self._end.end, text))
         self._end = self._tree.add_fixed(self._end, token_ids)
-
-
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []

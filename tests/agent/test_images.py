@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,15 @@ from areal.agent.session import Session, SessionLimits, SessionSetup
 from areal.agent.tool_calls import style_of
 from areal.agent.transcript import Transcript
 from areal.agent.turns import TurnRefused, TurnRequest, answer_message
-from areal.api.config import GenerationHyperparameters
+from areal.api.config import AgentConfig, GenerationHyperparameters, VisionConfig
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.images import VisionLayout, collapsed
 from areal.data.chat import encode_prompt
+from areal.data.images import ImageWriter, PromptImages
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer
 from areal.system.image_files import ImageFiles
 from areal.system.run_images import RunImages
+from areal.workflow.agent import AgentWorkflow
 from areal.workflow.conversation import Conversation
 
 TEMPLATE = (
@@ -48,6 +52,13 @@ def url(colour: str, width: int = 16) -> str:
     file = io.BytesIO()
     Image.new("RGB", (width, 8), colour).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def bomb() -> bytes:
+    """A PNG file whose head has 2^32 pixels."""
+    file = base64.b64decode(url("red")[22:])
+    head = b"IHDR" + struct.pack(">II", 2**16, 2**16) + file[24:29]
+    return file[:12] + head + struct.pack(">I", zlib.crc32(head)) + file[33:]
 
 
 def image(colour: str, width: int = 16) -> dict[str, Any]:
@@ -146,7 +157,13 @@ async def test_equal_tokens_of_different_images_are_different_branches(tokenizer
 async def test_images_that_cannot_be_used_are_refused(tokenizer: Any, images: DialogueImages) -> None:
     session, engine = session_of(tokenizer, images)
     broken = {"type": "image", "url": url("red")[:70]}
-    for content, code in [([broken], "agent.image"), ([{**broken, "url": "data:image/png;base64,?"}], "agent.image")]:
+    wrong = [
+        ([broken], "data.image_broken"),
+        ([{**broken, "url": "data:image/png;base64,?"}], "data.image_broken"),
+        ([{**broken, "url": "data:image/png;base64," + base64.b64encode(bomb()).decode()}], "data.image_too_large"),
+        ([image("red")] * 4 + [image("blue")] * 13, "data.too_many_images"),
+    ]
+    for content, code in wrong:
         with pytest.raises(TurnRefused) as refused:
             await session.answer(turn(content))
         assert (refused.value.code, refused.value.status) == (code, 400)
@@ -210,3 +227,31 @@ def test_a_conversation_takes_images_of_tools(tokenizer: Any, images: DialogueIm
     collapsed(ids, refs, LAYOUT)
     row = conversation.to_trajectory(1.0)
     assert ([*row.token_ids], [*row.images]) == ([*ids], [*refs])
+
+
+async def looks(row: dict[str, Any], client: Any, session: Any) -> None:
+    content = [{"type": "image_url", "image_url": {"url": one}} for one in row["images"]]
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
+
+
+def one_placeholder(prompt, completion, prompt_ids, completion_ids, messages, images=None):
+    assert images is None
+    assert (prompt.count("<|image_pad|>"), prompt_ids.count(PAD), min(prompt_ids)) == (1, 2, 1)
+    assert [len(message["content"]) for message in messages] == [1, 2]
+    return 1.0
+
+
+async def test_an_agent_gets_the_images_of_a_row_and_its_reward_function_the_prompt_as_text(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    images = PromptImages(ImageWriter(LAYOUT, ImageFiles(tmp_path), None), VisionConfig(), tokenizer)
+    gconfig = GenerationHyperparameters(n_samples=1, max_new_tokens=50, max_tokens=500)
+    workflow = AgentWorkflow(
+        gconfig, tokenizer, agent=f"{__file__}:looks", reward_fn=f"{__file__}:one_placeholder",
+        agent_config=AgentConfig(inline=True), images=images,
+    )  # fmt: skip
+    engine = Engine(tokenizer)
+    group = await workflow.arun_episode(engine, {"images": {"bytes": base64.b64decode(url("red")[22:])}})  # type: ignore[arg-type]
+    await workflow.aclose()
+    assert [(row.reward, len(row.images)) for row in group.trajectories] == [(1.0, 1)]
+    assert [len(request.images) for request in engine.requests] == [1]

@@ -94,7 +94,12 @@ async def test_a_reward_that_is_no_number_by_a_name_is_refused(body):
 
 
 async def test_a_body_that_is_too_long_is_refused_in_the_dialect():
-    async with served() as (address, _, _), httpx.AsyncClient() as http:
+    async with served(max_body_mb=1) as (address, session, _), httpx.AsyncClient() as http:
         headers = {"Content-Type": "application/json"}
-        got = await http.post(f"{address}/sessions/{KEY}/v1/messages", content=b" " * (17 * 2**20), headers=headers)
-        assert (got.status_code, got.json()["error"]["type"]) == (413, "request_too_large")
+        body = b'{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}'
+        for size, status in ((2**20, 200), (2**20 + 1, 413)):
+            got = await http.post(f"{address}/sessions/{KEY}/v1/messages", content=body.ljust(size), headers=headers)
+            assert got.status_code == status
+        error = got.json()["error"]
+        assert (error["type"], error["code"]) == ("request_too_large", "request.too_large")
+        assert len(session.requests) == 1

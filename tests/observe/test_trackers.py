@@ -133,7 +133,7 @@ def test_tensorboard_events(tmp_path):
     content = events.read_bytes()
     assert content.count(b"loss") == 3
     assert content.count(b"line<br>wrong-answer") == 9
-    assert [content.count(b"row %d image %d" % place) for place in ((1, 1), (2, 1), (2, 2), (2, 3))] == [3, 3, 3, 0]
+    assert [content.count(b"row_%d_image_%d" % place) for place in ((1, 1), (2, 1), (2, 2), (2, 3))] == [3, 3, 3, 0]
     assert content.count(b"\x89PNG") == 9
     assert b"what is \\| here" in content
     assert b"huge" not in content
@@ -222,11 +222,6 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert b"samples" in content
     (table, *_) = (tmp_path / "wandb").rglob("*.table.json")
     assert b"wrong-answer" in table.read_bytes()
-    assert [[cell and cell["_type"] for cell in row[9:]] for row in json.loads(table.read_bytes())["data"]] == [
-        ["image-file", None],
-        ["image-file", "image-file"],
-        [None, None],
-    ]
     assert colours_below(tmp_path / "wandb") == {199, 7}
     assert b"k" * 40 not in content
 

@@ -4,15 +4,21 @@ from dataclasses import replace
 
 import pytest
 
+from areal.agent.images import DialogueImages
 from areal.agent.samples import trajectories
+from areal.agent.turns import answer_message
 from areal.api.config import AgentConfig, GRPOConfig
 from areal.api.data import TrajectoryGroup
+from areal.data.tiny_model import character_tokenizer
 from areal.ledger.payload import encode_episode
 from areal.ledger.session_columns import group_of_payload
 from areal.replay import __main__ as command
 from areal.replay import regrade
 from areal.replay.recorded import RecordedRun, read_metrics
+from areal.system.image_files import ImageFiles
+from areal.system.run_images import RunImages
 from areal.workflow.scoring import Score
+from tests.agent.test_images import LAYOUT, TEMPLATE, TOKENS, image, session_of, text, turn
 from tests.expect import raises_code
 from tests.trainer.session_cases import CUTS, session
 
@@ -102,9 +108,35 @@ def test_the_last_answer_of_a_session_is_found_in_every_cut(cut):
         transcript = session(number)
         rows = trajectories(transcript, cut=cut, reward=0.0, session=0)
         node = list(transcript.turns.values())[-1].node
-        context, answer = regrade.last_answer(rows)
+        context, _, answer = regrade.last_answer(rows)
         assert (len(context), answer) == (node.end - len(answer), answer)
         assert answer[-len(node.token_ids) :] == node.token_ids
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("other", CUTS)
+async def test_sessions_with_images_are_cut_again_with_the_images_of_each_row(cut, other, tmp_path):
+    tokenizer = character_tokenizer(TOKENS, end="<|end|>", context_length=500, chat_template=TEMPLATE)
+    images = DialogueImages(RunImages(LAYOUT, ImageFiles(tmp_path)))
+    live, _ = session_of(tokenizer, images)
+    for colour in ("red", "blue"):  # the policy sees equal tokens for both
+        asked = turn([image(colour), text("?")])
+        (answer,) = await live.answer(asked)
+        later = {"role": "user", "content": [image("green", 24)]}
+        await live.answer(replace(asked, messages=(*asked.messages, answer_message(answer), later), fingerprint=colour))
+    turns = dict(zip(live.transcript.turns, (1.0, 2.0, 3.0, 4.0), strict=True))
+    groups = {}
+    for name in (cut, other):
+        rows = trajectories(live.transcript, cut=name, reward=5.0, session=0, turn_rewards=turns)
+        groups[name] = group_of_payload(1, encode_episode(1, TrajectoryGroup(trajectories=rows)).payload)
+    before, after = config_of(cut=cut), config_of(cut=other)
+    made = regrade._regraded(groups[cut], None, before, after, RunImages(LAYOUT, ImageFiles(tmp_path)))
+    assert facts(made) == facts(groups[other])
+    expected = [([*row.token_ids], [*row.images]) for row in groups[other].trajectories]
+    assert sorted(map(repr, expected)) == sorted(repr(([*r.token_ids], [*r.images])) for r in made.trajectories)
+    context, found, _ = regrade.last_answer(made.trajectories)
+    written = tokenizer.decode(regrade._written(context, found, LAYOUT))
+    assert written.count("<|image_pad|>") == 2
 
 
 @pytest.mark.parametrize("record", ["", '{"messages": [[], [], []]}', '{"sessions": [{}, {}, {}]}'])

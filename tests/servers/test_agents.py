@@ -27,7 +27,7 @@ TURNS = (30, 600, 20)
 ATTEMPTS = 5
 
 
-async def talks(row: dict[str, Any], client: Any) -> float:
+async def talks(row: dict[str, Any], client: Any, session: Any) -> float:
     messages: list[Any] = []
     for number, size in enumerate(TURNS):
         messages.append({"role": "user", "content": f"{row['question']} {number}"})

@@ -45,6 +45,8 @@ class AgentConfig:
     """Worker processes for agents; null = half of the CPU cores, at least one."""
     sessions_per_worker: int = number(64, low=1, relevant=_IN_PROCESSES)
     """Maximum sessions that one worker process runs at the same time; others wait."""
+    max_body_mb: int | None = number(None, low=1)
+    """Maximum MiB of a request to a session; null = 16, plus 4 for each of vision.max_images with a vision model."""
     host: str = option("")
     """Address that the session server listens on; empty = loopback."""
     port: int = number(0, low=0, high=65535)
