@@ -3,14 +3,11 @@
 
 Little-endian: a header, then arrays in the dtypes of BatchShare, so that a batch is a concatenation:
 lengths i4[n], token_ids i4[T], output_versions i4[T], rewards f4[n], rollout_logprobs f4[T], loss_mask u1[T],
-finished u1[n], and, if a greedy answer was generated, baselines f4[n]. Payloads with baselines have another magic;
-those with the scores of several reward functions have a third one, always baselines, then their names as a JSON list
-(u4 length, bytes) and scores f4[n, k]. Missing numbers are NaN. Payloads with sessions have a fourth one: as the third,
-then sessions i4[n], turns i4[T], turn_rewards f4[T], and a JSON text for reward functions (u4 length, bytes). The fifth
-and the sixth are the third and the fourth followed by temperatures f4[T], where tokens have others than the run. The
-seventh and the eighth are the fifth and the sixth followed by the routed experts of the tokens: their bytes, then
-layers, choices and experts as u4. With images the magic starts with a small letter, and the images follow all other
-columns, which include baselines: digest (32 bytes) and grid u4[3] of each, numbers of images u4[n], their sum u4.
+finished u1[n]. The magic says which columns follow (`_Kind`), in this order: baselines f4[n], if a greedy answer was
+generated; names of several reward functions as a JSON list (u4 length, bytes) and their scores f4[n, k]; sessions
+i4[n], turns i4[T], turn_rewards f4[T], and a JSON text for reward functions (u4 length, bytes); temperatures f4[T],
+where tokens have others than the run; the routed experts of the tokens: their bytes, then layers, choices and experts
+as u4; images: digest (32 bytes) and grid u4[3] of each, numbers of images u4[n], their sum u4. Missing numbers are NaN.
 """
 
 from __future__ import annotations
@@ -55,21 +52,33 @@ from areal.ledger.token_counts import TokenCounts, count_by_version
 _START = struct.Struct("<4sI")  # magic, CRC-32 of all that follows
 _SIZES = struct.Struct("<QII")  # episode id, n, T
 _DATA = _START.size + _SIZES.size
-_MAGIC = b"ARP1"
-_MAGIC_WITH_BASELINES = b"ARP2"
-_MAGIC_WITH_PARTS = b"ARP3"
-_MAGIC_WITH_SESSIONS = b"ARP4"
-_AND_TEMPERATURES = {_MAGIC_WITH_PARTS: b"ATP3", _MAGIC_WITH_SESSIONS: b"ATP4"}
-_AND_EXPERTS = {_MAGIC_WITH_PARTS: b"AEP3", _MAGIC_WITH_SESSIONS: b"AEP4"}
-_PLAIN = (_MAGIC, _MAGIC_WITH_BASELINES, _MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS)
-_ROWS = {magic: magic for magic in _PLAIN} | {
-    magic: kind for table in (_AND_TEMPERATURES, _AND_EXPERTS) for kind, magic in table.items()
-}
-_WITH_IMAGES = {magic: b"a" + magic[1:] for magic in _ROWS if magic != _MAGIC}
-_KINDS = _ROWS | {magic: _ROWS[plain] for plain, magic in _WITH_IMAGES.items()}
-"""Magic -> the magic of the same columns without temperatures, experts and images."""
 _NO_NAMES = LENGTH.pack(2) + b"[]"
 _NO_BASELINE = struct.pack("<f", math.nan)
+
+
+class _Kind(NamedTuple):
+    """Which columns a payload has."""
+
+    level: int
+    """1 = those of all payloads, 2 = and baselines, 3 = and scores of reward functions, 4 = and sessions."""
+    has_temperatures: bool = False
+    has_experts: bool = False
+    has_images: bool = False
+
+    @property
+    def magic(self) -> bytes:
+        letter = b"E" if self.has_experts else b"T" if self.has_temperatures else b"R"
+        return (b"a" if self.has_images else b"A") + letter + b"P%d" % self.level
+
+
+_KINDS = {
+    kind.magic: kind
+    for level in (1, 2, 3, 4)
+    for rare in ((False, False), (True, False), (True, True))
+    for kind in (_Kind(level, *rare), _Kind(level, *rare, has_images=True))
+    if level >= (3 if kind.has_temperatures else 2 if kind.has_images else 1)
+}
+"""By magic. Images come with baselines, and temperatures with scores; experts come with temperatures."""
 
 
 class EncodedEpisode(NamedTuple):
@@ -141,19 +150,16 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     by_version = count_by_version(np.frombuffer(versions, "i4"), np.frombuffer(loss_mask, np.uint8))
     integers, floats = (array("i", lengths), token_ids, versions), (array("f", rewards), logprobs)
     baselines, (names, parts) = baselines_of(trajectories), parts_of(trajectories)
-    magic, temperatures = _MAGIC_WITH_BASELINES if baselines else _MAGIC, temperatures_of(trajectories)
-    sessions, experts, images = sessions_of(trajectories, record), experts_of(trajectories), images_of(trajectories)
-    if images and not baselines:
-        magic, baselines = _MAGIC_WITH_BASELINES, array("f", [math.nan] * num_trajectories)
+    temperatures, sessions = temperatures_of(trajectories), sessions_of(trajectories, record)
+    experts, images = experts_of(trajectories), images_of(trajectories)
     if experts and not temperatures:
         temperatures = array("f", [math.nan]) * num_tokens
-    if parts or sessions or temperatures:
-        magic, baselines = _MAGIC_WITH_PARTS, baselines or array("f", [math.nan] * num_trajectories)
-    if sessions or temperatures:
-        magic, names = _MAGIC_WITH_SESSIONS if sessions else magic, names or _NO_NAMES
-    if temperatures:
-        magic = (_AND_EXPERTS if experts else _AND_TEMPERATURES)[magic]
-    magic = _WITH_IMAGES[magic] if images else magic
+    level = 4 if sessions else 3 if parts or temperatures else 2 if baselines or images else 1
+    if level > 1 and not baselines:
+        baselines = array("f", [math.nan] * num_trajectories)
+    if level > 2:
+        names = names or _NO_NAMES
+    magic = _Kind(level, bool(temperatures), bool(experts), bool(images)).magic
     if sys.byteorder == "big":
         for numbers in (*integers, *floats, baselines, parts, temperatures):
             numbers.byteswap()
@@ -182,7 +188,7 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
 
 def routed_experts(payload: bytes) -> RoutedExperts | None:
     """Those of all tokens of a payload, if it has them."""
-    if _columns(payload) not in _AND_EXPERTS.values():
+    if not _KINDS[payload[:4]].has_experts:
         return None
     end = len(payload) - _image_bytes(payload) - EXPERT_SHAPE.size
     shape = ExpertShape(*EXPERT_SHAPE.unpack_from(payload, end))
@@ -191,16 +197,11 @@ def routed_experts(payload: bytes) -> RoutedExperts | None:
 
 def images(payload: bytes) -> list[tuple[ImageRef, ...]]:
     """The images of each trajectory; empty when none has any."""
-    return images_at_end(payload, payload_sizes(payload)[0]) if payload[:4] in _WITH_IMAGES.values() else []
-
-
-def _columns(payload: bytes) -> bytes:
-    """The magic of the same columns without images."""
-    return payload[:4].upper()
+    return images_at_end(payload, payload_sizes(payload)[0]) if _KINDS[payload[:4]].has_images else []
 
 
 def _image_bytes(payload: bytes) -> int:
-    return image_bytes(payload, payload_sizes(payload)[0]) if payload[:4] in _WITH_IMAGES.values() else 0
+    return image_bytes(payload, payload_sizes(payload)[0]) if _KINDS[payload[:4]].has_images else 0
 
 
 def check_payload(episode_id: int, payload: bytes) -> None:
@@ -220,18 +221,16 @@ def _bad_payload(episode_id: int, problem: str) -> LedgerError:
 
 def _expected_bytes(payload: bytes) -> int:
     """The size that the counts of a payload imply."""
-    n, t = payload_sizes(payload)
+    (n, t), kind = payload_sizes(payload), _KINDS[payload[:4]]
     size = _DATA + 9 * n + 13 * t + _image_bytes(payload)
-    if payload[:4] == _MAGIC:
-        return size
-    if _columns(payload) == _MAGIC_WITH_BASELINES:
-        return size + 4 * n
+    if kind.level < 3:
+        return size + 4 * n * (kind.level - 1)
     names, first = _reward_names(payload)
     size = first + 4 * n * len(names) + _image_bytes(payload)
-    if _KINDS[payload[:4]] == _MAGIC_WITH_SESSIONS:
+    if kind.level == 4:
         (length,) = LENGTH.unpack_from(payload, first + 4 * n * len(names) + 4 * n + 8 * t)
         size += 4 * n + 8 * t + LENGTH.size + length
-    return size + (4 * t if _columns(payload) not in _PLAIN else 0) + _expert_bytes(payload)
+    return size + 4 * t * kind.has_temperatures + _expert_bytes(payload)
 
 
 def _expert_bytes(payload: bytes) -> int:
@@ -241,7 +240,7 @@ def _expert_bytes(payload: bytes) -> int:
 
 def temperatures_start(payload: bytes) -> int | None:
     """The offset of the temperatures f4[T]; None when the payload has none."""
-    if _columns(payload) in _PLAIN:
+    if not _KINDS[payload[:4]].has_temperatures:
         return None
     return len(payload) - _image_bytes(payload) - _expert_bytes(payload) - 4 * payload_sizes(payload)[1]
 
@@ -250,7 +249,7 @@ def _reward_names(payload: bytes) -> tuple[list[str], int]:
     """Names of the reward functions of a payload, and the offset of their scores."""
     n, t = payload_sizes(payload)
     start = _DATA + 13 * (n + t) + LENGTH.size
-    if _KINDS[payload[:4]] not in (_MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS):
+    if _KINDS[payload[:4]].level < 3:
         return [], start
     (length,) = LENGTH.unpack_from(payload, start - LENGTH.size)
     return json.loads(payload[start : start + length]), start + length
@@ -287,21 +286,20 @@ def read_head(reader: PayloadReader, episode_id: int, where: tuple[int, int, int
     segment, offset, _ = where
     start = reader.read((segment, offset, _DATA))
     n, t = payload_sizes(start)
-    kind = _KINDS.get(start[:4])
-    has_sessions = kind == _MAGIC_WITH_SESSIONS
-    if kind != _MAGIC_WITH_PARTS and not has_sessions:
-        return PayloadHead(t, [], has_sessions)
+    level = _KINDS[start[:4]].level if start[:4] in _KINDS else 1
+    if level < 3:
+        return PayloadHead(t, [], has_sessions=False)
     names = offset + _DATA + 13 * (n + t)
     try:
         (length,) = LENGTH.unpack(reader.read((segment, names, LENGTH.size)))
-        return PayloadHead(t, json.loads(reader.read((segment, names + LENGTH.size, length))), has_sessions)
+        return PayloadHead(t, json.loads(reader.read((segment, names + LENGTH.size, length))), level == 4)
     except ValueError as error:
         raise _bad_payload(episode_id, f"is damaged: {error}") from error
 
 
 def sessions_start(payload: bytes) -> int | None:
     """The offset of the columns of sessions; None when the payload has none."""
-    if _KINDS[payload[:4]] != _MAGIC_WITH_SESSIONS:
+    if _KINDS[payload[:4]].level < 4:
         return None
     names, first = _reward_names(payload)
     return first + 4 * payload_sizes(payload)[0] * len(names)
