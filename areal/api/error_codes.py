@@ -10,7 +10,7 @@ _TABLE = """
 areal.error: An error without a more specific code.
     Read the message.
 
-adapter.no_target: A name in lora.target_modules or lora.modules_to_save matches no module of the model.
+adapter.no_target: An entry of lora.target_modules, exclude_modules or modules_to_save matches no module.
     Use names of the list in the message.
 adapter.none: An adapter is requested of a model that was trained without actor.lora.
     Export the whole model, without --adapter.
@@ -393,6 +393,8 @@ model.unknown_layer_class: fsdp.wrap_policy names a layer class that the model d
     Use one of the classes that the message lists.
 model.unsupported: The native engine cannot serve this architecture.
     Use sglang or vllm for this model.
+model.vision_layout: The vision tower of this checkpoint makes other tokens of an image than areal counts.
+    Use a checkpoint that docs/vision.md names for its family.
 model.weights_do_not_fit: Weights are missing or have other shapes than the model.
     Use a checkpoint of the same model as config.json describes.
 

@@ -222,7 +222,7 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
     """The linear layers that get adapters, by name.
 
     all-linear is every one but the output head, as in peft, and but those of the parts that only images use. Names and
-    patterns choose layers of all parts.
+    patterns choose layers of all parts. exclude_modules leaves out some of them.
     """
     head, targets = model.get_output_embeddings(), config.target_modules
     linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one is not head}
@@ -232,6 +232,10 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
     every = targets in (ALL_LINEAR, [ALL_LINEAR])
     others = {id(module) for tower in other_towers(model) for module in tower.modules()} if every else set[int]()
     found = {name: one for name, one in linear.items() if (every or is_target(name, targets)) and id(one) not in others}
+    found = {name: one for name, one in found.items() if not is_target(name, config.exclude_modules)}
+    if not found:
+        text = f"lora.exclude_modules: {config.exclude_modules} leaves no module of target_modules"
+        raise ConfigError(text, code="adapter.no_target")
     for name, one in found.items() if config.init in ("pissa", "olora") else ():
         if config.rank > min(one.weight.shape):
             text = f"lora.rank={config.rank} with init={config.init} exceeds the size {min(one.weight.shape)} of {name}"

@@ -46,7 +46,7 @@ _SAME = {
 }
 _LORA = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules",
-    "use_rslora": "rslora", "modules_to_save": "modules_to_save",
+    "use_rslora": "rslora", "modules_to_save": "modules_to_save", "exclude_modules": "exclude_modules",
 }  # fmt: skip
 """Options of adapters."""
 _REWARDS = {"boxed_math": "math", "single_choice": "choice", "format": "format", "gsm8k": "gsm8k"}

@@ -387,9 +387,11 @@ def _dropped(draft: Draft) -> None:
         draft.drop("no warm-up of the critic", "trainer.critic_warmup")
     draft.keep("trainer.critic_warmup", "critic.warmup_steps")
     if int(draft.get(f"{_M}.lora_rank", 0)) > 0:
-        for name, option in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("target_modules", "target_modules")):
+        same = ("target_modules", "exclude_modules")
+        for name, option in (("lora_rank", "rank"), ("lora_alpha", "alpha"), *zip(same, same, strict=True)):
             draft.keep(f"{_M}.{name}", f"actor.lora.{option}")
-    draft.drop("there are no adapters", f"{_M}.lora_rank", f"{_M}.lora_alpha", f"{_M}.target_modules")
+    names = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+    draft.drop("there are no adapters", *(f"{_M}.{name}" for name in names))
     draft.lack("choose sizes and options for megatron: in allocation_mode (docs/train_engines.md)", "*megatron*")
     draft.lack("it changes the model's configuration", f"{_M}.override_config*", f"{_M}.external_lib")
     draft.drop(

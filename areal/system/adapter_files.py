@@ -23,7 +23,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 _SAMPLE_BYTES = 4096
 _NEUTRAL: dict[str, Any] = {
     "bias": "none", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "use_qalora": False,
-    "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": [], "exclude_modules": [], "layers_to_transform": [],
+    "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": [], "layers_to_transform": [],
     "layer_replication": [], "trainable_token_indices": [], "alora_invocation_tokens": [],
 }  # fmt: skip
 """Options of peft that change the result and that areal does not have, with the value besides null that does not."""
@@ -100,19 +100,21 @@ def _require_fit(folder: Path, found: dict[str, StoredWeight], base: Path) -> No
 
 
 def require_targets(lora: LoRAConfig, linear: list[str], modules: list[str]) -> None:
-    """Raise ConfigError when an entry of lora.target_modules or lora.modules_to_save matches nothing.
+    """Raise ConfigError when an entry of target_modules, exclude_modules or modules_to_save matches nothing.
 
     `linear`: the linear layers that can have adapters. `modules`: every module with weights.
     """
-    given, wanted = lora.target_modules, dict[str, bool]()
-    if given not in (ALL_LINEAR, [ALL_LINEAR]):
+    wanted: dict[str, bool] = {}
+    for key, given in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
+        if given in (ALL_LINEAR, [ALL_LINEAR]):
+            continue
         for entry in [given] if isinstance(given, str) else given:
-            wanted[f"target_modules: {entry}"] = any(is_target(x, given if given is entry else [entry]) for x in linear)
+            wanted[f"{key}: {entry}"] = any(is_target(x, given if given is entry else [entry]) for x in linear)
     for entry in lora.modules_to_save:
         wanted[f"modules_to_save: {entry}"] = any(is_saved(x, [entry]) for x in modules)
     for entry, has_match in wanted.items():
         if not has_match:
-            names = linear if entry.startswith("target") else modules
+            names = modules if entry.startswith("modules") else linear
             known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ConfigError(f"lora.{entry} matches no module; there are {known}", code="adapter.no_target")
 

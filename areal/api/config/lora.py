@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from areal.api.config.fields import Problem, Problems, choice, number, option
+from areal.api.config.fields import Problem, Problems, choice, number, option, section
 
 ALL_LINEAR = "all-linear"
 
@@ -22,6 +22,8 @@ class LoRAConfig:
     """Dropout probability of the adapters' input while training."""
     target_modules: str | list[str] = option(ALL_LINEAR)
     """Modules with adapters: all-linear, a list of names (of the last parts), or a regular expression for the whole."""
+    exclude_modules: str | list[str] = section(list[str], also="verl: model.exclude_modules")
+    """Modules without adapters among those of target_modules: a list of names, or a regular expression."""
     init: str = choice("default", "default", "gaussian", "pissa", "olora", also="peft: init_lora_weights")
     """Initial adapters: default = uniform A, gaussian = normal A, both with B = 0; pissa, olora = from the weights."""
     modules_to_save: list[str] = field(default_factory=list[str])
@@ -43,11 +45,12 @@ class LoRAConfig:
         targets = self.target_modules
         if not targets:
             yield Problem("target_modules", "names no module: use all-linear", "config.missing_requirement")
-        if isinstance(targets, str) and targets != ALL_LINEAR:
-            try:
-                re.compile(targets)
-            except re.error as error:
-                yield "target_modules", f"{targets!r} is no regular expression: {error}"
+        for key, patterns in (("target_modules", targets), ("exclude_modules", self.exclude_modules)):
+            if isinstance(patterns, str) and patterns != ALL_LINEAR:
+                try:
+                    re.compile(patterns)
+                except re.error as error:
+                    yield key, f"{patterns!r} is no regular expression: {error}"
 
 
 def is_target(name: str, targets: str | list[str]) -> bool:
