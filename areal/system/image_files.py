@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from areal.api.errors import InputError
-from areal.system.durable import open_regular, write_atomic
+from areal.system.durable import fsync_path, open_regular, write_atomic
 
 _NAME = re.compile(r"[0-9a-f]{64}\.png")
 
@@ -16,17 +16,26 @@ class ImageFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._durable: set[str] = set()
+        """Of the files that this process has synced to disk: another one may have ended before it did."""
 
     def path(self, sha256: str) -> Path:
         return self.folder / sha256[:2] / f"{sha256}.png"
 
     def put(self, png: bytes) -> str:
-        """Store a file and sync it to disk, unless it is there; returns its digest. Raises OSError."""
+        """Store a file, unless it is there, and sync it to disk; returns its digest. Raises OSError."""
         digest = hashlib.sha256(png).hexdigest()
         path = self.path(digest)
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+        if digest in self._durable and path.exists():
+            return digest
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            fsync_path(path)
+            fsync_path(path.parent)
+        else:
             write_atomic(path, png)
+        fsync_path(self.folder)
+        self._durable.add(digest)
         return digest
 
     def read(self, sha256: str) -> bytes:
@@ -46,6 +55,13 @@ class ImageFiles:
         """The files whose digests are not in `kept`, sorted. No file that is being written."""
         files = (path for path in self.folder.glob("*/*.png") if _NAME.fullmatch(path.name))
         return sorted(path for path in files if path.stem not in kept)
+
+    def delete_incomplete(self) -> int:
+        """Delete what writers left that were killed; returns their number. Call it while no other process writes."""
+        found = list(self.folder.glob("*/.*.tmp"))
+        for path in found:
+            path.unlink(missing_ok=True)
+        return len(found)
 
 
 class MemoryImages:

@@ -97,8 +97,9 @@ def serve_rollouts(
 
 
 def prune_images(ledger: Ledger, files: ImageFiles) -> None:
-    """Delete unused images of an earlier controller. They stay, with a warning, where that is not possible."""
+    """Delete incomplete and unused images of an earlier controller. They stay, with a warning, where that fails."""
     try:
+        files.delete_incomplete()
         if count := ledger.prune_images(files):
             get_logger("rollout").info(
                 "%d images were deleted: no payload refers to them (rollout.keep_payloads)", count
