@@ -28,7 +28,8 @@ _POLICIES = ("actor", "model")
 """Roles whose exports can be evaluated, of RL and of supervised training."""
 _DECIDES = (
     "seed", "tokenizer_path", "chat_template", "gconfig", "eval_gconfig", "workflow", "workflow_args", "agent",
-    "reward_fn", "reward", "valid_dataset", "evaluator", *INFERENCE_BACKENDS, "server_python", "server_defaults",
+    "reward_fn", "reward", "valid_dataset", "evaluator", "vision", *INFERENCE_BACKENDS, "server_python",
+    "server_defaults",
 )  # fmt: skip
 """Sections that decide what the answers and their scores are."""
 

@@ -46,6 +46,7 @@ def test_one_command_has_one_folder_and_any_change_another(files):
         folder(model="/other/model"),
         folder(scores=False),
         folder("agent.max_turns=2"),
+        folder("vision.max_pixels=100"),
         folder(f"workflow_args.prompt={'long ' * 1000}"),
         folder(agent := f"workflow_args.agent={files}/agent.py:run"),
     ]
@@ -55,7 +56,7 @@ def test_one_command_has_one_folder_and_any_change_another(files):
     others.append(folder())
     (files / "held_out.jsonl").write_text('{"prompt": "b", "answer": "1"}\n')
     others.append(folder())
-    assert len({first, *others}) == 12
+    assert len({first, *others}) == 13
 
 
 def test_sets_have_names(files):
@@ -86,6 +87,7 @@ def test_a_run_gives_its_configuration_and_its_newest_export(files):
 
     assert (found().actor.path, found().reward_fn) == (str(run / "checkpoints/actor/step-000010"), "gsm8k")
     assert found().valid_dataset.map_fn == "gsm8k"  # as the training set
+    assert RunPaths.of(found()).images != RunPaths(run).images  # from which the next controller of the run deletes some
     assert found(step=2).actor.path == str(run / "checkpoints/actor/step-000002")
     with pytest.raises(ArealError) as error:
         found(step=3)
