@@ -13,6 +13,12 @@ from areal.importers.areal_one import take_new_keys, with_old_sections
 from areal.importers.draft import Draft, flat
 
 FOREIGN = ("sglang", "vllm")
+_VISION_PIXELS = {
+    "clevr_count_70k": {"rl": 336 * 336, "sft": 336 * 336},
+    "geometry3k": {"rl": 448 * 448, "sft": 512 * 512},
+    "virl39k": {"rl": 320 * 320, "sft": 320 * 320},
+}
+"""Limits that AReaL's scripts have, by a part of the name of the dataset and the kind of its rows."""
 
 
 def from_areal(tree: Mapping[str, Any]) -> Draft:
@@ -47,8 +53,26 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
             draft.drop(f"a copy of {rule.path}", key)
         else:
             draft.drop(rule.why or "no effect here", key)
+    _take_script(draft)
     draft.finish()
     return draft
+
+
+def _take_script(draft: Draft) -> None:
+    """What the scripts of examples with images choose by the name of the dataset."""
+    path = str(draft.values.get("train_dataset.path", "")).lower().replace("-", "_")
+    kind = str(draft.values.get("train_dataset.type", "rl"))
+    for name, pixels in _VISION_PIXELS.items():
+        if name not in path or kind not in pixels:
+            continue
+        why = f"AReaL: its script for {name}"
+        draft.set("vision.max_pixels", pixels[kind], why)
+        for part in ("train_dataset", "valid_dataset"):
+            if f"{part}.path" in draft.options:
+                draft.set(f"{part}.map_fn", name, why)
+        for option, value in (("workflow", "vision_rlvr"), ("reward_fn", name)) if kind == "rl" else ():
+            if option not in draft.options:
+                draft.set(option, value, why)
 
 
 def _without(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
