@@ -4,16 +4,18 @@ The activations are those that autograd keeps in the decoder blocks of Llama, Qw
 by `saved_tensors_hooks`); the peak is compared with tracked allocations in tests/launcher/test_memory_plan.py.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
-from areal.api.config.lora import ALL_LINEAR, LoRAConfig
+from areal.api.config.lora import ALL_LINEAR, LoRAConfig, is_target
 from areal.api.config.train import DEFAULT_TOKENS_PER_MB
 from areal.launcher.job import LaunchPlan, num_shards
 from areal.system.model_shape import ModelShape
+from areal.system.vision_layout import FAMILIES, read_vision_layout
 
 _CARD_SHARE = 0.95
 """The rest is for the CUDA context and fragments."""
@@ -54,14 +56,15 @@ def rank_memory(
     bucket_bytes: int = 0,
     accumulates: bool = False,
     backend: str = "fsdp",
+    patches: int = 0,
 ) -> RankMemory:
-    """The peak of a rank that holds its part of these models. `tokens`: of the largest micro-batch. `accumulates`: an
-    optimiser step has several."""
+    """The peak of a rank that holds its part of these models. `tokens`: of the largest micro-batch; `patches`: of its
+    images. `accumulates`: an optimiser step has several."""
     weights = gradients = optimizer = gathered = activations = largest = copied = 0
     for model, shape in models:
         width = 2 if model.dtype == "bfloat16" else 4
-        own = -(-tokens // dims.cp)
-        activations = max(activations, activation_bytes(model, shape, own, on_gpu=on_gpu, tensor_ranks=dims.tp))
+        needed = activation_bytes(model, shape, -(-tokens // dims.cp), on_gpu=on_gpu, tensor_ranks=dims.tp)
+        activations = max(activations, needed + tower_bytes(model, shape, patches))
         largest = max(largest, shape.vocabulary * shape.hidden * width)
         if backend == "megatron":
             state = _megatron_state(model, shape, dims, on_gpu=on_gpu)
@@ -71,9 +74,12 @@ def rank_memory(
             continue
         trained, ranks = model.optimizer is not None, num_shards(model, dims)
         is_away = on_gpu and model.fsdp.offload_params
-        weights += 0 if is_away else shape.parameters * (4 if trained and model.lora is None else width) // ranks
+        tower = 0 if shape.vision is None else shape.vision.parameters * dims.tp  # tensor ranks have it whole
+        size = shape.text_parameters + tower
+        weights += 0 if is_away else size * (4 if trained and model.lora is None else width) // ranks
         if model.optimizer is not None:
-            learned = shape.parameters if model.lora is None else adapter_parameters(model.lora, shape)
+            own = size if trains_tower(model, shape) else shape.text_parameters
+            learned = own if model.lora is None else adapter_parameters(model.lora, shape)
             weights += 0 if model.lora is None or is_away else learned * 4 // ranks
             keeps_whole = accumulates and ranks > 1 and model.fsdp.gradient_sync == "last"
             state = model.optimizer.state_bytes
@@ -134,9 +140,32 @@ def adapter_parameters(lora: LoRAConfig, shape: ModelShape) -> int:
     targets = (
         sizes if isinstance(lora.target_modules, str) or lora.target_modules == [ALL_LINEAR] else lora.target_modules
     )
-    chosen = [size for name, size in sizes.items() if name in targets]
+    chosen = [size for name, size in sizes.items() if name in targets and not is_target(name, lora.exclude_modules)]
     whole = sum(shape.vocabulary * shape.hidden for name in ("lm_head", "embed_tokens") if name in lora.modules_to_save)
     return whole + shape.layers * lora.rank * sum(map(sum, chosen))
+
+
+def trains_tower(model: TrainEngineConfig, shape: ModelShape) -> bool:
+    """Whether a vision tower has gradients: no pattern of `freeze` fits all of its modules."""
+    family = FAMILIES.get(shape.family)
+    if shape.vision is None or family is None or model.optimizer is None or model.lora is not None:
+        return False
+    names = [f"model.{module}." for module in family.modules]
+    return not all(any(re.search(pattern, name) for pattern in model.freeze) for name in names)
+
+
+def tower_bytes(model: TrainEngineConfig, shape: ModelShape, patches: int) -> int:
+    """What autograd keeps of the patches of a micro-batch in the vision tower: tensor and context ranks have all."""
+    vision = shape.vision
+    if vision is None:
+        return 0
+    width = 2 if model.dtype == "bfloat16" else 4
+    block = width * (8 * vision.hidden + (4 if vision.gated else 2) * vision.intermediate)
+    if not trains_tower(model, shape):
+        return patches * block  # of one block
+    if model.gradient_checkpointing and model.checkpointing != "selective":
+        return patches * (vision.layers * vision.hidden * width + block)
+    return patches * vision.layers * block
 
 
 def activation_bytes(
@@ -172,7 +201,9 @@ def _gathered(shape: ModelShape, width: int, *, trained: bool, at_once: bool) ->
     """Two blocks (one is gathered ahead) and the outer unit, or all of them `at_once`, in the compute type; gradients
     and their float32 copies."""
     outer = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
-    block = (shape.parameters - outer) // shape.layers
+    block = (shape.text_parameters - outer) // shape.layers
+    tower = 0 if shape.vision is None else shape.vision.parameters  # one unit: gathered for a pass of the tower
+    outer += 0 if at_once else tower
     return width * (shape.parameters if at_once else 2 * block + outer) + (
         (width + 4) * block + width * outer if trained else 0
     )
@@ -195,9 +226,16 @@ def memory_problems(
     per_step = config.actor.ppo_n_minibatches if isinstance(config, PPOConfig) else 1
     longest = config.gconfig.max_tokens if isinstance(config, PPOConfig) else 0
     accumulates = tokens * per_step < plan.numbers.samples_per_step * longest // dims.dp
-    backend = config.allocation.train[0].backend
+    patches = largest_images(config, tokens)
     found = rank_memory(
-        known, dims=dims, tokens=tokens, on_gpu=on_gpu, bucket_bytes=bucket, accumulates=accumulates, backend=backend
+        known,
+        dims=dims,
+        tokens=tokens,
+        on_gpu=on_gpu,
+        bucket_bytes=bucket,
+        accumulates=accumulates,
+        backend=config.allocation.train[0].backend,
+        patches=patches,
     )
     state = found.weights + found.gradients + found.optimizer
     advice = "use more ranks (allocation_mode) or fsdp.offload_optimizer=true or fsdp.offload_params=true"
@@ -219,11 +257,34 @@ def memory_problems(
         key = "allocation_mode"
         if found.activations > state:
             key, advice = "actor.mb_spec.max_tokens_per_mb", "lower it, or set gradient_checkpointing=true"
+            of_images = max(tower_bytes(model, shape, patches) for model, shape in known)
+            if of_images > found.activations // 2:
+                key = "actor.mb_spec.max_patches_per_mb"
         parts = ", ".join(f"{part.name} {_gib(getattr(found, part.name))}" for part in fields(found)[:-1])
         yield (
             f"{key}: a trainer rank needs about {_gib(found.peak)} with {tokens} tokens a micro-batch ({parts}), but a "
             f"GPU has {_gib(card_bytes)}: {advice}"
         )
+
+
+def largest_images(config: BaseExperimentConfig, tokens: int) -> int:
+    """Patches of a micro-batch of `tokens` tokens: the limit, or those of one image of the largest size. 0 where no
+    option says that rows have images."""
+    limits = [model.mb_spec.max_patches_per_mb for model in config.models.values()]
+    if given := [limit for limit in limits if limit is not None]:
+        return max(given)
+    has_images = config.vision.max_pixels is not None
+    has_images |= isinstance(config, PPOConfig) and config.workflow == "vision_rlvr"
+    layouts = [read_vision_layout(model.path) for model in config.models.values()] if has_images else []
+    sizes = [
+        min(
+            min(config.vision.max_pixels or layout.max_pixels, layout.max_pixels) // layout.patch_size**2,
+            tokens * layout.merge_size**2,
+        )
+        for layout in layouts
+        if layout is not None
+    ]
+    return max(sizes, default=0)
 
 
 def largest_micro_batch(config: BaseExperimentConfig, plan: LaunchPlan) -> int:

@@ -11,6 +11,62 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionShape:
+    """The sizes of a vision tower that decide how much memory it takes."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    gated: bool
+    """The MLP has three matrices."""
+    merge: int
+    """Patches that become one token, in each direction."""
+    patch_values: int
+    """Of one patch."""
+    projections: int
+    """Weights between the tower and the language model."""
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> Self | None:
+        """Of a config.json; None without a tower of a known form."""
+        tower: dict[str, Any] | None = found.get("vision_config")
+        if not isinstance(tower, dict) or "patch_size" not in tower:
+            return None
+        text = int(found.get("text_config", found).get("hidden_size", 0))
+        hidden = int(tower.get("embed_dim") or tower["hidden_size"])  # Qwen2-VL: hidden_size is that of the text
+        side = tower["patch_size"][0] if isinstance(tower["patch_size"], list) else int(tower["patch_size"])
+        is_qwen = "depth" in tower
+        merge = _merged(found, tower, side)
+        joined = hidden * merge**2
+        within = joined if is_qwen else text  # of the first of two matrices
+        mergers = 1 + len(tower.get("deepstack_visual_indexes") or ())
+        has_one = str(found.get("model_type")) in ("idefics3", "smolvlm", "gemma3")
+        source = hidden if found.get("model_type") == "gemma3" else joined
+        return cls(
+            layers=int(tower["depth"] if is_qwen else tower["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(tower.get("intermediate_size") or hidden * tower.get("mlp_ratio", 4)),
+            gated=tower.get("hidden_act") == "silu",
+            merge=merge,
+            patch_values=3 * int(tower.get("temporal_patch_size", 1)) * side * side,
+            projections=source * text if has_one else mergers * (joined * within + within * text),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, without biases, norms and tables of positions."""
+        mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
+        return self.layers * (4 * self.hidden**2 + mlp) + self.patch_values * self.hidden + self.projections
+
+
+def _merged(found: dict[str, Any], tower: dict[str, Any], side: int) -> int:
+    if "mm_tokens_per_image" in found:
+        return int(tower["image_size"]) // side // math.isqrt(found["mm_tokens_per_image"])
+    ratio = found.get("downsample_ratio")
+    return int(tower.get("spatial_merge_size") or found.get("scale_factor") or (round(1 / ratio) if ratio else 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder-only model that decide how much memory it takes."""
 
@@ -33,12 +89,14 @@ class ModelShape:
     """Columns of what computes all tokens in a model with experts: MLPs of layers without experts, shared experts."""
     latents: int = 0
     """Common divisor of the sizes of latents in attention; 0 without them."""
+    vision: VisionShape | None = None
 
     @classmethod
     def read(cls, folder: str) -> Self | None:
         """Read a local checkpoint folder. None when it has no config.json, or one of another kind of model."""
         try:
             found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+            vision = VisionShape.read(found)
             found = found.get("text_config", {}) | found  # of a model for images and text
             kind = str(found.get("model_type", ""))
             heads = int(found["num_attention_heads"])
@@ -60,12 +118,18 @@ class ModelShape:
                 query_key_norm=kind.startswith("qwen3"),
                 dense_intermediate=_dense_size(found, int(width)) if width else 0,
                 latents=_latents(found),
+                vision=vision,
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     @property
     def parameters(self) -> int:
+        """Number of weights: those of the text, and of a vision tower."""
+        return self.text_parameters + (0 if self.vision is None else self.vision.parameters)
+
+    @property
+    def text_parameters(self) -> int:
         """Number of weights: exact for Llama, Mistral, Qwen2 and Qwen3, approximate for similar architectures."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (queries + 2 * keys) + queries * self.hidden

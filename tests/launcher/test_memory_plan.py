@@ -7,16 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.autograd.profiler import profile
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import FSDPEngineConfig, GRPOConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.hf_model import other_towers
 from areal.engine.mesh import TrainerMesh
 from areal.launcher.job import make_plan
-from areal.launcher.memory_plan import memory_problems, rank_memory
+from areal.launcher.memory_plan import memory_problems, rank_memory, tower_bytes, trains_tower
 from areal.launcher.placement import Machine
 from areal.system.model_shape import ModelShape
+from areal.system.vision_layout import FAMILIES, read_vision_layout
+from tests.engine import vision_cases
 from tests.engine.engine_cases import make_batch, policy_loss
 
 SIZES = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000, "tie_word_embeddings": True}
@@ -64,6 +67,59 @@ def test_the_plan_is_within_a_fifth_of_the_measured_peak(tmp_path, kind, shape, 
     size = ModelShape.read(str(tmp_path))
     found = rank_memory([(config, size)], dims=ParallelDims(), tokens=TOKENS, on_gpu=False)
     assert found.peak == pytest.approx(measured_peak(config), rel=0.2)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_tower_is_counted_and_its_patches(tmp_path, family):
+    config = vision_cases.config_of(family, 64)
+    tower = config.vision_config
+    sizes = {"hidden_size": 320, "intermediate_size": 1280, "image_size": 56, "embed_dim": 320, "out_hidden_size": 512}
+    for name, size in sizes.items():
+        if hasattr(tower, name):
+            setattr(tower, name, [size, size] if isinstance(getattr(tower, name), list | tuple) else size)
+    config.get_text_config().hidden_size = 512
+    if family == "qwen2_vl":
+        tower.hidden_size, tower.mlp_ratio = 512, 4
+    if family == "gemma3":
+        config.mm_tokens_per_image = 16
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    shape = ModelShape.read(str(tmp_path))
+    exact = sum(weight.numel() for part in other_towers(model) for weight in part.parameters())
+    assert shape.vision.parameters == pytest.approx(exact, rel=0.06)
+    assert shape.parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.06)
+    vision_cases.write_processor(tmp_path, family)
+    layout = read_vision_layout(str(tmp_path))
+    assert shape.vision.merge == layout.merge_size
+    actor = replace(GRPOConfig().actor, path=str(tmp_path), dtype="float32", optimizer=OptimizerConfig())
+    assert trains_tower(actor, shape)
+    assert not trains_tower(replace(actor, freeze=list(FAMILIES[family].modules)), shape)
+    kept = kept_bytes(model.to_empty(device="cpu").float(), layout)
+    patches = layout.max_pixels // layout.patch_size**2 if layout.side else 64
+    assert tower_bytes(actor, shape, patches) == pytest.approx(kept, rel=0.35)
+
+
+def kept_bytes(model, layout) -> int:
+    """What autograd keeps of the images of a pass in the tower, without weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(value):
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    inputs = [torch.randn(layout.max_tiles, 3, layout.side, layout.side)] if layout.side else []
+    if not inputs:
+        inputs = [torch.randn(64, 3 * layout.temporal_patch_size * layout.patch_size**2), torch.tensor([[1, 8, 8]])]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        found = model.base_model.get_image_features(
+            inputs[0][None] if layout.is_batched else inputs[0], *inputs[1:], return_dict=True
+        )
+    del found
+    return sum(seen.values())
 
 
 def write_shape(folder, **sizes):
