@@ -14,7 +14,7 @@ import squares
 
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 
-NUM_SFT_ROWS = 30 * 128
+NUM_SFT_ROWS = 40 * 128
 NUM_RL_ROWS = 4096
 NUM_HELD_OUT = 256
 
