@@ -6,9 +6,13 @@ A server gets *collapsed* ids, with one placeholder for each image, and expands 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from areal.api.errors import InputError
+
+Sizing = Literal["multiple", "square", "crop", "tiles"]
+"""Final size of an image: multiples of a patch's size; one tile, with other proportions; one tile, whose shortest side
+decides and whose middle stays; or as many tiles as its proportions need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,7 @@ class ImageRef:
     sha256: str
     """Hex digest of its PNG file."""
     grid: tuple[int, int, int]
-    """Patches of the vision tower: time, height, width."""
+    """Patches of the vision tower: time (of an image in tiles: tiles), height, width."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +51,33 @@ class VisionLayout:
     """Of the colours, from 0 to 1."""
     has_3d_positions: bool
     """Positions count time, height and width; else tokens."""
+    sizing: Sizing = "multiple"
+    side: int = 0
+    """Pixels of a tile in each direction; 0 for multiples."""
+    max_tiles: int = 1
+    """Besides the tile that shows the whole image, if there are several."""
+    resample: int = 3
+    """Filter of the resize, as Pillow numbers them: bicubic."""
+    mark: str = ""
+    """What chat templates write for an image. Empty: the same as `written`."""
+    written: str = ""
+    """What the model sees for an image, with one placeholder. Empty: the placeholder between start and end."""
+    is_bidirectional: bool = False
+    """The placeholders of an image attend to each other, within the window of a layer that has one."""
+    is_batched: bool = False
+    """The tower takes tiles with one more dimension in front, and drops tiles that are all zero."""
 
     def tokens_of(self, image: ImageRef) -> int:
         """Number of placeholders of an image."""
         time, height, width = image.grid
         return time * height * width // self.merge_size**2
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int, int]:
+        """Patches of an image of these pixels, which are a final size."""
+        if self.sizing == "multiple":
+            return 1, height // self.patch_size, width // self.patch_size
+        tiles, patches = height // self.side * (width // self.side), self.side // self.patch_size
+        return tiles + (tiles > 1), patches, patches
 
 
 class ImageStore(Protocol):

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import binascii
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from areal.system.vision_layout import read_vision_layout
 Row = dict[str, Any]
 MARK = "<image>"
 """The place of an image in the text of a row."""
+_TOKEN = re.compile(r"<[^<>]+>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,9 @@ class PromptImages:
         self._layout = layout = writer.layout
         self._options = options
         around = (layout.vision_start_id, layout.image_token_id, layout.vision_end_id)
-        self._mark = "".join(tokenizer.decode([token]) for token in around if token is not None)
-        self._special = [tokenizer.decode([token]) for token in layout.banned_ids]
+        self._mark = layout.written or "".join(tokenizer.decode([token]) for token in around if token is not None)
+        names = [tokenizer.decode([token]) for token in layout.banned_ids]
+        self._special = dict.fromkeys([*names, *_TOKEN.findall(layout.mark + layout.written)])
 
     @classmethod
     def of(cls, config: BaseExperimentConfig, tokenizer: Tokenizer) -> Self | None:

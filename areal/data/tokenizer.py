@@ -1,13 +1,14 @@
 """Tokenizers: the protocol that areal uses, and loading from a folder or the hub without importing torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from areal.api.config import BaseExperimentConfig
 from areal.api.errors import InputError
 from areal.system.hub import hub_file
+from areal.system.vision_layout import read_vision_layout
 
 _TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_PATTERNS = ("*token*", "vocab*", "*.model", "*.tiktoken")
@@ -39,7 +40,8 @@ def tokenizer_of(config: BaseExperimentConfig, model_path: str) -> Tokenizer:
     """The tokenizer of a run, with its chat template. Raises InputError.
 
     The variables of `chat_template.args` are assignments at the start of the template, so they have their value in
-    every rendering.
+    every rendering. For an image the template writes what the processor of the model makes of its mark, with one
+    placeholder: before the text is cut into tokens, since a token may have line breaks of both.
     """
     tokenizer: Any = load_tokenizer(config.tokenizer_path or model_path)
     options = config.chat_template
@@ -51,10 +53,21 @@ def tokenizer_of(config: BaseExperimentConfig, model_path: str) -> Tokenizer:
             raise InputError(message, code="data.chat_template_file") from error
     if options.args and tokenizer.chat_template:
         first = "".join(f"{{%- set {name} = {_literal(value)} -%}}" for name, value in options.args.items())
-        found = tokenizer.chat_template
-        is_one = isinstance(found, str)
-        tokenizer.chat_template = first + found if is_one else {name: first + text for name, text in found.items()}
+        tokenizer.chat_template = _changed(tokenizer.chat_template, lambda text: first + text)
+    layout = read_vision_layout(model_path, downloads=not config.tokenizer_path)
+    if layout is not None and layout.mark != layout.written and tokenizer.chat_template:
+        end = f"{{{{ areal_text | replace({json.dumps(layout.mark)}, {json.dumps(layout.written)}) }}}}"
+        # Jinja drops the line end of a template
+        start, middle = "{% set areal_text +%}", "{%+ endset %}"
+        tokenizer.chat_template = _changed(
+            tokenizer.chat_template, lambda text: start + text.removesuffix("\n") + middle + end
+        )
     return tokenizer
+
+
+def _changed(template: str | dict[str, str], change: Callable[[str], str]) -> str | dict[str, str]:
+    """A template, or several by name, after `change`."""
+    return change(template) if isinstance(template, str) else {name: change(text) for name, text in template.items()}
 
 
 def _literal(value: Any) -> str:

@@ -13,7 +13,7 @@ from areal.api.batch import LossFn, MicroBatch, TokenOutputs, TrainBatch, requir
 from areal.api.config import MicroBatchSpec
 from areal.api.data import WeightSpec
 from areal.api.engine import ReduceOp
-from areal.api.errors import ConfigError, InputError, StageError
+from areal.api.errors import InputError, StageError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
 from areal.engine.adapter_format import PeftAdapter
@@ -310,11 +310,6 @@ class FSDPEngine:
         def all_max(facts: Tensor) -> Tensor:
             found = self._mesh.all_reduce(torch.cat([facts, facts.new_tensor([float(len(batch.images))])]), op="max")
             self._runs_tower = self._vision is not None and bool(found[-1])
-            if self._runs_tower and self._mesh.context.size > 1:
-                text = (
-                    "a batch has images, and context ranks split sequences of text only: use allocation_mode without c"
-                )
-                raise ConfigError(text, code="model.cannot_split")
             return found[:-1]
 
         reduce_max = checked_ids(batch, vocab_size, all_max, with_candidates=self._model.spec.candidates is not None)

@@ -70,14 +70,14 @@ def build_fsdp_engine(
     folder = resolve_model_folder(config.path)
     if (shape := ModelShape.read(str(folder))) is not None and (problem := mesh_problem(shape, mesh.dims)):
         raise ConfigError(f"model {folder}: {problem}", code="model.cannot_split")
-    attention = choose_attention(config.attn_impl, mesh.device, compute, in_compiled=config.compile)
-    is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
-    held = stored if config.lora is None else compute
-    kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
     layout = read_vision_layout(str(folder))
     vision = None if layout is None or images is None else VisionReader(layout, images)
-    how: dict[str, Any] = {"dtype": held, "attention": attention, "is_empty": is_sharded}
-    hf_model = load_model(folder, config, **kind, **how, takes_images=vision is not None)
+    attend = "sdpa" if vision is not None and vision.layout.is_bidirectional else config.attn_impl
+    attention = choose_attention(attend, mesh.device, compute, in_compiled=config.compile)
+    is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
+    kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
+    how: dict[str, Any] = {"dtype": stored if config.lora is None else compute, "is_empty": is_sharded}
+    hf_model = load_model(folder, config, **kind, **how, attention=attention, takes_images=vision is not None)
     routing = Routing(routers_of(hf_model), hf_model.config.get_text_config(), config)
     adapters = _prepare(hf_model, config, mesh)
     model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)

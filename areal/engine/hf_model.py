@@ -35,6 +35,9 @@ from areal.engine.sharded_load import (
 )
 from areal.weights.stored_form import StoredForm
 
+_WINDOWED = ("gemma3_text",)
+"""Text models whose layers with a window are compared with transformers; of others a layer may lack its window."""
+
 
 def resolve_model_folder(path: str) -> Path:
     """Return the local folder of a checkpoint: `path` itself, or the hub's cache. Raises InputError otherwise."""
@@ -240,7 +243,9 @@ def _from_weights(
 def _refuse_unsupported(config: PretrainedConfig) -> None:
     """Raise ConfigError for models that would train without an error but with wrong results."""
     facts = config.get_text_config().to_dict()
-    kinds = sorted(set(facts.get("layer_types") or []) - {"full_attention"})
+    has_windows = facts.get("model_type") in _WINDOWED
+    known = {"full_attention", "sliding_attention"} if has_windows else {"full_attention"}
+    kinds = sorted(set(facts.get("layer_types") or []) - known)
     if kinds:
         raise _unsupported(f"model type {config.model_type} has {', '.join(kinds)} layers: only full attention works")
     uses_window = facts.get("use_sliding_window", True) and not facts.get("layer_types")

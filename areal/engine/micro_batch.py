@@ -128,6 +128,8 @@ def with_images(inputs: ModelInput, batch: TrainBatch | None, reader: VisionRead
         images, positions = reader.of(batch, inputs.input_ids.device)
     if images is None and runs_tower:
         images = reader.without_images(inputs.input_ids)
+    if images is not None and images.blocks is not None:
+        inputs = replace(inputs, layout=replace(inputs.layout, blocks=images.blocks))
     return replace(inputs, images=images, position_ids=inputs.position_ids if positions is None else positions)
 
 
@@ -192,6 +194,7 @@ def _with_last(layout: PackedLayout, count: int, padding: int) -> PackedLayout:
         cu_seqlens=torch.cat([layout.cu_seqlens, layout.cu_seqlens.new_tensor([count + padding])]),
         max_seqlen=max(layout.max_seqlen, padding),
         runs=(*layout.runs, (count, 1, padding)),
+        blocks=None if layout.blocks is None else torch.cat([layout.blocks, layout.blocks.new_full((padding,), -1)]),
     )
 
 
@@ -206,13 +209,14 @@ def over_context(inputs: ModelInput, ranks: RankGroup) -> ModelInput:
     own = partial(own_tokens, ranks=ranks)
     return ModelInput(
         input_ids=own(inputs.input_ids),
-        position_ids=own(inputs.position_ids),
+        position_ids=own(inputs.position_ids.movedim(-1, 0)).movedim(0, -1),
         labels=own(inputs.labels),
         has_label=own(inputs.has_label),
         layout=replace(layout, context=ranks, num_tokens=count),
         candidate_ids=None if inputs.candidate_ids is None else own(inputs.candidate_ids),
         temperatures=None if inputs.temperatures is None else own(inputs.temperatures, fill=1),
         routed_experts=None if inputs.routed_experts is None else own(inputs.routed_experts, fill=-1),
+        images=None if inputs.images is None else inputs.images.of_tokens(own),
     )
 
 

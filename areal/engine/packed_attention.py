@@ -51,6 +51,8 @@ class PackedLayout:
     """Of the row without padding, when `context` is set."""
     answers: tuple[AnswerRun, ...] = ()
     """They follow the sequences of `runs`, and attend to their prompts too. Only for sdpa."""
+    blocks: Tensor | None = None
+    """[T] int64: tokens of a sequence with equal numbers from 0 attend to each other, also forwards. Only for sdpa."""
 
 
 def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
@@ -119,7 +121,7 @@ def _sdpa_per_sequence(
     **unused: Any,  # transformers also passes position_ids and others
 ) -> tuple[Tensor, None]:
     """One call of scaled_dot_product_attention per run of sequences with equal length. Returns [1, T, H, D]."""
-    _require_causal(module, attention_mask, sliding_window)
+    _require_causal(module, attention_mask)
     repeats = query.shape[1] // key.shape[1]
     attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
     shapes = [(count, length) for _, count, length in layout.runs]
@@ -136,12 +138,15 @@ def _sdpa_per_sequence(
         mask = None
         if number < len(layout.runs):
             blocks.append((k, v))
+            mask = _mask(layout, layout.runs[number], sliding_window)
         else:
             answers = layout.answers[number - len(layout.runs)]
             before = (_of_prompts(each, answers.prompts) for each in blocks[answers.block])
             k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
             seen = torch.ones(answers.length, k.shape[2], dtype=torch.bool, device=k.device)
             mask = seen.tril(k.shape[2] - answers.length)
+            if sliding_window is not None:
+                mask = mask.triu(k.shape[2] - answers.length - sliding_window + 1)
         is_slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] < SHORT_ON_CPU
         if is_slow and not dropout and torch.is_grad_enabled():
             out = _Float32Gradients.apply(q, k, v, mask, scaling)
@@ -150,6 +155,25 @@ def _sdpa_per_sequence(
         parts.append(out.transpose(1, 2).flatten(0, 1))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.unsqueeze(0), None
+
+
+def _mask(layout: PackedLayout, run: tuple[int, int, int], window: int | None) -> Tensor | None:
+    """What the tokens of a run see where that is more or less than those before: [length, length], or one for each
+    sequence [n, 1, length, length]. None: causal.
+    """
+    start, count, length = run
+    is_cut = window is not None and window < length
+    if layout.blocks is None and not is_cut:
+        return None
+    mask = torch.ones(length, length, dtype=torch.bool, device=layout.cu_seqlens.device).tril()
+    if layout.blocks is not None:
+        numbers = layout.blocks[start : start + count * length].view(count, 1, length)
+        is_one = (numbers[..., None] == numbers[..., None, :]) & (numbers[..., None] >= 0)
+        if is_one.any():
+            mask = mask | is_one
+        elif not is_cut:
+            return None
+    return mask.triu(1 - window) if is_cut and window is not None else mask
 
 
 def _of_prompts(states: Tensor, prompts: Tensor) -> Tensor:
@@ -197,7 +221,7 @@ def _varlen(
     """torch's variable-length kernel on the whole row (CUDA, half precision). Returns [1, T, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    _require_causal(module, attention_mask, sliding_window)
+    _require_causal(module, attention_mask)
     if dropout:
         message = "the variable-length kernel has no dropout: set disable_dropout=true or attn_impl=sdpa"
         raise ConfigError(message, code="model.attention_unavailable")
@@ -209,8 +233,8 @@ def _varlen(
         else:  # torch 2.11 wants equal numbers of heads
             k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
     bounds, longest = layout.cu_seqlens, layout.max_seqlen
-    # a window of (-1, 0) means causal
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (-1, 0) means causal
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **grouped)
     return out.unsqueeze(0), None  # pyright: ignore[reportAttributeAccessIssue] - a tensor, as return_aux is not given
 
 
@@ -220,10 +244,10 @@ def _has_grouped_heads(kernel: Callable[..., object]) -> bool:
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
-def _require_causal(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None) -> None:
-    """A mask would make transformers ignore the packing without an error; the other options are not implemented."""
+def _require_causal(module: nn.Module, attention_mask: Tensor | None) -> None:
+    """A mask would make transformers ignore the packing without an error."""
     if attention_mask is not None:
         raise RuntimeError("packed rows accept no attention mask")
-    if sliding_window is not None or not getattr(module, "is_causal", True):
-        message = "the model has sliding-window or non-causal attention layers, which the FSDP engine does not support"
+    if not getattr(module, "is_causal", True):
+        message = "the model has attention layers that are not causal, which the FSDP engine does not support"
         raise ConfigError(message, code="model.unsupported")

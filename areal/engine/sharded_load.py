@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -145,7 +146,7 @@ def drawn_parameters(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, T
     Each module has its own random numbers, from `seed` and its name. One module is whole in memory at a time.
     """
     drawn: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module, owner in _owned_modules(model):
         targets = {name: value for name, value in module._parameters.items() if value is not None}
         targets = {name: value for name, value in targets.items() if id(value) not in drawn}  # tied
         drawn.update(map(id, targets.values()))
@@ -154,13 +155,9 @@ def drawn_parameters(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, T
         whole = {
             name: nn.Parameter(torch.full(value.shape, torch.nan, device="cpu")) for name, value in targets.items()
         }
-        module._parameters.update(whole)
-        try:
-            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                torch.manual_seed(seed_of(seed, path))
-                model._init_weights(module)
-        finally:
-            module._parameters.update(targets)
+        with _replaced(module, whole), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed_of(seed, path))
+            owner._init_weights(module)
         for name in targets:
             values = whole[name].detach()
             if values.isnan().any():
@@ -182,27 +179,60 @@ def draw_head(weight: Tensor, seed: int) -> None:
 @torch.no_grad()
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers that checkpoints do not contain. ConfigError for a model without a rule for one."""
-    for path, module in model.named_modules():
+    for path, module, owner in _owned_modules(model):
         names = module._non_persistent_buffers_set
         for name in names:
             buffer = module._buffers[name]
             if buffer is not None:
-                fill = torch.nan if buffer.is_floating_point() else 0
-                module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device=device)
+                module._buffers[name] = torch.full(buffer.shape, _unset(buffer), dtype=buffer.dtype, device=device)
         if not names:
             continue
-        parameters = {name: value for name, value in module._parameters.items() if value is not None}
-        empty = {name: nn.Parameter(torch.empty(value.shape, device="meta")) for name, value in parameters.items()}
-        module._parameters.update(empty)  # the rule also draws the weights, which is a collective on sharded ones
-        try:
-            model._init_weights(module)
-        finally:
-            module._parameters.update(parameters)
+        with _replaced(module, {}):
+            owner._init_weights(module)
         for name in names:
             buffer = module._buffers[name]
-            if buffer is not None and (not buffer.is_floating_point() or buffer.isnan().any()):
+            if buffer is not None and _is_unset(buffer).any():
                 message = f"{type(model).__name__} has the buffer {path}.{name}, which several ranks cannot compute"
                 raise ConfigError(message, code="model.unsupported")
+
+
+@contextmanager
+def _replaced(module: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Inside the block the module has the parameters `own`, and others of it and of its children have no memory.
+
+    A rule may also draw weights of children, and on sharded ones that is a collective.
+    """
+    kept = [
+        (one, {name: value for name, value in one._parameters.items() if value is not None}) for one in module.modules()
+    ]
+    for one, parameters in kept:
+        for name, value in parameters.items():
+            one._parameters[name] = nn.Parameter(torch.empty(value.shape, device="meta"))
+    module._parameters.update(own)
+    try:
+        yield
+    finally:
+        for one, parameters in kept:
+            one._parameters.update(parameters)
+
+
+def _owned_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Path, module, and the innermost model around it: the rules of a model are not those of a tower inside it."""
+    owners: dict[str, PreTrainedModel] = {}
+    for path, module in model.named_modules():
+        owners[path] = module if isinstance(module, PreTrainedModel) else owners[path.rpartition(".")[0]]
+        yield path, module, owners[path]
+
+
+def _is_unset(buffer: Tensor) -> Tensor:
+    return buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+
+
+def _unset(buffer: Tensor) -> float:
+    """What no rule computes."""
+    if buffer.dtype == torch.bool:
+        return False
+    return torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
 
 
 def seed_of(seed: int, path: str) -> int:

@@ -1,7 +1,7 @@
 """Tensor parallelism of a transformers model: DTensor plans from the structure of its blocks.
 
 Column-wise: projections to heads and to the wide layer of the MLP; row-wise: those back; by vocabulary: embedding and
-output head. The hidden states between them are whole and equal on every tensor rank.
+output head. The hidden states between them are whole and equal on every tensor rank, as are the parts for images.
 """
 
 from typing import cast
@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.errors import ConfigError
+from areal.engine.hf_model import other_towers
 from areal.engine.lora import DOWN, START_DOWN, START_UP, UP, LoRALinear
 
 _COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
@@ -72,7 +73,10 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, ParallelStyle]:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_images = {id(module) for tower in other_towers(model) for module in tower.modules()}
     for path, module in model.named_modules():
+        if id(module) in of_images:
+            continue
         name = path.rpartition(".")[2]
         weights = dict(module.named_parameters(recurse=False))
         if module is embedding:

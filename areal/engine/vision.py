@@ -1,6 +1,7 @@
 """Images in the passes of a trainer: which files a micro-batch needs, their numbers, the positions of its tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -9,20 +10,30 @@ from torch import Tensor, nn
 
 from areal.api.batch import TrainBatch
 from areal.api.errors import InputError
-from areal.api.image_positions import positions_3d
 from areal.api.images import ImageRef, ImageStore, VisionLayout
-from areal.system.image_pixels import decode_png, patches_of
+from areal.system.image_pixels import decode_png, patches_of, positions_3d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInput:
     """The images of one forward pass, on the model's device. Each is computed once, for all sequences that have it."""
 
-    patches: Tensor  # [P, d] float32
-    grids: Tensor  # [n, 3] int64
+    layout: VisionLayout
+    patches: Tensor  # as `patches_of`, float32
+    images: tuple[ImageRef, ...]
     order: tuple[int, ...]
     """Number of the image of each run of placeholders; empty = one image for a rank without any."""
     is_placeholder: Tensor  # [T] bool
+    blocks: Tensor | None = None
+    """[T] int64: number of the image of a placeholder, else -1; where the placeholders attend to each other."""
+    chosen: Tensor | None = None
+    """Numbers of the placeholders that this context rank has, among those of the row; None = all."""
+
+    def of_tokens(self, own: Callable[[Tensor], Tensor]) -> "ImageInput":
+        """The same for some tokens of the row. `own`: their values, of those of all. Every rank has all images."""
+        is_placeholder = own(self.is_placeholder)
+        numbers = own(self.is_placeholder.cumsum(0) - 1)
+        return replace(self, is_placeholder=is_placeholder, chosen=numbers[is_placeholder])
 
 
 class VisionReader:
@@ -38,7 +49,7 @@ class VisionReader:
         return [sum(sizes[image] for image in row) for row in _rows(batch)]
 
     def of(self, batch: TrainBatch, device: torch.device) -> tuple[ImageInput | None, Tensor | None]:
-        """The images of a micro-batch and its positions [3, T] int64; None when it has no images.
+        """The images of a micro-batch and, if they have three dimensions, its positions [3, T] int64; else None.
 
         Raises InputError when placeholders and images do not match, or a trained token is one that is never sampled
         (data.image_tokens), and as `ImageStore.read`.
@@ -52,7 +63,8 @@ class VisionReader:
         for sequence, row in zip(sequences, rows, strict=True):
             images = [batch.images[image] for image in row]
             self._check(sequence, images)
-            found.append(positions_3d(sequence, images, self.layout))
+            if self.layout.has_3d_positions:
+                found.append(positions_3d(sequence, images, self.layout))
         if not used:
             return None, None
         place = {image: number for number, image in enumerate(used)}
@@ -61,27 +73,36 @@ class VisionReader:
         files = (self._store.read(image.sha256) for image in images)
         patches = np.concatenate([patches_of(decode_png(png, layout), layout) for png in files])
         order = tuple(place[image] for row in rows for image in row)
-        positions = torch.from_numpy(np.concatenate(found, axis=1))
-        return (
-            self._input(patches, images, order, batch.input_ids, device),
-            positions.to(device) if self.layout.has_3d_positions else None,
-        )
+        positions = torch.from_numpy(np.concatenate(found, axis=1)).to(device) if found else None
+        return self._input(patches, images, order, batch.input_ids, device), positions
 
     def without_images(self, input_ids: Tensor) -> ImageInput:
-        """The smallest image, all zeros, for a pass without images while other ranks have some."""
+        """The smallest image, of one colour, for a pass without images while other ranks have some."""
         layout = self.layout
-        size = layout.merge_size
-        patches = np.zeros((size * size, 3 * layout.temporal_patch_size * layout.patch_size**2), np.float32)
-        return self._input(patches, [ImageRef("", (1, size, size))], (), input_ids, input_ids.device)
+        if layout.side:
+            patches, grid = np.ones((1, 3, layout.side, layout.side), np.float32), layout.grid_of(*[layout.side] * 2)
+        else:
+            size = layout.merge_size
+            patches = np.zeros((size * size, 3 * layout.temporal_patch_size * layout.patch_size**2), np.float32)
+            grid = (1, size, size)
+        return self._input(patches, [ImageRef("", grid)], (), input_ids, input_ids.device)
 
     def _input(
         self, patches: np.ndarray, images: list[ImageRef], order: tuple[int, ...], ids: Tensor, device: torch.device
     ) -> ImageInput:
+        is_placeholder = (ids == self.layout.image_token_id).to(device)
+        blocks = None
+        if self.layout.is_bidirectional and order:
+            blocks = torch.full_like(ids, -1, device=device)
+            sizes = torch.tensor([self.layout.tokens_of(images[image]) for image in order], device=device)
+            blocks[is_placeholder] = torch.arange(len(order), device=device).repeat_interleave(sizes)
         return ImageInput(
+            layout=self.layout,
             patches=torch.from_numpy(patches).to(device),
-            grids=torch.tensor([image.grid for image in images], device=device),
+            images=tuple(images),
             order=order,
-            is_placeholder=(ids == self.layout.image_token_id).to(device),
+            is_placeholder=is_placeholder,
+            blocks=blocks,
         )
 
     def _check(self, ids: np.ndarray, images: list[ImageRef]) -> None:
@@ -103,18 +124,30 @@ class VisionReader:
 
 def embedded(model: nn.Module, embeddings: Tensor, images: ImageInput) -> tuple[Tensor, dict[str, Tensor]]:
     """The embeddings [1, T, h] with the outputs of the vision tower, and what the decoder needs besides them."""
-    found = cast("Any", model).get_image_features(images.patches, images.grids, return_dict=True)
+    layout, patches = images.layout, images.patches
+    inputs: list[Tensor] = [patches[None] if layout.is_batched else patches]
+    if layout.sizing == "multiple":
+        inputs.append(torch.tensor([image.grid for image in images.images], device=patches.device))
+    found = cast("Any", model).get_image_features(*inputs, return_dict=True)
+    joined = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
+    vectors = joined.split([layout.tokens_of(image) for image in images.images])
     deep: list[tuple[Tensor, ...]] = list(getattr(found, "deepstack_features", None) or [])
     if not images.order:  # the tower ran as on the other ranks, without an effect
-        nothing = torch.stack([each.sum() for layer in (found.pooler_output, *deep) for each in layer]).sum() * 0.0
+        nothing = torch.stack([each.sum() for layer in (vectors, *deep) for each in layer]).sum() * 0.0
         return embeddings + nothing.to(embeddings.dtype), {}
-    values = torch.cat([found.pooler_output[image] for image in images.order]).to(embeddings.dtype)
+    values = _of_placeholders(vectors, images).to(embeddings.dtype)
     place = images.is_placeholder[None, :, None]
     more = {}
     if deep:
         more["visual_pos_masks"] = images.is_placeholder[None]
-        more["deepstack_visual_embeds"] = [torch.cat([layer[image] for image in images.order]) for layer in deep]
+        more["deepstack_visual_embeds"] = [_of_placeholders(layer, images) for layer in deep]
     return embeddings.masked_scatter(place, values), more
+
+
+def _of_placeholders(vectors: Sequence[Tensor], images: ImageInput) -> Tensor:
+    """The vector of each placeholder, of those of each image."""
+    values = torch.cat([vectors[image] for image in images.order])
+    return values if images.chosen is None else values[images.chosen]
 
 
 def _rows(batch: TrainBatch) -> list[list[int]]:

@@ -55,7 +55,7 @@ class CanaryCheck:
         self._vision = vision
         self._image: ImageRef | None = None
         """Of all probes, from the first exchange on."""
-        self._has_image = vision is None or not vision.trains_images
+        self._has_image = vision is None
         """Whether `_image` is final."""
         self._dtype = dtype
         self._tolerance = Tolerance(dtype)

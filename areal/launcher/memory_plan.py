@@ -226,7 +226,7 @@ def memory_problems(
     per_step = config.actor.ppo_n_minibatches if isinstance(config, PPOConfig) else 1
     longest = config.gconfig.max_tokens if isinstance(config, PPOConfig) else 0
     accumulates = tokens * per_step < plan.numbers.samples_per_step * longest // dims.dp
-    patches = largest_images(config, tokens)
+    backend, patches = config.allocation.train[0].backend, largest_images(config, tokens)
     found = rank_memory(
         known,
         dims=dims,
@@ -234,7 +234,7 @@ def memory_problems(
         on_gpu=on_gpu,
         bucket_bytes=bucket,
         accumulates=accumulates,
-        backend=config.allocation.train[0].backend,
+        backend=backend,
         patches=patches,
     )
     state = found.weights + found.gradients + found.optimizer

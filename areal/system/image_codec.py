@@ -39,8 +39,14 @@ def encode_image(
     image = _decoded(source, _FORMATS)
     rows, columns = final_size(image.height, image.width, layout, max_pixels=max_pixels)
     if (columns, rows) != image.size:
-        image = image.resize((columns, rows), _pillow().Resampling.BICUBIC)
-    return _png(image), (1, rows // layout.patch_size, columns // layout.patch_size)
+        size, middle = (columns, rows), None
+        if layout.sizing == "crop":
+            size = tuple(max(layout.side, layout.side * side // min(image.size)) for side in image.size)
+            left, top = ((side - layout.side) // 2 for side in size)
+            middle = (left, top, left + layout.side, top + layout.side)
+        image = image.resize(size, _pillow().Resampling(layout.resample))
+        image = image if middle is None else image.crop(middle)
+    return _png(image), layout.grid_of(rows, columns)
 
 
 def gradient_image(layout: VisionLayout) -> tuple[bytes, tuple[int, int, int]]:
@@ -58,15 +64,21 @@ def grid_of_source(source: bytes, layout: VisionLayout, *, max_pixels: int | Non
         width, height = image.size
         if image.getexif().get(_ORIENTATION, 1) in _TURNED:
             width, height = height, width
-    rows, columns = final_size(height, width, layout, max_pixels=max_pixels)
-    return 1, rows // layout.patch_size, columns // layout.patch_size
+    return layout.grid_of(*final_size(height, width, layout, max_pixels=max_pixels))
 
 
 def final_size(height: int, width: int, layout: VisionLayout, *, max_pixels: int | None = None) -> tuple[int, int]:
-    """Height and width after the resize of Qwen-VL: multiples of patch * merge, between the limits of pixels.
+    """Height and width after the resize. `max_pixels`: as in `encode_image`, but at least one tile.
 
-    The formula is `smart_resize` of transformers, with Python's rounding. Raises InputError (data.image_too_large).
+    Of Qwen-VL multiples of patch * merge, between the limits of pixels: `smart_resize` of transformers, with Python's
+    rounding. Raises InputError (data.image_too_large).
     """
+    if layout.sizing == "tiles":
+        most = min(layout.max_tiles, (max_pixels or layout.max_pixels) // layout.side**2)
+        columns, rows = _tiles(height, width, layout.side, max(most, 1))
+        return rows * layout.side, columns * layout.side
+    if layout.sizing != "multiple":
+        return layout.side, layout.side
     if max(width, height) > _MAX_RATIO * min(width, height):
         text = f"an image of {width} x {height} pixels is too long: one side may be {_MAX_RATIO} times the other"
         raise InputError(text, code="data.image_too_large")
@@ -81,6 +93,27 @@ def final_size(height: int, width: int, layout: VisionLayout, *, max_pixels: int
         factor = math.sqrt(least / (height * width))
         rows, columns = (math.ceil(side * factor / unit) * unit for side in (height, width))
     return max(rows, unit), max(columns, unit)
+
+
+def _tiles(height: int, width: int, side: int, most: int) -> tuple[int, int]:
+    """Columns and rows of tiles with nearly the proportions of an image.
+
+    Of equal proportions those with more tiles, while the image has more than half of their pixels (InternVL).
+    """
+    places = range(1, most + 1)
+    grids = sorted(((x, y) for x in places for y in places if x * y <= most), key=lambda one: one[0] * one[1])
+    best, distance = (1, 1), math.inf
+    for columns, rows in grids:
+        found = abs(width / height - columns / rows)
+        if found < distance or (found == distance and 2 * width * height > side * side * columns * rows):
+            best, distance = (columns, rows), found
+    return best
+
+
+def resized(colours: np.ndarray, side: int, resample: int) -> np.ndarray:
+    """Colours uint8 [height, width, 3] as [side, side, 3]."""
+    image = _pillow().fromarray(colours)
+    return np.asarray(image.resize((side, side), _pillow().Resampling(resample)))
 
 
 def colours_of(png: bytes) -> np.ndarray:

@@ -25,17 +25,13 @@ class RunImages:
     store: ImageStore
     max_images: int = 16
     """Of one prompt: vision.max_images."""
-    trains_images: bool = True
-    """False: the trainer splits sequences over context ranks, and takes text only."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> Self | None:
         """Of a run; None for a model without images. Raises InputError for a hub name that cannot be read."""
         layout = read_vision_layout(config.actor.path, downloads=True)
-        if layout is None:
-            return None
-        trains_images = all(trainer.parallel.cp == 1 for trainer in config.allocation.train)
-        return cls(layout, ImageFiles(RunPaths.of(config).images), config.vision.max_images, trains_images)
+        files = ImageFiles(RunPaths.of(config).images)
+        return None if layout is None else cls(layout, files, config.vision.max_images)
 
     def gradient(self) -> ImageRef:
         """Store the smallest image, the same for each model; blocks. Raises ArealError and OSError."""

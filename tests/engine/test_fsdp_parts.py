@@ -3,6 +3,7 @@
 import json
 import math
 import zlib
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -53,17 +54,24 @@ def test_layout_groups_equal_neighbours():
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [1, 4, 4, 2], [7]])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_packed_attention_equals_masked_attention(lengths, kv_heads):
+@pytest.mark.parametrize(("window", "has_blocks"), [(None, False), (2, False), (None, True), (2, True)])
+def test_packed_attention_equals_masked_attention(lengths, kv_heads, window, has_blocks):
     torch.manual_seed(0)
     total = sum(lengths)
+    places = torch.arange(total)
+    blocks = torch.where(places % 5 < 3, places // 5, -1) if has_blocks else torch.full((total,), -1)
     query = torch.randn(1, 4, total, 8, requires_grad=True)
     key, value = (torch.randn(1, kv_heads, total, 8, requires_grad=True) for _ in range(2))
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    layout = packed_layout(bounds, lengths)
+    layout = replace(layout, blocks=blocks) if has_blocks else layout
     out, _ = _sdpa_per_sequence(
-        nn.Identity(), query, key, value, None, layout=packed_layout(bounds, lengths), scaling=0.3
+        nn.Identity(), query, key, value, None, layout=layout, scaling=0.3, sliding_window=window
     )
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    mask = (owner[:, None] == owner[None, :]).tril()
+    mask = (blocks[:, None] == blocks[None, :]) & (blocks >= 0)
+    mask = (owner[:, None] == owner[None, :]) & (mask | torch.ones_like(mask).tril())
+    mask &= places[:, None] - places[None, :] < (total if window is None else window)
     expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     weights = torch.randn_like(out)
@@ -114,14 +122,17 @@ def test_the_installed_kernel_takes_our_arguments():
     """Its shape rules run without a GPU, on tensors without data."""
     query, key, value = (torch.empty(1, heads, 7, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
     layout = packed_layout(torch.empty(3, device="meta", dtype=torch.int32), [3, 4])
-    found, _ = _varlen(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3)
-    assert found.shape == (1, 7, 4, 8)
+    for window in (None, 4):
+        found, _ = _varlen(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3, sliding_window=window)
+        assert found.shape == (1, 7, 4, 8)
 
 
 def test_attention_refuses_what_would_be_wrong():
     states, layout = torch.zeros(1, 1, 2, 8), packed_layout(torch.tensor([0, 2]), [2])
-    with raises_code("model.unsupported", "sliding-window"):
-        _sdpa_per_sequence(nn.Identity(), states, states, states, None, layout=layout, sliding_window=4)
+    module = nn.Identity()
+    module.is_causal = False
+    with raises_code("model.unsupported"):
+        _sdpa_per_sequence(module, states, states, states, None, layout=layout)
     with pytest.raises(RuntimeError, match="mask"):
         _sdpa_per_sequence(nn.Identity(), states, states, states, torch.zeros(2, 2), layout=layout)
     both_ways = nn.Identity()

@@ -1,117 +1,32 @@
 """Packed rows with images: against transformers one by one, one rank against two, gradients, frozen parts."""
 
-import io
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
+import peft
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from areal.api.config import LoRAConfig, MicroBatchSpec, TrainEngineConfig
-from areal.api.image_positions import positions_3d
-from areal.api.images import ImageRef, expanded
+from areal.api.images import ImageRef
 from areal.data.balance import balanced_parts
-from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
-from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh
-from areal.system.image_codec import encode_image
-from areal.system.image_files import ImageFiles
-from areal.system.image_pixels import decode_png, patches_of
-from areal.system.vision_layout import read_vision_layout
 from tests.engine import engine_cases
+from tests.engine.vision_cases import make_engine, one_by_one, read_case, write_case
 from tests.expect import raises_code
 from tests.rank_processes import run_ranks
-
-NUM_IMAGES = (0, 1, 2, 1, 3)
-SIZES = [(60, 50), (100, 30), (56, 56), (28, 28)]
-START, END, IMAGE = 3, 4, 5
-
-
-def write_case(folder: Path) -> None:
-    """A model, four images of several sizes, and the batch of `read_case`."""
-    tokenizer = character_tokenizer(["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, *"abcdefghijklmnop"], context_length=128)
-    model = tiny_vision_model(tokenizer, 0, initializer_range=0.1, width=32)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    write_image_processor(folder / "model", max_pixels=112 * 112)
-
-
-def read_case(folder: Path):
-    """The image files and a batch whose sequences have `NUM_IMAGES` images; two sequences share one."""
-    layout, files = read_vision_layout(str(folder / "model")), ImageFiles(folder / "images")
-    random = np.random.default_rng(0)
-    images: list[ImageRef] = []
-    for width, height in SIZES:
-        target = io.BytesIO()
-        Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(target, "PNG")
-        png, grid = encode_image(target.getvalue(), layout)
-        images.append(ImageRef(files.put(png), grid))
-    rows, masks, own, used = [], [], [], 0
-    for count in NUM_IMAGES:
-        own.append([images[(used + place) % len(images)] for place in range(count)])
-        used += count
-        ids = [7, *[START, IMAGE, END] * count, *random.integers(8, 20, 5 + count).tolist()]
-        rows.append(expanded(ids, own[-1], layout))
-        masks.append([0] * (len(rows[-1]) - 4) + [1] * 4)
-    batch = rows_to_train_batch(rows, masks, own)
-    weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
-    return layout, files, replace(batch, advantages=weights)
-
-
-def make_engine(folder: Path, mesh: TrainerMesh | None = None, **options):
-    config = TrainEngineConfig(
-        path=str(folder / "model"), **{"dtype": "float32", "optimizer": engine_cases.SGD} | options
-    )
-    return build_fsdp_engine(
-        config,
-        role="actor",
-        total_steps=9,
-        mesh=mesh or TrainerMesh.open(None),
-        seed=0,
-        images=ImageFiles(folder / "images"),
-    )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
-    write_case(folder)
+    write_case(folder, "qwen3_vl")
     return folder
-
-
-def one_by_one(folder):
-    """Log-probabilities and gradients of transformers, a sequence at a time, banned tokens excluded."""
-    layout, files, batch = read_case(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
-    banned, parts = torch.tensor(layout.banned_ids), []
-    loss = torch.zeros(())
-    bounds = batch.cu_seqlens.tolist()
-    for row, (start, end) in enumerate(pairwise(bounds)):
-        ids = batch.input_ids[start:end]
-        inputs = {"input_ids": ids[None]}
-        if images := [batch.images[place] for place in batch.image_index[row].tolist() if place >= 0]:
-            grids, kinds = torch.tensor([image.grid for image in images]), (ids[None] == IMAGE).int()
-            theirs, _ = model.model.get_rope_index(ids[None], kinds, image_grid_thw=grids)
-            assert np.array_equal(theirs[:, 0].numpy(), positions_3d(ids.numpy(), images, layout))
-            patches = [patches_of(decode_png(files.read(image.sha256), layout), layout) for image in images]
-            pixels = torch.from_numpy(np.concatenate(patches))
-            inputs |= {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
-        logits = model(**inputs).logits[0].index_fill(1, banned, -1e30)
-        found = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        found = torch.cat([torch.where(torch.isin(ids[1:], banned), 0.0, found), torch.zeros(1)])
-        terms = batch.advantages[start:end] * found.mul(0.3).exp()
-        loss = loss + terms[batch.loss_mask[start:end]].sum()
-        parts.append(found.detach())
-    (loss / float(batch.loss_mask.sum())).backward()
-    return torch.cat(parts), {name: weight.grad for name, weight in model.named_parameters()}
 
 
 @pytest.mark.parametrize("options", [{}, {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40, max_patches_per_mb=48)}])
@@ -147,8 +62,26 @@ def test_all_linear_gives_the_vision_tower_no_adapters(folder):
     assert len(adapters.layers) == 2 * 7
     assert "q_proj" in adapters.target_names()
     model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
-    asked = Adapters(model, LoRAConfig(rank=2, target_modules=[*adapters.target_names(), "qkv"]))
+    every = [*adapters.target_names(), "qkv"]
+    asked = Adapters(model, LoRAConfig(rank=2, target_modules=every))
     assert {name.split(".")[1] for name in set(asked.layers) - set(adapters.layers)} == {"visual"}
+
+
+@pytest.mark.parametrize("exclude", [["qkv", "layers.1.mlp.up_proj"], r".*\.visual\..*|.*layers\.1\.mlp\.up_proj"])
+def test_excluded_modules_get_no_adapters_as_in_peft(folder, exclude):
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    theirs = peft.get_peft_model(
+        AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32),
+        peft.LoraConfig(r=2, target_modules=["qkv", "q_proj", "up_proj"], exclude_modules=exclude),
+    )
+    adapters = Adapters(model, LoRAConfig(rank=2, target_modules=["qkv", "q_proj", "up_proj"], exclude_modules=exclude))
+    found = {name.split(".lora_A")[0] for name, _ in theirs.named_parameters() if ".lora_A" in name}
+    assert {f"base_model.model.{name}" for name in adapters.layers} == found
+    assert len(found) == 3
+    with raises_code("adapter.no_target"):
+        Adapters(model, LoRAConfig(rank=2, exclude_modules=["absent"]))
+    with raises_code("adapter.no_target"):
+        Adapters(model, LoRAConfig(rank=2, target_modules=["q_proj"], exclude_modules=".*"))
 
 
 def test_wrong_images_are_refused(folder, tmp_path):
