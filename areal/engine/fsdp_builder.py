@@ -72,8 +72,8 @@ def build_fsdp_engine(
         raise ConfigError(f"model {folder}: {problem}", code="model.cannot_split")
     layout = read_vision_layout(str(folder))
     vision = None if layout is None or images is None else VisionReader(layout, images)
-    attend = "sdpa" if vision is not None and vision.layout.is_bidirectional else config.attn_impl
-    attention = choose_attention(attend, mesh.device, compute, in_compiled=config.compile)
+    kernel = "sdpa" if layout is not None and layout.is_bidirectional else config.attn_impl
+    attention = choose_attention(kernel, mesh.device, compute, in_compiled=config.compile)
     is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
     how: dict[str, Any] = {"dtype": stored if config.lora is None else compute, "is_empty": is_sharded}

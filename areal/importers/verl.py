@@ -387,11 +387,9 @@ def _dropped(draft: Draft) -> None:
         draft.drop("no warm-up of the critic", "trainer.critic_warmup")
     draft.keep("trainer.critic_warmup", "critic.warmup_steps")
     if int(draft.get(f"{_M}.lora_rank", 0)) > 0:
-        same = ("target_modules", "exclude_modules")
-        for name, option in (("lora_rank", "rank"), ("lora_alpha", "alpha"), *zip(same, same, strict=True)):
-            draft.keep(f"{_M}.{name}", f"actor.lora.{option}")
-    names = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
-    draft.drop("there are no adapters", *(f"{_M}.{name}" for name in names))
+        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
+            draft.keep(f"{_M}.{name}", f"actor.lora.{name.removeprefix('lora_')}")
+    draft.drop("there are no adapters", f"{_M}.lora_*", f"{_M}.target_modules", f"{_M}.exclude_modules")
     draft.lack("choose sizes and options for megatron: in allocation_mode (docs/train_engines.md)", "*megatron*")
     draft.lack("it changes the model's configuration", f"{_M}.override_config*", f"{_M}.external_lib")
     draft.drop(
