@@ -99,6 +99,8 @@ def _sampling(draft: Draft) -> None:
 
 def _batches(draft: Draft) -> None:
     prompts, group = int(draft.get("rollout_batch_size", 64)), int(draft.get("num_return_sequences_in_group", 1))
+    if "train_dataset.batch_size" not in draft.options:
+        draft.set("train_dataset.batch_size", prompts, "ROLL: its default")
     args = "actor_train.training_args"
     micro, steps = (
         int(draft.get(f"{args}.per_device_train_batch_size", 1)),

@@ -241,7 +241,7 @@ def _algorithm(draft: Draft) -> None:
 
 def _loss_scale(draft: Draft) -> None:
     if draft.get(f"{_A}.loss_agg_mode") == "seq-mean-token-sum-norm":
-        length = draft.options["gconfig.max_new_tokens"].value
+        length = int(draft.get("data.max_response_length", 512))
         draft.set("actor.loss_scale_tokens", length, "verl divides by data.max_response_length")
 
 

@@ -296,6 +296,14 @@ def test_a_script_may_have_defaults_arithmetic_and_lists_of_words(tmp_path, caps
     assert found["allocation_mode"].startswith("sglang:")
 
 
+@pytest.mark.parametrize("system", ["verl", "roll", "cosmos", "areal"])
+def test_a_file_without_known_keys_is_imported(system, tmp_path, capsys):
+    source = tmp_path / "c.yaml"
+    source.write_text("other: 1\n")
+    assert run_command(["config", "import", system, str(source), "--json"]) == 0
+    assert [entry["fate"] for entry in json.loads(capsys.readouterr().out)["keys"]] == ["missing"]
+
+
 def test_adapters_of_roll_and_columns_of_cosmos_are_kept(tmp_path, capsys):
     source = tmp_path / "c.yaml"
     source.write_text("pretrain: m\nactor_train: {model_args: {lora_rank: 8, lora_alpha: 16, lora_target: 'a, b'}}\n")
