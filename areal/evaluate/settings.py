@@ -19,7 +19,9 @@ from areal.api.config import (
     check_config,
     load_experiment,
 )
+from areal.api.config.data import is_row_function
 from areal.api.errors import ConfigError, InputError
+from areal.data.row_files import dataset_files
 from areal.fleet.backends import backend_named
 from areal.system.run_paths import RunPaths, run_folder
 
@@ -158,7 +160,7 @@ def _with_data(config: PPOConfig, data: Sequence[str]) -> PPOConfig:
     sets: dict[str, str] = {}
     for text in data:
         name, equals, path = text.partition("=")
-        name, path = (name, path) if equals else (Path(text).stem, text)
+        name, path = (name, path) if equals else (_set_name(text), text)
         if name in sets:
             message = f"--data {text}: there are two sets of the name {name}: write NAME={path}"
             raise ConfigError(message, code="evaluate.no_data")
@@ -186,8 +188,13 @@ def held_out_sets(config: PPOConfig) -> dict[str, ValidDatasetConfig]:
     evaluator.sets names it."""
     valid, named = config.valid_dataset, config.evaluator.sets
     assert valid is not None
-    paths = named if valid.path in named.values() else {Path(valid.paths[0]).stem: valid.path} | named
+    paths = named if valid.path in named.values() else {_set_name(valid.paths[0]): valid.path} | named
     return {name: replace(valid, path=path) for name, path in paths.items()}
+
+
+def _set_name(path: str) -> str:
+    """The name of a file without its ending; of a pattern its fixed characters."""
+    return re.sub(r"[^\w.-]", "", Path(path).stem).strip("-") or "held_out"
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -208,7 +215,9 @@ def _fingerprint(config: PPOConfig) -> str:
     functions = [config.workflow, config.reward_fn, config.evaluator.answer_fn, *(one.map_fn for one in sets.values())]
     functions += [name for _, fns in config.reward.tables() for name in fns]
     words = list(_texts(config.workflow_args))  # the code of an agent: path.py:run, or a file in a command
-    named = [*(path for one in sets.values() for path in one.paths), *words]
+    paths = [path for one in sets.values() for path in one.paths]
+    named = [*(str(file) for path in paths for file in dataset_files(path)), config.chat_template.path, *words]
+    functions += filter(is_row_function, paths)
     named += [name.rpartition(":")[0] for name in (*functions, *words)]
     files = [Path(name) for name in named if os.path.isfile(name)]  # False also for a text that is no path
     kept["files"] = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]

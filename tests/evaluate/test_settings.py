@@ -56,7 +56,16 @@ def test_one_command_has_one_folder_and_any_change_another(files):
     others.append(folder())
     (files / "held_out.jsonl").write_text('{"prompt": "b", "answer": "1"}\n')
     others.append(folder())
-    assert len({first, *others}) == 13
+    (files / "t.jinja").write_text("a")
+    others.append(folder(template := f"chat_template.path={files}/t.jinja"))
+    (files / "t.jinja").write_text("b")
+    others.append(folder(template))
+    for data in (f"{files}/held_*.jsonl", f"{files}/reward.py:rows"):
+        others.append(folder(data=[data]))
+        for name in ("held_out.jsonl", "reward.py"):
+            (files / name).write_text((files / name).read_text() + "\n")
+        others.append(folder(data=[data]))
+    assert len({first, *others}) == 19
 
 
 def test_sets_have_names(files):
@@ -67,6 +76,9 @@ def test_sets_have_names(files):
         "held_out": str(files / "held_out.jsonl"),
         "other": str(files / "more.jsonl"),
     }
+    patterns = ["x/held-*.jsonl", "x/*.jsonl", "mine.py:rows"]
+    configs = [evaluation_config(requested(files, data=[path]), scores=True) for path in patterns]
+    assert [list(held_out_sets(config)) for config in configs] == [["held"], ["held_out"], ["mine"]]
     configured = ["valid_dataset.path=x.jsonl", "evaluator.sets.more=y.jsonl"]
     config = evaluation_config(requested(files, *configured, data=[]), scores=True)
     assert {name: one.path for name, one in held_out_sets(config).items()} == {"x": "x.jsonl", "more": "y.jsonl"}
