@@ -23,16 +23,22 @@ def start(script: str | Path, run_name: str, *, imported: Sequence[str] = (), **
 
 
 def run_ranks(
-    script: str | Path, run_name: str, folder: Path, world_size: int = 2, *, imported: Sequence[str] = ()
+    script: str | Path,
+    run_name: str,
+    folder: Path,
+    world_size: int = 2,
+    *,
+    imported: Sequence[str] = (),
+    limit_s: float = _LIMIT_S,
 ) -> None:
     """Run `script` as `world_size` ranks, with the variables RANK and FOLDER, until all have ended without an error."""
     ranks = [start(script, run_name, imported=imported, RANK=rank, FOLDER=str(folder)) for rank in range(world_size)]
-    assert _exit_codes(ranks) == [0] * world_size
+    assert _exit_codes(ranks, limit_s) == [0] * world_size
 
 
-def _exit_codes(processes: Sequence[BaseProcess]) -> list[int | None]:
+def _exit_codes(processes: Sequence[BaseProcess], limit_s: float = _LIMIT_S) -> list[int | None]:
     for process in processes:
-        process.join(timeout=_LIMIT_S)
+        process.join(timeout=limit_s)
     for process in processes:
         if process.is_alive():
             process.kill()

@@ -53,6 +53,10 @@ CASES = {
 }
 """Mesh -> models and options."""
 MARK = "make test-megatron writes it"
+LIMIT_S = 900.0
+"""Of the ranks of a mesh, which run up to twenty cases."""
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 def run_mesh(folder, mesh: str, cases: list[str], expected) -> list[dict]:
@@ -66,7 +70,7 @@ def run_mesh(folder, mesh: str, cases: list[str], expected) -> list[dict]:
     (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
     size = equality_cases.MESHES[mesh].dims.world_size
     imported = ["tests.megatron.cpu_modules"]
-    run_ranks(equality_cases.__file__, "areal_megatron_ranks", folder, size, imported=imported)
+    run_ranks(equality_cases.__file__, "areal_megatron_ranks", folder, size, imported=imported, limit_s=LIMIT_S)
     return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(size)]
 
 

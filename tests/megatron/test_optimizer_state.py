@@ -196,7 +196,7 @@ def test_short_states_continue_from_a_checkpoint(fused, options, tmp_path):
     for each in (engine, again):
         cases.train(each, cases.make_batch())
     assert again._optimizer.num_updates() == 4
-    assert distance(engine, again) <= (1e-5 if options is SCALED else 0.0)
+    assert distance(engine, again) <= (2e-3 if options is SCALED else 0.0)  # a rounding of float16
 
 
 def distance(one, other) -> float:
