@@ -77,6 +77,8 @@ class RolloutClient:
         """The address of the last answer. It is looked up again only after a failure: the registry may be down."""
         self._idle: list[http.client.HTTPConnection] = []
         """Open connections to it: mostly one, as a weight update is requested from another thread."""
+        self._probe: tuple[int, bytes] | None = None
+        """Version and answer of the last weight update."""
         self._run_id = run_id
         self._token = token
         self._reconnect_s = reconnect_s
@@ -161,13 +163,22 @@ class RolloutClient:
         """Return when every serving replica holds `update.version`. Raises WeightSyncError when that failed."""
         try:
             request = PublishRequest(run_id=self._run_id, update=update)
-            self._call("/publish", request, f"to publish version {update.version}")
+            answer = self._call("/publish", request, f"to publish version {update.version}")
+            self._probe = (update.version, answer)
         except ControllerError as error:
             raise WeightSyncError(str(error), code=error.code) from error
 
     def probe_tokens(self, version: int) -> ProbeTokens | None:
-        """What the servers answered to the canary probe of `version`, to be scored; None without an answer."""
-        found = orjson.loads(self._call(f"/probe?version={version}", None, "for the answer to the canary probe"))
+        """What the servers answered to the canary probe of `version`, to be scored; None without an answer.
+
+        The first time after `publish` it is known from the answer of the controller.
+        """
+        published, self._probe = self._probe, None
+        if published is not None and published[0] == version:
+            answer = published[1]
+        else:
+            answer = self._call(f"/probe?version={version}", None, "for the answer to the canary probe")
+        found = orjson.loads(answer)["probe"]
         if not found:
             return None
         images = [ImageRef(image["sha256"], tuple(image["grid"])) for image in found.pop("images")]

@@ -6,8 +6,8 @@
     POST /batch        BatchRequest                 200 see share_codec.py | 204 not ready, repeat the call | 410 never
                                                     409 rollout.weights_needed: publish the weights again first
                                                     412 the ledger lost events that this trainer depends on
-    POST /publish      PublishRequest               200 every replica serves it | 204 not ready, repeat the call
-    GET  /probe?version=N                           200 what the servers answered to the canary probe, or {}
+    POST /publish      PublishRequest               200 every replica serves it, as /probe | 204 not ready, repeat it
+    GET  /probe?version=N                           200 {"version", "probe": the servers' answer to the canary, or null}
     POST /compare      CompareRequest               200 {"differing": [names]} | 204 not ready, repeat the call
     POST /consumed     ConsumedRequest
     POST /evaluate     EvaluationRequest            200 {"reward", "num", ...} | 204 and 409 as above
@@ -146,11 +146,14 @@ class _Handlers:
         self._controller.require_running()
         update = (await self._allowed(PublishRequest, request)).update
         done = await self._controller.weights.publish(update, timeout_s=self._poll_s)
-        return _json({"version": update.version}) if done else web.Response(status=204)
+        return self._probe_of(update.version) if done else web.Response(status=204)
 
     async def probe(self, request: web.Request) -> web.Response:
-        found = self._controller.weights.probe_tokens(parse_version(request.query.get("version", "")))
-        return _json({} if found is None else asdict(found))
+        return self._probe_of(parse_version(request.query.get("version", "")))
+
+    def _probe_of(self, version: int) -> web.Response:
+        found = self._controller.weights.probe_tokens(version)
+        return _json({"version": version, "probe": None if found is None else asdict(found)})
 
     async def compare(self, request: web.Request) -> web.Response:
         self._controller.require_running()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
+from areal.api.data import ProbeTokens, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.rollout import client as client_module
 from areal.rollout.client import CheckpointWanted, RolloutClient, WeightsNeeded
@@ -136,6 +137,17 @@ def test_the_address_is_looked_up_again_only_after_a_failure():
         client = RolloutClient(lambda: next(addresses), token=TOKEN)
         assert [client.status() for _ in range(4)] == [{"step": 3}] * 4
         assert (len(asked), len(asked_second)) == (4, 1)
+
+
+def test_the_answer_to_a_weight_update_has_that_to_its_probe():
+    probe = {"prompt_ids": [1, 2], "answer_ids": [3], "images": []}
+    found = [(200, orjson.dumps({"version": 3, "probe": each})) for each in (probe, None)]
+    with answering(*found) as (address, asked):
+        client = RolloutClient(address, token=TOKEN)
+        client.publish(WeightUpdate(version=3, kind="disk", path="/weights/3"))
+        assert client.probe_tokens(3) == ProbeTokens(**probe)
+        assert client.probe_tokens(3) is None  # for a second comparison the controller is asked
+    assert asked == ["/publish", "/probe?version=3"]
 
 
 def test_a_call_is_repeated_while_the_answer_is_not_ready():
