@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from areal.system.network import LOOPBACK
 from tests.cluster.nodes import SSH_PORT, Node, Nodes, Ssh, start_ray
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.faults.conftest import CONFIG, REWARD
@@ -268,10 +269,10 @@ def write_config(folder: Path, data: Path) -> Path:
 
 
 def foreign_sockets(nodes: Nodes, allowed: Sequence[int] = ()) -> list[str]:
-    """Listening sockets on other addresses than that of their node."""
+    """Listening sockets on other addresses than that of their node, which other machines reach."""
     found = [(node, address, port) for node in nodes if node.is_on for address, port in node.listening()]
     return [
         f"{node.name}: {address}:{port}"
         for node, address, port in found
-        if address != node.address and port not in allowed
+        if address not in (node.address, LOOPBACK) and port not in allowed
     ]
