@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
@@ -228,6 +229,7 @@ def _shard(
     towers = other_towers(model.model)
     for tower in towers:
         fully_shard(tower, mp_policy=policy if runs_towers else MixedPrecisionPolicy(), **options)
+        _keep_records(tower)
     unused = {id(weight) for tower in towers for weight in tower.parameters()}
     for unit in _units(model.model, config):
         if any(id(weight) in unused for weight in unit.parameters()):
@@ -240,6 +242,12 @@ def _shard(
         fully_shard(model.model.get_submodule("score"), mp_policy=exact, **options)
     fully_shard(model, mp_policy=policy, **options)
     _prefetch(sharded, config.fsdp.prefetch_blocks)
+
+
+def _keep_records(tower: nn.Module) -> None:
+    """Let a sharded tower record hidden states: transformers looks for the class of a model, which FSDP has changed."""
+    if isinstance(tower, PreTrainedModel):
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(tower)), tower._can_record_outputs)  # also before 5.23
 
 
 def _gathers_once(config: TrainEngineConfig, mesh: TrainerMesh) -> bool:

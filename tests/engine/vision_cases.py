@@ -126,7 +126,7 @@ def write_family(folder: Path, family: str) -> None:
     """A random model of the family, its tokenizer, and the file of its image processor."""
     tokenizer = tokenizer_of(family)
     torch.manual_seed(0)
-    config = config_of(family, len(tokenizer))
+    config = config_of(family, len(tokenizer) + len(tokenizer) % 2)  # two tensor ranks divide the vocabulary
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():  # norms and biases too, and class tokens, which begin as zeros
