@@ -109,6 +109,8 @@ class LaterChunk:
     count: int
     num_before: int
     blocks: Tensor  # [width] int64
+    last_seen: Tensor | None = None
+    """[count] int64: the last token that each one attends to; None = itself."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,7 +230,7 @@ def _attend_later(
     total = chunk.num_before + chunk.count
     found = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1)[:total].transpose(0, 1)[None]
     keys, values = found[..., : cache.shape.key_size], found[..., cache.shape.key_size :]
-    mask = _causal_mask(chunk.count, chunk.num_before, window, query)
+    mask = _causal_mask(chunk.count, chunk.num_before, window, query, chunk.last_seen)
     mine = query[None, :, chunk.start : chunk.start + chunk.count]
     result = scaled_dot_product_attention(
         mine, _repeat(keys, query), _repeat(values, query), attn_mask=mask, scale=scaling
@@ -242,9 +244,12 @@ def _repeat(states: Tensor, query: Tensor) -> Tensor:
     return states if times == 1 else states.repeat_interleave(times, dim=1)
 
 
-def _causal_mask(count: int, num_before: int, window: int | None, like: Tensor) -> Tensor:
-    """Boolean [count, num_before + count]: token i attends to itself and earlier tokens within the window."""
-    last = torch.arange(num_before, num_before + count, device=like.device)[:, None]
+def _causal_mask(
+    count: int, num_before: int, window: int | None, like: Tensor, last_seen: Tensor | None = None
+) -> Tensor:
+    """Boolean [count, num_before + count]: token i attends to itself and earlier tokens within the window, and to those
+    up to `last_seen`."""
+    own = torch.arange(num_before, num_before + count, device=like.device)
     places = torch.arange(num_before + count, device=like.device)
-    visible = places <= last
-    return visible if window is None else visible & (places > last - window)
+    visible = places <= (own if last_seen is None else last_seen)[:, None]
+    return visible if window is None else visible & (places > own[:, None] - window)

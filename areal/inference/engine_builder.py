@@ -70,6 +70,7 @@ def build_engine(
         BlockPool(num_blocks, BLOCK_SIZE),
         max_running=config.max_running_requests,
         max_prefill_tokens=config.chunked_prefill_size,
+        whole_images=layout is not None and layout.is_bidirectional,
     )
     return Engine(
         runner,

@@ -25,7 +25,7 @@ from areal.inference.paged_kernel import PagedKernel, PagedRows, find_kernel, pa
 from areal.inference.scheduler import Chunk, StepPlan
 from areal.inference.sequence import Sequence
 from areal.inference.served_model import fuse_norms, use_float32_head, vocabulary_size
-from areal.inference.vision import Vision
+from areal.inference.vision import Vision, last_seen
 from areal.weights.routers import routers_of
 
 BLOCK_SIZE = 16
@@ -149,7 +149,7 @@ class ModelRunner:
         longer = [chunk for chunk in plan.chunks if chunk.count > 1]
         if len(single) * self._row_bytes > self._group_bytes:
             single.sort(key=lambda chunk: chunk.start)
-        longer.sort(key=lambda chunk: (chunk.start > 0, chunk.count))
+        longer.sort(key=self._kind_of)
         rows, expand, sequences = _sampled_rows(single + longer)
         logits = self._by_graph(single, rows) if single and not longer else None
         if logits is None:
@@ -298,7 +298,7 @@ class ModelRunner:
         )
 
     def _add_longer(self, plan: AttentionPlan, longer: list[Chunk], row: int) -> None:
-        for (is_later, count), members in groupby(longer, key=lambda chunk: (chunk.start > 0, chunk.count)):
+        for (is_later, count), members in groupby(longer, key=self._kind_of):
             chunks = list(members)
             if not is_later:
                 plan.prompts.append(PromptGroup(start=row, num_sequences=len(chunks), count=count))
@@ -307,8 +307,20 @@ class ModelRunner:
             for chunk in chunks:
                 width = -(-(chunk.start + count) // BLOCK_SIZE)
                 blocks = torch.tensor(chunk.sequence.blocks[:width], device=self.device)
-                plan.later.append(LaterChunk(start=row, count=count, num_before=chunk.start, blocks=blocks))
+                seen = torch.tensor(last_seen(chunk), device=self.device) if self._sees_images(chunk) else None
+                plan.later.append(
+                    LaterChunk(start=row, count=count, num_before=chunk.start, blocks=blocks, last_seen=seen)
+                )
                 row += count
+
+    def _kind_of(self, chunk: Chunk) -> tuple[bool, int]:
+        """(whether its attention is more than that of a prompt's beginning, count). Equal ones are computed at once."""
+        return chunk.start > 0 or self._sees_images(chunk), chunk.count
+
+    def _sees_images(self, chunk: Chunk) -> bool:
+        """Whether some tokens of a chunk attend to later ones."""
+        is_possible = self.vision is not None and self.vision.layout.is_bidirectional
+        return is_possible and chunk.start < chunk.sequence.image_end
 
     def clear_blocks(self, blocks: list[int]) -> None:
         """Set the keys and values of blocks to zero. A NaN behind the end of a sequence would reach its attention."""

@@ -38,8 +38,13 @@ class StepPlan:
 class Scheduler:
     """Two queues: waiting (first in, first out) and running (in order of admission)."""
 
-    def __init__(self, pool: BlockPool, *, max_running: int, max_prefill_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_running: int, max_prefill_tokens: int, whole_images: bool = False
+    ) -> None:
+        """`whole_images`: the tokens of an image are computed in one step, even if they are more than
+        `max_prefill_tokens`."""
         self._pool = pool
+        self._whole_images = whole_images
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
@@ -72,7 +77,7 @@ class Scheduler:
             sequence = self.running[position]
             count = len(sequence.token_ids) - sequence.num_computed
             if count > 1:
-                count = min(count, budget)
+                count = self._within(sequence, sequence.num_computed, budget)
                 budget -= count
             if count and self._make_room(sequence, count):
                 self._plan_chunk(plan, sequence, count)
@@ -80,6 +85,16 @@ class Scheduler:
         if self.num_preemptions == preemptions:
             self._admit(plan, budget)
         return plan if plan.chunks else None
+
+    def _within(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Tokens of a sequence to compute from `start` on."""
+        end = min(len(sequence.token_ids), start + max(budget, 0))
+        if self._whole_images and start < end < sequence.image_end:
+            for image in sequence.images:
+                last = image.start + image.count
+                if image.start < end < last:
+                    return (image.start if image.start > start else last) - start
+        return end - start
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, count: int) -> Chunk:
         chunk = Chunk(sequence, sequence.num_computed, count)
@@ -142,7 +157,7 @@ class Scheduler:
             # Whole blocks may be read in the step that writes them, since each layer writes before it reads. A partial
             # block is copied before the step, so it must have been written in an earlier step.
             shared = max(min(shared, source.num_written), shared - shared % self._pool.block_size)
-        count = min(length - shared, budget)
+        count = self._within(sequence, shared, budget)
         if not self._take_blocks(sequence, source, shared, shared + count, plan.copies_before):
             return None
         self._mark_running(sequence, shared)

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,12 +30,6 @@ class ImageFeatures:
     @property
     def num_bytes(self) -> int:
         return sum(one.nbytes for one in (self.vectors, *self.deep))
-
-
-class _Tower(Protocol):
-    """The part of a model of transformers that computes features."""
-
-    def get_image_features(self, *, pixel_values: Tensor, image_grid_thw: Tensor, return_dict: bool) -> Any: ...
 
 
 class Vision:
@@ -114,18 +108,26 @@ class Vision:
         return needed
 
     def _computed(self, images: list[PlacedImage]) -> list[ImageFeatures]:
-        patches = np.concatenate([patches_of(image.colours, self.layout) for image in images])
-        found = cast(_Tower, self._model.base_model).get_image_features(
-            pixel_values=torch.from_numpy(patches).to(self._model.device),
-            image_grid_thw=torch.tensor([image.grid for image in images], device=self._model.device),
-            return_dict=True,
-        )
+        layout, device, dtype = self.layout, self._model.device, self._model.dtype
+        patches = torch.from_numpy(np.concatenate([patches_of(image.colours, layout) for image in images])).to(device)
+        inputs = [patches[None] if layout.is_batched else patches]
+        if layout.sizing == "multiple":
+            inputs.append(torch.tensor([image.grid for image in images], device=device))
+        found = cast(Any, self._model.base_model).get_image_features(*inputs, return_dict=True)
+        vectors = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
         levels: list[Items[Tensor]] = list(getattr(found, "deepstack_features", None) or ())  # Qwen3-VL only
-        dtype = self._model.dtype
         return [
-            ImageFeatures(vectors.to(dtype), tuple(level[number].to(dtype) for level in levels))
-            for number, vectors in enumerate(found.pooler_output)
+            ImageFeatures(own.to(dtype), tuple(level[number].to(dtype) for level in levels))
+            for number, own in enumerate(vectors.split([image.count for image in images]))
         ]
+
+
+def last_seen(chunk: Chunk) -> list[int]:
+    """For each token of a chunk the last one that it attends to, where those of an image attend to each other."""
+    found = list(range(chunk.start, chunk.start + chunk.count))
+    for image, first, end in _images_in(chunk):
+        found[first - chunk.start : end - chunk.start] = [image.start + image.count - 1] * (end - first)
+    return found
 
 
 def _images_in(chunk: Chunk) -> list[tuple[PlacedImage, int, int]]:

@@ -156,7 +156,10 @@ def drive() -> Callable[..., Driver]:
         runner = ModelRunner(own, experts=experts, layout=layout)
         runner.allocate_cache(num_blocks)
         scheduler = Scheduler(
-            BlockPool(num_blocks, BLOCK_SIZE), max_running=max_running, max_prefill_tokens=max_prefill_tokens
+            BlockPool(num_blocks, BLOCK_SIZE),
+            max_running=max_running,
+            max_prefill_tokens=max_prefill_tokens,
+            whole_images=layout is not None and layout.is_bidirectional,
         )
         finished: list[Sequence] = []
         progressed: list[Sequence] = []

@@ -101,16 +101,22 @@ def pictured(*parts: int | bytes) -> tuple[list[int], tuple[PlacedImage, ...]]:
     return ids, placed_images(ids, images, LAYOUT)
 
 
-def reference(model: PreTrainedModel, token_ids: list[int], images: tuple[PlacedImage, ...]) -> torch.Tensor:
+def reference(
+    model: PreTrainedModel, token_ids: list[int], images: tuple[PlacedImage, ...], layout: VisionLayout = LAYOUT
+) -> torch.Tensor:
     """Of transformers, [tokens, vocabulary], over the tokens that may be sampled."""
     ids = torch.tensor([token_ids])
+    kinds = (ids == layout.image_token_id).int()
     options: dict[str, Any] = {}
     if images:
-        patches = np.concatenate([patches_of(image.colours, LAYOUT) for image in images])
-        options["pixel_values"] = torch.from_numpy(patches)
-        options["image_grid_thw"] = torch.tensor([image.grid for image in images])
-        options["mm_token_type_ids"] = (ids == IMAGE).int()
+        patches = torch.from_numpy(np.concatenate([patches_of(image.colours, layout) for image in images]))
+        options["pixel_values"] = patches[None] if layout.is_batched else patches
+        if layout.has_3d_positions:
+            options["image_grid_thw"] = torch.tensor([image.grid for image in images])
+            options["mm_token_type_ids"] = kinds
+        if layout.is_bidirectional:
+            options["token_type_ids"] = kinds
     with torch.no_grad():
         logits = model(ids, **options).logits[0].float()
-    logits[:, list(LAYOUT.banned_ids)] = -torch.inf
+    logits[:, list(layout.banned_ids)] = -torch.inf
     return logits.log_softmax(-1)
