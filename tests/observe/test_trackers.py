@@ -169,7 +169,7 @@ def fake_package(calls):
         calls.append(("login", (), given))
 
     return SimpleNamespace(
-        init=init, login=login, Settings=lambda **given: given, Table=None, Text=None, Error=RuntimeError
+        init=init, login=login, Settings=lambda **given: given, Table=None, Text=None, Image=None, Error=RuntimeError
     )
 
 
