@@ -22,6 +22,8 @@ class ServerCommand:
     """Weights and KV cache of one server, all its devices together; None when the model is not on this machine."""
 
 
+QWEN_VL = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
+"""Families whose prompts have one placeholder for each image, and no token around it that is theirs alone."""
 SamplingLimits = Callable[[GenerationHyperparameters, Flags, bool], Problems]
 """(settings, the server's flags, whether answers are trained on) -> (field, sentence) for each setting that the server
 does not apply exactly."""
@@ -45,6 +47,8 @@ class ServerBackend:
     sampling_problems: SamplingLimits | None = None
     image_problems: Callable[[PPOConfig], Problems] | None = None
     """What these servers cannot do with a model that takes images; None: they can do everything."""
+    image_families: tuple[str, ...] = ()
+    """`model_type` of the models whose images these servers expand as areal does; empty: all."""
     run_flags: Callable[[PPOConfig], dict[str, tuple[Any, str]]] | None = None
     """Flags that this configuration needs -> the value and why; as `FlagRules.fixed`, and areal sets them."""
     flags: FlagRules | None = None
@@ -89,7 +93,11 @@ class ServerBackend:
         if config.actor.router_replay and not self.returns_experts:
             text = f"needs servers that return the chosen experts, and {self.title} does not: use native or sglang"
             yield "actor.router_replay", text
-        if self.image_problems is not None and read_vision_layout(self.model(config)) is not None:
+        layout = read_vision_layout(self.model(config))
+        if layout is not None and self.image_families and layout.family not in self.image_families:
+            text = f"{self.title} was not verified with the images of {layout.family}: use native servers"
+            yield "allocation_mode", text
+        if layout is not None and self.image_problems is not None:
             yield from self.image_problems(config)
         if self.flags is not None:
             needed = {} if self.run_flags is None else self.run_flags(config)

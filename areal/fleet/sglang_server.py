@@ -5,7 +5,7 @@ from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.config.lora import ALL_LINEAR
-from areal.fleet.server_backend import ServerBackend, ServerCommand
+from areal.fleet.server_backend import QWEN_VL, ServerBackend, ServerCommand
 from areal.fleet.server_command import ADAPTERS, CPU_REQUESTS, cpu_cache_tokens, foreign_command
 from areal.fleet.server_flags import (
     ALLOCATED,
@@ -105,6 +105,7 @@ SGLANG = ServerBackend(
     context_key="context_length",
     sampling_problems=sampling_problems,
     image_problems=image_problems,
+    image_families=QWEN_VL,
     run_flags=run_flags,
     returns_experts=True,
     areal_defaults={

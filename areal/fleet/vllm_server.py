@@ -9,7 +9,7 @@ from typing import Any
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.fleet.replica import ALL_TOKENS
-from areal.fleet.server_backend import ServerBackend, ServerCommand
+from areal.fleet.server_backend import QWEN_VL, ServerBackend, ServerCommand
 from areal.fleet.server_command import (
     ADAPTERS,
     CPU_REQUESTS,
@@ -193,6 +193,7 @@ VLLM = ServerBackend(
     context_key="max_model_len",
     sampling_problems=sampling_problems,
     image_problems=image_problems,
+    image_families=QWEN_VL,
     areal_defaults={
         "seed": 1,
         "max_model_len": 32768,

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -175,6 +176,11 @@ def test_what_servers_cannot_do_with_images_is_refused(vision_model):
     cut = {"gconfig": GenerationHyperparameters(max_new_tokens=8, top_p=0.9)}
     assert [problems(one, **cached) for one in ("native", "sglang", "vllm")] == [[], *[["rollout.weight_update"]] * 2]
     assert [problems(one, **cut) for one in ("native", "sglang", "vllm")] == [[], [], ["gconfig.top_p"]]
+    config = {"model_type": "llava", "text_config": MODEL, "image_token_index": 40}
+    tower = {"model_type": "clip_vision_model", "patch_size": 4, "image_size": 8}
+    (Path(vision_model) / "config.json").write_text(json.dumps({**config, "vision_config": tower}))
+    (Path(vision_model) / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 8}}))
+    assert [problems(one) for one in ("native", "sglang", "vllm")] == [[], *[["allocation_mode"]] * 2]
 
 
 def test_servers_without_a_gpu_get_cpu_flags(model):
