@@ -2,12 +2,16 @@
 
     python benchmark/train_step.py [--tokens 1024] [--steps 3] [--only d2,t2,checkpointed] [--tiny]
 
-A random Llama of 25M parameters on the CPU: ranks are processes of this machine that exchange over gloo. First the
-speed of one rank and the bandwidth and latency of the ranks' exchanges are measured; the prediction for a mesh is
+A random Llama of 25M parameters on the CPU: ranks are processes of this machine that exchange over gloo. The prediction
+for a mesh is
 
-    compute of one rank x its share + bytes that it sends / bandwidth + exchanges x latency
+    compute of a rank + exchanges + copies
 
-The last two terms are `predicted_communication_s`; what a step took besides the first is `communication_s`.
+Each term is measured in the processes of the ranks, all at once, without the engine of the mesh: `compute_s` is a train
+step of one process with the tokens and the part of the model that a rank has; `exchange_s` the sum over the collective
+operations of a step, each timed alone with buffers of its size; `copy_s` the bytes that FSDP copies from weights to
+these buffers and back, and context ranks between orders of heads and tokens, divided by the speed of a copy. The last
+two are `predicted_communication_s`; what a step took besides the first is `communication_s`.
 
 Prints one line of JSON for each row; --help lists the options of each.
 """
@@ -19,21 +23,25 @@ import json
 import os
 import resource
 import secrets
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.api.allocation import AllocationMode, ModelAllocation, ParallelDims
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.config.lora import LoRAConfig
+from areal.api.engine import TrainEngine
 from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
@@ -45,9 +53,9 @@ from areal.system.process import ProcessContext
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 8192,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192,
 }  # fmt: skip
-TINY = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
+TINY = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": 128}
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,23 @@ def _loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     return LossOutput(loss=-outputs.logprobs[micro.batch.loss_mask].sum(), metrics={})
 
 
-def measure(folder: Path, rank: int, name: str, tokens: int, sequences: int, steps: int) -> dict[str, float]:
-    """What this rank found: seconds of the fastest step, by the clock and of CPU, MiB at most, costs of exchanges."""
+@dataclass(frozen=True)
+class Work:
+    """What a process computes in a step, and how often."""
+
+    tokens: int
+    """Of all data ranks."""
+    sequences: int
+    max_tokens: int
+    """Of a micro-batch."""
+    steps: int
+
+
+def measure(folder: Path, rank: int, name: str, work: Work) -> dict[str, float]:
+    """What this rank found: seconds of the fastest step, by the clock and of CPU, MiB at most, terms of the prediction.
+
+    `folder` has the model, and in `part` the part of it that a tensor rank has.
+    """
     torch.set_num_threads(1)
     case, trainer, began = CASES[name], _trainer(name), time.perf_counter()
     dims = trainer.parallel
@@ -100,83 +123,169 @@ def measure(folder: Path, rank: int, name: str, tokens: int, sequences: int, ste
         num_threads=1, recover=False, device="cpu",
     )  # fmt: skip
     mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=dims)
-    options: dict[str, Any] = {"dtype": "float32", "optimizer": OptimizerConfig()} | case.options
-    options |= {"init_from_scratch": "lora" not in case.options}
-    options["fsdp"] = FSDPEngineConfig(**options.get("fsdp", {}), shard_size=case.shard_size)
-    config = TrainEngineConfig(
-        path=str(folder), mb_spec=MicroBatchSpec(max_tokens_per_mb=max(tokens // min(sequences, 2), 256)), **options,
-    )  # fmt: skip
-    engine = TRAIN_ENGINES[trainer.backend](config, role="actor", total_steps=steps, mesh=mesh, seed=0)
-    start_s = time.perf_counter() - began
-    vocabulary = next(spec.shape[0] for spec in engine.weight_specs())
-    rows = [[(7 * place + row) % vocabulary for place in range(tokens // sequences)] for row in range(sequences)]
-    batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])
-    mine = take(batch, balanced_parts(batch.sequence_lengths, mesh.dp_size)[mesh.dp_rank])
-    seconds: list[float] = []
-    cpu_seconds: list[float] = []
-    for _ in range(steps):
-        mesh.barrier()
-        began, cpu_began = time.perf_counter(), time.process_time()
-        engine.forward_backward(mine, _loss, denominator=float(tokens))
-        engine.optimizer_step()
-        seconds.append(time.perf_counter() - began)
-        cpu_seconds.append(time.process_time() - cpu_began)
-    found = {"seconds": min(seconds), "cpu_seconds": min(cpu_seconds), "start_s": start_s}
+    engine = _engine(folder, case, work, mesh)
+    found = {"start_s": time.perf_counter() - began}
+    found |= _fastest(engine, mesh, mesh, work)
     found |= {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-    if dims.world_size > 1:
-        found |= exchange_costs(mesh)
+    if dims.world_size > 1 and trainer.backend == "fsdp":
+        del engine
+        found |= _prediction(folder, case, work, mesh)
     mesh.close()
     return found
 
 
-def exchange_costs(mesh: TrainerMesh) -> dict[str, float]:
-    """Bytes per second that a rank sends in a large all-reduce, and the seconds of a small one."""
-    costs: dict[str, float] = {}
-    for name, count in (("latency_s", 1), ("bytes_per_s", 2**22)):
-        values, best = torch.zeros(count), float("inf")
-        for _ in range(5):
-            mesh.barrier()
-            began = time.perf_counter()
-            mesh.all_reduce(values)
-            best = min(best, time.perf_counter() - began)
-        sent = 2 * (mesh.world_size - 1) / mesh.world_size * values.nbytes
-        costs[name] = best if name == "latency_s" else sent / best
-    return costs
+def _engine(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> TrainEngine:
+    options: dict[str, Any] = {"dtype": "float32", "optimizer": OptimizerConfig()} | case.options
+    options |= {"init_from_scratch": "lora" not in case.options}
+    options["fsdp"] = FSDPEngineConfig(**options.get("fsdp", {}), shard_size=case.shard_size)
+    spec = MicroBatchSpec(max_tokens_per_mb=work.max_tokens)
+    config = TrainEngineConfig(path=str(folder), mb_spec=spec, **options)
+    backend = "megatron" if case.mesh.startswith("megatron") else "fsdp"
+    return TRAIN_ENGINES[backend](config, role="actor", total_steps=work.steps, mesh=mesh, seed=0)
 
 
-def communication(shape: dict[str, Any], name: str, tokens: int, parameters: int) -> tuple[float, int]:
-    """Bytes that a rank sends in a step of float32 with two micro-batches, and the number of its exchanges."""
-    case = CASES[name]
-    dims: ParallelDims = AllocationMode.parse(f"fsdp:{case.mesh}").train[0].parallel
-    sharing, passes, width = dims.dp * dims.cp, max(2 // dims.dp, 1), 4
-    shards = case.shard_size or sharing
-    layers, hidden = shape["num_hidden_layers"], shape["hidden_size"]
+def _fastest(engine: TrainEngine, mesh: TrainerMesh, every: TrainerMesh, work: Work) -> dict[str, float]:
+    """Seconds of the fastest passes and of the fastest update. `every`: the ranks that begin each step together."""
+    vocabulary = next(spec.shape[0] for spec in engine.weight_specs())
+    length = work.tokens // work.sequences
+    rows = [[(7 * place + row) % vocabulary for place in range(length)] for row in range(work.sequences)]
+    batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])
+    mine = take(batch, balanced_parts(batch.sequence_lengths, mesh.dp_size)[mesh.dp_rank])
+    found: list[tuple[float, float, float, float]] = []
+    norm = 0.0
+    for _ in range(work.steps):
+        every.barrier()
+        began, cpu_began = time.perf_counter(), time.process_time()
+        engine.forward_backward(mine, _loss, denominator=float(work.tokens))
+        passed = time.perf_counter()
+        metrics = engine.optimizer_step()
+        ended = time.perf_counter()
+        norm = norm or metrics["grad_norm"].value
+        found.append((ended - began, passed - began, ended - passed, time.process_time() - cpu_began))
+    names = ("seconds", "passes_s", "update_s", "cpu_seconds")
+    return dict(zip(names, map(min, zip(*found, strict=True)), strict=True)) | {"first_grad_norm": norm}
+
+
+def _prediction(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> dict[str, float]:
+    """The terms of the prediction, measured while all ranks do the same."""
+    dims = mesh.dims
+    share = dims.dp * dims.cp
+    own = Work(work.tokens // share, work.sequences // share, work.max_tokens // dims.cp, work.steps)
+    alone = TrainerMesh(0, 1, mesh.device)
+    base = _fastest(_engine(folder / "part", Case(), own, alone), alone, mesh, own)
+    shards = case.shard_size or share
+    compute = base["passes_s"] + base["update_s"] / shards
+    sent, copied, exchange_s = 0.0, 0.0, 0.0
+    for exchange in exchanges(json.loads((folder / "config.json").read_text()), case, dims, work):
+        exchange_s += exchange.count * seconds_of(exchange, mesh)
+        sent += exchange.count * exchange.sent
+        copied += exchange.count * exchange.copied
+    copy_s = copied / _copy_speed(mesh)
+    return {
+        "compute_s": compute,
+        "exchange_s": exchange_s,
+        "copy_s": copy_s,
+        "predicted_s": compute + exchange_s + copy_s,
+        "sent_mib": sent / 2**20,
+        "copied_mib": copied / 2**20,
+    }
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective operation of a step."""
+
+    kind: str
+    nbytes: int
+    """Of the largest buffer of a rank."""
+    count: int
+    ranks: int
+    copied: int = 0
+    """Bytes that a rank copies before and after it."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends at least."""
+        return (2 if self.kind == "all_reduce" else 1) * (self.ranks - 1) / self.ranks * self.nbytes
+
+
+def exchanges(config: dict[str, Any], case: Case, dims: ParallelDims, work: Work) -> list[Exchange]:
+    """Of a step of float32 on two ranks."""
+    width, layers, hidden = 4, config["num_hidden_layers"], config["hidden_size"]
+    sharing = dims.dp * dims.cp
+    own_tokens = work.tokens // sharing
+    passes = max(work.tokens // dims.dp // work.max_tokens, 1)
+    shards, heads, keys = case.shard_size or sharing, config["num_attention_heads"], config["num_key_value_heads"]
+    attention = 2 * hidden * (heads + keys) * config["head_dim"]
+    block = (attention + 3 * hidden * config["intermediate_size"]) * width // dims.tp
+    head = config["vocab_size"] * hidden * width // dims.tp  # embedding and output head, which are tied
+    found = [Exchange("all_reduce", 64, 3, dims.world_size)]  # micro-batches, and two of the optimiser
     fsdp = case.options.get("fsdp", {})
-    weights = parameters / dims.tp * width
-    gathers = passes * (1 if fsdp.get("reshard_after_forward") is False else 2)
+    keeps = fsdp.get("reshard_after_forward") is False
     reductions = passes if fsdp.get("gradient_sync") == "every" else 1
-    sent = weights * (shards - 1) / shards * (gathers + reductions)
-    copies = sharing // shards
-    sent += 2 * weights / shards * (copies - 1) / copies * reductions
-    count = (layers + 1) * ((gathers + reductions) * (shards > 1) + reductions * (copies > 1))
-    own = tokens / dims.dp / dims.cp
-    if dims.tp > 1:  # two sums of the hidden states forward and two backward in a layer, two at the ends
-        sums = 4 * layers + 2
-        sent += sums * 2 * (dims.tp - 1) / dims.tp * own * hidden * width
-        count += passes * (sums + 4)
-    if dims.cp > 1:  # queries, keys, values and outputs, forward and backward
-        heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
-        sent += layers * 2 * (dims.cp - 1) / dims.cp * own * heads * hidden / shape["num_attention_heads"] * width
-        count += passes * 4 * layers
-    return sent, count
+    if shards > 1:
+        for size, count, gathers in ((block, layers, 1 if keeps else 2), (head, 1, 1)):
+            found.append(Exchange("all_gather", size, passes * gathers * count, shards, size + size // shards))
+            found.append(Exchange("reduce_scatter", size, reductions * count, shards, size))
+    else:  # FSDP copies gradients to a buffer and back, as if it reduced them
+        found += [Exchange("copy", size, count, 1, 2 * size) for size, count in ((block, layers), (head, 1))]
+    if (copies := sharing // shards) > 1:
+        found += [Exchange("all_reduce", block // shards, reductions * layers, copies)]
+        found += [Exchange("all_reduce", head // shards, reductions, copies)]
+    states = own_tokens // passes * hidden * width
+    if dims.tp > 1:  # two sums forward and two backward in a layer; of the embedding, and of the head's gradient
+        found.append(Exchange("all_reduce", states, passes * (4 * layers + 2), dims.tp))
+        found.append(Exchange("all_reduce", own_tokens // passes * width, passes * 4, dims.tp))
+    if dims.cp > 1:  # queries, keys and values, then the outputs of attention; the same backward
+        for size in (states * (heads + 2 * keys) // heads, states):
+            found.append(Exchange("all_to_all", size, passes * 2 * layers, dims.cp, 2 * size))
+        found.append(Exchange("all_gather", own_tokens * dims.cp // passes * width, passes * 2, dims.cp))
+    return found
+
+
+def seconds_of(exchange: Exchange, mesh: TrainerMesh) -> float:
+    """Median of a collective operation over all ranks, all of which begin together."""
+    count = exchange.nbytes // 4
+    whole, part = torch.ones(count), torch.ones(count // mesh.world_size)
+    other = torch.empty_like(whole)
+    actions: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "copy": lambda: None,
+    }
+    found: list[float] = []
+    for _ in range(9):
+        mesh.barrier()
+        began = time.perf_counter()
+        actions[exchange.kind]()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def _copy_speed(mesh: TrainerMesh) -> float:
+    """Bytes per second of a copy of 16 MiB to memory that is in use, while all ranks copy."""
+    source, target, found = torch.ones(2**22), torch.ones(2**22), list[float]()
+    for _ in range(9):
+        mesh.barrier()
+        began = time.perf_counter()
+        target.copy_(source)
+        found.append(time.perf_counter() - began)
+    return source.nbytes / statistics.median(found)
 
 
 def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, steps: int) -> dict[str, float]:
     """The slowest rank's figures."""
     world_size = _trainer(name).parallel.world_size
     with tempfile.TemporaryDirectory() as folder:
-        model = LlamaConfig(**shape, tie_word_embeddings=True, max_position_embeddings=max(2048, tokens))
+        rest = {"tie_word_embeddings": True, "max_position_embeddings": max(2048, tokens)}
+        model = LlamaConfig(**shape, **rest)
         (LlamaForCausalLM(model) if "lora" in CASES[name].options else model).save_pretrained(folder)
+        split = {"num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"}
+        ranks = _trainer(name).parallel.tp
+        own = {key: value // ranks if key in split else value for key, value in shape.items()}
+        LlamaConfig(**own, **rest).save_pretrained(Path(folder) / "part")
         command = [sys.executable, __file__, "--folder", folder, "--tokens", str(tokens), "--steps", str(steps)]
         command += ["--sequences", str(sequences)]
         environment = os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
@@ -202,30 +311,26 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        print(json.dumps(measure(args.folder, args.rank, args.only, args.tokens, args.sequences, args.steps)))
+        limit = max(args.tokens // min(args.sequences, 2), 256)
+        work = Work(args.tokens, args.sequences, limit, args.steps)
+        print(json.dumps(measure(args.folder, args.rank, args.only, work)))
         return
     shape = TINY if args.tiny else SHAPE
-    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
-    attention = 2 * shape["hidden_size"] * (shape["hidden_size"] + shape["num_key_value_heads"] * head_dim)
+    head_dim = shape["head_dim"]
+    attention = 2 * shape["hidden_size"] * (shape["num_attention_heads"] + shape["num_key_value_heads"]) * head_dim
     block = attention + 3 * shape["hidden_size"] * shape["intermediate_size"]
     parameters = shape["num_hidden_layers"] * block + shape["vocab_size"] * shape["hidden_size"]
     cpu = Path("/proc/cpuinfo")
     has = set(cpu.read_text().split()) & {"avx512_bf16", "amx_bf16"} if cpu.exists() else set[str]()
     print(json.dumps({"parameters": parameters, "instructions_for_bfloat16": sorted(has), "load": os.getloadavg()[0]}))
-    alone: float | None = None
     for name in args.only.split(","):
         found = run_case(name, shape, args.tokens, args.sequences, args.steps)
-        alone = found["seconds"] if name == "d1" else alone
         row: dict[str, Any] = {"case": name, "tokens_per_s": args.tokens / found["seconds"], **found}
-        if alone is not None and "bytes_per_s" in found and _trainer(name).backend == "fsdp":
-            world_size = _trainer(name).parallel.world_size
-            sent, exchanges = communication(shape, name, args.tokens, parameters)
-            cost = sent / found["bytes_per_s"] + exchanges * found["latency_s"]
+        if "predicted_s" in found:
             row |= {
-                "predicted_s": alone / world_size + cost,
-                "predicted_communication_s": cost,
-                "communication_s": found["seconds"] - alone / world_size,
-                "sent_mib": sent / 2**20,
+                "communication_s": found["seconds"] - found["compute_s"],
+                "predicted_communication_s": found["exchange_s"] + found["copy_s"],
+                "measured_over_predicted": found["seconds"] / found["predicted_s"],
             }
         print(
             json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}),

@@ -5,7 +5,6 @@ Two all-to-all operations for a layer in each direction: states go to the ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from areal.api.errors import ConfigError
-
-ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Of an experts module: states [T, h], chosen experts [T, k], their weights [T, k] -> weighted sums [T, h]."""
+from areal.engine.region import view_of
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
@@ -45,32 +42,19 @@ def apply_expert_plan(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, weight in weights.items():
             own = distribute_tensor(weight.detach(), mesh, [Shard(0)])
             experts.register_parameter(name, nn.Parameter(own, requires_grad=weight.requires_grad))
-        compute: ExpertsForward = type(experts).forward
-        own_experts = _OwnExperts(experts, count // mesh.size())
-        experts.forward = partial(_exchange_and_compute, partial(compute, own_experts), count, mesh.get_group())
-
-
-class _OwnExperts:
-    """An experts module as its forward function sees it on one rank: with the parameters of the rank's experts."""
-
-    def __init__(self, experts: nn.Module, num_experts: int) -> None:
-        self._experts = experts
-        self.num_experts = num_experts
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._experts, name)
-        return found.to_local() if isinstance(found, DTensor) else found
+        experts.forward = partial(_exchange_and_compute, experts, count, mesh.get_group())
 
 
 def _exchange_and_compute(
-    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    module: nn.Module,
     num_experts: int,
     group: dist.ProcessGroup,
     states: Tensor,
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """As `ExpertsForward`, for the tokens of this rank.
+    """The forward function of an experts module for the tokens of this rank: states [T, h], chosen experts [T, k],
+    their weights [T, k] -> weighted sums [T, h].
 
     FSDP averages gradients over the ranks with equal experts, those of other weights over all ranks, which are e times
     as many. So the gradients of the experts are divided by e, those of the states are not.
@@ -88,7 +72,8 @@ def _exchange_and_compute(
     experts = experts.repeat_interleave(received.flatten(), output_size=rows)
     if not rows:  # the ranks exchange gradients, so a rank without tokens has gradients too: zeros
         mine, experts = torch.cat([mine, mine.new_zeros(1, mine.shape[1])]), experts.new_zeros(1)
-    results = compute(mine, experts.unsqueeze(1), mine.new_ones(len(mine), 1))[:rows]
+    own = view_of(module, DTensor.to_local, num_experts=num_experts // ranks)
+    results: Tensor = type(module).forward(own, mine, experts.unsqueeze(1), mine.new_ones(len(mine), 1))[:rows]
     back = _Exchange.apply(results, sizes_in, sizes_out, group, 1 / ranks)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)

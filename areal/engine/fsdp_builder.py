@@ -240,6 +240,8 @@ def _shard(
     if isinstance(model, ValueModel):
         exact = MixedPrecisionPolicy(reduce_dtype=reduce)
         fully_shard(model.model.get_submodule("score"), mp_policy=exact, **options)
+    # its weights are the last of a forward pass and the first of the backward pass: gathered once for both
+    options["reshard_after_forward"] = False
     fully_shard(model, mp_policy=policy, **options)
     _prefetch(sharded, config.fsdp.prefetch_blocks)
 

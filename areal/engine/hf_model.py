@@ -24,6 +24,7 @@ from transformers.utils import logging as hf_logging
 
 from areal.api.config import TrainEngineConfig
 from areal.api.errors import ArealError, ConfigError, InputError
+from areal.engine.packed_attention import require_packed_attention
 from areal.engine.sharded_load import (
     HEAD,
     compute_buffers,
@@ -145,6 +146,10 @@ def _reported_errors(folder: Path) -> Iterator[None]:
             yield
         except ArealError:
             raise
+        except KeyError as error:  # a table of attention classes
+            raise _unsupported(
+                f"the model in {folder} knows no attention called {error}, so it cannot train"
+            ) from error
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
             message = f"model in {folder} cannot be loaded: {_first_lines(error)}"
             raise InputError(message, code="model.not_loadable") from error
@@ -266,6 +271,7 @@ def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> Non
     name = type(model).__name__
     if not model._supports_attention_backend:
         raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
+    require_packed_attention(model)
     if is_critic and not isinstance(model._modules.get("score"), nn.Linear):
         raise _unsupported(f"{name} has no linear head called score, so it cannot be a critic")
     if not is_critic and not isinstance(model.get_output_embeddings(), nn.Linear):

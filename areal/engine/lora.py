@@ -58,12 +58,16 @@ class LoRALinear(nn.Linear):
     dropout: float
     is_enabled: bool
     """False: the output is that of the base model."""
+    own_columns: slice = slice(None)
+    """The columns of W, of all `in_features`, that this tensor rank has."""
 
     def forward(self, input: Tensor) -> Tensor:
         found = F.linear(input, self.weight, self.bias)
         if not self.is_enabled:
             return found
-        given = _dropout(input, self.dropout) if self.dropout and self.training else input
+        given = input
+        if self.dropout and self.training:
+            given = _dropout(input, self.dropout, self.in_features, self.own_columns)
         found = found + F.linear(F.linear(given, self.lora_A), self.lora_B) * self.scale
         if self.start_A is not None and self.start_B is not None:
             found = found - F.linear(F.linear(input, self.start_A), self.start_B) * self.scale
@@ -94,13 +98,11 @@ def _product(down: Tensor, up: Tensor, columns: slice) -> Tensor:
     return local_part(up) @ whole_tensor(down)[:, columns]
 
 
-def _dropout(input: Tensor, probability: float) -> Tensor:
+def _dropout(input: Tensor, probability: float, width: int, columns: slice) -> Tensor:
     """Dropout with the mask of one process: every tensor rank draws the mask of all columns and uses its own."""
-    if not isinstance(input, DTensor):
+    if input.shape[-1] == width:
         return F.dropout(input, probability)
-    mask = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.to_local().device), probability)
-    own = mask[..., region_of(input)[-1]].contiguous()
-    return input * DTensor.from_local(own, input.device_mesh, input.placements, run_check=False)
+    return input * F.dropout(input.new_ones(*input.shape[:-1], width), probability)[..., columns]
 
 
 class Adapters:

@@ -131,7 +131,7 @@ class ScheduledOptimizer:
             by_copies.setdefault(self._copies[name], []).append(tensor)
         total = torch.zeros((), dtype=torch.float64)
         for copies, parts in by_copies.items():
-            total += get_total_norm(parts).cpu().double().square() / copies
+            total += get_total_norm([_row_norms(part) for part in parts]).cpu().double().square() / copies
         return total
 
     def _worst(self, tensors: dict[str, Tensor], reduce_sum: Callable[[Tensor], Tensor]) -> str:
@@ -141,6 +141,13 @@ class ScheduledOptimizer:
         return next(
             (name for name, value in found.items() if not math.isfinite(value)), max(found, key=found.__getitem__)
         )
+
+
+def _row_norms(tensor: Tensor) -> Tensor:
+    """The norms of the rows of a large tensor on a CPU, where the error of a float32 norm grows with the number of
+    values: 0.3% for 4 million equal ones. Any other tensor itself."""
+    is_inexact = tensor.device.type == "cpu" and tensor.numel() > 2**16
+    return torch.linalg.vector_norm(tensor, dim=-1) if is_inexact else tensor
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -6,14 +6,14 @@ transformers calls the registered function for every layer; the layout of the ro
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from areal.api.errors import ConfigError
 from areal.engine.context_parallel import heads_of_all_tokens, tokens_of_all_heads
@@ -53,6 +53,8 @@ class PackedLayout:
     """They follow the sequences of `runs`, and attend to their prompts too. Only for sdpa."""
     blocks: Tensor | None = None
     """[T] int64: tokens of a sequence with equal numbers from 0 attend to each other, also forwards. Only for sdpa."""
+    is_probe: bool = False
+    """Set by `require_packed_attention`."""
 
 
 def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
@@ -80,6 +82,33 @@ def choose_attention(attn_impl: str, device: torch.device, dtype: torch.dtype, *
     return (VARLEN if attn_impl != "sdpa" and can_use_kernel else SDPA) + suffix
 
 
+class _AttentionReached(Exception):
+    """Ends a probe of `require_packed_attention`."""
+
+
+def require_packed_attention(model: PreTrainedModel) -> None:
+    """Raise ConfigError unless the model's first attention layer calls the registered function as packed rows need it.
+
+    The model may be without memory. What a model declares about attention functions is not always true.
+    """
+    device = next(model.get_input_embeddings().parameters()).device
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    layout = replace(packed_layout(torch.tensor([0, 2], dtype=torch.int32), [2]), is_probe=True)
+    reason = "it calls none"
+    try:
+        with torch.no_grad():
+            places = torch.arange(2, device=device).unsqueeze(0)
+            model.get_decoder()(input_ids=ids, position_ids=places, use_cache=False, layout=layout)
+    except _AttentionReached:
+        return
+    except NotImplementedError:  # without memory, no experts can be chosen before attention
+        return
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    message = f"{type(model).__name__} cannot use the attention function for packed rows: {reason}"
+    raise ConfigError(message, code="model.unsupported")
+
+
 def attention_function(attn_impl: str, device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, None]]:
     """The attention function that `choose_attention` selects."""
     return AttentionInterface()[choose_attention(attn_impl, device, dtype)]
@@ -98,6 +127,9 @@ def _over_context(attention: Callable[..., tuple[Tensor, None]]) -> Callable[...
         layout: PackedLayout,
         **options: Any,
     ) -> tuple[Tensor, None]:
+        if layout.is_probe:
+            _require_causal(module, attention_mask)
+            raise _AttentionReached
         if (ranks := layout.context) is None:
             return attention(module, query, key, value, attention_mask, layout=layout, **options)
         query, key, value = heads_of_all_tokens((query, key, value), ranks)

@@ -1,10 +1,11 @@
 """Which part of a whole weight a rank holds: one interval in each dimension."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 Region = tuple[slice, ...]
@@ -115,3 +116,16 @@ def sharded_as(weight: Tensor, part: Tensor) -> Tensor:
 def copy_part(target: Tensor, whole: Tensor) -> None:
     """Copy this rank's part of `whole` into `target`."""
     local_part(target).copy_(whole[region_of(target)])
+
+
+def view_of(module: nn.Module, own_part: Callable[[DTensor], Tensor], **changes: Any) -> nn.Module:
+    """A module as its forward function sees it on one rank: with plain tensors in place of distributed parameters, and
+    `changes` in place of other attributes or parameters."""
+    found = object.__new__(type(module))
+    weights: dict[str, Any] = dict(module._parameters)
+    for name, weight in weights.items():
+        if isinstance(weight, DTensor):
+            weights[name] = changes[name] if name in changes else own_part(weight)
+    found.__dict__.update(module.__dict__, _parameters=weights)
+    found.__dict__.update((name, value) for name, value in changes.items() if name not in weights)
+    return found

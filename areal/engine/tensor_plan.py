@@ -1,54 +1,30 @@
-"""Tensor parallelism of a transformers model: DTensor plans from the structure of its blocks.
+"""Tensor parallelism of a transformers model: how the weights of its blocks are split, and what the ranks exchange.
 
-Column-wise: projections to heads and to the wide layer of the MLP; row-wise: those back; by vocabulary: embedding and
-output head. The hidden states between them are whole and equal on every tensor rank, as are the parts for images.
+Projections to heads and to the wide layer of the MLP have the rows of a rank, those back the columns of a rank,
+embedding and output head a part of the vocabulary. The hidden states between them are whole and equal on every tensor
+rank, as are the parts for images: attention and MLP sum them over the ranks once in each direction. Modules compute
+with plain tensors, because operations on distributed ones cost much more than a small matrix product.
 """
 
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.errors import ConfigError
 from areal.engine.hf_model import other_towers
 from areal.engine.lora import DOWN, START_DOWN, START_UP, UP, LoRALinear
+from areal.engine.region import region_of, view_of
 
 _COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 _ROWS = frozenset({"o_proj", "down_proj"})
 _HEAD_NORMS = frozenset({"q_norm", "k_norm"})
-_HEADS_DIM = 2
-"""Of the states [1, T, H, D] that norms of queries and keys get."""
-
-
-class _AdaptedColumns(ColwiseParallel):
-    """Each rank has some rows of the weight and of B, and all of A."""
-
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _distribute(module, device_mesh, {DOWN: None, START_DOWN: None}, default=0)
-
-
-class _AdaptedRows(RowwiseParallel):
-    """Each rank has some columns of the weight and of A, and all of B."""
-
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _distribute(module, device_mesh, {"bias": None, UP: None, START_UP: None}, default=1)
-
-
-def _distribute(module: nn.Module, mesh: DeviceMesh, dims: dict[str, int | None], default: int) -> None:
-    """Split each parameter of a module in the dimension that `dims` has for its name; None = whole on every rank."""
-    for name, weight in list(module.named_parameters(recurse=False)):
-        dim = dims.get(name, default)
-        own = distribute_tensor(weight, mesh, [Replicate() if dim is None else Shard(dim)])
-        module.register_parameter(name, nn.Parameter(own, requires_grad=weight.requires_grad))
 
 
 def apply_tensor_plan(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -56,20 +32,38 @@ def apply_tensor_plan(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     Raises ConfigError for a model whose blocks have other parts than those of Llama.
     """
-    plan = tensor_plan(model)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    columns, rows, norms = _parts(model)
+    head, embedding = model.get_output_embeddings(), cast("Any", model.get_input_embeddings())
     is_tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
-    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    parallelize_module(model, mesh, plan)
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(name in trained)  # torch's SequenceParallel makes all weights trained
-    if isinstance(head, nn.Linear) and is_tied:
-        head.weight = cast("nn.Parameter", embedding.weight)
+    group = mesh.get_group()
+    _distribute(embedding, mesh, {}, default=0)
+    (rows_of_rank, _), padding = region_of(embedding.weight), embedding.padding_idx
+    first, size = rows_of_rank.start, rows_of_rank.stop - rows_of_rank.start
+    padding = padding - first if padding is not None and padding in range(first, first + size) else None
+    embedding.forward = partial(_embedded, _with_own_weights(embedding, group, padding_idx=padding), first, size, group)
+    if isinstance(head, nn.Linear):  # the head's caller reads its weight
+        _distribute(head, mesh, {}, default=0)
+        if is_tied:
+            head.weight = embedding.weight
+    for module in columns:  # each rank has some rows of the weight and of B, and all of A
+        _distribute(module, mesh, {DOWN: None, START_DOWN: None}, default=0)
+        module.forward = _with_own_weights(module, group)
+    for module in rows:  # each rank has some columns of the weight and of A, and all of B
+        _distribute(module, mesh, {"bias": None, UP: None, START_UP: None}, default=1)
+        if isinstance(module, LoRALinear):
+            module.own_columns = region_of(module.weight)[1]
+        module.forward = partial(_summed_rows, module, _with_own_weights(module, group, bias=None), group)
+    for module in norms:  # every rank normalises its heads
+        _distribute(module, mesh, {}, default=None)
+        module.forward = _with_own_weights(module, group)
+    for parent in {name.rpartition(".")[0] for name, module in model.named_modules() if module in columns}:
+        model.get_submodule(parent).register_forward_pre_hook(partial(_shared_input, group), with_kwargs=True)
 
 
-def tensor_plan(model: PreTrainedModel) -> dict[str, ParallelStyle]:
-    """Module name -> how it is distributed. What is not named is whole on every tensor rank."""
-    plan: dict[str, ParallelStyle] = {}
+def _parts(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """The modules that are split by rows and by columns, and the norms of heads. What is in none of them, besides
+    embedding and head, is whole on every tensor rank."""
+    columns, rows, norms = list[nn.Module](), list[nn.Module](), list[nn.Module]()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -79,24 +73,102 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, ParallelStyle]:
             continue
         name = path.rpartition(".")[2]
         weights = dict(module.named_parameters(recurse=False))
-        if module is embedding:
-            plan[path] = RowwiseParallel(input_layouts=Replicate())
-        elif module is head:
-            plan[path] = ColwiseParallel(output_layouts=Shard(-1))
-        elif isinstance(module, nn.Linear) and name in _COLUMNS:
-            plan[path] = _AdaptedColumns() if isinstance(module, LoRALinear) else ColwiseParallel()
+        if module is head or module is embedding:
+            continue
+        if isinstance(module, nn.Linear) and name in _COLUMNS:
+            columns.append(module)
         elif isinstance(module, nn.Linear) and name in _ROWS:
-            plan[path] = _AdaptedRows() if isinstance(module, LoRALinear) else RowwiseParallel()
+            rows.append(module)
         elif name in _HEAD_NORMS and [tuple(value.shape) for value in weights.values()] == [(head_dim,)]:
-            # every rank normalises its heads: the gradient of the weight is the sum over the ranks
-            plan[path] = SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
+            norms.append(module)
         elif any(value.ndim != 1 for value in weights.values()) and name != "score":
             raise _no_plan(model, path)
-    if not any(isinstance(style, RowwiseParallel) for path, style in plan.items() if path.endswith("o_proj")):
+    if not any(path.endswith(".o_proj") and module in rows for path, module in model.named_modules()):
         raise _no_plan(model, "no attention output called o_proj")
-    return plan
+    return columns, rows, norms
 
 
 def _no_plan(model: PreTrainedModel, part: str) -> ConfigError:
     message = f"{type(model).__name__} has no tensor-parallel plan ({part}): leave t out of allocation_mode"
     return ConfigError(message, code="model.cannot_split")
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, dims: dict[str, int | None], default: int | None) -> None:
+    """Split each parameter of a module in the dimension that `dims` has for its name; None = whole on every rank."""
+    for name, weight in list(module.named_parameters(recurse=False)):
+        dim = dims.get(name, default)
+        own = distribute_tensor(weight, mesh, [Replicate() if dim is None else Shard(dim)])
+        module.register_parameter(name, nn.Parameter(own, requires_grad=weight.requires_grad))
+
+
+def _with_own_weights(module: nn.Module, group: dist.ProcessGroup, **changes: Any) -> Callable[..., Any]:
+    """The forward function of a module on this rank's parts of its parameters; `changes`: other attributes."""
+
+    def own_part(weight: DTensor) -> Tensor:
+        """A rank uses a weight that all ranks have for its heads or columns: the ranks sum the gradients."""
+        is_whole = all(isinstance(placement, Replicate) for placement in weight.placements)
+        return _shared(weight.to_local(), group) if is_whole else weight.to_local()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        view = view_of(module, own_part, **changes)
+        return type(module).forward(view, *args, **kwargs)
+
+    return forward
+
+
+def _shared_input(
+    group: dist.ProcessGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hook before attention and MLP: their projections share the states, whose gradient the ranks sum once."""
+    if args:
+        return (_shared(args[0], group), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": _shared(kwargs["hidden_states"], group)}
+
+
+def _summed_rows(module: nn.Module, own: Callable[[Tensor], Tensor], group: dist.ProcessGroup, input: Tensor) -> Tensor:
+    """The sum over the ranks of the products of their columns, plus the bias once."""
+    found: Tensor = _Summed.apply(own(input), group)  # pyright: ignore[reportAssignmentType]
+    bias = module.bias
+    return found if bias is None else found + cast("DTensor", bias).to_local()
+
+
+def _embedded(own: Callable[[Tensor], Tensor], first: int, size: int, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
+    """The rows of the embedding that this rank has, `size` from `first`, and zeros; then the sum over the ranks."""
+    is_elsewhere = (ids < first) | (ids >= first + size)
+    found = own((ids - first).masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+    return _Summed.apply(found, group)  # pyright: ignore[reportReturnType]
+
+
+def _shared(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _Shared.apply(values, group)  # pyright: ignore[reportReturnType]
+
+
+class _Shared(torch.autograd.Function):
+    """The values; their gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return _sum(upstream[0], ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks; its gradient is that of each rank's values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream[0], None
+
+
+def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = values.clone(memory_format=torch.contiguous_format)  # autograd, or a checkpoint, may keep the values
+    dist.all_reduce(found, group=group)
+    return found

@@ -11,13 +11,24 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    DogeConfig,
+    DogeForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from areal.api.config import MicroBatchSpec, OptimizerConfig
 from areal.data.split import take
 from areal.engine.hf_model import resolve_model_folder
 from areal.engine.micro_batch import make_micro_batch, plan_micro_batches
-from areal.engine.optimizer import learning_rate
+from areal.engine.optimizer import ScheduledOptimizer, learning_rate
 from areal.engine.packed_attention import SHORT_ON_CPU, _sdpa_per_sequence, _varlen, choose_attention, packed_layout
 from areal.weights.weight_files import write_tensors, write_weights
 from tests.expect import raises_code
@@ -44,6 +55,14 @@ def test_schedules_of_degenerate_lengths():
     for shape in ("constant", "linear", "cosine"):
         assert rates(1, lr_scheduler_type=shape)[0] == 1.0
         assert rates(3, lr_scheduler_type=shape, warmup_steps_proportion=1.0)[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_the_norm_of_a_large_gradient_is_exact():
+    weight = torch.nn.Parameter(torch.zeros(2048, 1024))
+    weight.grad = torch.full_like(weight, 1e-3)
+    optimizer = ScheduledOptimizer({"w": weight}, OptimizerConfig(), 1)
+    norm = optimizer.step(lambda values: values, torch.zeros(()))["grad_norm"].value
+    assert norm == pytest.approx(1e-3 * 2**10.5, rel=1e-5)
 
 
 def test_layout_groups_equal_neighbours():
@@ -228,6 +247,21 @@ def test_models_that_would_be_trained_wrongly_are_refused(cases, tmp_path):
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "q")
     with raises_code("model.unsupported", "sliding_attention"):
         cases.make_engine(tmp_path / "q")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["whole", "sharded"])
+def test_models_whose_attention_cannot_be_replaced_are_refused_when_they_are_loaded(cases, tmp_path, dtype):
+    """BERT attends in both directions, Doge adds masks, and Falcon has a table of attention classes."""
+    shape = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    models = {
+        "bert": BertLMHeadModel(BertConfig(**shape, intermediate_size=8)),
+        "doge": DogeForCausalLM(DogeConfig(**shape, intermediate_size=8, num_key_value_heads=2)),
+        "falcon": FalconForCausalLM(FalconConfig(**shape)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        with raises_code("model.unsupported"):
+            cases.make_engine(tmp_path / name, dtype=dtype)
 
 
 def test_blocks_are_not_compiled_without_a_compiler(cases, models, monkeypatch):
