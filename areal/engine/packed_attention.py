@@ -101,9 +101,9 @@ def require_packed_attention(model: PreTrainedModel) -> None:
             model.get_decoder()(input_ids=ids, position_ids=places, use_cache=False, layout=layout)
     except _AttentionReached:
         return
-    except NotImplementedError:  # without memory, no experts can be chosen before attention
-        return
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and device.type == "meta":
+            return  # it needs values before attention, to choose experts for example
         reason = (str(error).splitlines() or [type(error).__name__])[0]
     message = f"{type(model).__name__} cannot use the attention function for packed rows: {reason}"
     raise ConfigError(message, code="model.unsupported")
@@ -128,6 +128,9 @@ def _over_context(attention: Callable[..., tuple[Tensor, None]]) -> Callable[...
         **options: Any,
     ) -> tuple[Tensor, None]:
         if layout.is_probe:
+            if attention_mask is not None:
+                message = "the model has attention masks of its design, which packed rows do not support"
+                raise ConfigError(message, code="model.unsupported")
             _require_causal(module, attention_mask)
             raise _AttentionReached
         if (ranks := layout.context) is None:

@@ -1,0 +1,155 @@
+"""Small random models of the families that transformers knows, and what each of two ranks does with them in
+`test_every_family.py`.
+
+The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder has a checkpoint for each family.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from areal.api.errors import ArealError
+from areal.engine.mesh import TrainerMesh
+from areal.system.file_registry import FileRegistry
+from areal.system.process import ProcessContext
+from tests.engine import engine_cases as cases
+
+FAMILIES = {
+    **dict.fromkeys(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, AutoModelForImageTextToText),
+    **dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
+}
+"""Model type -> the class that loads its checkpoints."""
+MAX_PARAMETERS = 4_000_000
+SMALL = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "num_decoder_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "encoder_num_hidden_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "mamba_n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), 2),
+    **dict.fromkeys(("head_dim", "global_head_dim", "d_head", "v_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"), 48),
+    **dict.fromkeys(("ffn_hidden_size", "intermediate_dim", "d_ff", "inner_dim"), 48),
+    **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), 96),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "kv_lora_rank", "q_lora_rank"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "patch_size"), 4),
+    **dict.fromkeys(("out_hidden_size", "projection_dim"), 32),
+    **dict.fromkeys(("image_size", "num_position_embeddings", "mamba_d_head"), 16),
+    **dict.fromkeys(("image_token_id", "image_token_index"), 3),
+    **{"mamba_d_state": 8, "mamba_n_groups": 1, "hidden_size_per_layer_input": 8, "first_k_dense_replace": 1},
+    **{"n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+"""Small values of the sizes in configurations."""
+
+
+def small_values(config: PretrainedConfig) -> dict[str, Any]:
+    values = config.to_dict()
+    found: dict[str, Any] = {
+        name: value for name, value in SMALL.items() if isinstance(values.get(name), int | float | str)
+    }
+    if "qk_rope_head_dim" in values:  # of latent attention: its heads have keys and values of their own
+        found.pop("head_dim", None)
+        found["num_key_value_heads"] = 4
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PretrainedConfig):
+            found[name] = small_values(part)
+    return found
+
+
+def small_model(family: str) -> PreTrainedModel:
+    """Raises any error of transformers for a family that these sizes do not fit, and ValueError for a large model."""
+    kind = CONFIG_MAPPING[family]
+    config, auto = kind(**small_values(kind())), FAMILIES[family]
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in auto.from_config(config).parameters())
+    if count > MAX_PARAMETERS:
+        raise ValueError(f"{family} has {count} parameters")
+    torch.manual_seed(0)
+    model = auto.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    return model
+
+
+def logprobs_of(model: PreTrainedModel) -> torch.Tensor:
+    """Of each sequence of `make_batch` alone, as transformers computes them."""
+    batch, found = cases.make_batch(), list[torch.Tensor]()
+    with torch.no_grad():
+        for ids in torch.split(batch.input_ids, batch.sequence_lengths):
+            logits = model(input_ids=ids.unsqueeze(0)).logits[0, :-1].float().log_softmax(-1)
+            found += [logits.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
+    return torch.cat(found)
+
+
+def outcome(family: str, folder: Path) -> str:
+    """`loads`, the code of the refusal, or why there is no small model. `folder` gets the checkpoint and its export.
+
+    AssertionError when the engine computes, or exports, something else than transformers.
+    """
+    try:
+        small_model(family).save_pretrained(folder)
+        theirs = FAMILIES[family].from_pretrained(folder, dtype=torch.float32).eval()
+        expected = logprobs_of(theirs)
+    except Exception as error:  # noqa: BLE001 - whatever an architecture raises: none of our code ran
+        return f"no small model: {type(error).__name__}"
+    try:
+        engine = cases.make_engine(folder)
+    except ArealError as error:
+        return error.code
+    assert (engine.forward(cases.make_batch()).logprobs - expected).abs().max() < 1e-5
+    engine.save(folder / "export", with_optimizer=False)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, folder / "export"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    again = FAMILIES[family].from_pretrained(folder / "export", dtype=torch.float32).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in theirs.state_dict().items())
+    save_file({"logprobs": expected}, folder / "expected")
+    return "loads"
+
+
+def _on_two_ranks(folder: Path, mesh: TrainerMesh) -> float | str:
+    engine = cases.make_engine(folder, mesh)
+    gap = engine.forward(cases.make_batch()).logprobs - load_file(folder / "expected")["logprobs"]
+    engine.save(folder / "export-2", with_optimizer=False)
+    before, after = (load_file(each / "model.safetensors") for each in (folder, folder / "export-2"))
+    is_equal = before.keys() == after.keys() and all(torch.equal(after[name], value) for name, value in before.items())
+    return gap.abs().max().item() if is_equal else "export differs"
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """Load every checkpoint on both ranks; `family.json` has the largest difference, or the code of the refusal."""
+    torch.set_num_threads(1)
+    context = ProcessContext(
+        role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
+        recover=False, device="cpu",
+    )  # fmt: skip
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
+    found: dict[str, float | str] = {}
+    for path in sorted(folder.glob("*/expected")):
+        try:
+            found[path.parent.name] = _on_two_ranks(path.parent, mesh)
+        except ArealError as error:
+            found[path.parent.name] = error.code
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # of an architecture
+            found[path.parent.name] = type(error).__name__
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    mesh.close()
+
+
+if __name__ == "areal_families":
+    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
