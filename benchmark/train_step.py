@@ -10,8 +10,9 @@ for a mesh is
 Each term is measured in the processes of the ranks, all at once, without the engine of the mesh: `compute_s` is a train
 step of one process with the tokens and the part of the model that a rank has; `exchange_s` the sum over the collective
 operations of a step, each timed alone with buffers of its size; `copy_s` the bytes that FSDP copies from weights to
-these buffers and back, and context ranks between orders of heads and tokens, divided by the speed of a copy. The last
-two are `predicted_communication_s`; what a step took besides the first is `communication_s`.
+these buffers and back, and context ranks between orders of heads and tokens, at the speed of a copy of that size to
+newly allocated memory. The last two are `predicted_communication_s`; what a step took besides the first is
+`communication_s`.
 
 Prints one line of JSON for each row; --help lists the options of each.
 """
@@ -175,12 +176,13 @@ def _prediction(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> dict
     base = _fastest(_engine(folder / "part", Case(), own, alone), alone, mesh, own)
     shards = case.shard_size or share
     compute = base["passes_s"] + base["update_s"] / shards
-    sent, copied, exchange_s = 0.0, 0.0, 0.0
+    sent, copied, exchange_s, copy_s = 0.0, 0.0, 0.0, 0.0
     for exchange in exchanges(json.loads((folder / "config.json").read_text()), case, dims, work):
-        exchange_s += exchange.count * seconds_of(exchange, mesh)
+        one, copies = seconds_of(exchange, mesh)
+        exchange_s += exchange.count * one
+        copy_s += exchange.count * copies
         sent += exchange.count * exchange.sent
         copied += exchange.count * exchange.copied
-    copy_s = copied / _copy_speed(mesh)
     return {
         "compute_s": compute,
         "exchange_s": exchange_s,
@@ -243,8 +245,9 @@ def exchanges(config: dict[str, Any], case: Case, dims: ParallelDims, work: Work
     return found
 
 
-def seconds_of(exchange: Exchange, mesh: TrainerMesh) -> float:
-    """Median of a collective operation over all ranks, all of which begin together."""
+def seconds_of(exchange: Exchange, mesh: TrainerMesh) -> tuple[float, float]:
+    """Of a collective operation over all ranks, all of which begin together, and of a rank's copies before and after
+    it, to memory that is allocated for each, as FSDP does on a CPU: medians."""
     count = exchange.nbytes // 4
     whole, part = torch.ones(count), torch.ones(count // mesh.world_size)
     other = torch.empty_like(whole)
@@ -255,36 +258,28 @@ def seconds_of(exchange: Exchange, mesh: TrainerMesh) -> float:
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
         "copy": lambda: None,
     }
-    found: list[float] = []
+    found: list[tuple[float, float]] = []
     for _ in range(9):
         mesh.barrier()
         began = time.perf_counter()
         actions[exchange.kind]()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
-
-
-def _copy_speed(mesh: TrainerMesh) -> float:
-    """Bytes per second of a copy of 16 MiB to memory that is in use, while all ranks copy."""
-    source, target, found = torch.ones(2**22), torch.ones(2**22), list[float]()
-    for _ in range(9):
-        mesh.barrier()
-        began = time.perf_counter()
-        target.copy_(source)
-        found.append(time.perf_counter() - began)
-    return source.nbytes / statistics.median(found)
+        ended = time.perf_counter()
+        torch.empty_like(whole).copy_(whole)
+        found.append((ended - began, time.perf_counter() - ended))
+    operation, copy = (statistics.median(each) for each in zip(*found, strict=True))
+    return operation, copy * exchange.copied / exchange.nbytes
 
 
 def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, steps: int) -> dict[str, float]:
     """The slowest rank's figures."""
     world_size = _trainer(name).parallel.world_size
     with tempfile.TemporaryDirectory() as folder:
-        rest = {"tie_word_embeddings": True, "max_position_embeddings": max(2048, tokens)}
+        rest: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": max(2048, tokens)}
         model = LlamaConfig(**shape, **rest)
         (LlamaForCausalLM(model) if "lora" in CASES[name].options else model).save_pretrained(folder)
         split = {"num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"}
-        ranks = _trainer(name).parallel.tp
-        own = {key: value // ranks if key in split else value for key, value in shape.items()}
+        tensor_ranks = _trainer(name).parallel.tp
+        own = {key: value // tensor_ranks if key in split else value for key, value in shape.items()}
         LlamaConfig(**own, **rest).save_pretrained(Path(folder) / "part")
         command = [sys.executable, __file__, "--folder", folder, "--tokens", str(tokens), "--steps", str(steps)]
         command += ["--sequences", str(sequences)]
