@@ -51,7 +51,7 @@ NOT_STARTED = {
 """Module after `python -m` -> where it is tested."""
 DRY = ("run", "eval", "generate", "benchmark", "slurm", "ray", "ssh")
 """Subcommands that start processes: a dry run, which needs no machine."""
-LACKS = {"--role": "export.no_checkpoint", "--recover --adapter": "export.no_checkpoint"}
+LACKS = {"--role": "export.no_checkpoint"}
 """Flag of a command about something that the small run lacks -> the code of the error."""
 CONFIGS = ["grpo", "my", "x", "CONFIG", "FILE", "my_run", "shared/grpo", "my/warehouse", "my/warm_up"]
 RUNS = [
@@ -162,6 +162,9 @@ def carry_out(words: list[str], place: Path, monkeypatch) -> None:
     for flag in ("--step", "--episode"):
         if flag in words:
             words[words.index(flag) + 1] = number
+    if "--adapter" in words:
+        return  # needs a run with adapters: tests/engine
+    words += ["-o", "model"] if words[0] == "export" and "-o" not in words else []
     if "-o" in words:
         words[words.index("-o") + 1] = f"out/{abs(hash(tuple(words)))}/{words[-1]}"
         Path(words[words.index("-o") + 1]).parent.mkdir(parents=True)
