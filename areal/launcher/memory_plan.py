@@ -160,7 +160,7 @@ def tower_bytes(model: TrainEngineConfig, shape: ModelShape, patches: int) -> in
     if vision is None:
         return 0
     width = 2 if model.dtype == "bfloat16" else 4
-    block = width * (8 * vision.hidden + (4 if vision.gated else 2) * vision.intermediate)
+    block = width * ((14 if vision.rotary else 8) * vision.hidden + (4 if vision.gated else 2) * vision.intermediate)
     if not trains_tower(model, shape):
         return patches * block  # of one block
     if model.gradient_checkpointing and model.checkpointing != "selective":

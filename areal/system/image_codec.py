@@ -41,8 +41,8 @@ def encode_image(
     if (columns, rows) != image.size:
         size, middle = (columns, rows), None
         if layout.sizing == "crop":
-            size = tuple(max(layout.side, layout.side * side // min(image.size)) for side in image.size)
-            left, top = ((side - layout.side) // 2 for side in size)
+            width, height = (max(layout.side, layout.side * side // min(image.size)) for side in image.size)
+            size, left, top = (width, height), (width - layout.side) // 2, (height - layout.side) // 2
             middle = (left, top, left + layout.side, top + layout.side)
         image = image.resize(size, _pillow().Resampling(layout.resample))
         image = image if middle is None else image.crop(middle)

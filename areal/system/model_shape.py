@@ -19,6 +19,8 @@ class VisionShape:
     intermediate: int
     gated: bool
     """The MLP has three matrices."""
+    rotary: bool
+    """Positions are rotations of queries and keys."""
     merge: int
     """Patches that become one token, in each direction."""
     patch_values: int
@@ -47,6 +49,7 @@ class VisionShape:
             hidden=hidden,
             intermediate=int(tower.get("intermediate_size") or hidden * tower.get("mlp_ratio", 4)),
             gated=tower.get("hidden_act") == "silu",
+            rotary=is_qwen,
             merge=merge,
             patch_values=3 * int(tower.get("temporal_patch_size", 1)) * side * side,
             projections=source * text if has_one else mergers * (joined * within + within * text),

@@ -243,6 +243,9 @@ reward_fn: exact
     assert "server-0: cpu, CPU threads 1" in shown.out
     assert '\'--weight-transfer-config={"backend":"areal"}\'' in shown.out, "a command that can be pasted"
     assert "VLLM_SERVER_DEV_MODE=1" in shown.out
-    assert "HUB_TOKEN=... MKL_NUM_THREADS=1 MODE='a b' " in shown.out, "with its variables, but for secrets"
+    assert (
+        "HUB_TOKEN=... MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=134217728 MKL_NUM_THREADS=1 MODE='a b' "
+        in shown.out
+    ), "with its variables, but for secrets"
     assert shown.err.count("\n  sglang: ") == 2, "one notice for each launch"
     assert not os.path.exists(tmp_path / "runs")

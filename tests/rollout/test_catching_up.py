@@ -339,8 +339,8 @@ def test_weights_are_requested_immediately_unless_the_batch_exists():
         controller = rollout_kit.make_controller(rollout_kit.memory_ledger(), fleet=Fleet(), total_steps=9, **options)
         await controller.start()
         await attach(controller, 0)
+        assert await controller.evaluate(0, "greedy", timeout_s=1.0) is not None
         await rollout_kit.train(controller, range(1))
-        assert await controller.evaluate(1, "greedy", timeout_s=1.0) is not None
         lacking = True
         began_s = asyncio.get_running_loop().time()
         batch, evaluation = (
@@ -352,7 +352,7 @@ def test_weights_are_requested_immediately_unless_the_batch_exists():
                 await asking
         assert asyncio.get_running_loop().time() == began_s
         assert await controller.next_batch(0, timeout_s=1.0) is not None
-        assert await controller.evaluate(1, "greedy", timeout_s=1.0) is not None
+        assert await controller.evaluate(0, "greedy", timeout_s=1.0) is not None
         await controller.close()
 
     rollout_kit.run_virtual(main())
