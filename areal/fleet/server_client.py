@@ -66,6 +66,9 @@ class ServerClient:
 
         def on_data(data: bytes) -> None:
             nonlocal rest
+            if not rest and data.startswith(b"data: {") and data.find(b"\n\n") == len(data) - 2:
+                on_event(data[6:-2])  # mostly exactly one event
+                return
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
                 if event.startswith(b"data: ") and event != b"data: [DONE]":  # otherwise a comment or the end

@@ -31,8 +31,8 @@ _log = get_logger(__name__)
 Result = TypeVar("Result")
 
 GROWTH_BYTES = 2**30
-YOUNG_S = 0.1
-YOUNG_PASSES = 50
+YOUNG_S = 0.05
+YOUNG_PASSES = 100
 """Passes over young objects between two looks at the memory of the process."""
 
 
