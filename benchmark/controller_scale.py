@@ -255,8 +255,13 @@ async def train(
         while not await controller.weights.publish(update, timeout_s=60.0):
             pass
         await controller.consumed(step, step + 1)
+
+
+async def close(controller: Controller, fleet: Fleet) -> None:
+    """Cancels all episodes in flight, in one turn of the loop: after what is measured."""
     controller.finish()
     await controller.close()
+    await fleet.close()
 
 
 async def episode_us(num_servers: int, size: Size, folder: Path) -> float:
@@ -271,7 +276,7 @@ async def episode_us(num_servers: int, size: Size, folder: Path) -> float:
     began_s = time.process_time()
     await train(controller, steps)
     used_s = time.process_time() - began_s
-    await fleet.close()
+    await close(controller, fleet)
     return used_s / (steps * batch_size) * 1e6
 
 
@@ -304,7 +309,7 @@ async def held_bytes(size: Size, folder: Path) -> float:
     await training
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    await fleet.close()
+    await close(controller, fleet)
     total = count * num_tokens
     print(
         f"bytes per token: {(streaming[1] - before) / total:.1f} at most while streaming, "
@@ -333,7 +338,7 @@ async def lag_of(size: Size, folder: Path) -> dict[str, float]:
         watching = asyncio.create_task(timer.watch(), name="loop timer")
         await train(controller, size.batches, ranks=8, on_batch=lambda: used.append(process.memory_info().rss))
         watching.cancel()
-    await fleet.close()
+    await close(controller, fleet)
     growth = max(0, used[-1] - used[0]) / 1e6
     print(
         f"lag: {timer.at(0.5):.1f} ms median; longest callback: {loop.longest}; resident memory "
