@@ -391,8 +391,8 @@ model.not_loadable: transformers cannot load the model or its tokenizer.
     Read the error that the message quotes; the checkpoint may be incomplete or need a newer transformers.
 model.unknown_layer_class: fsdp.wrap_policy names a layer class that the model does not have.
     Use one of the classes that the message lists.
-model.unsupported: The native engine cannot serve this architecture.
-    Use sglang or vllm for this model.
+model.unsupported: The native server or the train engine does not support this architecture.
+    Use sglang or vllm servers; docs/train_engines.md lists the families that can be trained.
 model.vision_layout: The vision tower of this checkpoint makes other tokens of an image than areal counts.
     Use a checkpoint that docs/vision.md names for its family.
 model.weights_do_not_fit: Weights are missing or have other shapes than the model.

@@ -261,6 +261,7 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
         "attn_logit_softcapping": None,
         "logit_scale": 1.0,
         "logits_scaling": 1.0,
+        "dim_model_base": facts.get("hidden_size"),  # MiniCPM divides the states before the head
     }
     for name, value in neutral.items():
         if facts.get(name) not in (None, value):
