@@ -182,7 +182,7 @@ def to_array(typecode: str, values: Sequence[T]) -> array[T]:
 
     Raises TypeError or OverflowError for a value that the type does not hold.
     """
-    if type(values) is list:  # the tests below take longer than a chunk's copy: sequences are abstract classes
+    if isinstance(values, list):  # the tests below take longer than a chunk's copy: sequences are abstract classes
         return array(typecode, values)
     if isinstance(values, Packed) and values.numbers.typecode == typecode:
         return values.numbers
@@ -195,7 +195,7 @@ def to_array(typecode: str, values: Sequence[T]) -> array[T]:
 
 
 def to_runs(values: Sequence[T]) -> Runs[T]:
-    if type(values) is Runs or isinstance(values, Runs):
+    if isinstance(values, Runs):
         return values
     return Runs((value, sum(1 for _ in group)) for value, group in groupby(values))
 
