@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 _T = TypeVar("_T")
 
 _POLL_S = 0.0005
+GIVE_UP_S = 1.0
 _CONNECT_TIMEOUT_S = 10.0
 _START_POLL_S = 0.01
 _LEAVE_S = 1.0
@@ -181,13 +183,15 @@ def connect(
 def broadcast(
     group: TransferGroup, buffer: Tensor, timeout_s: float, give_up: Callable[[], bool] | None = None
 ) -> None:
-    """Send (rank 0) or receive `buffer`. TransferError after `timeout_s`, when a peer has ended, or once `give_up()`
-    is true; such a group cannot be used again.
+    """Send (rank 0) or receive `buffer`. TransferError after `timeout_s`, when a peer has ended, or GIVE_UP_S after
+    `give_up()` became true; such a group cannot be used again. The peers may have all data, and report it, before the
+    handle of this rank is complete.
 
     The error does not keep torch's handle of the broadcast, which shares the connections with the group: the code that
     drops it last, for example the garbage collector in an event loop, would run gloo's destructor (see `leave`).
     """
     work: dist.Work | None = None
+    given_up_s = inf
     deadline = time.monotonic() + timeout_s
     options = dist.BroadcastOptions()
     options.rootRank = 0
@@ -195,12 +199,13 @@ def broadcast(
     try:
         work = _start(group, buffer, options, deadline, give_up)
         while True:
-            gives_up = give_up is not None and give_up()
+            if given_up_s == inf and give_up is not None and give_up():
+                given_up_s = time.monotonic()
             if work is not None and work.is_completed():
                 break
             if time.monotonic() > deadline:
                 raise TransferError(f"update group {group.name}: no broadcast in {timeout_s:g} s")
-            if gives_up:
+            if work is None or time.monotonic() > given_up_s + GIVE_UP_S:
                 raise TransferError(f"update group {group.name}: broadcast given up")
             time.sleep(_POLL_S)
         work.wait()
