@@ -65,10 +65,12 @@ def test_a_run_of_the_imported_file(tmp_path, capsys, name):
     write_model(tmp_path / "model", context_length=512, max_pixels=112 * 112)
     write_rows(tmp_path / "rows.jsonl", DATASETS[name][1])
     changes = {
-        "actor.path": tmp_path / "model", "train_dataset.path": tmp_path / "rows.jsonl",
+        "actor.path": tmp_path / "model", "tokenizer_path": tmp_path / "model",
+        "train_dataset.path": tmp_path / "rows.jsonl",
         "valid_dataset.path": tmp_path / "rows.jsonl", "allocation_mode": "native:d1+fsdp:d1",
         "cluster.n_gpus_per_node": 0, "cluster.fileroot": tmp_path / "runs", "total_train_steps": 3,
         "train_dataset.batch_size": 4, "gconfig.n_samples": 2, "gconfig.max_new_tokens": 6, "actor.dtype": "float32",
+        "rollout.consumer_batch_size": 4, "actor.group_size": 2, "actor.reward_norm.group_size": 2,
         "native.context_length": 512, "native.dtype": "float32", "actor.gradient_checkpointing": "false",
     }  # fmt: skip
     words = [f"{key}={value}" for key, value in changes.items()]
