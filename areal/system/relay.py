@@ -116,8 +116,7 @@ class TokenTunnel(_Port):
         """Whether the relay accepts this token. OSError or TimeoutError when it does not answer."""
 
         async def try_it() -> bool:
-            async with asyncio.timeout(timeout_s):
-                opened = await self._opened()
+            opened = await self._opened(timeout_s)
             if opened is not None:
                 opened[1].close()
             return opened is not None
@@ -126,22 +125,27 @@ class TokenTunnel(_Port):
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            opened = await self._opened()
+            opened = await self._opened(_HANDSHAKE_S)
         except OSError as error:
-            _log.warning("no connection to %s:%d: %s", *self._far, error)
+            _log.warning("no connection to %s:%d: %r", *self._far, error)
             return
         if opened is not None:
             await _both(reader, writer, *opened)
 
-    async def _opened(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """A connection to the relay; None when it refuses the token."""
-        reader, writer = await asyncio.open_connection(*self._far)
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            writer.write(_proof(self._token, await reader.readexactly(_NONCE_BYTES)))
-            await reader.readexactly(len(_ADMITTED))
+    async def _opened(self, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """A connection to the relay; None when it refuses the token. OSError or TimeoutError when it does not answer."""
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(*self._far)
+            try:
+                writer.write(_proof(self._token, await reader.readexactly(_NONCE_BYTES)))
+                await reader.readexactly(len(_ADMITTED))
+            except asyncio.IncompleteReadError:
+                writer.close()
+                return None
+            except BaseException:
+                writer.close()
+                raise
             return reader, writer
-        writer.close()
-        return None
 
 
 def _proof(token: str, nonce: bytes) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from areal.system import relay as relays
 from areal.system.network import bind_socket
 from areal.system.relay import MachineRelay, TokenRelay, TokenTunnel
 
@@ -90,6 +91,19 @@ def test_only_machines_of_the_run_reach_a_store_whose_clients_cannot_prove_anyth
     assert asked(relay.port).strip() == b"KEY"
     assert peers == ["127.0.0.1"] * 2
     relay.close()
+
+
+def test_a_tunnel_does_not_wait_for_a_far_end_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(relays, "_HANDSHAKE_S", 0.05)
+    with _listening() as silent:
+        tunnel = TokenTunnel("127.0.0.1", silent.getsockname()[1], "token")
+        with pytest.raises(TimeoutError):
+            tunnel.is_admitted(0.05)
+        assert asked(tunnel.port) == b""
+        tunnel.close()
+    assert [record.levelname for record in caplog.records if record.name == relays.__name__] == ["WARNING"]
 
 
 def _listening() -> socket.socket:
