@@ -117,9 +117,10 @@ def load_sft_rows(
     default_split: str,
     train_on: str = "last",
     images: PromptImages | None = None,
+    image_key: str = "images",
 ) -> list[EncodedRow]:
     """Load the encoded rows of a dataset of type sft, at most max_length tokens each. Raises InputError."""
-    encode = partial(encode_sft_row, tokenizer=tokenizer, train_on=train_on, images=images)
+    encode = partial(encode_sft_row, tokenizer=tokenizer, train_on=train_on, images=images, image_key=image_key)
     return _of_all(config, lambda one: _encoded(one, default_split, encode))
 
 

@@ -45,15 +45,23 @@ class EncodedRow:
 
 
 def encode_sft_row(
-    row: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "last", images: PromptImages | None = None
+    row: dict[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    train_on: str = "last",
+    images: PromptImages | None = None,
+    image_key: str = "images",
 ) -> EncodedRow:
     """Encode a row: `prompt` and `answer`, or `messages` (and `answer` unless the assistant's message is last).
 
     Prompt and answer are tokenised separately, as in a rollout. The answer ends with the end token; text that the
     template writes after it is dropped. `train_on` is sft.train_on: last, assistant or all. `images`: how the model
-    takes the images of the row. Raises InputError.
+    takes the images of the row, which are in its column `image_key`; None for a model of text. Raises InputError.
     """
     if images is None:
+        if row.get(image_key):
+            text = f"a row has images in {image_key!r}, and the model takes text alone"
+            raise InputError(f"{text}: drop the column, or train a vision-language model", code="model.image_processor")
         return _encoded(row, tokenizer, train_on)
     if "messages" in row:
         checked_messages(row["messages"])

@@ -33,11 +33,13 @@ def run_configured(argv: list[str]) -> None:
     if isinstance(config, SFTConfig):
         from areal.trainer.sft import SFTTrainer
 
-        train_on = config.sft.train_on
+        train_on, image_key = config.sft.train_on, config.vision.image_key
 
         def load_sft(data: DatasetConfig, tokenizer: Tokenizer, *, default_split: str) -> list[EncodedRow]:
-            how: dict[str, Any] = {"train_on": train_on, "images": PromptImages.of(config, tokenizer)}
-            return load_sft_rows(data, tokenizer, default_split=default_split, **how)
+            images = PromptImages.of(config, tokenizer)
+            return load_sft_rows(
+                data, tokenizer, default_split=default_split, train_on=train_on, images=images, image_key=image_key
+            )
 
         _run_rows(SFTTrainer, config, load_sft, model_path=config.model.path)
     elif isinstance(config, RWConfig):
