@@ -49,6 +49,8 @@ def export(words: Sequence[str]) -> int:
     if role not in config.models:
         message = f"--role {role}: the models of this run are {', '.join(config.models)}"
         raise InputError(message, code="export.no_checkpoint")
+    if request.adapter and config.models[role].lora is None:
+        raise InputError(f"--adapter: {role} was trained without lora: export it whole", code="adapter.none")
     step, source = _source(paths, request, role)
     final = (request.output or paths.root / "export" / f"{role}-{source_name(step)}").absolute()
     if final.exists():
@@ -120,7 +122,7 @@ def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, fina
     engine = build(model, role=_model_role(config, role), total_steps=0, mesh=mesh, seed=config.seed)
     engine.load(source)
     if adapter:
-        assert isinstance(engine, FSDPEngine), "other engines have no adapters"
+        assert isinstance(engine, FSDPEngine)  # other engines refuse lora
         engine.save_adapter(final)
     else:
         engine.save(final, with_optimizer=False)
