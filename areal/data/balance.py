@@ -3,8 +3,8 @@
 import heapq
 from collections.abc import Sequence
 
-_Part = tuple[int, list[int]]
-"""Sum of the sizes, indices."""
+_Part = tuple[int, int, list[int]]
+"""Minus the sum of the sizes, first index of the list, indices."""
 
 
 def balanced_parts(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -15,27 +15,62 @@ def balanced_parts(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     size. No part is empty when there are at least `num_parts` sizes above 0. Indices ascend within a part, parts are
     ordered by their first index, and the result depends on the arguments only.
     """
-    if num_parts == 1:
-        return [list(range(len(sizes)))]
-    # One heap entry is a partial partition: (-(greatest - smallest sum), first index, parts by descending sum); parts
-    # that are still empty are not stored. The first index is unique and decides ties.
-    heap: list[tuple[int, int, list[_Part]]] = [(-size, i, [(size, [i])]) for i, size in enumerate(sizes)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, first, parts = heapq.heappop(heap)
-        _, second, others = heap[0]
-        merged = _merged(parts, others, num_parts)
-        smallest = merged[-1][0] if len(merged) == num_parts else 0
-        heapq.heapreplace(heap, (smallest - merged[0][0], min(first, second), merged))
-    found = sorted(sorted(indices) for _, indices in heap[0][2]) if heap else []
-    return found + [[] for _ in range(num_parts - len(found))]
+    partition = Partition(sizes, num_parts)
+    partition.merge(len(sizes))
+    return partition.parts()
 
 
-def _merged(parts: list[_Part], others: list[_Part], num_parts: int) -> list[_Part]:
-    """The fullest of `parts` joins the emptiest of `others`, and so on."""
-    merged = [*parts, *((0, list[int]()) for _ in range(num_parts - len(parts)))]
-    for place, (total, indices) in enumerate(others):
-        own_total, own = merged[num_parts - 1 - place]
-        own.extend(indices)
-        merged[num_parts - 1 - place] = (own_total + total, own)
-    return sorted((part for part in merged if part[1]), key=lambda part: (-part[0], part[1][0]))
+class Partition:
+    """The computation of `balanced_parts`, which an event loop can divide over several turns."""
+
+    def __init__(self, sizes: Sequence[int], num_parts: int) -> None:
+        self._sizes = sizes
+        self._num_parts = num_parts
+        # A partial partition is (-(greatest - smallest sum), lowest index, parts by descending sum); parts that are
+        # still empty are not stored. The lowest index is unique and decides ties. Those of one size are made when they
+        # are merged: all at once are many objects for one pass of the cycle collector.
+        self._heap: list[tuple[int, int, list[_Part]]] = []
+        indices = range(len(sizes))
+        self._single = sorted(indices, key=sizes.__getitem__, reverse=True)[::-1]  # the next one is the last
+        if num_parts == 1 and indices:
+            self._single, self._heap = [], [(0, 0, [(0, 0, list(indices))])]
+
+    def merge(self, limit: int) -> bool:
+        """Merge at most `limit` pairs of partial partitions. True: all are merged."""
+        for _ in range(min(limit, len(self._single) + len(self._heap) - 1)):
+            first, parts = self._next()
+            second, others = self._next()
+            _join(parts, others, self._num_parts)
+            smallest = parts[-1][0] if len(parts) == self._num_parts else 0
+            heapq.heappush(self._heap, (parts[0][0] - smallest, min(first, second), parts))
+        return len(self._single) + len(self._heap) <= 1
+
+    def _next(self) -> tuple[int, list[_Part]]:
+        """Remove the partial partition whose sums differ most."""
+        if self._single:
+            index = self._single[-1]
+            size = -self._sizes[index]
+            if not self._heap or (size, index) < self._heap[0][:2]:
+                self._single.pop()
+                return index, [(size, index, [index])]
+        _, lowest, parts = heapq.heappop(self._heap)
+        return lowest, parts
+
+    def parts(self) -> list[list[int]]:
+        """The result, once all are merged."""
+        lists = [indices for _, _, indices in self._heap[0][2]] if self._heap else [[index] for index in self._single]
+        found = sorted(map(sorted, lists))
+        return found + [[] for _ in range(self._num_parts - len(found))]
+
+
+def _join(parts: list[_Part], others: list[_Part], num_parts: int) -> None:
+    """The emptiest of `parts` receives the fullest of `others`, and so on; `parts` stays in descending order."""
+    count = len(parts)
+    for place, other in enumerate(others, 1):
+        if num_parts - place >= count:  # it is still empty
+            parts.append(other)
+        else:
+            total, first, indices = parts[num_parts - place]
+            indices += other[2]
+            parts[num_parts - place] = (total + other[0], first, indices)
+    parts.sort()

@@ -36,9 +36,13 @@ class SharePart:
 
 def share_parts(heads: Sequence[PayloadHead], dp_size: int) -> list[SharePart]:
     """The share of each rank: balanced by tokens, with whole groups."""
+    return as_shares(heads, balanced_parts([head.num_tokens for head in heads], dp_size))
+
+
+def as_shares(heads: Sequence[PayloadHead], parts: Sequence[list[int]]) -> list[SharePart]:
+    """The parts of a batch as shares."""
     names = sorted({name for head in heads for name in head.reward_names})
     has_sessions = any(head.has_sessions for head in heads)
-    parts = balanced_parts([head.num_tokens for head in heads], dp_size)
     return [SharePart(part, names, has_sessions) for part in parts]
 
 

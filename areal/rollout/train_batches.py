@@ -12,15 +12,20 @@ from collections.abc import Callable
 
 import numpy as np
 
+from areal.data.balance import Partition
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import payload_head, to_columns
+from areal.ledger.payload import PayloadHead, payload_head, to_columns
 from areal.ledger.state import REJECTED, WAITING, AcceptedEpisode, BatchRecord
 from areal.ledger.token_counts import TokenCounts, count_by_version
-from areal.rollout.batching import BatchSums, SharePart, share_parts
+from areal.rollout.batching import BatchSums, SharePart, as_shares
 from areal.rollout.producer_stats import ProducerStats
 
 BLOCK = 4096
 """Episodes whose statistics are added in one turn of the loop: about 10 ms."""
+READ_BLOCK = 256
+"""Payloads that one call of a thread reads."""
+MERGES = 512
+"""Steps of a partition in one turn of the loop: about 2 ms."""
 CACHED_STEPS = 2
 """Batches whose partition is kept in memory."""
 
@@ -47,6 +52,7 @@ class TrainBatches:
         self._producer = producer
         self._on_fatal = on_fatal
         self._parts: dict[tuple[int, int], list[SharePart]] = {}  # by (step, dp_size)
+        self._partitioning = asyncio.Lock()
         self._wanted: dict[int, asyncio.Future[None]] = {}
         self._requested_s: dict[int, float] = {}
         self._composing: asyncio.Task[None] | None = None
@@ -71,12 +77,29 @@ class TrainBatches:
     async def part(self, record: BatchRecord, dp_rank: int, dp_size: int) -> SharePart:
         """The share of one rank. Raises LedgerError when a payload of the batch is missing or damaged."""
         key = record.step, dp_size
-        if key not in self._parts:
-            heads = [payload_head(await self.payload(record, index)) for index in range(len(record.payloads))]
-            self._parts[key] = await asyncio.to_thread(share_parts, heads, dp_size)
-            while len(self._parts) > CACHED_STEPS:
-                self._parts.pop(next(iter(self._parts)))
-        return self._parts[key][dp_rank]
+        async with self._partitioning:  # all ranks ask at the same time
+            if key not in self._parts:
+                self._parts[key] = await self._partition(record, dp_size)
+                while len(self._parts) > CACHED_STEPS:
+                    self._parts.pop(next(iter(self._parts)))
+            return self._parts[key][dp_rank]
+
+    async def _partition(self, record: BatchRecord, dp_size: int) -> list[SharePart]:
+        """The shares of all ranks, computed in turns of the loop. A thread that computes keeps the interpreter for 5 ms
+        each time that the loop needs it, which is once per timer and per piece of data: the loop would stop."""
+        heads: list[PayloadHead] = []
+        for start in range(0, len(record.payloads), READ_BLOCK):
+            heads += await asyncio.to_thread(self._heads, record, start)
+        partition = Partition([head.num_tokens for head in heads], dp_size)
+        while not partition.merge(MERGES):
+            await asyncio.sleep(0)
+        return as_shares(heads, partition.parts())
+
+    def _heads(self, record: BatchRecord, start: int) -> list[PayloadHead]:
+        """Of one block of the payloads, which are checked."""
+        end = start + READ_BLOCK
+        places = zip(record.episode_ids[start:end], record.payloads[start:end], strict=True)
+        return [payload_head(self._ledger.payload(*place)) for place in places]
 
     async def payload(self, record: BatchRecord, index: int) -> bytes:
         """One payload of a batch, read in a thread: a batch may be larger than the memory that is free."""

@@ -6,7 +6,7 @@ from statistics import median
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.data.balance import balanced_parts
+from areal.data.balance import Partition, balanced_parts
 
 
 def sums(sizes, parts):
@@ -23,6 +23,17 @@ def longest_first(sizes, num_parts):
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         min(parts, key=lambda part: sum(sizes[i] for i in part)).append(index)
     return parts
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 8), st.integers(1, 5))
+def test_a_partition_in_pieces_is_that_of_one_piece(sizes, num_parts, limit):
+    partition = Partition(sizes, num_parts)
+    num_pieces = 1
+    while not partition.merge(limit):
+        num_pieces += 1
+    assert partition.parts() == balanced_parts(sizes, num_parts)
+    assert num_parts == 1 or num_pieces == max(1, -(-(len(sizes) - 1) // limit))
 
 
 @settings(max_examples=300, deadline=None)

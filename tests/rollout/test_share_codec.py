@@ -6,6 +6,7 @@ import itertools
 import random
 import struct
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from aiohttp import ClientSession
 
 from areal.api.data import TrajectoryGroup, WeightUpdate
 from areal.api.errors import LedgerError
+from areal.data.balance import Partition
 from areal.ledger.event_files import PayloadReader, payload_path
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import TrajectoryError, check_payload, encode_episode, join_columns, payload_head
@@ -174,6 +176,45 @@ async def test_a_composition_ends_when_the_controller_closes(tmp_path, monkeypat
     await controller.close()
     assert task.done()
     assert await asking is None
+
+
+async def test_a_partition_is_computed_once_and_by_the_loop_in_turns(monkeypatch):
+    """A thread that computes keeps the interpreter for 5 ms each time that the loop needs it. All ranks ask at once."""
+    monkeypatch.setattr(train_batches, "READ_BLOCK", 4)
+    monkeypatch.setattr(train_batches, "MERGES", 2)
+    controller = rollout_kit.make_controller(
+        rollout_kit.memory_ledger(),
+        workflow=rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(num_tokens=1 + index % 7)),
+        config=rollout_kit.make_config(batch_size=10),
+    )
+    turns, merges = itertools.count(), []
+
+    async def count_turns():
+        while True:
+            next(turns)
+            await asyncio.sleep(0)
+
+    class Watched(Partition):
+        def merge(self, limit):
+            merges.append((next(turns), threading.current_thread(), limit))
+            return super().merge(limit)
+
+    monkeypatch.setattr(train_batches, "Partition", Watched)
+    await controller.start()
+    await controller.attach(rank=0, world_size=4, dp_size=4, step=0, version=0)
+    record = await controller.next_batch(0, timeout_s=100.0)
+    counting = asyncio.create_task(count_turns())
+    found = await asyncio.gather(*[controller.batches.part(record, rank, 4) for rank in range(4)])
+    counting.cancel()
+    assert len(merges) == 5, "9 merges of 10 episodes, two in each turn"
+    assert all(after - before > 1 for (before, *_), (after, *_) in itertools.pairwise(merges)), "others run in between"
+    assert {thread for _, thread, _ in merges} == {threading.current_thread()}
+    payloads = [
+        controller.batches._ledger.payload(*place) for place in zip(record.episode_ids, record.payloads, strict=True)
+    ]
+    assert found == share_parts([payload_head(payload) for payload in payloads], 4)
+    controller.finish()
+    await controller.close()
 
 
 async def test_a_batch_is_sent_payload_by_payload(tmp_path):
