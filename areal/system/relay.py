@@ -133,7 +133,7 @@ class TokenTunnel(_Port):
             await _both(reader, writer, *opened)
 
     async def _opened(self, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """A connection to the relay; None when it refuses the token. OSError or TimeoutError when it does not answer."""
+        """A connection to the relay; None when it refuses the token. OSError or TimeoutError without an answer."""
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(*self._far)
             try:
