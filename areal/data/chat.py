@@ -64,6 +64,15 @@ def encode_prompt(
     return EncodedPrompt(text, packed_ids(ids if images is None else images.expanded(ids, found)), found)
 
 
+def has_images(row: dict[str, Any], image_key: str) -> bool:
+    """Whether a row has images: in its column of images, or as a part of a message."""
+    columns = (row.get(name) for name in ("messages", "prompt", "chosen", "rejected"))
+    messages = (one for column in columns if isinstance(column, list) for one in column if isinstance(one, dict))
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+    return bool(row.get(image_key)) or any(part.get("type") in ("image", "image_url") for part in parts)
+
+
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of a row. Raises InputError unless they are a list of dicts with role and content."""
     if not isinstance(messages, list) or not messages:

@@ -125,10 +125,15 @@ def load_sft_rows(
 
 
 def load_pairs(
-    config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, use_margin: bool = False
+    config: DatasetConfig,
+    tokenizer: Tokenizer,
+    *,
+    default_split: str,
+    use_margin: bool = False,
+    image_key: str = "images",
 ) -> list[EncodedPair]:
     """Load the encoded pairs of a dataset of type rw, at most max_length tokens per side. Raises InputError."""
-    encode = partial(encode_pair, tokenizer=tokenizer, use_margin=use_margin)
+    encode = partial(encode_pair, tokenizer=tokenizer, use_margin=use_margin, image_key=image_key)
     return _of_all(config, lambda one: _encoded(one, default_split, encode))
 
 

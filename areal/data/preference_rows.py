@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from areal.api.errors import InputError
-from areal.data.chat import checked_messages
+from areal.data.chat import checked_messages, has_images
 from areal.data.sft_rows import EncodedRow, encode_sft_row
 from areal.data.tokenizer import Tokenizer
 
@@ -48,7 +48,9 @@ class EncodedPair:
         return differ and self.chosen.is_trainable and self.rejected.is_trainable
 
 
-def encode_pair(row: dict[str, Any], tokenizer: Tokenizer, *, use_margin: bool = False) -> EncodedPair:
+def encode_pair(
+    row: dict[str, Any], tokenizer: Tokenizer, *, use_margin: bool = False, image_key: str = "images"
+) -> EncodedPair:
     """Encode the pair in the columns `chosen` and `rejected`. Each column contains one of:
 
     - text: the answer to `prompt` (text or messages) or to `messages`;
@@ -56,8 +58,12 @@ def encode_pair(row: dict[str, Any], tokenizer: Tokenizer, *, use_margin: bool =
     - text without a prompt column: prompt and answer together. The common prefix of both sides is the prompt.
 
     Prompt and answer are tokenised as in supervised fine-tuning. `use_margin` reads the column `margin`. Raises
-    InputError when a column is missing or has another type, or when both sides are equal.
+    InputError when a column is missing or has another type, when both sides are equal, and for a row with images
+    (column `image_key`, or a part of a message), which only types sft and rl take.
     """
+    if has_images(row, image_key):
+        text = f"a row of type rw has images (column {image_key!r}, or a part of a message)"
+        raise InputError(f"{text}: only rows of types sft and rl may; drop them", code="data.invalid_column")
     first, second = (_side(row, name, tokenizer) for name in SIDES)
     if first.token_ids == second.token_ids:
         message = "chosen and rejected are equal: drop such rows with a map_fn"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.errors import InputError
 from areal.data.answer_tail import tail_ids
-from areal.data.chat import checked_messages, encode_prompt, render_chat
+from areal.data.chat import checked_messages, encode_prompt, has_images, render_chat
 from areal.data.chat_template import ChatTemplate
 from areal.data.tokenizer import Tokenizer
 
@@ -59,9 +59,9 @@ def encode_sft_row(
     takes the images of the row, which are in its column `image_key`; None for a model of text. Raises InputError.
     """
     if images is None:
-        if row.get(image_key):
-            text = f"a row has images in {image_key!r}, and the model takes text alone"
-            raise InputError(f"{text}: drop the column, or train a vision-language model", code="model.image_processor")
+        if has_images(row, image_key):
+            text = f"a row has images (column {image_key!r}, or a part of a message), and the model takes text alone"
+            raise InputError(f"{text}: drop them, or train a vision-language model", code="model.image_processor")
         return _encoded(row, tokenizer, train_on)
     if "messages" in row:
         checked_messages(row["messages"])

@@ -45,12 +45,13 @@ def run_configured(argv: list[str]) -> None:
     elif isinstance(config, RWConfig):
         from areal.trainer.reward_model import RewardModelTrainer
 
-        load = partial(load_pairs, use_margin=config.rw.use_margin)
+        load = partial(load_pairs, use_margin=config.rw.use_margin, image_key=config.vision.image_key)
         _run_rows(RewardModelTrainer, config, load, model_path=config.model.path)
     elif isinstance(config, DPOConfig):
         from areal.trainer.dpo import DPOTrainer
 
-        _run_rows(DPOTrainer, config, load_pairs, model_path=config.actor.path)
+        load = partial(load_pairs, image_key=config.vision.image_key)
+        _run_rows(DPOTrainer, config, load, model_path=config.actor.path)
     elif isinstance(config, PPOConfig):
         _run_ppo(config)
     else:

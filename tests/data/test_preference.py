@@ -11,6 +11,7 @@ from areal.data.sft_rows import encode_sft_row
 from tests.expect import raises_code
 
 USER = {"role": "user", "content": "2+2?"}
+PICTURE = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "2+2="}]}
 GOOD, BAD = {"role": "assistant", "content": "four"}, {"role": "assistant", "content": "five!"}
 
 
@@ -70,6 +71,8 @@ def test_whole_texts_share_their_prompt(tokenizer):
         ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, "data.invalid_column", "'chosen'"),
         ({"chosen": [USER, GOOD], "rejected": [USER]}, "data.invalid_column", "'rejected'"),
         ({"chosen": [USER, GOOD], "rejected": []}, "data.invalid_column", "[]"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, "data.invalid_column", "'images'"),
+        ({"chosen": [PICTURE, GOOD], "rejected": [PICTURE, BAD]}, "data.invalid_column", "images"),
     ],
 )
 def test_wrong_rows_are_named(tokenizer, tmp_path, row, code, value):
@@ -79,6 +82,14 @@ def test_wrong_rows_are_named(tokenizer, tmp_path, row, code, value):
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n")
     with raises_code(code, "rows.jsonl, row 1", value):
         load_pairs(DatasetConfig(path=str(path), type="rw"), tokenizer, default_split="train")
+
+
+def test_images_are_refused_in_the_column_that_the_run_names(tokenizer, tmp_path):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row | {"pictures": found}) + "\n" for found in ([], ["a.png"])))
+    with raises_code("data.invalid_column", "rows.jsonl, row 1", "'pictures'"):
+        load_pairs(DatasetConfig(path=str(path), type="rw"), tokenizer, default_split="train", image_key="pictures")
 
 
 def test_margins_are_read_only_when_asked_for(tokenizer):

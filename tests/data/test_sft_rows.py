@@ -147,3 +147,6 @@ def test_images_that_the_model_cannot_take_are_refused(tokenizer, tmp_path):
     data = DatasetConfig(path=str(path), type="sft")
     with raises_code("model.image_processor", "rows.jsonl, row 1", "pictures"):
         load_sft_rows(data, tokenizer, default_split="train", image_key="pictures")
+    asked = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "2+2="}]}
+    with raises_code("model.image_processor"):
+        encode_sft_row({"messages": [asked], "answer": "4"}, tokenizer)
