@@ -30,6 +30,7 @@ SYSTEMS: dict[str, Callable[[dict[str, Any]], Draft]] = {
     "cosmos": lambda tree: from_cosmos(flat(tree)),
     "areal": from_areal,
 }
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def import_config(words: Sequence[str]) -> int:
@@ -49,6 +50,7 @@ def import_config(words: Sequence[str]) -> int:
     for word in given.overrides:
         _put(tree, word)
     draft = SYSTEMS[given.system](_resolved(tree, given.file))
+    draft.refer({key: found[1] for key, value in flat(tree).items() if (found := _REFERENCE.fullmatch(str(value)))})
     text = yaml_text(draft, given.file.name)
     if given.output is not None:
         write_atomic(given.output, text.encode())

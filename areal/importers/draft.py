@@ -110,6 +110,22 @@ class Draft:
         self.lack("the file of this entry of Hydra's defaults was not found", "defaults.*", "defaults", off=())
         self.lack(UNKNOWN, "*", off=(None,))
 
+    def refer(self, references: Mapping[str, str]) -> None:
+        """Options whose key was `${other}` in the source refer to the other option, so that one override changes both.
+
+        `references`: the key -> the other key. Only where both were kept with equal values.
+        """
+        for key, other in references.items():
+            mine, theirs = self._kept_as(key), self._kept_as(other)
+            if mine and theirs and self.options[mine].value == self.options[theirs].value:
+                self.options[mine] = Option(f"${{{theirs}}}", self.options[mine].origin)
+
+    def _kept_as(self, key: str) -> str:
+        """The only option that has the value of the key; empty if there is none."""
+        note = self.notes.get(key)
+        option = self.options.get(note.text) if note is not None and note.fate == "kept" else None
+        return note.text if note is not None and option is not None and option.origin.endswith(f": {key}") else ""
+
     def _note(self, fate: Fate, why: str, patterns: Sequence[str]) -> None:
         for key in self._matching(patterns):
             self.notes[key] = Note(fate, why)

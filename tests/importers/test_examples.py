@@ -344,3 +344,11 @@ def test_the_files_of_hydra_defaults_are_composed(tmp_path, capsys):
     assert (values["actor.eps_clip"], values["actor.optimizer.lr"]) == (0.3, 1e-6)
     lost = [entry["key"] for entry in report["keys"] if entry["key"].startswith("defaults")]
     assert lost == ["defaults.critic"]
+
+
+def test_one_override_changes_every_option_that_refers_to_it(files, tmp_path, capsys):
+    source = next(path for path in EXAMPLES if path.name == "areal_v05_grpo.yaml")
+    output, _ = imported(source, files, tmp_path, capsys)
+    config = load_experiment(["--config", str(output), "train_dataset.batch_size=64", "gconfig.n_samples=2"])
+    assert (config.rollout.consumer_batch_size, config.actor.group_size) == (64, 2)
+    assert config.tokenizer_path == config.actor.path == files["MODEL"]
