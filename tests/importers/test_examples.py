@@ -101,11 +101,12 @@ def leaf_keys(tree: dict, prefix: str = "") -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+TREES = [path for path in EXAMPLES if path.suffix != ".sh"]  # words of a script are keys of a tree
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: path.stem)
 def test_every_leaf_key_is_in_the_report_exactly_once(path, tmp_path, capsys):
     """Also keys that nobody knows, and keys of every kind of value."""
-    if path.suffix == ".sh":
-        pytest.skip("words of a script are keys of a tree, as in the other files")
     text = path.read_text()
     tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     system = path.name.partition("_")[0]
