@@ -50,7 +50,7 @@ from areal.launcher.preflight import (
 from areal.launcher.result import facts_text, goal_text, main_metrics, metrics_text
 from areal.launcher.resume_text import changes_text, how_to_continue, keep_changes, read_tree, saved_tree
 from areal.launcher.sandbox_check import sandbox_problems
-from areal.launcher.server_check import nccl_versions, notices, server_problems
+from areal.launcher.server_check import fetch_vision_layout, nccl_versions, notices, server_problems
 from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
 from areal.observe.step_files import read_step_lines
@@ -192,6 +192,8 @@ def checked_plan(
     """Check all that is known before the start; print the plan of a dry run. ConfigError lists what is wrong."""
     config = request.config
     nccl = _nccl_of(config, machines)
+    if isinstance(config, PPOConfig):
+        fetch_vision_layout(config)
     plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config), nccl=nccl)
     # An evaluation has the options of a training, most of which it does not read.
     for notice in ("" if config.allocation.evaluation else notice_of(config), plan.warning):

@@ -4,6 +4,7 @@ Waits for one short subprocess of the servers' interpreter, at most `_LIMIT_S`; 
 interpreter or its packages change.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.config import PPOConfig
+from areal.api.errors import InputError
 from areal.fleet.backends import backend_named
 from areal.fleet.server_backend import ServerBackend
 from areal.fleet.server_command import server_python
@@ -22,6 +24,7 @@ from areal.launcher.gpu_rules import NcclVersions
 from areal.launcher.job import LaunchPlan
 from areal.system.durable import write_atomic
 from areal.system.process import AREAL_PROCESS
+from areal.system.vision_layout import read_vision_layout
 
 _LIMIT_S = 30.0
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -41,6 +44,15 @@ Versions = dict[str, str]
 
 class _NoVersions(Exception):
     pass
+
+
+def fetch_vision_layout(config: PPOConfig) -> None:
+    """Put the files that say how the served model takes images into the local cache: the command of a foreign server
+    depends on them. A hub that does not answer is reported by the trial of row 0, or by the servers."""
+    backend = backend_named(config.server_backend)
+    if backend.flags is not None:
+        with contextlib.suppress(InputError):
+            read_vision_layout(backend.model(config), downloads=True)
 
 
 def server_problems(

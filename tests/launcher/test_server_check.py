@@ -23,6 +23,8 @@ from areal.launcher import local
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
 from areal.launcher.server_check import environment_versions, nccl_versions, notices, server_problems
+from areal.launcher.status import StatusLine
+from tests.engine.vision_cases import write_family
 
 
 def config_of(backend, python="", **changes):
@@ -249,3 +251,38 @@ reward_fn: exact
     ), "with its variables, but for secrets"
     assert shown.err.count("\n  sglang: ") == 2, "one notice for each launch"
     assert not os.path.exists(tmp_path / "runs")
+
+
+def test_images_of_a_model_on_the_hub_are_known_before_the_command_is_made(interpreter, tmp_path, monkeypatch):
+    """On a machine whose cache has no file of it yet."""
+    write_family(tmp_path / "model", "qwen3_vl")
+    fetched = set()
+
+    def fetch(name, file, *, key):
+        assert name == "org/model"
+        fetched.add(file)
+        return tmp_path / "model" / file
+
+    monkeypatch.setattr("areal.system.vision_layout.hub_file", fetch)
+    monkeypatch.setattr(
+        "areal.system.vision_layout.cached_hub_file",
+        lambda name, file: tmp_path / "model" / file if file in fetched else None,
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 8)
+    (tmp_path / "x.yaml").write_text(
+        f"""
+experiment_name: e
+trial_name: t
+allocation_mode: sglang:d1+fsdp:d1
+server_python: {interpreter(reporting(sglang="0.5.23"))}
+cluster: {{fileroot: {tmp_path}/runs}}
+train_dataset: {{path: {tmp_path}/rows.jsonl, batch_size: 8}}
+gconfig: {{max_new_tokens: 8}}
+actor: {{path: org/model, optimizer: {{lr: 1e-4}}}}
+reward_fn: exact
+"""
+    )
+    request = local.read_command_line(["--config", str(tmp_path / "x.yaml")])
+    plan = local.checked_plan(request, [Machine(cores=2)], StatusLine(), tries_row=False)
+    (server,) = (process for process in plan.processes if process.role == "server")
+    assert server.env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
