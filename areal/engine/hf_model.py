@@ -36,9 +36,6 @@ from areal.engine.sharded_load import (
 )
 from areal.weights.stored_form import StoredForm
 
-_WINDOWED = ("gemma3_text",)
-"""Text models whose layers with a window are compared with transformers; of others a layer may lack its window."""
-
 
 def resolve_model_folder(path: str) -> Path:
     """Return the local folder of a checkpoint: `path` itself, or the hub's cache. Raises InputError otherwise."""
@@ -248,24 +245,20 @@ def _from_weights(
 def _refuse_unsupported(config: PretrainedConfig) -> None:
     """Raise ConfigError for models that would train without an error but with wrong results."""
     facts = config.get_text_config().to_dict()
-    has_windows = facts.get("model_type") in _WINDOWED
-    known = {"full_attention", "sliding_attention"} if has_windows else {"full_attention"}
-    kinds = sorted(set(facts.get("layer_types") or []) - known)
+    kinds = sorted(set(facts.get("layer_types") or []) - {"full_attention", "sliding_attention"})
     if kinds:
-        raise _unsupported(f"model type {config.model_type} has {', '.join(kinds)} layers: only full attention works")
-    uses_window = facts.get("use_sliding_window", True) and not facts.get("layer_types")
-    if facts.get("sliding_window") and uses_window:
-        raise _unsupported(f"model type {config.model_type} has sliding-window attention: only full attention works")
-    neutral = {
-        "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
-        "logit_scale": 1.0,
-        "logits_scaling": 1.0,
-        "dim_model_base": facts.get("hidden_size"),  # MiniCPM divides the states before the head
-    }
-    for name, value in neutral.items():
-        if facts.get(name) not in (None, value):
+        text = f"model type {config.model_type} has {', '.join(kinds)} layers"
+        raise _unsupported(f"{text}: only attention, full or within a sliding window, works")
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if facts.get(name) is not None:
             raise _unsupported(f"model type {config.model_type} uses {name}, which the FSDP engine does not implement")
+
+
+def logits_factor(model: PreTrainedModel) -> float:
+    """What the model multiplies the products of its head with: Cohere, Granite and MiniCPM, each in its own way."""
+    facts = model.config.get_text_config().to_dict()
+    factor = (facts.get("logit_scale") or 1.0) / (facts.get("logits_scaling") or 1.0)
+    return factor * facts["dim_model_base"] / facts["hidden_size"] if facts.get("dim_model_base") else factor
 
 
 def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> None:
@@ -273,6 +266,9 @@ def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> Non
     if not model._supports_attention_backend:
         raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
     require_packed_attention(model)
+    scales = bool(getattr(model.config.get_text_config(), "logit_scale", None)) and not is_critic
+    if scales and not hasattr(model, "logit_scale"):
+        raise _unsupported(f"{name} does not use the logit_scale of its configuration")
     if is_critic and not isinstance(model._modules.get("score"), nn.Linear):
         raise _unsupported(f"{name} has no linear head called score, so it cannot be a critic")
     if not is_critic and not isinstance(model.get_output_embeddings(), nn.Linear):

@@ -5,7 +5,8 @@ transformers calls the registered function for every layer; the layout of the ro
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from areal.api.errors import ConfigError
 from areal.engine.context_parallel import heads_of_all_tokens, tokens_of_all_heads
 from areal.engine.mesh import RankGroup
+from areal.weights.attention_masks import attention_problem, described_masks
 
-SDPA = "areal_packed_sdpa_per_sequence"
+SDPA = "areal_packed_per_sequence"  # transformers looks for support of torch's attention behind "sdpa" in a name
 VARLEN = "areal_packed_varlen"
 SHORT_ON_CPU = 256
 """Below these tokens of a sequence the backward pass of attention on the CPU is slower in half precision than in
@@ -83,30 +86,62 @@ def choose_attention(attn_impl: str, device: torch.device, dtype: torch.dtype, *
 
 
 class _AttentionReached(Exception):
-    """Ends a probe of `require_packed_attention`."""
+    """Ends a probe of `require_packed_attention`, or a block in it."""
 
 
 def require_packed_attention(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless the model's first attention layer calls the registered function as packed rows need it.
+    """Raise ConfigError unless the attention layers call the registered function, as packed rows need it.
 
-    The model may be without memory. What a model declares about attention functions is not always true.
+    What a model declares about attention functions is not always true. The model may be without memory: its blocks end
+    at their attention. Where that fails, layers remain unseen, which is safe if all tokens see all before them.
     """
+    decoder = model.get_decoder()
     device = next(model.get_input_embeddings().parameters()).device
     ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
     layout = replace(packed_layout(torch.tensor([0, 2], dtype=torch.int32), [2]), is_probe=True)
-    reason = "it calls none"
-    try:
-        with torch.no_grad():
+    config = model.config.get_text_config()
+    blocks = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    reached: list[nn.Module] = []
+    reason, is_enough = "it calls none", False
+    with torch.no_grad(), described_masks(config._attn_implementation) as masks, _cut(blocks, reached):
+        try:
             places = torch.arange(2, device=device).unsqueeze(0)
-            model.get_decoder()(input_ids=ids, position_ids=places, use_cache=False, layout=layout)
-    except _AttentionReached:
+            tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places}
+            outputs = decoder(**tokens, use_cache=False, layout=layout)
+            if reached and getattr(outputs, "last_hidden_state", None) is not None:
+                return
+            if reached:
+                reason = "its decoder returns no hidden states"
+        except _AttentionReached:
+            reason, is_enough = "its layers cannot be seen one by one", True
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            needs_values = device.type == "meta" and isinstance(error, RuntimeError)  # to choose experts, for example
+            reason, is_enough = (str(error).splitlines() or [type(error).__name__])[0], bool(reached) or needs_values
+    has_windows = bool(getattr(config, "sliding_window", None)) or not all(mask.is_window(None) for mask in masks)
+    if is_enough and not has_windows:
         return
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, RuntimeError) and device.type == "meta":
-            return  # it needs values before attention, to choose experts for example
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
     message = f"{type(model).__name__} cannot use the attention function for packed rows: {reason}"
     raise ConfigError(message, code="model.unsupported")
+
+
+@contextmanager
+def _cut(blocks: list[nn.Module], reached: list[nn.Module]) -> Iterator[None]:
+    """While it is active, blocks return their input when attention is reached. `reached`: gets these blocks."""
+
+    def forward(block: nn.Module, whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return whole(hidden, *args, **kwargs)
+        except _AttentionReached:
+            reached.append(block)
+            return hidden
+
+    for block in blocks:
+        block.forward = functools.partial(forward, block, block.forward)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 def attention_function(attn_impl: str, device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, None]]:
@@ -128,10 +163,8 @@ def _over_context(attention: Callable[..., tuple[Tensor, None]]) -> Callable[...
         **options: Any,
     ) -> tuple[Tensor, None]:
         if layout.is_probe:
-            if attention_mask is not None:
-                message = "the model has attention masks of its design, which packed rows do not support"
-                raise ConfigError(message, code="model.unsupported")
-            _require_causal(module, attention_mask)
+            if (problem := attention_problem(module, attention_mask, options)) is not None:
+                raise ConfigError(problem, code="model.unsupported")
             raise _AttentionReached
         if (ranks := layout.context) is None:
             return attention(module, query, key, value, attention_mask, layout=layout, **options)

@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.batch import OutputSpec, TokenOutputs
 from areal.engine.context_parallel import all_tokens
+from areal.engine.hf_model import logits_factor
 from areal.engine.liger_head import liger_logprobs
 from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.mesh import RankGroup
@@ -103,7 +104,8 @@ class PolicyModel(TokenModel):
         logits are not rounded to the compute type. `tensor_ranks`: those with the other parts of the vocabulary.
         `banned_ids`: tokens that are never sampled, with probability 0; where one is the label, all outputs are 0."""
         super().__init__(model, spec)
-        self._temperature = temperature
+        self._factor = logits_factor(model)
+        self._temperature = temperature / self._factor
         self._with_liger = with_liger
         self._float32_head = float32_head
         self._tensor_ranks = tensor_ranks
@@ -122,7 +124,8 @@ class PolicyModel(TokenModel):
             bias = self._bias(weight, bias)
             valid = valid & ~torch.isin(inputs.labels, inputs.labels.new_tensor(self._banned_ids))
         if self._with_liger and inputs.temperatures is None:
-            return (liger_logprobs(hidden, weight, bias, inputs.labels, valid=valid),)
+            bias = None if bias is None else bias * self._factor
+            return (liger_logprobs(hidden * self._factor, weight, bias, inputs.labels, valid=valid),)
         found = linear_logprobs(
             hidden,
             weight,
@@ -148,7 +151,9 @@ class PolicyModel(TokenModel):
     def _temperature_of(self, inputs: ModelInput) -> float | Tensor:
         """That of the model, or [T] where the batch has tokens of other temperatures."""
         given = inputs.temperatures
-        return self._temperature if given is None else torch.where(given.isnan(), self._temperature, given)
+        if given is None:
+            return self._temperature
+        return torch.where(given.isnan(), self._temperature, given / self._factor)
 
 
 def present_outputs(found: TokenOutputs) -> tuple[Tensor, ...]:

@@ -13,9 +13,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from areal.api.errors import ConfigError
 from areal.inference.paged_kernel import PagedRows
+from areal.weights.attention_masks import attention_problem
 
 ATTENTION_NAME = "areal_paged"
-_REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: write the new keys and values, then attend. Returns [1, tokens, heads, size]."""
     if isinstance(attention_plan, AttentionProbe):
-        return _probe(attention_plan, module, query, key, value, options), None
+        options["sliding_window"] = sliding_window
+        return _probe(attention_plan, module, query, key, value, attention_mask, options), None
     assert attention_plan is not None, "only the model runner may call the model"
     cache = attention_plan.caches[_layer_of(module)]
     cache.write(attention_plan.slots, key, value)
@@ -174,12 +175,17 @@ def paged_attention(
 
 
 def _probe(
-    probe: AttentionProbe, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, object]
+    probe: AttentionProbe,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    options: dict[str, object],
 ) -> Tensor:
-    for name in _REFUSED:
-        if options.get(name) is not None:
-            message = f"the native engine cannot serve this model, whose attention uses {name}; use sglang or vllm"
-            raise ConfigError(message, code="model.unsupported")
+    if (problem := attention_problem(module, mask, options)) is not None:
+        message = f"the native engine cannot serve this model: {problem}; use sglang or vllm"
+        raise ConfigError(message, code="model.unsupported")
     probe.shapes[_layer_of(module)] = LayerShape(
         num_kv_heads=key.shape[1], key_size=key.shape[3], value_size=value.shape[3]
     )

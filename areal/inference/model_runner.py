@@ -12,6 +12,7 @@ from areal.api.errors import ConfigError
 from areal.api.images import VisionLayout
 from areal.api.routed_experts import ExpertShape
 from areal.inference.attention import (
+    ATTENTION_NAME,
     AttentionPlan,
     AttentionProbe,
     DecodeGroup,
@@ -26,6 +27,7 @@ from areal.inference.scheduler import Chunk, StepPlan
 from areal.inference.sequence import Sequence
 from areal.inference.served_model import fuse_norms, use_float32_head, vocabulary_size
 from areal.inference.vision import Vision, last_seen
+from areal.weights.attention_masks import described_masks
 from areal.weights.routers import routers_of
 
 BLOCK_SIZE = 16
@@ -87,8 +89,9 @@ class ModelRunner:
         one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         expected = self.model.config.get_text_config().num_hidden_layers
         try:
-            with torch.inference_mode():
-                self.model(input_ids=one, position_ids=one, use_cache=False, attention_plan=probe)
+            with torch.inference_mode(), described_masks(ATTENTION_NAME):
+                inputs = {"input_ids": one, "position_ids": one, "attention_mask": one + 1}
+                self.model(**inputs, use_cache=False, attention_plan=probe)
         except TypeError as error:  # its forward does not accept the keyword
             message = f"the native engine cannot serve {type(self.model).__name__}: {error}; use sglang or vllm"
             raise ConfigError(message, code="model.unsupported") from error

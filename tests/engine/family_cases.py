@@ -49,8 +49,10 @@ SMALL = {
     **dict.fromkeys(("qk_rope_head_dim", "patch_size"), 4),
     **dict.fromkeys(("out_hidden_size", "projection_dim"), 32),
     **dict.fromkeys(("image_size", "num_position_embeddings", "mamba_d_head"), 16),
-    **dict.fromkeys(("image_token_id", "image_token_index"), 3),
+    **dict.fromkeys(("image_token_id", "image_token_index"), 90),  # not in the batch, which has no images
     **{"mamba_d_state": 8, "mamba_n_groups": 1, "hidden_size_per_layer_input": 8, "first_k_dense_replace": 1},
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 4),
+    **{"logit_scale": 0.25, "logits_scaling": 4.0, "dim_model_base": 16},
     **{"n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 """Small values of the sizes in configurations."""
@@ -61,8 +63,6 @@ def small_values(config: PretrainedConfig) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: value for name, value in SMALL.items() if isinstance(values.get(name), int | float | str)
     }
-    if values.get("sliding_window") and not values.get("layer_types"):  # refused with windows: see what it is without
-        found["sliding_window"] = None
     if "qk_rope_head_dim" in values:  # of latent attention: its heads have keys and values of their own
         found.pop("head_dim", None)
         found["num_key_value_heads"] = 4

@@ -110,7 +110,7 @@ def write_models(folder: Path, num_layers: int = 2) -> None:
         ),
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)),
         "llama": LlamaForCausalLM(LlamaConfig(**shape, **biased, tie_word_embeddings=False)),
-        "mistral": MistralForCausalLM(MistralConfig(**shape, head_dim=8, sliding_window=None)),
+        "mistral": MistralForCausalLM(MistralConfig(**shape, head_dim=8, sliding_window=6)),
         "gemma": GemmaForCausalLM(GemmaConfig(**shape, head_dim=8)),
         "qwen3_moe": Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**shape, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)

@@ -18,10 +18,10 @@ from transformers import (
     DogeForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
 )
 
 from areal.api.config import MicroBatchSpec, OptimizerConfig
@@ -240,13 +240,12 @@ def test_tensors_are_written_with_the_checksum_of_what_was_in_memory(tmp_path):
 def test_models_that_would_be_trained_wrongly_are_refused(cases, tmp_path):
     shape = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    MistralForCausalLM(MistralConfig(**shape, sliding_window=4)).save_pretrained(tmp_path / "m")
-    with raises_code("model.unsupported", "sliding"):
-        cases.make_engine(tmp_path / "m")
-    config = Qwen3Config(**shape, head_dim=4, use_sliding_window=True, max_window_layers=1)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "q")
-    with raises_code("model.unsupported", "sliding_attention"):
-        cases.make_engine(tmp_path / "q")
+    Llama4ForCausalLM(Llama4TextConfig(**shape, intermediate_size_mlp=8, head_dim=4)).save_pretrained(tmp_path / "l")
+    with raises_code("model.unsupported", "chunked_attention"):
+        cases.make_engine(tmp_path / "l")
+    Gemma2ForCausalLM(Gemma2Config(**shape, head_dim=4)).save_pretrained(tmp_path / "g")
+    with raises_code("model.unsupported", "softcapping"):
+        cases.make_engine(tmp_path / "g")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["whole", "sharded"])

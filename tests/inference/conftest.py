@@ -71,6 +71,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-gqa": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, num_key_value_heads=1, head_dim=16)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=4)),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**_SIZES, **_LATENT, **_EXPERTS)),
+    "qwen2-windows": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**_SIZES, num_key_value_heads=2, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    ),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, num_key_value_heads=2, sliding_window=8)),
 }
 

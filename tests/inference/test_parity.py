@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import MambaConfig, MambaForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 from areal.api.errors import ConfigError
 
@@ -18,7 +18,9 @@ def check_logprobs(sequence, reference, temperature: float = 1.0, tolerance: flo
         assert logprob == pytest.approx(expected, abs=tolerance)
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-gqa", "llama", "mistral-window", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2-tied", "qwen3-gqa", "llama", "mistral-window", "qwen2-windows", "deepseek_v3"]
+)
 @pytest.mark.parametrize("max_prefill_tokens", [512, 16])
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     family, max_prefill_tokens, build_model, drive, prompts, reference_logprobs
@@ -93,4 +95,12 @@ def test_a_model_without_the_attention_interface_is_refused(drive):
     config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(ConfigError, match="MambaForCausalLM") as error:
         drive(MambaForCausalLM(config))
+    assert error.value.code == "model.unsupported"
+
+
+def test_a_model_whose_layers_do_not_pass_their_window_is_refused(drive):
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = PhimoeConfig(**sizes, intermediate_size=16, num_key_value_heads=2, num_local_experts=2, sliding_window=8)
+    with pytest.raises(ConfigError, match="sliding window of None") as error:
+        drive(PhimoeForCausalLM(config))
     assert error.value.code == "model.unsupported"

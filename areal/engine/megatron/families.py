@@ -239,6 +239,13 @@ def num_experts(config: Any) -> int:
     return next((int(found) for name in names if (found := getattr(config, name, None))), 0)
 
 
+def window_of(config: Any, layer: int) -> int | None:
+    """The sliding window of a layer's attention; None: it sees all earlier tokens."""
+    kinds = getattr(config, "layer_types", None)
+    is_windowed = kinds is None or kinds[layer] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if is_windowed else None
+
+
 def has_experts(config: Any, layer: int) -> bool:
     """Whether the MLP of a layer consists of experts."""
     if not num_experts(config):

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from areal.engine.megatron.experts import PackedRouter
+from areal.engine.megatron.families import window_of
 from areal.engine.packed_attention import PackedLayout
 from areal.engine.routing import RoutedRow
 
@@ -111,7 +112,8 @@ def block_spec(
     assert isinstance(kinds, list)
     specs: list[ModuleSpec] = []
     for place in range(first, first + count):
-        spec = _layer_spec(config, hf, attend, has_experts=bool(kinds[place]))
+        within = partial(attend, sliding_window=window_of(hf, place))
+        spec = _layer_spec(config, hf, within, has_experts=bool(kinds[place]))
         if kinds[place]:
             spec.submodules.mlp.submodules.router = partial(PackedRouter, hf, router_dtype)
         specs.append(spec)
