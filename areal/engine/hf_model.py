@@ -2,8 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import (
@@ -249,16 +250,49 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
     if kinds:
         text = f"model type {config.model_type} has {', '.join(kinds)} layers"
         raise _unsupported(f"{text}: only attention, full or within a sliding window, works")
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if facts.get(name) is not None:
-            raise _unsupported(f"model type {config.model_type} uses {name}, which the FSDP engine does not implement")
+
+
+class _States(BaseModelOutputWithPast):
+    """The output of a decoder, None for what is asked of it besides hidden states."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def logits_factor(model: PreTrainedModel) -> float:
-    """What the model multiplies the products of its head with: Cohere, Granite and MiniCPM, each in its own way."""
-    facts = model.config.get_text_config().to_dict()
-    factor = (facts.get("logit_scale") or 1.0) / (facts.get("logits_scaling") or 1.0)
-    return factor * facts["dim_model_base"] / facts["hidden_size"] if facts.get("dim_model_base") else factor
+    """What the model multiplies the products of its head with, as Cohere, Granite and MiniCPM do, each in its own way.
+
+    Found by its forward function with numbers in place of the decoder's states. ConfigError for any other function.
+    """
+    states, name = torch.tensor([[[1.0, -2.0, 40.0]]]), type(model).__name__
+    with ExitStack() as replaced:
+        for decoder in {model.base_model, model.get_decoder()}:
+            replaced.enter_context(_replaced(decoder, lambda *args, **kwargs: _States(last_hidden_state=states)))
+        replaced.enter_context(_replaced(model.get_output_embeddings(), lambda states: states))
+        try:
+            logits = model(input_ids=torch.zeros((1, 1), dtype=torch.int64)).logits
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise _unsupported(f"the logits of {name} cannot be followed: {_first_lines(error)}") from error
+    factors = logits.double().div(states)
+    factor = factors.mean().item()
+    if not torch.allclose(factors, factors.mean(), rtol=1e-6):
+        raise _unsupported(f"{name} changes its logits by more than a factor, for example by softcapping")
+    if factor == 1.0 and getattr(model.config.get_text_config(), "logit_scale", None) not in (None, 1.0):
+        raise _unsupported(f"{name} does not use the logit_scale of its configuration, as other programs do")
+    return factor
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Use another forward function while it is active."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> None:
@@ -266,9 +300,6 @@ def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> Non
     if not model._supports_attention_backend:
         raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
     require_packed_attention(model)
-    scales = bool(getattr(model.config.get_text_config(), "logit_scale", None)) and not is_critic
-    if scales and not hasattr(model, "logit_scale"):
-        raise _unsupported(f"{name} does not use the logit_scale of its configuration")
     if is_critic and not isinstance(model._modules.get("score"), nn.Linear):
         raise _unsupported(f"{name} has no linear head called score, so it cannot be a critic")
     if not is_critic and not isinstance(model.get_output_embeddings(), nn.Linear):

@@ -28,7 +28,7 @@ FAMILIES = {
     **dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
 }
 """Model type -> the class that loads its checkpoints."""
-MAX_PARAMETERS = 4_000_000
+MAX_PARAMETERS = 18_000_000
 SMALL = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "num_decoder_layers"), 2),
@@ -53,16 +53,32 @@ SMALL = {
     **{"mamba_d_state": 8, "mamba_n_groups": 1, "hidden_size_per_layer_input": 8, "first_k_dense_replace": 1},
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), 4),
     **{"logit_scale": 0.25, "logits_scaling": 4.0, "dim_model_base": 16},
-    **{"n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 """Small values of the sizes in configurations."""
+NEEDED = ("head_dim", "num_experts_per_tok", "n_routed_experts", "num_key_value_heads", "n_shared_experts")
+"""Set also where the configuration has None, which is not always what a checkpoint has."""
+
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "step3p7": {"text_config": {"sliding_window": 4}},
+}
 
 
 def small_values(config: PretrainedConfig) -> dict[str, Any]:
     values = config.to_dict()
     found: dict[str, Any] = {
-        name: value for name, value in SMALL.items() if isinstance(values.get(name), int | float | str)
+        name: value
+        for name, value in SMALL.items()
+        if isinstance(values.get(name), int | float | str) or (name in NEEDED and name in values)
     }
+    if values.get("layer_types", ()) is None:
+        found["layer_types"] = ["full_attention"] * SMALL["num_hidden_layers"]
+    rope = values.get("rope_parameters") or {}
+    if "rope_theta" in rope:  # parts of half a head, for time, height and width; most families have none
+        half = int(SMALL["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+        found["rope_parameters"] = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     if "qk_rope_head_dim" in values:  # of latent attention: its heads have keys and values of their own
         found.pop("head_dim", None)
         found["num_key_value_heads"] = 4
@@ -75,7 +91,10 @@ def small_values(config: PretrainedConfig) -> dict[str, Any]:
 def small_model(family: str) -> PreTrainedModel:
     """Raises any error of transformers for a family that these sizes do not fit, and ValueError for a large model."""
     kind = CONFIG_MAPPING[family]
-    config, auto = kind(**small_values(kind())), FAMILIES[family]
+    values = small_values(kind())
+    for name, value in SPECIAL.get(family, {}).items():
+        values[name] = values[name] | value if isinstance(value, dict) else value
+    config, auto = kind(**values), FAMILIES[family]
     with torch.device("meta"):
         count = sum(weight.numel() for weight in auto.from_config(config).parameters())
     if count > MAX_PARAMETERS:
@@ -93,7 +112,7 @@ def logprobs_of(model: PreTrainedModel) -> torch.Tensor:
     batch, found = cases.make_batch(), list[torch.Tensor]()
     with torch.no_grad():
         for ids in torch.split(batch.input_ids, batch.sequence_lengths):
-            logits = model(input_ids=ids.unsqueeze(0)).logits[0, :-1].float().log_softmax(-1)
+            logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1].float().log_softmax(-1)
             found += [logits.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
     return torch.cat(found)
 

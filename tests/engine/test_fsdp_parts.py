@@ -244,7 +244,7 @@ def test_models_that_would_be_trained_wrongly_are_refused(cases, tmp_path):
     with raises_code("model.unsupported", "chunked_attention"):
         cases.make_engine(tmp_path / "l")
     Gemma2ForCausalLM(Gemma2Config(**shape, head_dim=4)).save_pretrained(tmp_path / "g")
-    with raises_code("model.unsupported", "softcapping"):
+    with raises_code("model.unsupported", "softcap"):
         cases.make_engine(tmp_path / "g")
 
 
