@@ -48,6 +48,7 @@ CASES = {
         "qwen3-lora",
         "qwen3-lora_dropout",
         "qwen3-offload_optimizer",
+        "qwen3-compiled",
     ],
     "c2": [*FAMILIES, *OPTIONS, "qwen2-rich", "qwen3-lora"],
     "c4": ["qwen3-plain", "qwen2-checkpointed"],

@@ -143,9 +143,6 @@ class BaseExperimentConfig:
             if self.allocation.train[0].backend == "megatron":
                 yield from below(key, model.megatron_problems(dims.pp))
                 continue
-            if model.compile and dims.tp > 1:
-                text = f"torch.compile fails on the distributed tensors of tensor ranks (t{dims.tp}): use compile=false"
-                yield Problem(f"{key}.compile", text, "config.unsupported")
             if (size := model.fsdp.shard_size) is not None and (sharing := dims.dp * dims.cp) % size:
                 works = " or ".join(str(count) for count in range(1, sharing + 1) if sharing % count == 0)
                 text = f"{size} does not divide the {sharing} data and context ranks of {dims}: use {works}"
