@@ -23,7 +23,7 @@ class ServerCommand:
 
 
 QWEN_VL = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
-"""Families whose prompts have one placeholder for each image, and no token around it that is theirs alone."""
+"""Families whose images vLLM and SGLang take without settings of their own."""
 SamplingLimits = Callable[[GenerationHyperparameters, Flags, bool], Problems]
 """(settings, the server's flags, whether answers are trained on) -> (field, sentence) for each setting that the server
 does not apply exactly."""
@@ -95,7 +95,7 @@ class ServerBackend:
             yield "actor.router_replay", text
         layout = read_vision_layout(self.model(config))
         if layout is not None and self.image_families and layout.family not in self.image_families:
-            text = f"{self.title} was not verified with the images of {layout.family}: use native servers"
+            text = f"{self.title} makes other tokens of images than a trainer of {layout.family}: use native servers"
             yield "allocation_mode", text
         if layout is not None and self.image_problems is not None:
             yield from self.image_problems(config)

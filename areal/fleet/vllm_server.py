@@ -43,6 +43,13 @@ _MAX_STOP_IDS = 100
 """On GPU a request can have 128, including the model's own end tokens."""
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of --max-lora-rank."""
+_UNCUT = {"do_image_splitting": False, "do_resize": False}
+_PROCESSOR_SETTINGS: dict[str, dict[str, Any]] = {
+    "internvl": {"use_fast": False},  # torchvision makes another tile of the whole image
+    "idefics3": _UNCUT,
+    "smolvlm": _UNCUT,
+}
+"""--mm-processor-kwargs of the families that need them, so that the numbers of the colours are those of the trainer."""
 _CPU_CACHE_BYTES = 2**30
 """KV cache on the CPU for a model that is not on this machine."""
 
@@ -78,6 +85,14 @@ def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_lo
         )
     if len(gconfig.stop_token_ids) > _MAX_STOP_IDS:
         yield "stop_token_ids", f"has {len(gconfig.stop_token_ids)} ids, and vLLM accepts {_MAX_STOP_IDS}: remove some"
+
+
+def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
+    """See `ServerBackend`."""
+    layout = read_vision_layout(VLLM.model(config))
+    settings = None if layout is None else _PROCESSOR_SETTINGS.get(layout.family)
+    why = "areal sends images in their final size, and this server must not cut or resize them otherwise"
+    return {"mm_processor_kwargs": (settings, why)} if settings else {}
 
 
 def image_problems(config: PPOConfig) -> Problems:
@@ -168,6 +183,7 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         "worker_extension_cls": "areal_vllm.extension.WorkerExtension",
         "weight_transfer_config": {"backend": "areal"},
         "logprobs_mode": logprobs_mode(config.gconfig, has_bans=read_vision_layout(model) is not None),
+        **{name: value for name, (value, _) in run_flags(config).items()},
     }
     program = ("-m", "vllm.entrypoints.cli.main", "serve", model)
     return foreign_command(config, VLLM, program=program, defaults=defaults, owned=owned, env=env)
@@ -193,7 +209,8 @@ VLLM = ServerBackend(
     context_key="max_model_len",
     sampling_problems=sampling_problems,
     image_problems=image_problems,
-    image_families=QWEN_VL,
+    image_families=(*QWEN_VL, "llava", *_PROCESSOR_SETTINGS),
+    run_flags=run_flags,
     areal_defaults={
         "seed": 1,
         "max_model_len": 32768,

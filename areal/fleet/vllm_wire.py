@@ -13,9 +13,11 @@ MAX_BIASED_TOKENS = 1024
 
 def generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
     """The body of /inference/v1/generate."""
+    # For some families the server writes the tokens around an image too.
+    ids = part.input_ids if part.vision is None else part.vision.bare(part.input_ids, part.images)
     body: dict[str, Any] = {
         "request_id": part.part_id,
-        "token_ids": part.wire_ids,
+        "token_ids": ids,
         "sampling_params": _sampling(part, stream=stream),
         "stream": stream,
     }

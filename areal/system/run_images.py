@@ -11,7 +11,7 @@ from areal.api.images import ImageRef, ImageStore, VisionLayout, collapsed
 from areal.system.image_codec import gradient_image
 from areal.system.image_files import ImageFiles
 from areal.system.run_paths import RunPaths
-from areal.system.vision_layout import read_vision_layout
+from areal.system.vision_layout import read_vision_layout, tokens_around
 
 BAN = -100.0
 """Bias of a logit that makes a token impossible: in float32 its probability is 0 next to that of any other token."""
@@ -25,13 +25,17 @@ class RunImages:
     store: ImageStore
     max_images: int = 16
     """Of one prompt: vision.max_images."""
+    around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """The tokens before and after the placeholders of an image, of a family whose processor writes them."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> Self | None:
         """Of a run; None for a model without images. Raises InputError for a hub name that cannot be read."""
         layout = read_vision_layout(config.actor.path, downloads=True)
-        files = ImageFiles(RunPaths.of(config).images)
-        return None if layout is None else cls(layout, files, config.vision.max_images)
+        if layout is None:
+            return None
+        around = tokens_around(config.tokenizer_path or config.actor.path, layout)
+        return cls(layout, ImageFiles(RunPaths.of(config).images), config.vision.max_images, around)
 
     def gradient(self) -> ImageRef:
         """Store the smallest image, the same for each model; blocks. Raises ArealError and OSError."""
@@ -47,6 +51,22 @@ class RunImages:
             return collapsed(input_ids, images, self.layout)
         except InputError as error:
             raise RequestError(str(error), code=error.code) from error
+
+    def bare(self, input_ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+        """`collapsed` for a server that writes `around` itself. RequestError for an image without these tokens."""
+        ids, place = self.collapsed(input_ids, images), self.layout.image_token_id
+        before, after = map(list, self.around)
+        found: list[int] = []
+        start = 0
+        for _ in images:
+            first = ids.index(place, start)
+            end = first + 1 + len(after)
+            if ids[max(start, first - len(before)) : first] != before or ids[first + 1 : end] != after:
+                text = f"an image of {self.layout.family} must stand between the tokens {before} and {after}"
+                raise RequestError(text, code="data.image_tokens")
+            found += [*ids[start : first - len(before)], place]
+            start = end
+        return found + ids[start:]
 
     def url(self, image: ImageRef) -> str:
         """The file of an image as a data URL. Raises InputError when it is missing or has changed."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,27 @@ def read_vision_layout(model: str, *, downloads: bool = False) -> VisionLayout |
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise _wrong(str(path), f"does not describe the images of {config['model_type']}: {error!r}") from error
+
+
+def tokens_around(tokenizer: str, layout: VisionLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids of the tokens of `layout.written` before and after its placeholder, from tokenizer.json.
+
+    `tokenizer`: as `model` of `read_vision_layout`. Raises ConfigError (model.image_processor) where it lacks one.
+    """
+    names = re.findall(r"<[^<>]+>", layout.written)
+    if not names:
+        return (), ()
+    path = _path(tokenizer, "tokenizer.json", downloads=True)
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        ids: dict[str, int] = {one["content"]: one["id"] for one in found.get("added_tokens") or []}
+        vocabulary = found["model"]["vocab"]
+        ids = (vocabulary if isinstance(vocabulary, dict) else {}) | ids
+        numbers = [int(ids[name]) for name in names]
+        place = numbers.index(layout.image_token_id)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _wrong(str(path), f"does not have the tokens {names} of {layout.family}: {error!r}") from error
+    return tuple(numbers[:place]), tuple(numbers[place + 1 :])
 
 
 def _path(model: str, file: str, *, downloads: bool) -> Path:

@@ -42,36 +42,40 @@ KIND = {
 assert KIND.keys() == FAMILIES.keys()
 SIDE = 28
 _TEXT: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.1,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "initializer_range": 0.1,
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
 _TOWER: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE,
     "patch_size": 7, "initializer_range": 0.1,
 }  # fmt: skip
-_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _QWEN_TOWER: dict[str, Any] = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2,
-    "temporal_patch_size": 2, "out_hidden_size": 32, "initializer_range": 0.1,
+    "temporal_patch_size": 2, "initializer_range": 0.1,
 }  # fmt: skip
 
 
-def config_of(family: str, vocabulary: int) -> Any:
-    text, towers = {**_TEXT, "vocab_size": vocabulary}, transformers
+def config_of(family: str, vocabulary: int, *, head_dim: int = 8) -> Any:
+    """`head_dim`: of the text; vLLM serves 32 and more."""
+    wide = {"head_dim": head_dim, "hidden_size": 4 * head_dim, "max_position_embeddings": 32 * head_dim}
+    text, towers = {**_TEXT, **wide, "vocab_size": vocabulary}, transformers
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    rope["mrope_section"] = [head_dim // 4, head_dim // 8, head_dim // 8]
     qwen = {
-        "text_config": {**text, "rope_parameters": _ROPE}, "vision_start_token_id": 3, "vision_end_token_id": 4,
+        "text_config": {**text, "rope_parameters": rope}, "vision_start_token_id": 3, "vision_end_token_id": 4,
         "image_token_id": 5, "video_token_id": 6, "tie_word_embeddings": False,
     }  # fmt: skip
+    qwen_tower = {**_QWEN_TOWER, "out_hidden_size": 4 * head_dim}
     match family:
         case "qwen3_vl":
-            tower = {**_QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+            tower = {**qwen_tower, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
             return transformers.Qwen3VLConfig(**qwen, vision_config=tower)
         case "qwen2_5_vl":  # 2 x 2 tokens in a window: larger images have several
-            tower = {**_QWEN_TOWER, "window_size": 56, "fullatt_block_indexes": [1]}
+            tower = {**qwen_tower, "window_size": 56, "fullatt_block_indexes": [1]}
             return transformers.Qwen2_5_VLConfig(**qwen, vision_config=tower)
         case "qwen2_vl":
-            tower = {**_QWEN_TOWER, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+            tower = {**qwen_tower, "embed_dim": 16, "hidden_size": 4 * head_dim, "mlp_ratio": 2}
             return transformers.Qwen2VLConfig(**qwen, vision_config=tower)
         case "llava":
             return transformers.LlavaConfig(
@@ -122,11 +126,12 @@ def tokenizer_of(family: str, chat_template: str | None = None) -> Any:
     return character_tokenizer(names, context_length=128, chat_template=chat_template)
 
 
-def write_family(folder: Path, family: str) -> None:
+def write_family(folder: Path, family: str, *, tokenizer: Any = None, seed: int = 0, head_dim: int = 8) -> None:
     """A random model of the family, its tokenizer, and the file of its image processor."""
-    tokenizer = tokenizer_of(family)
-    torch.manual_seed(0)
-    config = config_of(family, len(tokenizer) + len(tokenizer) % 2)  # two tensor ranks divide the vocabulary
+    tokenizer = tokenizer or tokenizer_of(family)
+    torch.manual_seed(seed)
+    vocabulary = len(tokenizer) + len(tokenizer) % 2  # two tensor ranks divide the vocabulary
+    config = config_of(family, vocabulary, head_dim=head_dim)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():  # norms and biases too, and class tokens, which begin as zeros
@@ -202,7 +207,9 @@ def make_engine(folder: Path, mesh: TrainerMesh | None = None, **options: Any) -
     )
 
 
-def _inputs(layout: VisionLayout, ids: torch.Tensor, images: list[ImageRef], pngs: list[bytes]) -> dict[str, Any]:
+def transformers_inputs(
+    layout: VisionLayout, ids: torch.Tensor, images: list[ImageRef], pngs: list[bytes]
+) -> dict[str, Any]:
     """What transformers takes for the images of a sequence."""
     if not images:
         return {}
@@ -227,7 +234,7 @@ def one_by_one(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         ids = batch.input_ids[start:end]
         images = [batch.images[place] for place in batch.image_index[row].tolist() if place >= 0]
         pngs = [files.read(image.sha256) for image in images]
-        logits = model(input_ids=ids[None], **_inputs(layout, ids[None], images, pngs)).logits[0]
+        logits = model(input_ids=ids[None], **transformers_inputs(layout, ids[None], images, pngs)).logits[0]
         logits = logits.index_fill(1, banned, -1e30)
         found = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         found = torch.cat([torch.where(torch.isin(ids[1:], banned), 0.0, found), torch.zeros(1)])

@@ -13,7 +13,7 @@ import pytest
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import InputError, RequestError
-from areal.api.images import ImageRef, VisionLayout
+from areal.api.images import ImageRef, VisionLayout, expanded
 from areal.fleet.canary import probe
 from areal.system.image_files import ImageFiles
 from areal.system.run_images import RunImages
@@ -110,6 +110,18 @@ async def test_placeholders_that_do_not_belong_to_the_images_are_not_sent(
         await fleet.agenerate(dataclasses.replace(request_, **change))
     assert error.value.code == code
     assert server.requests == []
+
+
+def test_a_server_that_writes_the_tokens_around_images_gets_none_of_them(vision: RunImages) -> None:
+    images = [ImageRef(vision.store.put(file), grid) for file, grid in zip(FILES, GRIDS, strict=True)]
+    bare = dataclasses.replace(vision, around=((7, 8), (9,)))
+    ids = expanded([3, 7, 8, IMAGE, 9, 7, 8, IMAGE, 9, 4, 7], images, LAYOUT)
+    assert bare.bare(ids, images) == [3, IMAGE, IMAGE, 4, 7]
+    assert vision.bare(ids, images) == bare.collapsed(ids, images) == [3, 7, 8, IMAGE, 9, 7, 8, IMAGE, 9, 4, 7]
+    for wrong in ([7, 8, IMAGE, 9, 7, 8, IMAGE], [7, 8, IMAGE, 7, 8, IMAGE, 9], [8, IMAGE, 9, 7, 8, IMAGE, 9]):
+        with pytest.raises(RequestError) as error:
+            bare.bare(expanded(wrong, images, LAYOUT), images)
+        assert error.value.code == "data.image_tokens"
 
 
 async def test_a_missing_image_ends_its_request_only(

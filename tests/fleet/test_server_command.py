@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,6 +26,7 @@ from areal.launcher.job import another_server, make_plan
 from areal.launcher.placement import Machine
 from areal.system.model_shape import ModelShape
 from areal.system.process import ProcessContext
+from areal.system.vision_layout import FAMILIES
 
 MODEL = {
     "model_type": "qwen2",
@@ -176,11 +176,38 @@ def test_what_servers_cannot_do_with_images_is_refused(vision_model):
     cut = {"gconfig": GenerationHyperparameters(max_new_tokens=8, top_p=0.9)}
     assert [problems(one, **cached) for one in ("native", "sglang", "vllm")] == [[], *[["rollout.weight_update"]] * 2]
     assert [problems(one, **cut) for one in ("native", "sglang", "vllm")] == [[], [], ["gconfig.top_p"]]
-    config = {"model_type": "llava", "text_config": MODEL, "image_token_index": 40}
+
+
+def image_family(folder, family):
+    """The files of a model of this family, without weights."""
     tower = {"model_type": "clip_vision_model", "patch_size": 4, "image_size": 8}
-    (Path(vision_model) / "config.json").write_text(json.dumps({**config, "vision_config": tower}))
-    (Path(vision_model) / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 8}}))
-    assert [problems(one) for one in ("native", "sglang", "vllm")] == [[], *[["allocation_mode"]] * 2]
+    config = {"model_type": family, "text_config": MODEL, "vision_config": tower, "image_token_id": 40}
+    size = {"size": {"shortest_edge": 8}, "max_image_size": {"longest_edge": 8}, "patch_size": 4, "merge_size": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(size))
+    return {"path": str(folder)}
+
+
+def test_families_of_images_are_served_or_refused_by_name(tmp_path):
+    qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+    taken = {"native": set(FAMILIES), "sglang": qwen, "vllm": set(FAMILIES) - {"gemma3"}}
+    for family in FAMILIES:
+        actor = image_family(tmp_path, family)
+        for name, families in taken.items():
+            found = list(backend_named(name).problems(config_of(name, actor=actor)))
+            assert [path for path, _ in found] == ([] if family in families else ["allocation_mode"])
+            assert all(family in text for _, text in found)
+
+
+def test_vllm_neither_cuts_nor_resizes_images_and_says_so_to_users_who_ask_for_it(tmp_path):
+    uncut = {"do_image_splitting": False, "do_resize": False}
+    for family, settings in {"idefics3": uncut, "internvl": {"use_fast": False}, "llava": None}.items():
+        actor = image_family(tmp_path, family)
+        words = [word for word in command(config_of("vllm", actor=actor)).argv if "mm-processor" in word]
+        assert words == ([f"--mm-processor-kwargs={json.dumps(settings, separators=(',', ':'))}"] if settings else [])
+        other = config_of("vllm", actor=actor, vllm={"mm_processor_kwargs": {"do_image_splitting": True}})
+        problems = [path for path, _ in backend_named("vllm").problems(other)]
+        assert problems == (["vllm.mm_processor_kwargs"] if settings else [])
 
 
 def test_servers_without_a_gpu_get_cpu_flags(model):

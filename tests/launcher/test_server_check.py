@@ -24,7 +24,6 @@ from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
 from areal.launcher.server_check import environment_versions, nccl_versions, notices, server_problems
 from areal.launcher.status import StatusLine
-from tests.engine.vision_cases import write_family
 
 
 def config_of(backend, python="", **changes):
@@ -255,18 +254,23 @@ reward_fn: exact
 
 def test_images_of_a_model_on_the_hub_are_known_before_the_command_is_made(interpreter, tmp_path, monkeypatch):
     """On a machine whose cache has no file of it yet."""
-    write_family(tmp_path / "model", "qwen3_vl")
+    files = {
+        "config.json": {"model_type": "qwen3_vl", "vision_config": {}, "image_token_id": 4},
+        "preprocessor_config.json": {"patch_size": 4},
+    }
+    for file, content in files.items():
+        (tmp_path / file).write_text(json.dumps(content))
     fetched = set()
 
     def fetch(name, file, *, key):
         assert name == "org/model"
         fetched.add(file)
-        return tmp_path / "model" / file
+        return tmp_path / file
 
     monkeypatch.setattr("areal.system.vision_layout.hub_file", fetch)
     monkeypatch.setattr(
         "areal.system.vision_layout.cached_hub_file",
-        lambda name, file: tmp_path / "model" / file if file in fetched else None,
+        lambda name, file: tmp_path / file if file in fetched else None,
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 8)
     (tmp_path / "x.yaml").write_text(

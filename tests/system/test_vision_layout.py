@@ -13,7 +13,7 @@ from PIL import Image
 from areal.api.images import VisionLayout
 from areal.system.image_codec import encode_image
 from areal.system.image_pixels import decode_png, grid_of, patches_of
-from areal.system.vision_layout import read_vision_layout
+from areal.system.vision_layout import read_vision_layout, tokens_around
 from tests.expect import raises_code
 
 COLOURS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
@@ -118,6 +118,23 @@ def test_a_file_for_all_parts_of_a_processor_is_read(tmp_path):
 def test_what_makes_other_tokens_is_refused(tmp_path, family, config, code):
     with raises_code(code):
         layout_of(tmp_path, family, **config)
+
+
+def test_the_tokens_around_an_image_are_those_of_the_tokenizer(tmp_path):
+    vocabulary = {"<img>": 3, "<IMG_CONTEXT>": 5, "a": 6}
+    added = [{"id": 4, "content": "</img>"}]
+    path = tmp_path / "tokenizer.json"
+    layout = layout_of(tmp_path, "internvl")
+    path.write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocabulary}}))
+    assert tokens_around(str(tmp_path), layout) == ((3,), (4,))
+    assert tokens_around(str(tmp_path), layout_of(tmp_path, "llava")) == ((), ())
+    for wrong in (
+        {"added_tokens": [], "model": {"vocab": vocabulary}},
+        {"model": {"vocab": vocabulary | {"</img>": 4}}},
+    ):
+        path.write_text(json.dumps(wrong).replace('"<IMG_CONTEXT>": 5', '"<IMG_CONTEXT>": 7'))
+        with raises_code("model.image_processor", "tokenizer.json"):
+            tokens_around(str(tmp_path), layout)
 
 
 def test_a_family_with_rows_of_tiles_takes_no_images(tmp_path):
