@@ -11,6 +11,8 @@ from areal.data.tokenizer import Tokenizer
 from areal.ledger.samples import EpisodeRecord, Sample
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1+")
+"""The placeholders of an image."""
 _COLORS = ((-0.1, 32), (-0.7, 36), (-2.3, 33), (-math.inf, 31))
 """Lowest log-probability and terminal colour: probabilities above 0.9, 0.5, 0.1, and the rest."""
 _VERSION = "; <vN> = from here policy version N"
@@ -119,10 +121,14 @@ def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
         for place, span in enumerate(facts["spans"]):
             title = _turn_title(facts, span) if span["generated"] else "inserted" if place else "prompt"
             yield _paint(f"-- {safe(title)}", 2)
-            yield safe(span["text"])
+            yield safe(_REPEATED.sub(_counted, span["text"]) if facts["images"] else span["text"])
     for other in facts.get("without_reward", ()):
         yield f"   without a reward: {safe(_session_text(other))}"
     yield ""
+
+
+def _counted(found: re.Match[str]) -> str:
+    return f"{found[1]} x {len(found[0]) // len(found[1])}"
 
 
 def _session_text(session: Mapping[str, Any]) -> str:

@@ -91,12 +91,13 @@ class _Run:
         return load_rows(self.config.train_dataset, default_split="train", tokenizer=self.tokenizer, images=images)
 
     def columns(self, record: EpisodeRecord, num_rows: int) -> dict[str, Any]:
-        """The row of an episode without its prompt. InputError when the dataset is not that of the run."""
+        """The row of an episode without its prompt and images. InputError when the dataset is not that of the run."""
         if len(self.rows) != num_rows:
             message = f"train_dataset has {len(self.rows)} rows, the run had {num_rows}: --row needs the same data"
             raise InputError(message, code="data.other_rows")
         row = {} if record.row is None else self.rows[record.row]
-        return {name: value for name, value in row.items() if name not in ("messages", "prompt", "input_ids")}
+        left_out = ("messages", "prompt", "input_ids", self.config.vision.image_key)
+        return {name: value for name, value in row.items() if name not in left_out}
 
 
 def _select(samples: Samples, question: argparse.Namespace) -> Iterable[Found]:

@@ -138,6 +138,12 @@ class PromptImages:
         pairs = zip(token_ids, mask, strict=True)
         return [flag for token, flag in pairs for _ in range(next(sizes) if token == place else 1)]
 
+    def shown(self, token_ids: Sequence[int]) -> list[int]:
+        """Token ids for people: one placeholder where several follow each other."""
+        place = self._layout.image_token_id
+        pairs = zip(token_ids, [None, *token_ids], strict=False)
+        return [token for token, before in pairs if not token == before == place]
+
     def _row_image(self, source: Any) -> RowImage:
         data = image_bytes(source, Path(self._options.root).expanduser())
         return RowImage(data, grid_of_source(data, self._layout, max_pixels=self._options.max_pixels))

@@ -60,14 +60,16 @@ class Evaluation:
         workflows: Mapping[str, RolloutWorkflow],
         tokenizer: Tokenizer,
         answer_of: AnswerFn,
+        images: PromptImages | None = None,
     ) -> None:
-        """`file`: that of the answers. `workflows`: by mode."""
+        """`file`: that of the answers. `workflows`: by mode. `images`: how the model takes those of rows."""
         self._config = config
         self._file = file
         self._sets = sets
         self._workflows = workflows
         self._tokenizer = tokenizer
         self._answer_of = answer_of
+        self._images = images
         samples = {mode: 1 if mode == "greedy" else config.evaluator.n_samples for mode in workflows}
         self._all = {
             SampleKey(mode, name, row, sample): None
@@ -113,7 +115,8 @@ class Evaluation:
 
     async def _sample(self, fleet: InferenceEngine, key: SampleKey) -> Sample:
         row = self._sets[key.set_name][key.row]
-        empty = Sample(key=key, data=row, source=source_of(row, self._config.reward.source_key))
+        data = row if self._images is None else self._images.without_images(row)
+        empty = Sample(key=key, data=data, source=source_of(row, self._config.reward.source_key))
         try:
             episode = await evaluate_episode(fleet, self._workflows[key.mode], row, count_answer=lambda response: None)
             if episode is None:
@@ -127,10 +130,14 @@ class Evaluation:
     def _filled(self, empty: Sample, episode: EvaluatedEpisode) -> Sample:
         trajectory = episode.group.trajectories[-1]
         num_prompt = trajectory.loss_mask.index(1) if 1 in trajectory.loss_mask else len(trajectory.loss_mask)
+        prompt_ids = trajectory.token_ids[:num_prompt]
+        if self._images is not None:
+            prompt_ids = self._images.shown(prompt_ids)
         output = self._tokenizer.decode(last_answer_ids(episode.group), skip_special_tokens=True)
         sample = dataclasses.replace(
             empty,
-            prompt=self._tokenizer.decode(trajectory.token_ids[:num_prompt]),
+            prompt=self._tokenizer.decode(prompt_ids),
+            images=[image.sha256 for image in trajectory.images],
             output=output,
             num_tokens=episode.num_generated,
             finished=trajectory.finished,
@@ -175,8 +182,9 @@ def main() -> None:
     assert config.valid_dataset is not None
     context = join_run()
     tokenizer = tokenizer_of(config, config.actor.path)
+    images = PromptImages.of(config, tokenizer)
     sets = {
-        name: load_rows(dataset, default_split="test", tokenizer=tokenizer, images=PromptImages.of(config, tokenizer))
+        name: load_rows(dataset, default_split="test", tokenizer=tokenizer, images=images)
         for name, dataset in held_out_sets(config).items()
     }
     workflow = build_workflow(config, tokenizer)
@@ -184,7 +192,7 @@ def main() -> None:
         workflow.check_rows(rows)
     workflows = evaluation_workflows(config, workflow)
     file = RunPaths.of(config).answers
-    evaluation = Evaluation(config, file, sets, workflows, tokenizer, answer_function(config))
+    evaluation = Evaluation(config, file, sets, workflows, tokenizer, answer_function(config), images)
 
     async def run() -> None:
         try:

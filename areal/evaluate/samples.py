@@ -33,8 +33,11 @@ class Sample:
 
     key: SampleKey
     data: dict[str, Any]
-    """The row."""
+    """The row, without its images."""
     prompt: str = ""
+    """With one placeholder for each image."""
+    images: list[str] = field(default_factory=list[str])
+    """SHA-256 of the image files of the prompt, in order; they are in the folder `images` of the evaluation."""
     output: str = ""
     """The last answer of the episode, without special tokens."""
     source: str = ""
@@ -58,8 +61,9 @@ class Sample:
         key = dict(zip(("mode", "set", "row", "sample"), fields.pop("key"), strict=True))
         if self.reward is None:
             del fields["reward"], fields["answer"], fields["metrics"]
-        if not self.error:
-            del fields["error"]
+        for name in ("error", "images"):
+            if not fields[name]:
+                del fields[name]
         return orjson.dumps(key | fields, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -62,7 +62,7 @@ class RunImages:
             first = ids.index(place, start)
             end = first + 1 + len(after)
             if ids[max(start, first - len(before)) : first] != before or ids[first + 1 : end] != after:
-                text = f"an image of {self.layout.family} must stand between the tokens {before} and {after}"
+                text = f"an image of {self.layout.family} must be between the tokens {before} and {after}"
                 raise RequestError(text, code="data.image_tokens")
             found += [*ids[start : first - len(before)], place]
             start = end

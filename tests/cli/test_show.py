@@ -10,6 +10,7 @@ from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import LedgerError
 from areal.api.images import ImageRef
 from areal.cli.main import run_command
+from areal.cli.sample_text import sample_lines
 from areal.ledger.event_files import payload_path
 from areal.system.image_files import ImageFiles
 from tests.expect import raises_code
@@ -95,7 +96,7 @@ def shown(run, capsys, tmp_path):
 
 
 def test_a_wrong_reward_is_seen_in_one_command(shown, run, tmp_path):
-    rows = [{"prompt": PROMPT, "answer": "5"}] * 8
+    rows = [{"prompt": PROMPT, "answer": "5", "images": []}] * 8
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = QUICKSTART.read_text().replace("${cluster.fileroot}/${experiment_name}/data", str(tmp_path))
     (tmp_path / "config.yaml").write_text(config)
@@ -146,6 +147,9 @@ def test_an_answer_names_its_images_and_writes_them_on_demand(shown, image, caps
     (found,) = shown("--episode", "6", "--images", str(tmp_path / "out"))["samples"][0]["images"]
     assert Path(found["file"]).read_bytes() == b"png"
     assert list((tmp_path / "out").iterdir()) == [Path(found["file"])]
+    facts = shown("--episode", "6")["samples"][0]
+    facts["spans"][0]["text"] = "a<|image_pad|><|image_pad|><|image_pad|>b<b>"
+    assert "a<|image_pad|> x 3b<b>" in list(sample_lines(facts))
     run_command(["show", str(tmp_path), "--episode", "6"])
     assert f"image {image.sha256} (1 x 4 x 2 patches)" in capsys.readouterr().out
 

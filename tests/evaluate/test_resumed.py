@@ -3,15 +3,21 @@
 import dataclasses
 
 import pytest
+from PIL import Image
 
+from areal.api.config import VisionConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import ServerUnavailable
+from areal.api.images import ImageRef
 from areal.api.workflow import RolloutWorkflow
+from areal.data.images import ImageWriter, PromptImages
 from areal.evaluate.__main__ import Evaluation
 from areal.evaluate.report import make_report
 from areal.evaluate.samples import SampleKey, read_samples
 from areal.evaluate.settings import load_settings
 from areal.rollout.evaluation import MAX_FIRST_FAILURES, EvaluationFailed
+from areal.system.image_files import ImageFiles
+from tests.api.test_images import LAYOUT
 
 SETS = {"a": [{"text": f"row {row}", "data_source": "even" if row % 2 == 0 else "odd"} for row in range(5)], "b": [{}]}
 
@@ -121,3 +127,36 @@ async def test_a_generation_has_no_scores(tmp_path):
     await evaluation(tmp_path / "f.jsonl", Script(), "reward_fn=none").run(None)
     assert b'"reward"' not in (tmp_path / "f.jsonl").read_bytes()
     assert {dataclasses.asdict(one)["reward"] for one in read_samples(tmp_path / "f.jsonl").values()} == {None}
+
+
+class WithImage(Script):
+    """The trajectory of `text` has an image of four placeholders before it."""
+
+    async def arun_episode(self, engine, data):
+        group = await super().arun_episode(engine, data)
+        (one,) = group.trajectories
+        place, four = [ord("#")] * 4, range(4)
+        image = ImageRef("ab" * 32, (1, 4, 4))
+        changed = dataclasses.replace(
+            one,
+            token_ids=[*place, *one.token_ids],
+            loss_mask=[0 for _ in four] + list(one.loss_mask),
+            rollout_logprobs=[0.0 for _ in four] + list(one.rollout_logprobs),
+            output_versions=[-1 for _ in four] + list(one.output_versions),
+            images=[image],
+        )
+        return dataclasses.replace(group, trajectories=[changed])
+
+
+async def test_images_of_rows_are_named_in_the_file_and_not_written(tmp_path):
+    """Those of a hub dataset are objects of Pillow, and those of Parquet files bytes."""
+    layout = dataclasses.replace(LAYOUT, image_token_id=ord("#"), banned_ids=(ord("#"),))
+    writer = ImageWriter(layout, ImageFiles(tmp_path / "images"), None)
+    images = PromptImages(writer, VisionConfig(image_key="pictures"), Letters())
+    row = {"text": "row 1", "pictures": [Image.new("RGB", (8, 8)), {"bytes": b"png"}]}
+    one, sets = evaluation(tmp_path / "answers.jsonl", script := WithImage()), {"a": [row]}
+    one = Evaluation(one._config, one._file, sets, {"greedy": script}, Letters(), str.strip, images)
+    await one.run(None)
+    (found,) = read_samples(tmp_path / "answers.jsonl").values()
+    assert (found.data, found.images, found.prompt) == ({"text": "row 1"}, ["ab" * 32], "#?")
+    assert found.reward == 1.0
