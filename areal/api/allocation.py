@@ -197,7 +197,8 @@ def _allocation(text: str, part: Part, shares_with: int | None) -> ModelAllocati
         raise AllocationError(text, part.column, "fsdp has no pipeline and does not split an expert", hint)
     if dims.world_size % (dims.pp * dims.etp * dims.ep):
         problem = f"{dims.world_size} devices cannot be split into p{dims.pp} x expert t{dims.etp} x e{dims.ep}"
-        raise AllocationError(text, part.column, problem, "choose e so that it divides d x c x t")
+        chosen = "e" if dims.etp == 1 else "e x t of ffn"
+        raise AllocationError(text, part.column, problem, f"choose {chosen} so that it divides d x c x t")
     return ModelAllocation(backend=backend, name=part.name, parallel=dims, shares_with=shares_with)
 
 
@@ -207,10 +208,10 @@ def _check_experts(text: str, part: Part, dims: ParallelDims, experts: dict[str,
     if pipeline != dims.pp:
         problem = f"attn has p{dims.pp} but ffn has p{pipeline}"
         raise AllocationError(text, part.column, problem, "use the same p in both")
-    data = experts.get("d", dims.world_size // (dims.ep * dims.etp * pipeline))
+    if (data := experts.get("d")) is None:
+        return
     covered = data * dims.ep * dims.etp * pipeline
     if covered != dims.world_size:
         product = f"d{data} x e{dims.ep} x t{dims.etp} x p{pipeline}"
         problem = f"attn covers {dims.world_size} devices but ffn {product} covers {covered}"
-        hint = "make both products equal (without d, ffn has what remains)"
-        raise AllocationError(text, part.column, problem, hint)
+        raise AllocationError(text, part.column, problem, "make both products equal, or leave out d of ffn")

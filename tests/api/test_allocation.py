@@ -107,7 +107,7 @@ def test_expert_layers_fold_over_the_same_devices() -> None:
         ("fsdp:(attn:d4|ffn:d2t2)", 1, "does not split an expert"),
         ("megatron:d3e2", 1, "3 devices cannot be split"),
         ("megatron:d2p2e4", 1, "4 devices cannot be split"),
-        ("attn:d2c2|ffn:e3", 1, "d1 x e3"),
+        ("attn:d2c2|ffn:e3", 1, "4 devices cannot be split into p1 x expert t1 x e3"),
         ("attn:d2p2|ffn:d2p1e2", 1, "p1"),
         ("megatron[x]:(attn:d2|ffn:d2)", 13, "cannot have a name"),
         ("sglang:attn:d1|ffn:d1", 8, "no attn/ffn form"),

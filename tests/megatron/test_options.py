@@ -82,7 +82,11 @@ ALIVE: dict[str, tuple[dict[str, Any], str, Any]] = {
     "moe_token_dispatcher_type": ({"moe_token_dispatcher_type": "allgather"}, "variable_seq_lengths", False),
     "moe_shared_expert_overlap": ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap", True),
     "overlap_param_gather_with_optimizer_step": (
-        {"overlap_param_gather_with_optimizer_step": True, **ddp(**OVERLAP, overlap_param_gather=True)},
+        {
+            "overlap_param_gather_with_optimizer_step": True,
+            "virtual_pipeline_parallel_size": 2,
+            **ddp(**OVERLAP, overlap_param_gather=True),
+        },
         "optimizer.overlap_param_gather_with_optimizer_step",
         True,
     ),

@@ -214,6 +214,22 @@ model: {{path: {folder}/qwen3, dtype: float32, gradient_checkpointing: true, opt
             "launch.missing_inputs",
             "transformer-engine",
         ),
+        (
+            "d1",
+            "qwen3",
+            "{recompute_granularity: selective, recompute_modules: [attention]}",
+            "config.not_a_choice",
+            "core_attn",
+        ),
+        (
+            "d2p2",
+            "qwen3",
+            "{overlap_param_gather_with_optimizer_step: true,"
+            " ddp: {overlap_grad_reduce: true, overlap_param_gather: true}}",
+            "config.missing_requirement",
+            "virtual_pipeline_parallel_size",
+        ),
+        ("(attn:d2|ffn:e4)", "qwen3_moe", "", "allocation.invalid", "2 devices cannot be split"),
         ("d1", "qwen3", "ddp.overlap_param_gather=true", "config.missing_requirement", "overlap_grad_reduce"),
         (
             "d1",

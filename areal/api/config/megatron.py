@@ -9,6 +9,7 @@ _OVERLAPS = "overlap_param_gather"
 _DTYPES = ("float32", "bfloat16", "float16", "fp8")
 _WITH_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 """Parts whose outputs are freed before they are recomputed."""
+_RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", *_WITH_TRANSFORMER_ENGINE)
 _PRECISION = when("use_precision_aware_optimizer", True)
 
 
@@ -76,7 +77,7 @@ class MegatronEngineConfig:
     offload_optimizer: bool = option(False, also="verl: actor.megatron.optimizer_offload")
     """Keep the moments of the optimiser in CPU memory; each weight is updated on the device, one after the other."""
     overlap_param_gather_with_optimizer_step: bool = False
-    """Start the gather of the first bucket during the optimiser step."""
+    """Gather the first part of the layers of a stage while the optimiser updates the others."""
     use_precision_aware_optimizer: bool = False
     """Optimiser state in the types below (needs Transformer Engine)."""
     main_grads_dtype: str = choice("float32", "float32", "bfloat16", relevant=_PRECISION)
@@ -92,6 +93,9 @@ class MegatronEngineConfig:
         if self.overlap_param_gather_with_optimizer_step and not self.ddp.overlap_param_gather:
             text = "needs ddp.overlap_param_gather=true"
             yield Problem("overlap_param_gather_with_optimizer_step", text, "config.missing_requirement")
+        if self.overlap_param_gather_with_optimizer_step and self.virtual_pipeline_parallel_size == 1:
+            text = "needs virtual_pipeline_parallel_size of at least 2"
+            yield Problem("overlap_param_gather_with_optimizer_step", text, "config.missing_requirement")
         if self.use_precision_aware_optimizer and not self.ddp.use_distributed_optimizer:
             text = "needs ddp.use_distributed_optimizer=true"
             yield Problem("use_precision_aware_optimizer", text, "config.missing_requirement")
@@ -100,6 +104,15 @@ class MegatronEngineConfig:
         if self.recompute_granularity == "full" and None in (self.recompute_method, self.recompute_num_layers):
             text = "needs recompute_method and recompute_num_layers"
             yield Problem("recompute_granularity", text, "config.missing_requirement")
+        for name in self.recompute_modules or ():
+            if name not in _RECOMPUTED:
+                text = f"{name!r} is not a part of a layer: use {', '.join(_RECOMPUTED)}"
+                yield Problem("recompute_modules", text, "config.not_a_choice")
+        if self.moe_shared_expert_overlap and "shared_experts" in (self.recompute_modules or ()):
+            yield (
+                "recompute_modules",
+                "shared_experts does not work with moe_shared_expert_overlap=true: use one of them",
+            )
 
     def needing_transformer_engine(self) -> list[str]:
         """The options that are set and that only Transformer Engine implements."""

@@ -133,12 +133,13 @@ def _expert_options(hf: Any, config: TrainEngineConfig) -> dict[str, Any]:
     options, count = config.megatron, num_experts(hf)
     if not count:
         return {}
+    overlaps = options.moe_shared_expert_overlap and options.moe_token_dispatcher_type == "alltoall"
     return {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
         "moe_shared_expert_intermediate_size": shared_size(hf) or None,
         "moe_shared_expert_gate": hf.model_type == "qwen2_moe",
-        "moe_shared_expert_overlap": options.moe_shared_expert_overlap and shared_size(hf) > 0,
+        "moe_shared_expert_overlap": overlaps and shared_size(hf) > 0,
         "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_load_balancing_type": "none",
