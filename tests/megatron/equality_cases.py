@@ -69,6 +69,11 @@ MESHES = {
     "d2e2_allgather": Mesh(ParallelDims(dp=2, ep=2), replace(SHARED, moe_token_dispatcher_type="allgather")),
     "d2e2_selective": Mesh(ParallelDims(dp=2, ep=2), SELECTIVE),
     "d2_overlap": Mesh(ParallelDims(dp=2), replace(SHARED, ddp=OVERLAP, use_deterministic_algorithms=True)),
+    "d2p2v2_overlap": Mesh(
+        ParallelDims(dp=2, pp=2),
+        replace(SHARED, virtual_pipeline_parallel_size=2, ddp=OVERLAP, overlap_param_gather_with_optimizer_step=True),
+    ),
+    "d2e2_overlap": Mesh(ParallelDims(dp=2, ep=2), replace(SHARED, ddp=OVERLAP, moe_shared_expert_overlap=True)),
     "d2_offloaded": Mesh(ParallelDims(dp=2), replace(SHARED, offload_optimizer=True)),
     "d2_average": Mesh(
         ParallelDims(dp=2),
@@ -170,7 +175,7 @@ def run_rank(rank: int, folder: Path) -> None:
         if case in PUBLISHED:
             engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
             facts[case]["publications"] = publications(engine, mesh, folder, case)
-        if case.endswith("-bf16"):
+        if case.endswith(mesh_cases.BF16):
             engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
             facts[case]["starts_exact"] = starts_exact(engine, folder / "models" / case.partition("-")[0])
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
