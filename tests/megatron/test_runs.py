@@ -78,7 +78,7 @@ def test_experts_learn_with_the_choices_of_the_servers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
 def test_a_policy_and_its_critic_learn_on_pipeline_stages(warm):
-    path = "${cluster.fileroot}/quickstart/sft/checkpoints/model/step-000055"
+    path = warm / "quickstart/sft/checkpoints/model/step-000055"
     rows = launch(
         warm,
         "grpo",
