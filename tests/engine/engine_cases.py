@@ -114,6 +114,13 @@ def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     return LossOutput(loss=terms.sum(), metrics={"loss": Metric(terms.sum().item(), float(terms.numel()))})
 
 
+def score_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+    """Of the score of each sequence, which is that of its last token."""
+    last = micro.batch.cu_seqlens[1:] - 1
+    terms = (outputs.scores[last] - micro.batch.returns[last]).square()
+    return LossOutput(loss=terms.sum(), metrics={"loss": Metric(terms.sum().item(), float(terms.numel()))})
+
+
 def rich_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     """Everything that RICH gives, each with weights of its own."""
     mask, signs = micro.batch.loss_mask, micro.batch.returns

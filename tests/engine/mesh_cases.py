@@ -77,6 +77,7 @@ OPTIONS: dict[str, dict] = {
     "offload_optimizer": {"fsdp": FSDPEngineConfig(offload_optimizer=True)},
     "compiled": {"compile": True},
     "critic": {"role": "critic"},
+    "reward": {"role": "reward"},
     "grpo": {},
     "ppo": {"role": "critic"},
     "sft": {},
@@ -176,7 +177,8 @@ def make_engine(folder: Path, case: str, mesh: TrainerMesh | None = None, shard_
 def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list[list[float]]:
     """Three uneven steps: loss of all ranks and gradient norm of each."""
     option = case.partition("-")[2]
-    loss_fn = {"rich": cases.rich_loss, "critic": cases.value_loss}.get(option, cases.policy_loss)
+    losses = {"rich": cases.rich_loss, "critic": cases.value_loss, "reward": cases.score_loss}
+    loss_fn = losses.get(option, cases.policy_loss)
     found = []
     torch.manual_seed(0)
     for batch in batches or all_batches():
@@ -232,7 +234,7 @@ def outputs_of(engine, case: str, share=lambda batch: batch) -> dict[str, torch.
     """Of every token of the first batch, in its order, on every rank that holds a share."""
     batch = all_batches()[0]
     found = engine.forward(share(recorded(engine, case, batch)))
-    names = [*cases.RICH_NAMES, "values"]
+    names = [*cases.RICH_NAMES, "values", "scores"]
     return {name: value for name in names if (value := getattr(found, name)) is not None}
 
 

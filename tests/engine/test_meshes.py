@@ -72,7 +72,18 @@ CASES = {
     "hsdp2x2e2": ["qwen3_moe-plain"],
 }
 """Mesh -> models and options."""
-CHANGING = ("rich", "critic", "bf16", "adam_bf16", "adam_8bit", "lora", "lora_dropout", "balanced", "balanced_again")
+CHANGING = (
+    "rich",
+    "critic",
+    "reward",
+    "bf16",
+    "adam_bf16",
+    "adam_8bit",
+    "lora",
+    "lora_dropout",
+    "balanced",
+    "balanced_again",
+)
 CHANGING += ("replayed", "replayed_bf16", "grpo", "ppo", "sft")
 """Options with other outputs or numbers than plain."""
 PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"

@@ -68,6 +68,7 @@ MESHES = {
     "d2e2p2v2": Mesh(ParallelDims(dp=2, pp=2, ep=2), replace(SHARED, virtual_pipeline_parallel_size=2)),
     "d2e2_allgather": Mesh(ParallelDims(dp=2, ep=2), replace(SHARED, moe_token_dispatcher_type="allgather")),
     "d2e2_selective": Mesh(ParallelDims(dp=2, ep=2), SELECTIVE),
+    "d2e2_parts": Mesh(ParallelDims(dp=2, ep=2), replace(SELECTIVE, recompute_modules=["mlp", "shared_experts"])),
     "d2_overlap": Mesh(ParallelDims(dp=2), replace(SHARED, ddp=OVERLAP, use_deterministic_algorithms=True)),
     "d2p2v2_overlap": Mesh(
         ParallelDims(dp=2, pp=2),
