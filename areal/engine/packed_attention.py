@@ -27,6 +27,8 @@ VARLEN = "areal_packed_varlen"
 SHORT_ON_CPU = 256
 """Below these tokens of a sequence the backward pass of attention on the CPU is slower in half precision than in
 float32: 10 times with 16 tokens."""
+LONG = 1024
+"""Tokens of a sequence from which a sliding window is computed in blocks, without a mask of the whole sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +208,10 @@ def _sdpa_per_sequence(
         mask = None
         if number < len(layout.runs):
             blocks.append((k, v))
+            is_long = sliding_window is not None and shape[1] >= max(2 * sliding_window, LONG)
+            if is_long and layout.blocks is None:
+                parts.append(_within_window(attend, (q, k, v), sliding_window or 0).transpose(1, 2).flatten(0, 1))
+                continue
             mask = _mask(layout, layout.runs[number], sliding_window)
         else:
             answers = layout.answers[number - len(layout.runs)]
@@ -223,6 +229,19 @@ def _sdpa_per_sequence(
         parts.append(out.transpose(1, 2).flatten(0, 1))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.unsqueeze(0), None
+
+
+def _within_window(attend: Callable[..., Tensor], states: tuple[Tensor, ...], window: int) -> Tensor:
+    """Attention of sequences that are longer than two windows, [n, H, L, D] of each: without a mask of L x L, because
+    each block of `window` tokens sees no more than itself and the block before it."""
+    length = states[0].shape[2]
+    missing = -length % window
+    q, k, v = (F.pad(each, (0, 0, 0, missing)).unflatten(2, (-1, window)).transpose(1, 2) for each in states)
+    first = attend(q[:, 0], k[:, 0], v[:, 0], is_causal=True)
+    keys, values = (torch.cat([each[:, :-1], each[:, 1:]], dim=3).flatten(0, 1) for each in (k, v))
+    seen = torch.ones(window, 2 * window, dtype=torch.bool, device=q.device).tril(window).triu(1)
+    rest = attend(q[:, 1:].flatten(0, 1), keys, values, attn_mask=seen).unflatten(0, (len(q), -1))
+    return torch.cat([first.unsqueeze(1), rest], dim=1).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 def _mask(layout: PackedLayout, run: tuple[int, int, int], window: int | None) -> Tensor | None:

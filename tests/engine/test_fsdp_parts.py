@@ -74,7 +74,9 @@ def test_layout_groups_equal_neighbours():
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [1, 4, 4, 2], [7]])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("window", "has_blocks"), [(None, False), (2, False), (None, True), (2, True)])
-def test_packed_attention_equals_masked_attention(lengths, kv_heads, window, has_blocks):
+@pytest.mark.parametrize("long", [1024, 1], ids=["", "long"])
+def test_packed_attention_equals_masked_attention(monkeypatch, long, lengths, kv_heads, window, has_blocks):
+    monkeypatch.setattr("areal.engine.packed_attention.LONG", long)
     torch.manual_seed(0)
     total = sum(lengths)
     places = torch.arange(total)
