@@ -87,6 +87,8 @@ CHANGING = (
 CHANGING += ("replayed", "replayed_bf16", "grpo", "ppo", "sft")
 """Options with other outputs or numbers than plain."""
 PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
+LIMIT_S = 900.0
+"""For the ranks of a mesh, which compile blocks: on a busy machine minutes."""
 MARK, END = "make test-parallel writes it", "<!-- end -->"
 
 
@@ -95,7 +97,7 @@ def run_mesh(folder: Path, mesh: str, cases: list[str]) -> list[dict]:
     write_expected(folder, cases)
     (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
     world_size = mesh_cases.MESHES[mesh].dims.world_size
-    run_ranks(mesh_cases.__file__, "areal_mesh_ranks", folder, world_size)
+    run_ranks(mesh_cases.__file__, "areal_mesh_ranks", folder, world_size, limit_s=LIMIT_S)
     return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(world_size)]
 
 
