@@ -94,6 +94,13 @@ class Runs(Column[T]):
                 ends.append(end)
         self._values, self._ends = tuple(values), tuple(ends)
 
+    @classmethod
+    def of(cls, value: T, count: int) -> Runs[T]:
+        """One number, `count` times."""
+        found = cls.__new__(cls)
+        found._values, found._ends = ((value,), (count,)) if count > 0 else ((), ())
+        return found
+
     @property
     def values(self) -> tuple[T, ...]:
         """The number of each run, in order."""
@@ -165,6 +172,13 @@ class RunsBuilder(Generic[T]):
             self.ends.append(len(self) + count)
             self.values.append(value)
 
+    def extend_last(self, runs: Runs[T]) -> bool:
+        """Append `runs` if they repeat the last number only, as nearly all chunks of an answer do."""
+        if not self.values or runs.values != (self.values[-1],):
+            return False
+        self.ends[-1] += runs.ends[0]
+        return True
+
     def cut(self, size: int) -> None:
         """Keep the first `size` entries."""
         while self.ends and (self.ends[-2] if len(self.ends) > 1 else 0) >= size:
@@ -192,6 +206,14 @@ def to_array(typecode: str, values: Sequence[T]) -> array[T]:
     for value, count in values.runs:
         found += array(typecode, [value]) * count
     return found
+
+
+def append(numbers: array[T], values: Sequence[T]) -> None:
+    """Append to an array, or raise what `to_array` raises and change nothing."""
+    if isinstance(values, list):
+        numbers.fromlist(values)
+    else:
+        numbers += to_array(numbers.typecode, values)
 
 
 def to_runs(values: Sequence[T]) -> Runs[T]:

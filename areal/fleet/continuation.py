@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from areal.api.columns import Packed, Runs, RunsBuilder, joined, to_array, to_runs
+from areal.api.columns import Packed, Runs, RunsBuilder, append, joined, to_runs
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
@@ -132,35 +132,38 @@ class Answer:
         ServerUnavailable when the replica breaks the protocol or returns to an older policy: the tokens from there on
         are not appended.
         """
-        count = len(chunk.token_ids)
-        if len(chunk.logprobs) != count or len(chunk.versions) != count:
-            others = f"{len(chunk.logprobs)} log-probabilities and {len(chunk.versions)} versions"
+        token_ids, logprobs, versions, finish_reason, part_versions, _ = chunk
+        count, done = len(token_ids), len(self._token_ids)
+        if len(logprobs) != count or len(versions) != count:
+            others = f"{len(logprobs)} log-probabilities and {len(versions)} versions"
             raise self._broken(f"sent {count} tokens with {others}")
-        if len(self._token_ids) + count > self._budget:
+        if done + count > self._budget:
             raise self._broken("sent more tokens than requested")
         try:
-            token_ids, logprobs = to_array("i", chunk.token_ids), to_array("f", chunk.logprobs)
+            append(self._token_ids, token_ids)
+            append(self._logprobs, logprobs)
         except (TypeError, OverflowError) as error:
+            del self._token_ids[done:]
             raise self._broken(f"sent numbers of the wrong type or range: {error}") from error
-        self._token_ids += token_ids
-        self._logprobs += logprobs
-        if chunk.part_versions is None:
-            self._add_versions(to_runs(chunk.versions))
+        if part_versions is None:
+            self._add_versions(to_runs(versions))
         else:
-            num_in_part = len(self._token_ids) - self._part_start
-            if len(chunk.part_versions) != num_in_part:
+            num_in_part = done + count - self._part_start
+            if len(part_versions) != num_in_part:
                 self._cut(self._part_start)  # no token of the part has a known version
-                raise self._broken(f"reported {len(chunk.part_versions)} versions for a part of {num_in_part} tokens")
+                raise self._broken(f"reported {len(part_versions)} versions for a part of {num_in_part} tokens")
             self._versions.cut(self._part_start)
-            self._add_versions(to_runs(chunk.part_versions))
-        if chunk.finish_reason is not None:
+            self._add_versions(to_runs(part_versions))
+        if finish_reason is not None:
             self._add_experts(chunk)
-        if chunk.finish_reason in ("stop", "length"):
-            self._stop_reason = chunk.finish_reason
+            if finish_reason != "abort":
+                self._stop_reason = finish_reason
 
     def _add_versions(self, versions: Runs[int]) -> None:
         """The versions of further tokens. Tokens from the first version that decreases are dropped."""
         done = self._versions
+        if done.extend_last(versions):
+            return
         start = 0
         for version, end in zip(versions.values, versions.ends, strict=True):
             if done.values and version < done.values[-1]:
@@ -286,6 +289,8 @@ def version_number(reported: str, *, has_dummy_weights: bool = False) -> int:
 
 def versions_of(spans: Sequence[tuple[int, int, int]], num_tokens: int) -> Runs[int]:
     """Spans (version, start, end) of a chunk -> one version per token. ValueError unless they cover the chunk."""
+    if len(spans) == 1 and spans[0][1] == 0 and spans[0][2] == num_tokens:  # nearly all chunks
+        return Runs.of(spans[0][0], num_tokens)
     place = 0
     for _, start, end in spans:
         if start != place or end < start:

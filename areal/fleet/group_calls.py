@@ -10,6 +10,7 @@ from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.fleet.replica import GenerationPart, OnChunk, PartChunk
 
 _Result = TypeVar("_Result")
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(slots=True, eq=False)
@@ -20,12 +21,12 @@ class Member:
     on_chunk: OnChunk
     ended: asyncio.Future[None]
 
-    def add(self, parse: Callable[[], PartChunk]) -> None:
-        """Give a chunk to the caller. An error ends this member alone."""
+    def add(self, parse: Callable[[_Answer], PartChunk], answer: _Answer) -> None:
+        """Give the chunk in an answer to the caller. An error ends this member alone."""
         if self.ended.done():
             return
         try:
-            chunk = parse()
+            chunk = parse(answer)
             self.on_chunk(chunk)
         except ArealError as error:
             self.ended.set_exception(error)

@@ -75,7 +75,10 @@ class Connection(asyncio.Protocol):
             self.abort()  # data without a request
             return
         try:
-            self._parse(data)
+            if self._chunked:
+                self._read_chunks(data)
+            else:
+                self._parse(data)
         except ArealError as error:  # of on_data
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - of the parser or of on_data: the caller gets it

@@ -43,22 +43,19 @@ class NativeReplica(HttpReplica):
     async def _generate(self, members: list[Member]) -> None:
         """Request the parts of a group, which differ in id and seed only."""
         first = members[0].part
+        parse = partial(parse_chunk, experts=first.experts)
         if len(members) == 1:
-            await self._send_part(
-                "/generate", first.is_streamed, partial(_generate_body, first), partial(self._add, members[0])
-            )
+            add = partial(members[0].add, partial(self._client.parsed, parse=parse))
+            await self._send_part("/generate", first.is_streamed, partial(_generate_body, first), add)
             return
 
         def on_event(event: bytes) -> None:
             found: list[Any] = self._client.parsed(event, list)
             for number, part in found if first.is_streamed else enumerate(found):
-                members[number].add(partial(self._client.read, part, partial(parse_chunk, experts=first.experts)))
+                members[number].add(partial(self._client.read, parse=parse), part)
 
         body = partial(_group_body, [member.part for member in members])
         await self._send_part("/generate_group", first.is_streamed, body, on_event)
-
-    def _add(self, member: Member, event: bytes) -> None:
-        member.add(partial(self._client.parsed, event, partial(parse_chunk, experts=member.part.experts)))
 
     async def pause(self, mode: PauseMode) -> None:
         await self._client.post("/pause_generation", {"mode": mode})
@@ -214,7 +211,8 @@ def parse_chunk(answer: dict[str, Any], experts: ExpertShape | None = None) -> P
         [entry[0] for entry in meta["output_token_logprobs"]],
         versions_of(spans, len(token_ids)) if token_ids else Runs(),
         None if finish is None else checked_reason(finish["type"]),
-        routed_experts=experts_of(meta, experts, item_bytes=0),
+        None,
+        None if experts is None else experts_of(meta, experts, item_bytes=0),
     )
 
 

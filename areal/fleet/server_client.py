@@ -24,6 +24,8 @@ _IDLE_LIMIT_S = 4.0
 """A connection that was idle for longer is not used again: uvicorn closes connections after 5 s."""
 _TRY_ELSEWHERE = (408, 429)
 """Client-error statuses that describe the state of the server and not the request."""
+_WRONG = (ValueError, KeyError, TypeError, IndexError, AttributeError)
+"""Errors of a parser when a field is missing or wrong."""
 _Found = TypeVar("_Found")
 Body = bytes | Callable[[], bytes]
 """A function is called when the request is sent, so that the bytes of a long prompt do not stay until the answer."""
@@ -66,8 +68,9 @@ class ServerClient:
 
         def on_data(data: bytes) -> None:
             nonlocal rest
-            if not rest and data.startswith(b"data: {") and data.find(b"\n\n") == len(data) - 2:
-                on_event(data[6:-2])  # mostly exactly one event
+            is_whole = data.startswith(b"data: {") and data.endswith(b"\n\n")
+            if is_whole and not rest and data.find(b"\n") == len(data) - 2:  # mostly exactly one event
+                on_event(data[6:-2])
                 return
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
@@ -152,7 +155,12 @@ class ServerClient:
 
     def parsed(self, payload: bytes, parse: Callable[[Any], _Found]) -> _Found:
         """The result of `parse` for the JSON of an answer. ServerUnavailable when a field is missing or wrong."""
-        return self.read(payload, lambda data: parse(orjson.loads(data)))
+        try:
+            return parse(orjson.loads(payload))
+        except ArealError:
+            raise
+        except _WRONG as error:
+            raise self.unreadable(error) from error
 
     def read(self, answer: Any, parse: Callable[[Any], _Found]) -> _Found:
         """The same for what was parsed already."""
@@ -160,7 +168,7 @@ class ServerClient:
             return parse(answer)
         except ArealError:
             raise
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except _WRONG as error:
             raise self.unreadable(error) from error
 
     def unreadable(self, error: Exception) -> ServerUnavailable:

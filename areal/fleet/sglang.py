@@ -76,13 +76,14 @@ class SGLangReplica(HttpReplica):
     async def _generate(self, part: GenerationPart, facts: ServerFacts, on_chunk: OnChunk) -> None:
         reader = PartReader(self._version, part.experts)
 
-        def on_event(event: bytes) -> None:
-            def read(answer: dict[str, Any]) -> PartChunk:
-                if "error" in answer:  # the status of a stream is sent before the error occurs
-                    status = answer["error"].get("code", 400)
-                    raise self._client.refusal("/generate", status if isinstance(status, int) else 500, event)
-                return reader.read(answer, self._version)
+        def read(answer: dict[str, Any]) -> PartChunk:
+            if "error" in answer:  # the status of a stream is sent before the error occurs
+                status = answer["error"].get("code", 400)
+                refused = orjson.dumps(answer)
+                raise self._client.refusal("/generate", status if isinstance(status, int) else 500, refused)
+            return reader.read(answer, self._version)
 
+        def on_event(event: bytes) -> None:
             on_chunk(self._client.parsed(event, read))
 
         make_body = functools.partial(generate_body, part, facts, stream=part.is_streamed)

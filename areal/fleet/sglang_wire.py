@@ -153,15 +153,15 @@ class PartReader:
     def read(self, answer: dict[str, Any], known_version: int) -> PartChunk:
         """KeyError, TypeError or ValueError when a field is missing or wrong; RequestError when the server refuses."""
         meta = answer["meta_info"]
-        finish: dict[str, Any] = meta["finish_reason"] or {"type": None}
-        reason = checked_reason(finish["type"])
-        if reason == "abort" and finish.get("status_code") == 400:
+        finish: dict[str, Any] | None = meta["finish_reason"] or None
+        reason = None if finish is None else checked_reason(finish["type"])
+        if finish is not None and reason == "abort" and finish.get("status_code") == 400:
             raise RequestError(finish["message"], code="server.request_refused")
         total = meta.get("completion_tokens", 0)
         # Ids and log-probabilities come from one list: output_ids repeats a token of a request aborted in the queue.
         entries = _new_entries(meta.get("output_token_logprobs") or [], self._num_seen, total)
         self._num_seen = total
-        versions = Runs([(self._version, len(entries))])
+        versions = Runs.of(self._version, len(entries))
         self._version = max(known_version, self._version)
         part_versions: Runs[int] | None = None
         if reason is not None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.columns import Packed, Runs, RunsBuilder, joined, packed_ids, packed_logprobs, to_array, to_runs
+from areal.api.columns import Packed, Runs, RunsBuilder, append, joined, packed_ids, packed_logprobs, to_array, to_runs
 
 NUMBERS = st.lists(st.integers(-3, 3), max_size=12)
 PLACES = st.integers(-13, 13) | st.none()
@@ -36,6 +36,29 @@ def test_runs_that_grow_can_be_cut(values, size):
     builder.cut(size)
     assert builder.column() == values[:size]
     assert len(builder) == min(size, len(values))
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 3)), max_size=6), st.integers(-1, 1), st.integers(0, 3))
+def test_runs_that_repeat_the_last_number_make_it_longer(runs, value, count):
+    builder = RunsBuilder()
+    for one, times in runs:
+        builder.add(one, times)
+    before, more = builder.column().tolist(), Runs.of(value, count)
+    assert more == [value] * count
+    assert builder.extend_last(more) == (before[-1:] == [value] and count > 0)
+    builder.extend_last(Runs([(value, 1), (value + 1, 1)]))
+    assert builder.column() == before + [value] * (count if before[-1:] == [value] else 0)
+
+
+def test_numbers_are_appended_or_nothing_changes():
+    numbers = array("i", [1])
+    for values in ([2, 3], packed_ids([4]), Runs.of(5, 2), (6,)):
+        append(numbers, values)
+    assert numbers.tolist() == [1, 2, 3, 4, 5, 5, 6]
+    for wrong, error in ([7, 2**31], OverflowError), ([7, None], TypeError), ((7, "8"), TypeError):
+        with pytest.raises(error):
+            append(numbers, wrong)
+    assert len(numbers) == 7
 
 
 def test_an_index_beyond_the_end_is_an_error():

@@ -98,6 +98,19 @@ def test_a_replica_that_breaks_the_protocol_is_noticed() -> None:
     assert error.value.code == "server.unreadable_answer"
 
 
+def test_of_a_chunk_with_unusable_numbers_nothing_is_kept() -> None:
+    answer = Answer(a_request(max_new_tokens=8), stream_interval=8)
+    answer.next_part("server-0")
+    answer.add(chunk(1))
+    for wrong in (PartChunk([2, 2**31], [0.0, 0.0], [0, 0], None), PartChunk([2, 3], [0.0, None], [0, 0], None)):  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ServerUnavailable) as error:
+            answer.add(wrong)
+        assert error.value.code == "server.unreadable_answer"
+    answer.add(chunk(4))
+    found = answer.response(latency_s=0.0, ttft_s=0.0)
+    assert (found.output_ids, len(found.output_logprobs), len(found.output_versions)) == ([1, 4], 2, 2)
+
+
 def test_version_spans_are_expanded_to_one_per_token() -> None:
     assert versions_of([(4, 0, 3)], 3) == [4, 4, 4]
     assert versions_of([(4, 0, 2), (5, 2, 2), (6, 2, 3)], 3) == [4, 4, 6]

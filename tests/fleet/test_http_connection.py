@@ -109,6 +109,24 @@ def test_an_answer_may_come_in_any_pieces(data: st.DataObject) -> None:
     asyncio.run(run())
 
 
+@given(st.data())
+def test_the_events_of_a_stream_may_come_in_any_pieces(data: st.DataObject) -> None:
+    events = data.draw(st.lists(st.sampled_from([b'{"a":1}', b"{}", b'{"b":"\\n"}']), min_size=1, max_size=4))
+    stream = b": a comment\n\n" + b"".join(b"data: %s\n\n" % event for event in events) + b"data: [DONE]\n\n"
+    ends = [place + 2 for place in range(len(stream)) if stream.startswith(b"\n\n", place)]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1)) | st.sets(st.sampled_from(ends[:-1]))))
+    client, found = ServerClient("server-0", "http://127.0.0.1:1"), list[bytes]()
+
+    async def request(method: str, path: str, body: bytes, on_data: Callable[[bytes], None]) -> bytes:
+        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+            on_data(stream[start:end])
+        return b""
+
+    client.request = request  # pyright: ignore[reportAttributeAccessIssue] - of the real one only this call is used
+    asyncio.run(client.stream("/generate", b"", found.append))
+    assert found == events
+
+
 async def test_a_lost_connection_fails_the_call(raw: tuple[RawServer, ServerClient]) -> None:
     server, client = raw
     server.answers = [None, PLAIN]
