@@ -1,6 +1,8 @@
 """Simulated inference servers of controller_scale.py: as a process that streams over sockets, and in the process.
 
-python benchmark/scale_servers.py native|sglang|vllm     prints its port; serves until its stdin is closed
+python benchmark/scale_servers.py native|sglang|vllm PAUSE_S
+
+prints its port, and serves until its stdin is closed, with an event of each answer in PAUSE_S seconds in the mean.
 """
 
 from __future__ import annotations
@@ -24,8 +26,6 @@ from areal.api.data import WeightUpdate  # noqa: E402
 from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad  # noqa: E402
 
 VOCABULARY = 150_000
-PAUSE_S = 0.025
-"""Mean time between two events of an answer."""
 _ANSWERS = 8
 """Different answers."""
 _SGLANG_INFO = {
@@ -129,8 +129,9 @@ class Streams:
 class StreamServer(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, pause_s: float) -> None:
         self._streams = streams
+        self._pause_s = pause_s
         self._data = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -158,7 +159,7 @@ class StreamServer(asyncio.Protocol):
         """One event, and the next one later: each arrives alone."""
         if number < len(events) and not self._transport.is_closing():
             self._transport.write(events[number])
-            pause_s = 2 * PAUSE_S * random.random()
+            pause_s = 2 * self._pause_s * random.random()
             asyncio.get_running_loop().call_later(pause_s, self._send, events, number + 1)
 
 
@@ -246,19 +247,20 @@ class MemoryRegistry:
     def close(self) -> None: ...
 
 
-async def listen(dialect: str) -> asyncio.Server:
+async def listen(dialect: str, pause_s: float) -> asyncio.Server:
     """A server in the running loop."""
     streams = Streams(dialect)
-    return await asyncio.get_running_loop().create_server(lambda: StreamServer(streams), "127.0.0.1", 0, backlog=1024)
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(lambda: StreamServer(streams, pause_s), "127.0.0.1", 0, backlog=1024)
 
 
-async def serve(dialect: str) -> None:
+async def serve(dialect: str, pause_s: float) -> None:
     """Until stdin is closed."""
-    server = await listen(dialect)
+    server = await listen(dialect, pause_s)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(sys.argv[1]))
+        runner.run(serve(sys.argv[1], float(sys.argv[2])))

@@ -12,6 +12,8 @@ def test_the_benchmark_reports_exactly_these_keys(tmp_path):
         "us_per_episode",
         "us_per_request",
         "us_per_1k_tokens",
+        "us_per_1k_tokens_alone",
+        "core_share",
         "bytes_per_token",
         "loop_lag_p99_ms",
         "loop_lag_max_ms",
@@ -20,7 +22,8 @@ def test_the_benchmark_reports_exactly_these_keys(tmp_path):
     }
     assert found["longest_callback_ms"] > 0
     assert found["idle_loop_lag_max_ms"] > 0
-    assert found["us_per_1k_tokens"].keys() == {"native", "sglang", "vllm"}
+    for name in ("us_per_1k_tokens", "us_per_1k_tokens_alone", "core_share"):
+        assert found[name].keys() == {"native", "sglang", "vllm"}
     assert found["us_per_episode"].keys() == {"2", "4"}
     assert found["us_per_request"].keys() == {"least_loaded", "prefix_affinity"}
 
