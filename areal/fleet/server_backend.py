@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
+from areal.api.config.lora import ALL_LINEAR
 from areal.fleet.replica import Replica
 from areal.fleet.server_flags import FlagRules, Flags, Problems, flag_problems, given_flags, plain_name
 from areal.system.vision_layout import read_vision_layout
@@ -24,6 +25,8 @@ class ServerCommand:
 
 QWEN_VL = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 """Families whose images vLLM and SGLang take without settings of their own."""
+_TEXT_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+"""Layers of the language models of `QWEN_VL` that their towers do not have under these names."""
 SamplingLimits = Callable[[GenerationHyperparameters, Flags, bool], Problems]
 """(settings, the server's flags, whether answers are trained on) -> (field, sentence) for each setting that the server
 does not apply exactly."""
@@ -99,6 +102,10 @@ class ServerBackend:
             yield "allocation_mode", text
         if layout is not None and self.image_problems is not None:
             yield from self.image_problems(config)
+        lora = config.actor.lora if config.publishes_adapters else None
+        if layout is not None and lora is not None and not _is_of_text(lora.target_modules, layout.family):
+            text = f"{self.title} applies adapters to the language model only, and these may be in the vision tower"
+            yield "actor.lora.target_modules", f"{text}: use all-linear, or actor.adapter_update_mode=merged"
         if self.flags is not None:
             needed = {} if self.run_flags is None else self.run_flags(config)
             rules = dataclasses.replace(self.flags, fixed={**self.flags.fixed, **needed})
@@ -118,3 +125,8 @@ class ServerBackend:
             if self.sampling_problems is not None:
                 found = self.sampling_problems(gconfig, given, path == "gconfig")
                 yield from ((f"{path}.{name}", text) for name, text in found)
+
+
+def _is_of_text(targets: str | list[str], family: str) -> bool:
+    """Whether adapters are known to be in the language model alone."""
+    return targets in (ALL_LINEAR, [ALL_LINEAR]) or (family in QWEN_VL and set(targets) <= _TEXT_LAYERS)

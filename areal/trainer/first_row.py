@@ -22,7 +22,7 @@ from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigProblem, InputError
 from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, load_function
 from areal.api.workflow import RolloutWorkflow
-from areal.data.chat import EncodedPrompt, encode_prompt
+from areal.data.chat import EncodedPrompt, encode_prompt, has_images
 from areal.data.dataset import load_rows
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, tokenizer_of
@@ -117,6 +117,9 @@ def try_first_row(config: PPOConfig) -> FirstRow:
         prompt = trial.prompt() or EncodedPrompt("", [])
         found.prompt, found.num_tokens = prompt.text, len(prompt.token_ids)
         _check_context(config, found)
+        if config.workflow == "rlvr" and has_images(trial.row, config.vision.image_key):
+            text = "row 0 has images, and with workflow=rlvr the model gets the text alone"
+            found.warnings.append(f"{text}: use vision_rlvr and a model for images, or drop them")
         has_rewards = bool(config.reward_fn or config.reward.names_functions)
         if has_rewards:
             _try_rewards(trial, prompt, found)

@@ -12,6 +12,7 @@ from areal.api.config import (
     GRPOConfig,
     InferenceEngineConfig,
     LauncherConfig,
+    LoRAConfig,
     NativeServerConfig,
     OptimizerConfig,
     PPOActorConfig,
@@ -197,6 +198,24 @@ def test_families_of_images_are_served_or_refused_by_name(tmp_path):
             found = list(backend_named(name).problems(config_of(name, actor=actor)))
             assert [path for path, _ in found] == ([] if family in families else ["allocation_mode"])
             assert all(family in text for _, text in found)
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_adapters_that_may_be_in_a_vision_tower_are_published_merged_only(tmp_path, name):
+    def problems(family, targets, mode="auto"):
+        actor = image_family(tmp_path, family) | {"adapter_update_mode": mode}
+        config = config_of(name, actor=actor | {"lora": LoRAConfig(rank=2, target_modules=targets)})
+        return [path for path, _ in backend_named(name).problems(config)]
+
+    refused = ["actor.lora.target_modules"]
+    for targets in ("all-linear", ["all-linear"], ["q_proj", "v_proj"]):
+        assert problems("qwen3_vl", targets) == []
+    for targets in (["q_proj", "v_proj", "qkv"], ["v_proj", "down_proj"], r".*\.layers\.0\..*"):
+        assert problems("qwen2_5_vl", targets) == refused
+        assert problems("qwen2_5_vl", targets, "merged") == []
+    if name == "vllm":
+        assert problems("llava", "all-linear") == []
+        assert problems("llava", ["v_proj"]) == refused  # CLIP has layers of this name
 
 
 def test_vllm_neither_cuts_nor_resizes_images_and_says_so_to_users_who_ask_for_it(tmp_path):

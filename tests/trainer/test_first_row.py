@@ -90,6 +90,12 @@ def test_a_reward_whose_module_cannot_be_imported_is_a_problem(config_of, tmp_pa
     assert "missing_module_of_a_test" in found.problems[0].message
 
 
+@pytest.mark.parametrize(("column", "count"), [("images", 1), ("pictures", 0)])
+def test_a_row_whose_images_the_workflow_does_not_give_to_the_model_is_a_warning(config_of, column, count):
+    found = try_first_row(config_of(rows=({"prompt": "2+2=", "answer": "4", column: ["a.png"]},)))
+    assert (len(found.warnings), found.problems) == (count, [])
+
+
 def test_a_reward_that_raises_for_the_dummy_answer_is_a_warning(config_of):
     found = try_first_row(config_of("raises"))
     assert found.problems == []
