@@ -23,6 +23,7 @@ from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError, LaunchError
 from areal.data.row_check import count_rows
 from areal.launcher import attach
+from areal.launcher.agent_command import unused_image
 from areal.launcher.attach import RequestBox
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
@@ -360,8 +361,7 @@ def _run(
 
 def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str) -> int:
     facts = "; ".join(filter(None, (goal, facts_text(outcome.episodes, outcome.alarms))))
-    first = (outcome.episodes or {}).get("first_failure", "")
-    first = f"; first failure: {first}" if first else ""
+    first = f"; first failure: {one}" if (one := (outcome.episodes or {}).get("first_failure")) else ""
     text, exit_status = {
         "completed": (f"run completed: {paths.root} ({facts}{first})", 0),
         "interrupted": (f"interrupted, all processes have ended: {paths.root} ({facts}{first})", 130),
@@ -390,7 +390,10 @@ def run_command(words: Sequence[str]) -> int:
     """Run the words of a command line; returns the exit status."""
     if "--attach" in words:
         return attach.run_command(words)
-    return launch(read_command_line(words), LocalCluster(this_machine()))
+    request = read_command_line(words)
+    if notice := unused_image(request.config.launcher.slurm):
+        StatusLine().say(f"areal: warning: {notice}")
+    return launch(request, LocalCluster(this_machine()))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from areal.api.errors import LaunchError
+from areal.launcher.agent_command import agent_command, check_containers, image_of, variables_of_agent
 from areal.launcher.job import LaunchPlan, PlannedProcess, moved
 from areal.launcher.local import launch, read_command_line
 from areal.launcher.node_link import NodeLink
@@ -24,6 +25,7 @@ from areal.launcher.placement import Machine, Place, place_again
 from areal.launcher.port_check import check_ports
 from areal.launcher.ray_actor import AgentActor
 from areal.launcher.ray_nodes import demands, living_nodes, resources_of
+from areal.launcher.restart_rules import Role
 from areal.launcher.status import StatusLine
 from areal.system.network import TRAINERS_VARIABLE
 from areal.system.process import run_main
@@ -50,6 +52,7 @@ class _Bundle:
     node_id: str
     place: Place
     """Its GPUs are numbered; Ray chooses the real ones."""
+    role: Role
     resources: dict[str, float]
     group: Any
     index: int
@@ -165,7 +168,14 @@ class RayCluster:
         ]
         group = self._reserve(wanted)
         bundles = [
-            _Bundle(node_id=node_id, place=self._planned_place(one), resources=resources, group=group, index=index)
+            _Bundle(
+                node_id=node_id,
+                place=self._planned_place(one),
+                role=one.role,
+                resources=resources,
+                group=group,
+                index=index,
+            )
             for index, (one, (node_id, resources)) in enumerate(zip(plan.processes, wanted, strict=True))
         ]
         actors = [self._actor(bundle) for bundle in bundles]
@@ -247,7 +257,8 @@ class RayCluster:
             group = self._reserve([(node_id, resources)])
         except LaunchError as error:
             raise LaunchError(str(error), code="launch.node_unreachable") from error
-        bundle = _Bundle(node_id=node_id, place=place, resources=resources, group=group, index=0)
+        role = planned.role
+        bundle = _Bundle(node_id=node_id, place=place, role=role, resources=resources, group=group, index=0)
         try:
             return self._open(self._actor(bundle), bundle)
         except LaunchError as error:
@@ -310,7 +321,10 @@ class RayCluster:
             concurrency_groups={"input": 1, "output": 1},
             scheduling_strategy=where,
         )(AgentActor)
-        return actor.remote()
+        slurm, command = self._launcher.slurm, list[str]()
+        if image_of(slurm, bundle.role) or slurm.additional_bash_cmds:
+            command = ["env", *variables_of_agent(), *agent_command(slurm, bundle.role)]
+        return actor.remote(command)
 
     def _open(self, actor: Any, bundle: _Bundle) -> _Seat:
         """The seat of an actor that has been created, connected to the run."""
@@ -350,6 +364,7 @@ def _text(resources: Mapping[str, float]) -> str:
 def run_command(words: Sequence[str]) -> int:
     """Run the words of a command line; returns the exit status."""
     request = read_command_line(words, usage=USAGE, on_one_machine=False)
+    check_containers(request.config.launcher.slurm, has_shared_agents=False)
     return launch(request, RayCluster(request.config.cluster, request.config.launcher))
 
 

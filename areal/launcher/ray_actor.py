@@ -1,17 +1,22 @@
-"""The Ray actor that runs one process of a run: a `NodeAgent` in a thread, and the messages from and to it."""
+"""The Ray actor that runs one process of a run: its agent, a thread or a command, and the messages from and to it."""
 
 import os
 import select
+import subprocess
 import threading
 import traceback
+from collections.abc import Sequence
 
 from areal.launcher.node_agent import NodeAgent
+from areal.system.process import tied_to_this_process
 
 
 class AgentActor:
     """Made an actor by the launcher, which gives `send` and `receive` one thread each."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        """`command` starts the agent, for example in a container; empty = a thread of this process."""
+        self._command = command
         input_read, self._input = os.pipe()
         self._output, output_write = os.pipe()
         self._failure = ""
@@ -43,7 +48,20 @@ class AgentActor:
 
     def _serve(self, input_descriptor: int, output_descriptor: int) -> None:
         try:
-            NodeAgent(input_descriptor, output_descriptor).run()
+            if not self._command:
+                NodeAgent(input_descriptor, output_descriptor).run()
+                return
+            done = subprocess.run(
+                self._command,
+                stdin=input_descriptor,
+                stdout=output_descriptor,
+                stderr=subprocess.PIPE,
+                preexec_fn=tied_to_this_process(),
+                check=False,
+            )
+            if done.returncode:
+                last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+                self._failure = f"{self._command[0]} ended with exit code {done.returncode}: {' '.join(last)}"
         except Exception:  # noqa: BLE001 - `receive` reports it to the launcher
             self._failure = traceback.format_exc()
         finally:

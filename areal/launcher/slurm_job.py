@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal.api.config import BaseExperimentConfig, LauncherConfig, PPOConfig
+from areal.launcher.agent_command import agent_command, image_of
 from areal.launcher.job import LaunchPlan
 from areal.launcher.nodes import Node
 from areal.launcher.placement import Machine
@@ -239,23 +240,15 @@ def node_of(
     `role`: of the processes there; None = all. `job`: None = the one that this process runs in.
     """
     slurm = options.slurm
-    images = [slurm.trainer_image, slurm.inference_server_image]
-    image = next((one for one in (images[::-1] if role == "server" else images) if one), None)
-    agent = [sys.executable, "-m", "areal.launcher.node_agent"]
-    if slurm.additional_bash_cmds:
-        agent = ["bash", "-c", "\n".join([*slurm.additional_bash_cmds, f"exec {shlex.join(agent)}"])]
     flags = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={address}", "--mem=0", "--cpu-bind=none"]
     flags.append(f"--cpus-per-task={cpus}")  # srun does not take it from the job
     start = ["srun"]
     if job:  # variables of the other job would be options of this step
         start = ["env", *(f"--unset={found}" for found in sorted(foreign_variables(environ))), "srun", f"--jobid={job}"]
-    if image and slurm.container_type == "pyxis":
+    if slurm.container_type == "pyxis" and (image := image_of(slurm, role)):
         flags += [f"--container-image={image}", *([f"--container-mounts={slurm.mount}"] if slurm.mount else [])]
-    elif image and slurm.container_type == "apptainer":
-        bind = ["--bind", slurm.mount] if slurm.mount else []
-        agent = ["apptainer", "exec", "--nv", *bind, image, *agent]
     more = shlex.split(os.path.expandvars(slurm.srun_additional_args))
-    return Node(name=name, address=address, command=(*start, *flags, *more, *agent), role=role)
+    return Node(name=name, address=address, command=(*start, *flags, *more, *agent_command(slurm, role)), role=role)
 
 
 def foreign_variables(environ: Mapping[str, str]) -> set[str]:

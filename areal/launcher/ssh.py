@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from areal.api.errors import ConfigError
+from areal.launcher.agent_command import agent_command, check_containers, variables_of_agent
 from areal.launcher.local import launch, read_command_line
 from areal.launcher.nodes import Node, NodeCluster
 from areal.launcher.placement import is_chosen
@@ -44,8 +45,10 @@ def take_option(words: list[str], name: str) -> list[str]:
     return values
 
 
-def nodes_of(hosts: str, options: Sequence[str], python: str) -> list[Node]:
-    """The nodes of `--hosts`, in its order. ConfigError when a host is named twice or its form is wrong."""
+def nodes_of(hosts: str, options: Sequence[str], agent: Sequence[str]) -> list[Node]:
+    """The nodes of `--hosts`, in its order, and how ssh starts `agent` there.
+
+    ConfigError when a host is named twice or its form is wrong."""
     nodes: list[Node] = []
     for text in filter(None, (part.strip() for part in hosts.split(","))):
         target, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
@@ -55,19 +58,17 @@ def nodes_of(hosts: str, options: Sequence[str], python: str) -> list[Node]:
         address = target.rpartition("@")[2].strip("[]")
         if any(node.name == address for node in nodes):
             raise ConfigError(f"--hosts names {address} twice", code="config.bad_override")
-        nodes.append(Node(name=address, address=address, command=_command(target, port, options, python)))
+        nodes.append(Node(name=address, address=address, command=_command(target, port, options, agent)))
     if not nodes:
         raise ConfigError("--hosts needs at least one host: --hosts node1,node2", code="config.bad_override")
     return nodes
 
 
-def _command(target: str, port: str, options: Sequence[str], python: str) -> tuple[str, ...]:
+def _command(target: str, port: str, options: Sequence[str], agent: Sequence[str]) -> tuple[str, ...]:
     flags = [word for option in (*options, *_OPTIONS) for word in ("-o", option)]  # ssh uses the first of equal ones
     where = ["-p", port] if port else []
-    # Every user of the machine can read a command line, so it has no variable that processes get through the agent.
-    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    remote = f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join(path)} {shlex.quote(python)}"
-    return ("ssh", *flags, *where, target.strip("[]"), f"{remote} -m areal.launcher.node_agent")
+    remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *variables_of_agent(), *agent])}"
+    return ("ssh", *flags, *where, target.strip("[]"), remote)
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -78,7 +79,8 @@ def run_command(argv: Sequence[str]) -> int:
     python = take_option(words, "--python") or [sys.executable]
     request = read_command_line(words, usage=USAGE, on_one_machine=False)
     launcher = request.config.launcher
-    named = nodes_of(",".join(hosts), options, python[-1])
+    check_containers(launcher.slurm, has_shared_agents=True)
+    named = nodes_of(",".join(hosts), options, agent_command(launcher.slurm, None, python[-1]))
     nodes = [node for node in named if is_chosen([node.name], launcher.nodelist, launcher.exclude)]
     if not nodes:
         message = "launcher.nodelist and launcher.exclude leave no host of --hosts: change one of the three"

@@ -10,13 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
+from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig, SlurmConfig
 from areal.api.errors import LaunchError
 from areal.launcher.job import LaunchPlan, RunNumbers
 from areal.launcher.ray import RayCluster
 from areal.system.process import TRANSIENT_EXIT, ProcessContext
 from areal.system.run_paths import RunPaths
 from tests.cluster.nodes import RAY_HEALTH, start_ray, wait_for
+from tests.launcher.fake_apptainer import path_with_apptainer
 from tests.launcher.fake_backend import planned_process
 
 ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
@@ -49,11 +50,10 @@ def ray_cluster(monkeypatch):
 class Run:
     """A backend for some programs, and what a test asks of it."""
 
-    def __init__(self, folder, *, connect_s=60.0):
+    def __init__(self, folder, *, connect_s=60.0, slurm=None):
         self.folder = folder
-        self.cluster = RayCluster(
-            ClusterSpecConfig(n_nodes=2, node_connect_s=connect_s, node_silence_s=8.0), LauncherConfig()
-        )
+        options = LauncherConfig(slurm=slurm or SlurmConfig())
+        self.cluster = RayCluster(ClusterSpecConfig(n_nodes=2, node_connect_s=connect_s, node_silence_s=8.0), options)
         self.machines = self.cluster.machines()
 
     def planned(self, name, source, *, machine=0, gpus=()):
@@ -110,6 +110,45 @@ def test_processes_in_actors_behave_as_local_ones(run, tmp_path):
     assert backend.poll("server-1") == -signal.SIGTERM
     assert backend.poll("server-2") == -signal.SIGKILL
     assert all(ended(pid) for pid in pids)
+
+
+@pytest.fixture
+def apptainer(monkeypatch, tmp_path):
+    """Before the cluster starts, whose nodes find the program."""
+    monkeypatch.setenv("PATH", path_with_apptainer(tmp_path / "bin"))
+
+
+def test_an_agent_in_a_container_ends_with_its_actor(apptainer, ray_cluster, tmp_path):
+    """Its process sees the GPUs that Ray chose for the actor, and starts again in the image."""
+    run = Run(tmp_path, slurm=SlurmConfig(trainer_image="i.sif", mount="/a:/b"))
+    try:
+        source = f"import os; print(os.environ['IMAGE'], os.environ['CUDA_VISIBLE_DEVICES'], flush=True); {SLEEPS}"
+        planned = run.planned("server-0", source, gpus=("0",))
+        backend = run.open(planned)
+        pid = backend.start(planned)
+        shown = wait_for(lambda: backend.last_lines("server-0").lines[:1])
+        assert shown in (["i.sif 0"], ["i.sif 1"])
+        agent = psutil.Process(pid).parent()
+        actor = agent.parent()
+        assert "areal.launcher.node_agent" in agent.cmdline()
+        actor.kill()
+        assert wait_for(lambda: backend.poll("server-0")) == TRANSIENT_EXIT
+        wait_for(lambda: ended(pid) and ended(agent.pid))
+        backend.start(planned)
+        assert wait_for(lambda: backend.last_lines("server-0").lines[:1]) == shown
+    finally:
+        run.cluster.close()
+
+
+def test_an_image_that_cannot_be_started_is_one_clear_error(apptainer, ray_cluster, tmp_path):
+    run = Run(tmp_path, slurm=SlurmConfig(trainer_image="absent.sif", mount="/a:/b"))
+    try:
+        with pytest.raises(LaunchError) as error:
+            run.open(run.planned("server-0", SLEEPS))
+        assert error.value.code == "launch.node_unreachable"
+        assert "could not open image absent.sif" in str(error.value)
+    finally:
+        run.cluster.close()
 
 
 def test_a_killed_actor_ends_its_process_which_starts_again_on_the_same_node(run):

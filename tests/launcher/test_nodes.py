@@ -11,7 +11,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from areal.api.config.launcher import SlurmConfig
 from areal.api.errors import LaunchError
+from areal.launcher.agent_command import agent_command
 from areal.launcher.job import moved
 from areal.launcher.node_agent import own_address
 from areal.launcher.node_choice import NodeChoice
@@ -24,6 +26,7 @@ from areal.system.network import Host
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from tests.cluster.nodes import wait_for
+from tests.launcher.fake_apptainer import path_with_apptainer
 from tests.launcher.fake_backend import planned_process
 
 AGENT = (sys.executable, "-m", "areal.launcher.node_agent")
@@ -104,6 +107,15 @@ def test_a_run_folder_that_is_another_one_there_is_refused(link, tmp_path):
     assert error.value.code == "launch.folder_not_shared"
     assert "node2" in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_runs_in_the_container_of_its_agent(link, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", path_with_apptainer(tmp_path / "bin"))
+    slurm = SlurmConfig(trainer_image="i.sif", mount="/a:/b", additional_bash_cmds=["echo noise", "export WORD=set"])
+    backend = NodesBackend(lambda planned: (link("node1", agent_command(slurm, None)), planned))
+    backend.start(program(tmp_path, "import os; print(*(os.environ[name] for name in ('IMAGE', 'MOUNT', 'WORD')))"))
+    assert wait_for(lambda: backend.poll("server-0") is not None)
+    assert backend.last_lines("server-0").lines == ["i.sif /a:/b set"]
 
 
 def test_a_process_runs_with_the_environment_of_the_launcher_and_reports_its_exit(lasting, tmp_path):

@@ -62,7 +62,7 @@ _HAS_IMAGE = given("trainer_image") | given("inference_server_image")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """The job of a run; only areal.launcher.slurm reads these options."""
+    """The job of a run with areal.launcher.slurm. ssh and Ray read the last five options only."""
 
     partition: str = ""
     """Partition; empty = the default one."""
@@ -85,13 +85,13 @@ class SlurmConfig:
     additional_bash_cmds: list[str] | None = None
     """Shell commands that run on each node before the agent, in the container if there is one; null = none."""
     container_type: str = choice("apptainer", "apptainer", "pyxis", "none", relevant=_HAS_IMAGE)
-    """How containers are started; pyxis = srun --container-image."""
+    """How containers are started; pyxis = srun --container-image, with Slurm only."""
     mount: str = option("", relevant=_HAS_IMAGE)
     """Folders mounted into the container: source:target pairs separated by commas."""
     trainer_image: str | None = None
     """Container image in which the agent of a node and its processes start; null = inference_server_image, or none."""
     inference_server_image: str | None = None
-    """The image for servers, if it differs; it needs separate_jobs. null = trainer_image."""
+    """The image for servers, if it differs; it needs separate_jobs, and not ssh. null = trainer_image."""
 
     def problems(self) -> Problems:
         if self.time_limit and not _TIME_LIMIT.fullmatch(self.time_limit):
