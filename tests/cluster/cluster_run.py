@@ -24,7 +24,7 @@ from tests.faults.ledger_proof import raw_events
 from tests.faults.proofs import prove
 
 LAUNCHERS = ("ssh", "ray", "slurm")
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 _SCAN_S = 0.5
 _CLONE_NEWNET = 0x40000000
 _AGENTS = ("areal.launcher.node_agent", "ray::AgentActor")

@@ -19,7 +19,8 @@ from tests.cluster.nodes import Nodes, wait_for
 from tests.cluster.slurm_cluster import missing as slurm_missing
 from tests.faults.driver import ROOT
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
+only_ssh = pytest.mark.parametrize("site", ["ssh"], indirect=True, scope="module")
 RESERVED = """
 import ray
 ray.init(address="auto", logging_level="error", log_to_driver=False)
@@ -47,7 +48,7 @@ class Site:
         words = [f"cluster.fileroot={self.fileroot}", "cluster.node_connect_s=90", "cluster.node_silence_s=20"]
         argv = [sys.executable, "-m", f"areal.launcher.{self.launcher}", "--config", str(self._config)]
         argv += [*words, *self.cluster.words(hosts), *overrides]
-        done = self.nodes[1].run(argv, cwd=ROOT, env=self.cluster.environ | (environ or {}), timeout_s=240)
+        done = self.nodes[1].run(argv, cwd=ROOT, env=self.cluster.environ | (environ or {}), timeout_s=600)
         errors = [line for line in done.stderr.splitlines() if line.startswith("areal: error:")]
         assert done.returncode == 2, done.stderr
         assert 1 <= len(errors) <= (2 if self.launcher == "slurm" else 1), errors
@@ -168,9 +169,9 @@ def test_a_firewall_between_two_nodes(site: Site) -> None:
         assert site.refusal() == "launch.port_closed"
 
 
+@only_ssh
 def test_a_refused_key(site: Site) -> None:
-    if site.cluster.ssh is None:
-        pytest.skip("only ssh has keys")
+    assert site.cluster.ssh is not None
     keys = site.cluster.ssh.folder / "authorized_keys"
     known = keys.read_text()
     keys.write_text("")
@@ -180,9 +181,8 @@ def test_a_refused_key(site: Site) -> None:
         keys.write_text(known)
 
 
+@only_ssh  # Ray and Slurm start nothing there
 def test_a_node_without_the_working_folder(site: Site) -> None:
-    if site.launcher != "ssh":
-        pytest.skip("Ray and Slurm start nothing there")
     with mounted(site, ROOT.parent, "-t", "tmpfs", "none"):
         assert site.refusal() in ("launch.folder_not_shared", "launch.node_unreachable")
 
@@ -196,7 +196,7 @@ def test_a_run_completes_after_all_this(site: Site) -> None:
         "total_train_steps=2",
         "evaluator.freq_steps=null",
     ]
-    done = site.nodes[1].run([*argv, *words], cwd=ROOT, env=site.cluster.environ)
+    done = site.nodes[1].run([*argv, *words], cwd=ROOT, env=site.cluster.environ, timeout_s=600)
     assert done.returncode == 0, done.stderr[-3000:]
     run = next(path for path in site.fileroot.glob("*/*") if (path / "ledger").is_dir())
     audit = [sys.executable, "-m", "areal.ledger", "audit", str(run)]

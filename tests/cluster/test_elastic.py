@@ -9,8 +9,8 @@ from tests.cluster.cluster_run import LIMIT_S, Cluster, cluster_run, write_confi
 from tests.cluster.slurm_cluster import missing as slurm_missing
 from tests.faults.ledger_proof import raw_events
 
-FEW = pytest.param(4, marks=pytest.mark.timeout(900))
-MANY = pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+FEW = pytest.param(4, marks=pytest.mark.timeout(1800))
+MANY = pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
 OPTIONS = (
     "cluster.node_silence_s=3",
     "recover.retries=50",

@@ -5,10 +5,13 @@ import re
 import shlex
 import sys
 
+import pytest
+
 from tests.cluster.cluster_run import Cluster, write_config
 from tests.test_docs import ROOT, areal_words, blocks
 
 
+@pytest.mark.timeout(900)
 def test_the_page_can_be_carried_out(make_nodes, can_have_ssh, data, tmp_path):
     nodes = make_nodes(2)
     cluster = Cluster(nodes, "ssh", tmp_path / "ssh")

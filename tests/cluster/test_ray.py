@@ -16,14 +16,14 @@ from areal.launcher.job import LaunchPlan, RunNumbers
 from areal.launcher.ray import RayCluster
 from areal.system.process import TRANSIENT_EXIT, ProcessContext
 from areal.system.run_paths import RunPaths
-from tests.cluster.nodes import RAY_HEALTH, start_ray, wait_for
+from tests.cluster.nodes import RAY_OPTIONS, start_ray, urgent_children, wait_for
 from tests.launcher.fake_apptainer import path_with_apptainer
 from tests.launcher.fake_backend import planned_process
 
 ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
@@ -37,20 +37,25 @@ NUMBERS = RunNumbers(
 @pytest.fixture
 def ray_cluster(monkeypatch):
     """Two nodes with 4 CPUs each; the second also has 2 GPUs, which exist in Ray only."""
-    for name, value in RAY_HEALTH.items():
+    for name, value in RAY_OPTIONS.items():
         monkeypatch.setenv(name, value)
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0})
-    made.add_node(num_cpus=4, num_gpus=2)
-    monkeypatch.setenv("RAY_ADDRESS", made.address)
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    head = {"num_cpus": 4, "num_gpus": 0, "include_dashboard": False}
+    with urgent_children():
+        made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    try:
+        with urgent_children():
+            made.add_node(num_cpus=4, num_gpus=2)
+        monkeypatch.setenv("RAY_ADDRESS", made.address)
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
 
 
 class Run:
     """A backend for some programs, and what a test asks of it."""
 
-    def __init__(self, folder, *, connect_s=60.0, slurm=None):
+    def __init__(self, folder, *, connect_s=120.0, slurm=None):
         self.folder = folder
         options = LauncherConfig(slurm=slurm or SlurmConfig())
         self.cluster = RayCluster(ClusterSpecConfig(n_nodes=2, node_connect_s=connect_s, node_silence_s=8.0), options)
@@ -211,8 +216,8 @@ def launched(node, fileroot, *overrides, **options):
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_on_three_nodes_survives_a_killed_actor_and_lost_nodes(three, tmp_path):
-    """The replacement of the first lost node does not share the run folder, and is not used after the second loss."""
+def test_a_run_on_three_nodes_survives_a_killed_actor_a_lost_node_and_a_killed_raylet(three, tmp_path):
+    """The replacement of the lost node does not share the run folder, and is not used after the loss of the raylet."""
     quick = [sys.executable, "-m", "areal.launcher.local", "--config", "examples/quickstart/sft.yaml"]
     subprocess.run(
         [sys.executable, "examples/quickstart/prepare.py", str(tmp_path / "quickstart/data")], cwd=ROOT, check=True
@@ -228,15 +233,14 @@ def test_a_run_on_three_nodes_survives_a_killed_actor_and_lost_nodes(three, tmp_
         return max((row["step"] for row in rows), default=0)
 
     wait_for(lambda: steps() >= 1 or launcher.poll() is not None, 400)
-    actors = [one for pid in three[2].pids() if "ray::AgentActor" in " ".join((one := psutil.Process(pid)).cmdline())]
-    actors[0].kill()
+    process_on(three[2], "ray::AgentActor").kill()
     wait_for(lambda: steps() >= 4 or launcher.poll() is not None, 400)
     three[3].power_off()
     wait_for(lambda: steps() >= 7 or launcher.poll() is not None, 400)
     three[3].power_on()
     three[3].run(["mount", "-t", "tmpfs", "none", str(tmp_path)])
     start_ray(three[3], three[1])
-    three[2].power_off()
+    process_on(three[2], "/raylet/raylet").kill()
     output = launcher.communicate(timeout=400)[0]
     assert launcher.returncode == 0, output
     assert "launch.folder_not_shared" in output
@@ -247,6 +251,11 @@ def test_a_run_on_three_nodes_survives_a_killed_actor_and_lost_nodes(three, tmp_
     assert audit.returncode == 0, audit.stdout
     assert not (tmp_path / "quickstart/grpo/names").exists()
     assert left(three) == []
+
+
+def process_on(node, word):
+    """The first process of a node whose program is named so."""
+    return next(psutil.Process(pid) for pid in node.pids() if word in (cmdline(pid) or [""])[0])
 
 
 def left(nodes):

@@ -11,24 +11,28 @@ from areal.api.config import ClusterSpecConfig, NameResolveConfig, SFTConfig
 from areal.system import ray_registry
 from areal.system.discovery import registry_of
 from areal.system.ray_registry import RayRegistry
-from tests.cluster.nodes import wait_for
+from tests.cluster.nodes import RAY_OPTIONS, urgent_children, wait_for
 from tests.expect import raises_code
 from tests.system.registry_cases import RegistryCases
 
 ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def ray_node():
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
-    os.environ["RAY_ADDRESS"] = made.address
-    yield made
-    del os.environ["RAY_ADDRESS"]
-    ray.shutdown()
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RAY_OPTIONS.items():
+            patch.setenv(name, value)
+        head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
+        with urgent_children():
+            made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        patch.setenv("RAY_ADDRESS", made.address)
+        yield made
+        ray.shutdown()
+        made.shutdown()
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 from tests.cluster.cluster_run import Cluster, cluster_run, foreign_sockets, write_config
 from tests.cluster.nodes import wait_for
 
-SILENCE = ("cluster.node_silence_s=2", "cluster.node_connect_s=10")
+pytestmark = pytest.mark.timeout(900)
+SILENCE = ("cluster.node_silence_s=6", "cluster.node_connect_s=120", "launcher.hang_s=60")
 
 
 def command(pid):
