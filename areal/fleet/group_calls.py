@@ -1,4 +1,8 @@
-"""Parts of one prompt that are requested at the same time leave as one request of the native server."""
+"""Parts that are requested at the same time leave as one request of the native server.
+
+Streamed parts share a request with those of the same prompt; short ones, which are not streamed, also with those of
+other prompts.
+"""
 
 import asyncio
 import contextlib
@@ -11,6 +15,11 @@ from areal.fleet.replica import GenerationPart, OnChunk, PartChunk
 
 _Result = TypeVar("_Result")
 _Answer = TypeVar("_Answer")
+
+MAX_MERGED_PARTS = 64
+"""Of short answers in one request: its answer is read in one turn of the event loop."""
+MAX_MERGED_TOKENS = 4096
+"""Prompt tokens of a request for several prompts. A server accepts more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +46,48 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class _Group:
+    """The members of one request."""
+
     members: list[Member] = field(default_factory=list[Member])
     task: asyncio.Task[None] | None = None
     is_sent: bool = False
+    num_tokens: int = 0
+    """Of the prompts."""
+
+    def takes(self, part: GenerationPart) -> bool:
+        """Whether `part` can be requested with the members."""
+        if not part.is_streamed and len(self.members) >= MAX_MERGED_PARTS:
+            return False
+        first = self.members[0].part
+        other = replace(part, part_id=first.part_id, seed=first.seed)
+        # equal fields are mostly the same objects, which are not compared in full
+        if other == first:
+            return True
+        if part.is_streamed or part.images:
+            return False
+        has_room = self.num_tokens + len(part.input_ids) <= MAX_MERGED_TOKENS
+        return has_room and replace(other, input_ids=first.input_ids, group_id=first.group_id) == first
+
+    def add(self, member: Member) -> None:
+        is_same = bool(self.members) and self.members[-1].part.input_ids is member.part.input_ids
+        self.num_tokens += 0 if is_same else len(member.part.input_ids)
+        self.members.append(member)
+
+
+def by_prompt(members: list[Member]) -> list[list[Member]]:
+    """The members, in order, in lists of equal prompts and group ids."""
+    found: list[list[Member]] = []
+    for member in members:
+        part, last = member.part, found[-1][0].part if found else None
+        if last is not None and part.group_id == last.group_id and part.input_ids == last.input_ids:
+            found[-1].append(member)
+        else:
+            found.append([member])
+    return found
 
 
 class GroupCalls:
-    """Collects the parts that are requested within one turn of the event loop and differ in id and seed only."""
+    """Collects the parts that are requested within one turn of the event loop and have the same settings."""
 
     def __init__(
         self,
@@ -55,14 +99,16 @@ class GroupCalls:
         self._name = name
         self._send = send
         self._abort = abort
-        self._open: dict[str, list[_Group]] = {}
+        self._streamed: dict[str, list[_Group]] = {}
+        """Groups that wait, by group id."""
+        self._short: list[_Group] = []
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         """See `areal.fleet.replica.Replica`. A cancelled call ends its part on the server."""
         member = Member(part, on_chunk, asyncio.get_running_loop().create_future())
         group = self._group_of(part)
-        group.members.append(member)
+        group.add(member)
         try:
             await member.ended
         except (asyncio.CancelledError, ArealError):
@@ -78,12 +124,12 @@ class GroupCalls:
             self._start(self._abort_quietly(part.part_id), "abort a part")
 
     def _group_of(self, part: GenerationPart) -> _Group:
-        """The group that waits for parts like this one, or a new one. Without a group id the part is alone."""
-        groups = self._open.setdefault(part.group_id, []) if part.group_id else []
+        """The group that waits for parts like this one, or a new one. A streamed part without a group id is alone."""
+        groups = self._short
+        if part.is_streamed:
+            groups = self._streamed.setdefault(part.group_id, []) if part.group_id else []
         for group in groups:
-            first = group.members[0].part
-            # equal fields are mostly the same objects, which are not compared in full
-            if replace(part, part_id=first.part_id, seed=first.seed) == first:
+            if group.takes(part):
                 return group
         group = _Group()
         groups.append(group)
@@ -93,10 +139,13 @@ class GroupCalls:
 
     async def _run(self, group_id: str, groups: list[_Group], group: _Group) -> None:
         groups.remove(group)
-        if group_id and not groups:
-            del self._open[group_id]
+        if groups is self._streamed.get(group_id) and not groups:
+            del self._streamed[group_id]
         group.is_sent = True
-        members = [member for member in group.members if not member.ended.done()]
+        await self._request([member for member in group.members if not member.ended.done()])
+
+    async def _request(self, members: list[Member]) -> None:
+        """Request parts; an error ends those that have not ended."""
         if not members:
             return
         text, code = f"{self._name} ended an answer without a finish reason", "server.unreadable_answer"
@@ -104,6 +153,10 @@ class GroupCalls:
         try:
             await self._send(members)
         except ArealError as error:
+            prompts = by_prompt(members)
+            if isinstance(error, RequestError) and len(prompts) > 1:  # perhaps of one prompt only
+                await asyncio.gather(*map(self._request, prompts))
+                return
             text, code, kind = str(error), error.code, type(error)
         except Exception as error:  # noqa: BLE001 - of one request: its callers get it
             text = f"{self._name} sent an answer that cannot be read: {error!r}"

@@ -13,7 +13,7 @@ from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.routed_experts import ExpertShape
 from areal.fleet.continuation import checked_reason, experts_of, versions_of
-from areal.fleet.group_calls import GroupCalls, Member
+from areal.fleet.group_calls import GroupCalls, Member, by_prompt
 from areal.fleet.replica import ALL_TOKENS, GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_client import HttpReplica, flat_bucket, group_body
@@ -41,7 +41,7 @@ class NativeReplica(HttpReplica):
         await self._groups.generate(part, on_chunk)
 
     async def _generate(self, members: list[Member]) -> None:
-        """Request the parts of a group, which differ in id and seed only."""
+        """Request parts with the same settings."""
         first = members[0].part
         parse = partial(parse_chunk, experts=first.experts)
         if len(members) == 1:
@@ -54,7 +54,7 @@ class NativeReplica(HttpReplica):
             for number, part in found if first.is_streamed else enumerate(found):
                 members[number].add(partial(self._client.read, parse=parse), part)
 
-        body = partial(_group_body, [member.part for member in members])
+        body = partial(_group_body, [[member.part for member in prompt] for prompt in by_prompt(members)])
         await self._send_part("/generate_group", first.is_streamed, body, on_event)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -183,16 +183,28 @@ def _generate_body(part: GenerationPart) -> dict[str, Any]:
     return body
 
 
-def _group_body(parts: list[GenerationPart]) -> dict[str, Any]:
-    """The body of the first part, with the ids and seeds of all."""
-    body = _generate_body(parts[0])
+def _group_body(prompts: list[list[GenerationPart]]) -> dict[str, Any]:
+    """The body of the first part, with the ids and seeds of all, and their prompts if there are several."""
+    body = _generate_body(prompts[0][0])
     del body["rid"]
     body["sampling_params"].pop("sampling_seed", None)
-    body["samples"] = [
-        {"rid": part.part_id} if part.seed is None else {"rid": part.part_id, "sampling_seed": part.seed}
-        for part in parts
+    if len(prompts) == 1:
+        return body | _samples(prompts[0])
+    del body["input_ids"]
+    body.pop("group_id", None)
+    body["prompts"] = [
+        {"input_ids": parts[0].wire_ids, "group_id": parts[0].group_id, **_samples(parts)} for parts in prompts
     ]
     return body
+
+
+def _samples(parts: list[GenerationPart]) -> dict[str, Any]:
+    return {
+        "samples": [
+            {"rid": part.part_id} if part.seed is None else {"rid": part.part_id, "sampling_seed": part.seed}
+            for part in parts
+        ]
+    }
 
 
 def parse_chunk(answer: dict[str, Any], experts: ExpertShape | None = None) -> PartChunk:

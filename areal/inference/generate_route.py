@@ -47,9 +47,13 @@ _GENERATE_FIELDS = frozenset(
     {"rid", "input_ids", "image_data", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
     | {"return_routed_experts", "routed_experts_start_len"}
 )
-_GROUP_FIELDS = _GENERATE_FIELDS - {"rid"} | {"samples"}
+_PROMPT_FIELDS = frozenset({"input_ids", "group_id", "samples"})
+_GROUP_FIELDS = _GENERATE_FIELDS - {"rid"} | {"samples", "prompts"}
 _MAX_SAMPLES = 4096
 _SAMPLE_BYTES = 256
+_MAX_PROMPTS = 256
+_PROMPTS_BYTES = 1 << 19
+"""Maximum size of the prompts of a group, beyond that of one."""
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init) | {
     *("ignore_eos", "sampling_seed", "num_prior_output_tokens", "stream_interval")
 }
@@ -90,7 +94,7 @@ class GenerateRoute:
         self._images = ImageReader(limits.layout, limits.context_length)
         ids_bytes = _BYTES_PER_ID * (limits.context_length + limits.vocab_size)
         self.max_body_bytes = _FIXED_BODY_BYTES + ids_bytes + self._images.max_bytes
-        self.max_group_bytes = self.max_body_bytes + _MAX_SAMPLES * _SAMPLE_BYTES
+        self.max_group_bytes = self.max_body_bytes + _MAX_SAMPLES * _SAMPLE_BYTES + _PROMPTS_BYTES
         self._detokenizer = detokenizer
 
     def deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
@@ -129,16 +133,22 @@ class GenerateRoute:
             return json_response(self._part(call, 0)[0])
 
     async def answer_group(self, request: web.Request) -> web.StreamResponse:
-        """The handler of /generate_group: several samples of one prompt, each with a rid and perhaps a sampling_seed.
+        """The handler of /generate_group: several samples of one prompt, each with a rid and perhaps a sampling_seed;
+        or `prompts`, each with its samples and group_id.
 
         One JSON list with the answers in the order of the samples; in a stream, events which are lists of pairs
         (number of the sample, new tokens).
         """
         body = check_fields(await read_json(request, self.max_group_bytes), _GROUP_FIELDS)
-        samples = _samples(body)
+        given = [(one, _samples(one)) for one in _prompts(body)]
+        if sum(len(samples) for _, samples in given) > _MAX_SAMPLES:
+            message = f"the prompts must have at most {_MAX_SAMPLES} samples together"
+            raise RequestError(message, code="request.invalid_field")
         images = await self._images.read(body["image_data"]) if "image_data" in body else []
-        make = self._parse(body, images)
-        calls = [make(request_id, seed) for request_id, seed in samples]
+        calls: list[_Call] = []
+        for one, samples in given:
+            make = self._parse(one, images)
+            calls += [make(request_id, seed) for request_id, seed in samples]
         with self._submitted([call.sequence for call in calls]):
             if calls[0].sequence.stream_interval:
                 return await self._stream_group(request, calls)
@@ -339,6 +349,19 @@ class GenerateRoute:
 def _seed(sampling: Mapping[str, Any]) -> int | None:
     has_seed = sampling.get("sampling_seed") is not None
     return int_field(sampling, "sampling_seed", None, 0, _MAX_SEED) if has_seed else None
+
+
+def _prompts(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """One body for each prompt of a group."""
+    if "prompts" not in body:
+        return [body]
+    prompts = body["prompts"]
+    if not isinstance(prompts, list) or not 1 <= len(prompts) <= _MAX_PROMPTS:
+        raise RequestError(f"prompts must be a list of 1 to {_MAX_PROMPTS} objects", code="request.invalid_field")
+    if both := body.keys() & (_PROMPT_FIELDS | {"image_data"}):
+        message = f"a group has either prompts or {', '.join(sorted(both))}"
+        raise RequestError(message, code="request.invalid_field")
+    return [{**body, **check_fields(prompt, _PROMPT_FIELDS, "a prompt")} for prompt in prompts]
 
 
 def _samples(body: Mapping[str, Any]) -> list[tuple[str, int | None]]:

@@ -87,7 +87,8 @@ class Controller:
             workflows=eval_workflows or {},
             sets=eval_sets or {},
             options=eval_options or HeldOutOptions(),
-            max_concurrent=config.max_concurrent_rollouts,
+            # as many answers as training has: an episode of an evaluation is one answer
+            max_concurrent=config.max_concurrent_rollouts * config.gconfig.n_samples,
             count_answer=self._producer.count_answer,
             ledger=ledger,
         )

@@ -14,7 +14,7 @@ from tests.run_token import BEARER
 HEADERS = {**BEARER, "Content-Type": "application/json"}
 FIELDS: dict[str, list[str]] = {
     "/generate": ["rid", "input_ids", "sampling_params", "return_logprob", "return_text", "stream", "group_id"],
-    "/generate_group": ["samples", "input_ids", "sampling_params", "return_logprob", "stream", "group_id"],
+    "/generate_group": ["samples", "prompts", "input_ids", "sampling_params", "return_logprob", "stream", "group_id"],
     "/abort_request": ["rid", "abort_all"],
     "/pause_generation": ["mode"],
     "/continue_generation": [],
@@ -97,7 +97,10 @@ def bodies(path: str) -> st.SearchStrategy[bytes]:
         right = st.fixed_dictionaries({"rid": _TEXTS}, optional={"sampling_seed": st.integers(0, 9)})
         samples = st.one_of(_VALUES, st.lists(st.one_of(right, sample), max_size=4))
         whole = {"input_ids": _IDS, "sampling_params": _PARAMS, "samples": samples}
-        objects = st.one_of(fields, st.fixed_dictionaries(whole, optional={"stream": st.booleans()}))
+        prompt = st.fixed_dictionaries({"input_ids": _IDS, "samples": samples}, optional={"group_id": _TEXTS})
+        several = {"sampling_params": _PARAMS, "prompts": st.lists(st.one_of(prompt, _VALUES), max_size=4)}
+        each = [st.fixed_dictionaries(body, optional={"stream": st.booleans()}) for body in (whole, several)]
+        objects = st.one_of(fields, *each)
     if path == "/init_weights_update_group":
         objects = st.one_of(_GROUP, fields)
     deep = st.integers(1, 1500).map(lambda depth: b"[" * depth + b"]" * depth)

@@ -25,6 +25,8 @@ class FakeNative(FakeServer):
         super().__init__(**options)
         self.groups: list[list[str]] = []
         """The ids of each request for a group."""
+        self.refused_ids: list[int] | None = None
+        """A prompt that a request for a group may not have."""
 
     @staticmethod
     def client(name: str, address: str) -> Replica:
@@ -112,8 +114,11 @@ class FakeNative(FakeServer):
 
     async def _generate_group(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.groups.append([sample["rid"] for sample in body["samples"]])
-        every = [self._asked({**body, **sample}) for sample in body["samples"]]
+        pairs = [(prompt, sample) for prompt in body.get("prompts", [body]) for sample in prompt["samples"]]
+        self.groups.append([sample["rid"] for _, sample in pairs])
+        every = [self._asked({**body, **prompt, **sample}) for prompt, sample in pairs]
+        if any(asked.input_ids == self.refused_ids for asked in every):
+            raise Refused(400, "cannot generate for this prompt")
         stream = _Stream(request)
 
         async def answer(number: int, asked: Asked) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parts of one prompt that are requested together are one request; each ends on its own."""
+"""Parts that are requested together are one request; each ends on its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.errors import ServerUnavailable
+from areal.fleet.group_calls import MAX_MERGED_PARTS, MAX_MERGED_TOKENS
 from areal.fleet.replica import GenerationPart, PartChunk
 from tests.expect import raises_code
 from tests.fleet.fake_native import FakeNative
@@ -56,18 +57,55 @@ async def calls(server):
     await found.client.close()
 
 
-@pytest.mark.parametrize("first", [PART, STREAMED])
-async def test_parts_of_one_turn_are_one_request(server, calls, first):
+def of_several_prompts(first: GenerationPart) -> list[GenerationPart]:
     each = [*parts(first, "abc"), *parts(replace(first, group_id="h"), "xy"), replace(first, group_id="", part_id="s")]
-    each += [replace(first, group_id="", part_id="t"), replace(first, part_id="d", input_ids=[5, 6])]
-    await asyncio.gather(*map(calls.start, each))
-    assert sorted(server.groups) == [["a", "b", "c"], ["x", "y"]]
-    assert [asked.body.get("sampling_seed") for asked in server.requests if asked.request_id in "abc"] == [0, 1, 2]
+    return [*each, replace(first, group_id="", part_id="t"), replace(first, part_id="d", input_ids=[5, 6])]
+
+
+def check_answers(calls: Calls, each: list[GenerationPart]) -> None:
     for part in each:
         start = 1000 + len(part.input_ids)
         assert calls.found[part.part_id] == list(range(start, start + 6))
-    await calls.start(parts(first, "e")[0])
+
+
+async def test_streamed_parts_of_one_prompt_and_turn_are_one_request(server, calls):
+    each = of_several_prompts(STREAMED)
+    await asyncio.gather(*map(calls.start, each))
+    assert sorted(server.groups) == [["a", "b", "c"], ["x", "y"]]
+    assert [asked.body.get("sampling_seed") for asked in server.requests if asked.request_id in "abc"] == [0, 1, 2]
+    check_answers(calls, each)
+    await calls.start(parts(STREAMED, "e")[0])
     assert len(server.groups) == 2
+
+
+async def test_short_parts_of_one_turn_are_one_request(server, calls):
+    each = of_several_prompts(PART)
+    other = replace(PART, part_id="o", max_new_tokens=5)
+    await asyncio.gather(*map(calls.start, [*each, other]))
+    assert server.groups == [[part.part_id for part in each]]
+    given = {asked.request_id: asked.body for asked in server.requests}
+    assert [given[name].get("sampling_seed") for name in "abcxysd"] == [0, 1, 2, 0, 1, None, None]
+    assert [given[name]["group_id"] for name in "axsd"] == ["g", "h", "", "g"]
+    check_answers(calls, each)
+    await calls.start(parts(PART, "e")[0])
+    assert len(server.groups) == 1
+
+
+async def test_a_request_for_several_prompts_is_limited(server, calls):
+    each = [replace(PART, part_id=f"p{number}", group_id=f"g{number}") for number in range(MAX_MERGED_PARTS + 2)]
+    long = replace(PART, part_id="long", group_id="long", input_ids=list(range(MAX_MERGED_TOKENS)))
+    await asyncio.gather(*map(calls.start, [*each, long]))
+    assert [len(group) for group in server.groups] == [MAX_MERGED_PARTS, 2]
+    check_answers(calls, [*each, long])
+
+
+async def test_a_refused_prompt_is_an_error_of_its_parts_alone(server, calls):
+    server.refused_ids = [7]
+    each = [*parts(PART, "abc"), *parts(replace(PART, group_id="h", input_ids=[7]), "xy")]
+    found = await asyncio.gather(*map(calls.start, each), return_exceptions=True)
+    assert [getattr(one, "code", "") for one in found] == [""] * 3 + ["server.request_refused"] * 2
+    assert server.groups == [list("abcxy"), list("abc"), list("xy")]
+    check_answers(calls, each[:3])
 
 
 @pytest.mark.parametrize("first", [PART, STREAMED])

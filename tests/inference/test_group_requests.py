@@ -1,4 +1,4 @@
-"""/generate_group: several samples of one prompt in one request."""
+"""/generate_group: several samples of one prompt, or of several, in one request."""
 
 from __future__ import annotations
 
@@ -37,6 +37,32 @@ async def test_a_group_answers_as_its_samples_alone(served):
         assert [token for _, token, _ in column] == one["output_ids"] == found["output_ids"]
         for logprobs in (column, found["meta_info"]["output_token_logprobs"]):
             assert [one[0] for one in logprobs] == pytest.approx([one[0] for one in expected], abs=1e-5)
+    assert not served.engine.scheduler.running
+
+
+async def test_several_prompts_answer_as_each_alone(served):
+    common = {"return_logprob": True, "sampling_params": {"temperature": 1.0, "max_new_tokens": 12}}
+    prompts = [
+        {"input_ids": PROMPT, "group_id": "g", "samples": [{"rid": "a", "sampling_seed": 1}, {"rid": "b"}]},
+        {"input_ids": PROMPT[:3], "samples": [{"rid": "c", "sampling_seed": 2}]},
+    ]
+    alone = [await served.post("/generate_group", {**common, **prompt}) for prompt in prompts]
+    whole = await served.post("/generate_group", {**common, "prompts": prompts})
+    assert [one["meta_info"]["id"] for one in whole] == ["a", "b", "c"]
+    assert [one["meta_info"]["prompt_tokens"] for one in whole] == [len(PROMPT)] * 2 + [3]
+    for number, expected in ((0, alone[0][0]), (2, alone[1][0])):
+        assert whole[number]["output_ids"] == expected["output_ids"]
+    wrong = [
+        [], "x", [1], [{"samples": [{"rid": "a"}]}], [{**prompts[0], "rid": "a"}], [*prompts, {**prompts[0]}],
+        [prompts[0], {**prompts[1], "input_ids": [-1]}], [prompts[1]] * 300,
+        [{**prompts[1], "samples": [{"rid": "a"}] * 3000}] * 2,
+    ]  # fmt: skip
+    for one in wrong:
+        code = "request.duplicate_id" if one == wrong[5] else "request.invalid_field"
+        assert (await refused(served.post("/generate_group", {**common, "prompts": one}, 400)))[0] == code
+    for more in ({"input_ids": PROMPT}, {"samples": [{"rid": "a"}]}, {"group_id": "g"}, {"image_data": []}):
+        body = {**common, "prompts": prompts, **more}
+        assert (await refused(served.post("/generate_group", body, 400)))[0] == "request.invalid_field"
     assert not served.engine.scheduler.running
 
 
