@@ -5,14 +5,16 @@
 A random Llama of 25M parameters on the CPU: ranks are processes of this machine that exchange over gloo. The prediction
 for a mesh is
 
-    compute of a rank + exchanges + copies
+    compute of a rank + waits + exchanges + copies
 
 Each term is measured in the processes of the ranks, all at once, without the engine of the mesh: `compute_s` is a train
-step of one process with the tokens and the part of the model that a rank has; `exchange_s` the sum over the collective
-operations of a step, each timed alone with buffers of its size; `copy_s` the bytes that FSDP copies from weights to
-these buffers and back, and context ranks between orders of heads and tokens, at the speed of a copy of that size to
-newly allocated memory. The last two are `predicted_communication_s`; what a step took besides the first is
-`communication_s`.
+step of one process with the tokens and the part of the model that a rank has; `wait_s` what the same step takes longer
+when the processes meet where the ranks of the mesh exchange, because one is the slower one in one layer and another in
+the next, less the cost of meeting; `exchange_s` the sum over the collective operations of a step, each timed alone with
+buffers of its size; `copy_s` the bytes that FSDP copies from weights to these buffers and back, and context ranks
+between orders of heads and tokens, at the speed of a copy of that size to newly allocated memory. The last three are
+`predicted_communication_s`; what a step took besides the first is `communication_s`. Ranks have the memory settings of
+the launcher.
 
 Prints one line of JSON for each row; --help lists the options of each.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import secrets
 import statistics
@@ -29,13 +32,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.api.allocation import AllocationMode, ModelAllocation, ParallelDims
@@ -48,6 +54,7 @@ from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
 from areal.engine.build import TRAIN_ENGINES
 from areal.engine.mesh import TrainerMesh
+from areal.launcher.job import MALLOC
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import ProcessContext
@@ -173,8 +180,12 @@ def _prediction(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> dict
     share = dims.dp * dims.cp
     own = Work(work.tokens // share, work.sequences // share, work.max_tokens // dims.cp, work.steps)
     alone = TrainerMesh(0, 1, mesh.device)
-    base = _fastest(_engine(folder / "part", Case(), own, alone), alone, mesh, own)
+    engine = _engine(folder / "part", Case(), own, alone)
+    base = _fastest(engine, alone, mesh, own)
     shards = case.shard_size or share
+    passes = max(own.tokens // own.max_tokens, 1)
+    times = sum(meet(engine._model, meeting, mesh, passes) for meeting in meetings(case, dims))
+    wait = _fastest(engine, alone, mesh, own)["passes_s"] - base["passes_s"] - times * _seconds_of_meeting(mesh)
     compute = base["passes_s"] + base["update_s"] / shards
     sent, copied, exchange_s, copy_s = 0.0, 0.0, 0.0, 0.0
     for exchange in exchanges(json.loads((folder / "config.json").read_text()), case, dims, work):
@@ -185,12 +196,80 @@ def _prediction(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> dict
         copied += exchange.count * exchange.copied
     return {
         "compute_s": compute,
+        "wait_s": wait,
         "exchange_s": exchange_s,
         "copy_s": copy_s,
-        "predicted_s": compute + exchange_s + copy_s,
+        "predicted_s": compute + wait + exchange_s + copy_s,
         "sent_mib": sent / 2**20,
         "copied_mib": copied / 2**20,
     }
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks of a mesh wait for each other: at the outputs of the modules whose names match."""
+
+    names: str
+    forward: bool
+    """Whether they do in the forward pass of a micro-batch."""
+    backward: Literal["no", "each", "last"]
+    """In the backward pass of which micro-batch."""
+
+
+def meetings(case: Case, dims: ParallelDims) -> list[Meeting]:
+    """Of a Llama."""
+    found: list[Meeting] = []
+    if (case.shard_size or dims.dp * dims.cp) > 1:  # to gather the weights of a block
+        found.append(Meeting(r"layers\.\d+$", forward=True, backward="each"))
+    elif dims.dp * dims.cp > 1:  # to reduce gradients
+        found.append(Meeting(r"layers\.\d+$", forward=False, backward="last"))
+    if dims.tp > 1:  # to sum states, and their gradients where heads and columns begin
+        found.append(Meeting(r"(self_attn|mlp|embed_tokens)$", forward=True, backward="no"))
+        found.append(Meeting(r"norm$", forward=False, backward="each"))
+    if dims.cp > 1:  # to exchange heads for tokens
+        found.append(Meeting(r"(v_proj|self_attn)$", forward=True, backward="each"))
+    return found
+
+
+def meet(model: nn.Module, meeting: Meeting, mesh: TrainerMesh, passes: int) -> int:
+    """Let the passes of one process wait for the other ranks. Returns how often they do in a step."""
+
+    def hook(numbers: Iterator[int], module: nn.Module, args: object, output: Any) -> Any:
+        is_last = next(numbers) % passes == passes - 1
+        waits = meeting.backward == "each" or (meeting.backward == "last" and is_last)
+        states, *rest = output if isinstance(output, tuple) else (output,)
+        met = _Meet.apply(states, mesh, meeting.forward, waits)
+        return (met, *rest) if isinstance(output, tuple) else met
+
+    modules = [module for name, module in model.named_modules() if re.search(meeting.names, name)]
+    for module in modules:
+        module.register_forward_hook(partial(hook, count()))
+    return len(modules) * (passes * meeting.forward + {"no": 0, "each": passes, "last": 1}[meeting.backward])
+
+
+class _Meet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mesh: TrainerMesh, waits: bool, waits_in_backward: bool) -> Tensor:
+        ctx.mesh = mesh if waits_in_backward else None
+        if waits:
+            mesh.barrier()
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.mesh is not None:
+            ctx.mesh.barrier()
+        return upstream[0], None, None, None
+
+
+def _seconds_of_meeting(mesh: TrainerMesh) -> float:
+    """Of ranks that come at the same time: the median."""
+    found: list[float] = []
+    for _ in range(200):
+        began = time.perf_counter()
+        mesh.barrier()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
 
 
 @dataclass(frozen=True)
@@ -283,7 +362,7 @@ def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, step
         LlamaConfig(**own, **rest).save_pretrained(Path(folder) / "part")
         command = [sys.executable, __file__, "--folder", folder, "--tokens", str(tokens), "--steps", str(steps)]
         command += ["--sequences", str(sequences)]
-        environment = os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | MALLOC | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen([*command, "--only", name, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE)
             for rank in range(world_size)
@@ -324,7 +403,7 @@ def main() -> None:
         if "predicted_s" in found:
             row |= {
                 "communication_s": found["seconds"] - found["compute_s"],
-                "predicted_communication_s": found["exchange_s"] + found["copy_s"],
+                "predicted_communication_s": found["wait_s"] + found["exchange_s"] + found["copy_s"],
                 "measured_over_predicted": found["seconds"] / found["predicted_s"],
             }
         print(

@@ -28,7 +28,7 @@ from areal.system.network import TRAINERS_VARIABLE, Host
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20)}
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20)}
 """glibc raises these limits itself only when a tensor of 32 MiB is freed. Until then the memory of each step returns to
 the system, and page faults fill that of the next step with zeros: 8% of the CPU time of a small model."""
 
@@ -253,7 +253,7 @@ def _planned(
         "MKL_NUM_THREADS": str(context.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        **({} if context.role == "controller" else {k: os.environ.get(k, v) for k, v in _MALLOC.items()}),
+        **({} if context.role == "controller" else {k: os.environ.get(k, v) for k, v in MALLOC.items()}),
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else {}),
         **gpu_variables(context.role, gpus, nccl),
         **({} if command is None else _server_env(context, config, command, machine)),
