@@ -20,7 +20,13 @@ EXPERTS = ("allocation_mode=native:d2+megatron:(attn:d2|ffn:e2)", "actor.router_
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), pytest.param(EXPERTS, marks=pytest.mark.megatron)], ids=["fsdp", "megatron-experts"]
+    "overrides",
+    [
+        (),
+        pytest.param(EXPERTS, marks=pytest.mark.megatron),
+        pytest.param(("allocation_mode=native:d2+megatron:p2",), marks=pytest.mark.megatron),
+    ],
+    ids=["fsdp", "megatron-experts", "megatron-p2"],
 )
 def test_a_kill_at_each_stage_of_a_save_leaves_the_older_checkpoint(
     make_run, prove_all, data, tmp_path, monkeypatch, overrides
