@@ -17,7 +17,6 @@ from areal.fleet.server_flags import (
     ONE_PROCESS,
     OWN_GPUS,
     FlagRules,
-    Problems,
 )  # fmt: skip
 from areal.fleet.sglang import SGLangReplica
 from areal.fleet.sglang_wire import sampling_problems
@@ -75,13 +74,6 @@ def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
     return needed
 
 
-def image_problems(config: PPOConfig) -> Problems:
-    """See `ServerBackend`."""
-    if config.rollout.weight_update == "keep_cache":
-        text = "keep_cache was not verified for models with images on SGLang: use keep or interrupt, or native servers"
-        yield "rollout.weight_update", text
-
-
 def core_bindings(index: int, size: int, threads: int, cores: Sequence[int]) -> dict[str, str]:
     """See `ServerBackend.core_bindings`. SGLang requires this variable when a server has several ranks."""
     if size == 1:
@@ -104,7 +96,6 @@ SGLANG = ServerBackend(
     model_key="model_path",
     context_key="context_length",
     sampling_problems=sampling_problems,
-    image_problems=image_problems,
     image_families=QWEN_VL,
     run_flags=run_flags,
     returns_experts=True,

@@ -1,0 +1,124 @@
+"""An answer to images continues on its cache over new weights of text and tower, with exact versions, on SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, DynamicCache
+
+from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
+from areal.system.image_pixels import positions_3d
+from areal.system.run_images import RunImages
+from tests.engine.vision_cases import transformers_inputs
+from tests.run_token import TOKEN
+from tests.servers.checkpoints import CHARACTERS
+from tests.servers.real_server import Backend, RealServer
+from tests.servers.server_kit import Kit, largest_gap, tokens_made
+from tests.servers.vision_kit import (
+    ATTEMPTS,
+    EXACT,
+    NUM_TOKENS,
+    SIZES,
+    TORCHVISION,
+    Pair,
+    VisionTrainer,
+    ask,
+    images_of,
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module", params=[pytest.param("sglang", marks=pytest.mark.sglang)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    if not TORCHVISION:
+        pytest.skip("AREAL_TEST_TORCHVISION names no folder with torchvision")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    tokenizer = character_tokenizer(
+        ["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, *CHARACTERS], context_length=1024, chat_template="{{ messages }}"
+    )
+    folders: dict[str, Path] = {}
+    for seed, name in enumerate(("old", "new")):
+        folder = folders[name] = tmp_path_factory.mktemp(name)
+        tiny_vision_model(tokenizer, seed, initializer_range=0.1).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_image_processor(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def server(backend: Backend, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AREAL_SERVER_TOKEN", TOKEN)
+        folder = tmp_path_factory.mktemp("keeps")
+        server = RealServer(
+            backend, models["old"], folder, name="keeps", libraries=TORCHVISION, weight_update="keep_cache"
+        )
+        try:
+            yield server.wait_ready(limit_s=800)
+        finally:
+            server.kill_all()
+
+
+@torch.no_grad()
+def mixed_logprobs(models: dict[str, Path], pair: Pair, images: RunImages, split: int) -> list[float]:
+    """The old weights sampled the first `split` tokens, the new ones continue on their keys and values."""
+    request, response = pair
+    ids = torch.tensor([[*request.input_ids, *response.output_ids]])
+    places = torch.from_numpy(positions_3d(np.array(ids[0]), list(request.images), images.layout))[:, None]
+    num_old = len(request.input_ids) + split - 1  # the last token of the old weights is the first input of the new
+    files = [images.store.read(image.sha256) for image in request.images]
+    options = transformers_inputs(images.layout, ids[:, :num_old], list(request.images), files)
+    cache, found = DynamicCache(), list[float]()
+    for name, first, last in (("old", 0, num_old), ("new", num_old, ids.shape[1] - 1)):
+        model = AutoModelForImageTextToText.from_pretrained(models[name], dtype=torch.float32).eval()
+        part = {"input_ids": ids[:, first:last], "position_ids": places[:, :, first:last]}
+        logits = model(**part, past_key_values=cache, use_cache=True, **options).logits[0]
+        logits[:, list(images.layout.banned_ids)] = -torch.inf
+        chosen = logits.log_softmax(-1).gather(1, ids[0, first + 1 : last + 1, None])[:, 0]
+        found += chosen.tolist()
+        options = {}
+    return found[len(request.input_ids) - 1 :]
+
+
+async def test_an_answer_to_images_continues_on_its_cache(
+    server: RealServer, kit: Kit, models: dict[str, Path], tmp_path: Path
+) -> None:
+    images = images_of(models["old"], tmp_path / "files")
+    trainer, asks = VisionTrainer(models, images), partial(ask, images, [3, 5, 4])
+    fleet = await kit.fleet(server, weight_update="keep_cache", vision=images)
+    collective = kit.collective(fleet, trainer)
+    for version in range(2, 2 + 2 * ATTEMPTS, 2):
+        trainer.use("old")
+        await asyncio.to_thread(collective.publish, version - 1)
+        # A prompt that differs at once: a prefix that the server has cached may come from any older version.
+        long = asks(f"{version}", *SIZES[2], num_tokens=NUM_TOKENS, text=(10 + version, 11, 12))
+        made = fleet.status()["generated_tokens"]
+        running = asyncio.create_task(fleet.agenerate(long))
+        await tokens_made(fleet, made + 8)
+        trainer.use("new")
+        await asyncio.to_thread(collective.publish, version)
+        response = await running
+        split = list(response.output_versions).count(version - 1)
+        assert list(response.output_versions) == [version - 1] * split + [version] * (NUM_TOKENS - split)
+        assert response.num_interruptions == 0
+        after = asks(f"after {version}", *SIZES[2], text=(30 + version, 11, 12))  # the same images
+        pair = (after, await fleet.agenerate(after))
+        assert largest_gap(list(pair[1].output_logprobs), trainer.logprobs("new", [pair])[0]) < 2 * EXACT
+        if 0 < split < NUM_TOKENS:
+            expected = mixed_logprobs(models, (long, response), images, split)
+            assert largest_gap(list(response.output_logprobs), expected) < 2 * EXACT
+            recomputed = trainer.logprobs("new", [(long, response)])[0]
+            assert largest_gap(list(response.output_logprobs)[split:], recomputed[split:]) > 100 * EXACT
+            return
+    pytest.fail(f"the update came after the last token {ATTEMPTS} times")
