@@ -53,6 +53,7 @@ from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
 from areal.engine.build import TRAIN_ENGINES
+from areal.engine.fsdp import FSDPEngine
 from areal.engine.mesh import TrainerMesh
 from areal.launcher.job import MALLOC
 from areal.system.file_registry import FileRegistry
@@ -181,6 +182,7 @@ def _prediction(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> dict
     own = Work(work.tokens // share, work.sequences // share, work.max_tokens // dims.cp, work.steps)
     alone = TrainerMesh(0, 1, mesh.device)
     engine = _engine(folder / "part", Case(), own, alone)
+    assert isinstance(engine, FSDPEngine)
     base = _fastest(engine, alone, mesh, own)
     shards = case.shard_size or share
     passes = max(own.tokens // own.max_tokens, 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -268,7 +268,8 @@ def logits_factor(model: PreTrainedModel) -> float:
     with ExitStack() as replaced:
         for decoder in {model.base_model, model.get_decoder()}:
             replaced.enter_context(_replaced(decoder, lambda *args, **kwargs: _States(last_hidden_state=states)))
-        replaced.enter_context(_replaced(model.get_output_embeddings(), lambda states: states))
+        head = cast("nn.Module", model.get_output_embeddings())
+        replaced.enter_context(_replaced(head, lambda states: states))
         try:
             logits = model(input_ids=torch.zeros((1, 1), dtype=torch.int64)).logits
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

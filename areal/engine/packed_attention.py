@@ -5,7 +5,7 @@ transformers calls the registered function for every layer; the layout of the ro
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
@@ -105,7 +105,7 @@ def require_packed_attention(model: PreTrainedModel) -> None:
     blocks = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     reached: list[nn.Module] = []
     reason, is_enough = "it calls none", False
-    with torch.no_grad(), described_masks(config._attn_implementation) as masks, _cut(blocks, reached):
+    with torch.no_grad(), described_masks(str(config._attn_implementation)) as masks, _cut(blocks, reached):
         try:
             places = torch.arange(2, device=device).unsqueeze(0)
             tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places}
@@ -127,7 +127,7 @@ def require_packed_attention(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _cut(blocks: list[nn.Module], reached: list[nn.Module]) -> Iterator[None]:
+def _cut(blocks: Sequence[nn.Module], reached: list[nn.Module]) -> Iterator[None]:
     """While it is active, blocks return their input when attention is reached. `reached`: gets these blocks."""
 
     def forward(block: nn.Module, whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
