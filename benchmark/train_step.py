@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import resource
 import secrets
 import statistics
@@ -32,16 +31,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.api.allocation import AllocationMode, ModelAllocation, ParallelDims
@@ -59,6 +55,10 @@ from areal.launcher.job import MALLOC
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import ProcessContext
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmark.meetings import meet, meetings, seconds_of_meeting
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -186,8 +186,8 @@ def _prediction(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> dict
     base = _fastest(engine, alone, mesh, own)
     shards = case.shard_size or share
     passes = max(own.tokens // own.max_tokens, 1)
-    times = sum(meet(engine._model, meeting, mesh, passes) for meeting in meetings(case, dims))
-    wait = _fastest(engine, alone, mesh, own)["passes_s"] - base["passes_s"] - times * _seconds_of_meeting(mesh)
+    times = sum(meet(engine._model, meeting, mesh, passes) for meeting in meetings(case.shard_size or share, dims))
+    wait = _fastest(engine, alone, mesh, own)["passes_s"] - base["passes_s"] - times * seconds_of_meeting(mesh)
     compute = base["passes_s"] + base["update_s"] / shards
     sent, copied, exchange_s, copy_s = 0.0, 0.0, 0.0, 0.0
     for exchange in exchanges(json.loads((folder / "config.json").read_text()), case, dims, work):
@@ -205,73 +205,6 @@ def _prediction(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> dict
         "sent_mib": sent / 2**20,
         "copied_mib": copied / 2**20,
     }
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where ranks of a mesh wait for each other: at the outputs of the modules whose names match."""
-
-    names: str
-    forward: bool
-    """Whether they do in the forward pass of a micro-batch."""
-    backward: Literal["no", "each", "last"]
-    """In the backward pass of which micro-batch."""
-
-
-def meetings(case: Case, dims: ParallelDims) -> list[Meeting]:
-    """Of a Llama."""
-    found: list[Meeting] = []
-    if (case.shard_size or dims.dp * dims.cp) > 1:  # to gather the weights of a block
-        found.append(Meeting(r"layers\.\d+$", forward=True, backward="each"))
-    elif dims.dp * dims.cp > 1:  # to reduce gradients
-        found.append(Meeting(r"layers\.\d+$", forward=False, backward="last"))
-    if dims.tp > 1:  # to sum states, and their gradients where heads and columns begin
-        found.append(Meeting(r"(self_attn|mlp|embed_tokens)$", forward=True, backward="no"))
-        found.append(Meeting(r"norm$", forward=False, backward="each"))
-    if dims.cp > 1:  # to exchange heads for tokens
-        found.append(Meeting(r"(v_proj|self_attn)$", forward=True, backward="each"))
-    return found
-
-
-def meet(model: nn.Module, meeting: Meeting, mesh: TrainerMesh, passes: int) -> int:
-    """Let the passes of one process wait for the other ranks. Returns how often they do in a step."""
-
-    def hook(numbers: Iterator[int], module: nn.Module, args: object, output: Any) -> Any:
-        is_last = next(numbers) % passes == passes - 1
-        waits = meeting.backward == "each" or (meeting.backward == "last" and is_last)
-        states, *rest = output if isinstance(output, tuple) else (output,)
-        met = _Meet.apply(states, mesh, meeting.forward, waits)
-        return (met, *rest) if isinstance(output, tuple) else met
-
-    modules = [module for name, module in model.named_modules() if re.search(meeting.names, name)]
-    for module in modules:
-        module.register_forward_hook(partial(hook, count()))
-    return len(modules) * (passes * meeting.forward + {"no": 0, "each": passes, "last": 1}[meeting.backward])
-
-
-class _Meet(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, mesh: TrainerMesh, waits: bool, waits_in_backward: bool) -> Tensor:
-        ctx.mesh = mesh if waits_in_backward else None
-        if waits:
-            mesh.barrier()
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.mesh is not None:
-            ctx.mesh.barrier()
-        return upstream[0], None, None, None
-
-
-def _seconds_of_meeting(mesh: TrainerMesh) -> float:
-    """Of ranks that come at the same time: the median."""
-    found: list[float] = []
-    for _ in range(200):
-        began = time.perf_counter()
-        mesh.barrier()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_the_files_of_the_first_own_task_fit_together(own_task):
     score = module_of(own_task / "reward.py").reward
     answer = rows[0]["answer"]
     assert score(rows[0]["prompt"], answer, [], [], answer=answer) == 1.0
-    assert 0 < score(rows[0]["prompt"], answer[:4] + "x", [], [], answer=answer) < 1
+    assert 0 < score(rows[0]["prompt"], answer[:-1] + "x", [], [], answer=answer) < 1
     config = load_experiment(["--config", str(own_task / "grpo.yaml")])
     assert config.reward_fn == "my_task/reward.py:reward"
 
