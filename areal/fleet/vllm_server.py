@@ -209,7 +209,7 @@ VLLM = ServerBackend(
     context_key="max_model_len",
     sampling_problems=sampling_problems,
     image_problems=image_problems,
-    image_families=(*QWEN_VL, "llava", *_PROCESSOR_SETTINGS),
+    image_families=(*QWEN_VL, *_PROCESSOR_SETTINGS),
     run_flags=run_flags,
     areal_defaults={
         "seed": 1,

@@ -191,7 +191,7 @@ def image_family(folder, family):
 
 def test_families_of_images_are_served_or_refused_by_name(tmp_path):
     qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-    taken = {"native": set(FAMILIES), "sglang": qwen, "vllm": set(FAMILIES) - {"gemma3"}}
+    taken = {"native": set(FAMILIES), "sglang": qwen, "vllm": set(FAMILIES) - {"gemma3", "llava"}}
     for family in FAMILIES:
         actor = image_family(tmp_path, family)
         for name, families in taken.items():
@@ -214,13 +214,13 @@ def test_adapters_that_may_be_in_a_vision_tower_are_published_merged_only(tmp_pa
         assert problems("qwen2_5_vl", targets) == refused
         assert problems("qwen2_5_vl", targets, "merged") == []
     if name == "vllm":
-        assert problems("llava", "all-linear") == []
-        assert problems("llava", ["v_proj"]) == refused  # CLIP has layers of this name
+        assert problems("internvl", "all-linear") == []
+        assert problems("internvl", ["v_proj"]) == refused  # its tower has layers of this name
 
 
 def test_vllm_neither_cuts_nor_resizes_images_and_says_so_to_users_who_ask_for_it(tmp_path):
     uncut = {"do_image_splitting": False, "do_resize": False}
-    for family, settings in {"idefics3": uncut, "internvl": {"use_fast": False}, "llava": None}.items():
+    for family, settings in {"idefics3": uncut, "internvl": {"use_fast": False}, "qwen3_vl": None}.items():
         actor = image_family(tmp_path, family)
         words = [word for word in command(config_of("vllm", actor=actor)).argv if "mm-processor" in word]
         assert words == ([f"--mm-processor-kwargs={json.dumps(settings, separators=(',', ':'))}"] if settings else [])

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from areal.data.tiny_model import character_tokenizer
 from tests.engine.vision_cases import KIND, TOKENS, write_family
 
@@ -22,16 +20,6 @@ _FILES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_5_vl": {
         "preprocessor": _QWEN | {"processor_class": "Qwen2_5_VLProcessor"},
         "video_preprocessor": {"video_processor_type": "Qwen2VLVideoProcessor", **_VIDEO},
-    },
-    "llava": {
-        "preprocessor": {"image_processor_type": "CLIPImageProcessor", "processor_class": "LlavaProcessor"},
-        "processor": {
-            "processor_class": "LlavaProcessor",
-            "patch_size": 7,
-            "vision_feature_select_strategy": "default",
-            "num_additional_image_tokens": 1,
-            "image_token": "<image>",
-        },
     },
     "internvl": {
         "preprocessor": {"image_processor_type": "GotOcr2ImageProcessor", "processor_class": "InternVLProcessor"},
@@ -69,11 +57,6 @@ def write_served(folder: Path, family: str, seed: int) -> Path:
     for name, added in _FILES[family].items():
         path = folder / f"{name}_config.json"
         path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | added))
-    if family == "llava":  # published checkpoints have the names of CLIP with its wrapper
-        old, new = "vision_tower.", "vision_tower.vision_model."
-        weights = load_file(folder / "model.safetensors")
-        named = {name.replace(old, new, 1): value for name, value in weights.items()}
-        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"extra_special_tokens": _NAMED_TOKENS.get(family, {})}))
     return folder
