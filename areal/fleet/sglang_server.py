@@ -5,7 +5,7 @@ from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.config.lora import ALL_LINEAR
-from areal.fleet.server_backend import QWEN_VL, ServerBackend, ServerCommand
+from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_command import ADAPTERS, CPU_REQUESTS, cpu_cache_tokens, foreign_command
 from areal.fleet.server_flags import (
     ALLOCATED,
@@ -96,7 +96,7 @@ SGLANG = ServerBackend(
     model_key="model_path",
     context_key="context_length",
     sampling_problems=sampling_problems,
-    image_families=QWEN_VL,
+    image_families=("qwen3_vl", "qwen2_5_vl"),
     run_flags=run_flags,
     returns_experts=True,
     areal_defaults={

@@ -190,8 +190,7 @@ def image_family(folder, family):
 
 
 def test_families_of_images_are_served_or_refused_by_name(tmp_path):
-    qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-    taken = {"native": set(FAMILIES), "sglang": qwen, "vllm": set(FAMILIES) - {"gemma3", "llava"}}
+    taken = {"native": set(FAMILIES), "sglang": {"qwen2_5_vl", "qwen3_vl"}, "vllm": set(FAMILIES) - {"gemma3", "llava"}}
     for family in FAMILIES:
         actor = image_family(tmp_path, family)
         for name, families in taken.items():
