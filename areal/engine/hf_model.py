@@ -273,13 +273,13 @@ def logits_factor(model: PreTrainedModel) -> float:
         try:
             logits = model(input_ids=torch.zeros((1, 1), dtype=torch.int64)).logits
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise _unsupported(f"the logits of {name} cannot be followed: {_first_lines(error)}") from error
+            raise _unsupported(f"the logits of {name} cannot be checked: {_first_lines(error)}") from error
     factors = logits.double().div(states)
     factor = factors.mean().item()
     if not torch.allclose(factors, factors.mean(), rtol=1e-6):
         raise _unsupported(f"{name} changes its logits by more than a factor, for example by softcapping")
     if factor == 1.0 and getattr(model.config.get_text_config(), "logit_scale", None) not in (None, 1.0):
-        raise _unsupported(f"{name} does not use the logit_scale of its configuration, as other programs do")
+        raise _unsupported(f"{name} of transformers ignores the logit_scale of its configuration")
     return factor
 
 

@@ -98,7 +98,7 @@ class ServerBackend:
             yield "actor.router_replay", text
         layout = read_vision_layout(self.model(config))
         if layout is not None and self.image_families and layout.family not in self.image_families:
-            text = f"{self.title} makes other tokens of images than a trainer of {layout.family}: use native servers"
+            text = f"{self.title} cannot serve images of {layout.family} (docs/vision.md says why): use native servers"
             yield "allocation_mode", text
         if layout is not None and self.image_problems is not None:
             yield from self.image_problems(config)

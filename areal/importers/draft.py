@@ -115,9 +115,10 @@ class Draft:
 
         `references`: the key -> the other key. Only where both were kept with equal values.
         """
+        values = {path: option.value for path, option in self.options.items()}
         for key, other in references.items():
             mine, theirs = self._kept_as(key), self._kept_as(other)
-            if mine and theirs and self.options[mine].value == self.options[theirs].value:
+            if mine and theirs and values[mine] == values[theirs]:
                 self.options[mine] = Option(f"${{{theirs}}}", self.options[mine].origin)
 
     def _kept_as(self, key: str) -> str:

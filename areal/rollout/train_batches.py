@@ -85,8 +85,11 @@ class TrainBatches:
             return self._parts[key][dp_rank]
 
     async def _partition(self, record: BatchRecord, dp_size: int) -> list[SharePart]:
-        """The shares of all ranks, computed in turns of the loop. A thread that computes keeps the interpreter for 5 ms
-        each time that the loop needs it, which is once per timer and per piece of data: the loop would stop."""
+        """The shares of all ranks, computed in turns of the loop.
+
+        A thread would stall the loop: it holds the interpreter lock for 5 ms each time that the loop waits for it, once
+        for each timer and each received piece of data.
+        """
         heads: list[PayloadHead] = []
         for start in range(0, len(record.payloads), READ_BLOCK):
             heads += await asyncio.to_thread(self._heads, record, start)

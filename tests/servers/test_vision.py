@@ -14,12 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.fleet.server_gateway import gateway
 from areal.system.network import Host
 from areal.system.run_images import RunImages
 from tests.run_token import TOKEN
-from tests.servers.checkpoints import CHARACTERS
 from tests.servers.real_server import Backend, RealServer
 from tests.servers.server_kit import Kit, largest_gap
 from tests.servers.vision_kit import (
@@ -33,10 +31,10 @@ from tests.servers.vision_kit import (
     exact_logprobs,
     expect_update_in_mid_answer,
     images_of,
+    write_model,
 )
 
 pytestmark = pytest.mark.timeout(900)
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.fixture(
@@ -62,15 +60,7 @@ def _token() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    tokens = ["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, *CHARACTERS]
-    tokenizer = character_tokenizer(tokens, context_length=1024, chat_template=TEMPLATE)
-    folders: dict[str, Path] = {}
-    for seed, name in enumerate(("old", "new")):
-        folder = folders[name] = tmp_path_factory.mktemp(name)
-        tiny_vision_model(tokenizer, seed, initializer_range=0.1).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        write_image_processor(folder)
-    return folders
+    return {name: write_model(tmp_path_factory.mktemp(name), seed) for seed, name in enumerate(("old", "new"))}
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,15 @@ from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import OptimizerConfig, TrainEngineConfig
 from areal.api.config.lora import LoRAConfig
 from areal.data.pack import rows_to_train_batch
-from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.run_images import RunImages
 from areal.weights.disk import AdapterChannel
 from tests.fake_ranks import FakeRanks
 from tests.run_token import TOKEN
-from tests.servers.checkpoints import CHARACTERS
 from tests.servers.real_server import Backend, RealServer
 from tests.servers.server_kit import FleetControl, Kit, largest_gap
-from tests.servers.vision_kit import EXACT, SIZES, TORCHVISION, Pair, answers, ask, images_of
+from tests.servers.vision_kit import EXACT, SIZES, TORCHVISION, Pair, answers, ask, images_of, write_model
 
 pytestmark = pytest.mark.timeout(900)
 RANK = 8
@@ -43,14 +41,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("old")
-    tokenizer = character_tokenizer(
-        ["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, *CHARACTERS], context_length=1024, chat_template="{{ messages }}"
-    )
-    tiny_vision_model(tokenizer, 0, initializer_range=0.1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_image_processor(folder)
-    return {"old": folder}
+    return {"old": write_model(tmp_path_factory.mktemp("old"), 0)}
 
 
 @pytest.fixture(scope="module")

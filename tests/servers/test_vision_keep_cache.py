@@ -12,12 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, DynamicCache
 
-from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.system.image_pixels import positions_3d
 from areal.system.run_images import RunImages
 from tests.engine.vision_cases import transformers_inputs
 from tests.run_token import TOKEN
-from tests.servers.checkpoints import CHARACTERS
 from tests.servers.real_server import Backend, RealServer
 from tests.servers.server_kit import Kit, largest_gap, tokens_made
 from tests.servers.vision_kit import (
@@ -30,6 +28,7 @@ from tests.servers.vision_kit import (
     VisionTrainer,
     ask,
     images_of,
+    write_model,
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -44,16 +43,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    tokenizer = character_tokenizer(
-        ["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, *CHARACTERS], context_length=1024, chat_template="{{ messages }}"
-    )
-    folders: dict[str, Path] = {}
-    for seed, name in enumerate(("old", "new")):
-        folder = folders[name] = tmp_path_factory.mktemp(name)
-        tiny_vision_model(tokenizer, seed, initializer_range=0.1).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        write_image_processor(folder)
-    return folders
+    return {name: write_model(tmp_path_factory.mktemp(name), seed) for seed, name in enumerate(("old", "new"))}
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.images import ImageRef, expanded
 from areal.data.pack import rows_to_train_batch
+from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.fleet.fleet import Fleet
@@ -34,6 +35,7 @@ from areal.system.vision_layout import read_vision_layout, tokens_around
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel
 from tests.engine.vision_cases import transformers_inputs
+from tests.servers.checkpoints import CHARACTERS
 from tests.servers.server_kit import FixedTrainer, largest_gap, tokens_made
 
 TORCHVISION = os.environ.get("AREAL_TEST_TORCHVISION", "")
@@ -46,6 +48,17 @@ NUM_TOKENS, ATTEMPTS = 600, 5
 Pair = tuple[GenerationRequest, GenerationResponse]
 Ask = Callable[..., GenerationRequest]
 """(name, *sizes, **more) of `ask`."""
+
+
+def write_model(folder: Path, seed: int) -> Path:
+    """A random Qwen3-VL, its tokenizer and its image processor."""
+    tokens = ["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, *CHARACTERS]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = character_tokenizer(tokens, context_length=1024, chat_template=template)
+    tiny_vision_model(tokenizer, seed, initializer_range=0.1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_image_processor(folder)
+    return folder
 
 
 def images_of(model: Path, folder: Path) -> RunImages:

@@ -175,7 +175,7 @@ class TrainEngineConfig:
         if self.optimizer is not None and (kind := self.optimizer.type) in ("adam_bf16", "adam_8bit"):
             yield Problem("optimizer.type", f"{kind} needs fsdp in allocation_mode: use adam", "config.unsupported")
         if self.optimizer is not None and self.optimizer.type == "sgd" and self.megatron.use_precision_aware_optimizer:
-            yield "megatron.use_precision_aware_optimizer", "is of adam, and optimizer.type is sgd: use false"
+            yield "megatron.use_precision_aware_optimizer", "needs optimizer.type=adam: use false with sgd"
         if self.freeze or (self.optimizer is not None and self.optimizer.lr_of):
             name = "freeze" if self.freeze else "optimizer.lr_of"
             yield Problem(name, "needs fsdp in allocation_mode: remove it", "config.unsupported")
