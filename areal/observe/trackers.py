@@ -107,11 +107,13 @@ class WandBTracker:
         self._run.log(_finite(values) | {"train_step": step})
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """W&B shows the images of a step in a panel."""
-        table = self._table(columns=list(SAMPLE_COLUMNS), data=[row.cells() for row in rows])
-        pictures = [self._image(path, caption=name) for name, path in _pictures(rows, self._images)]
-        images = {"sample images": pictures} if pictures else {}
-        self._run.log({"samples": table, "train_step": step} | images)
+        """The table has a column for each place of an image."""
+        pictures = [[self._image(path) for _, path in _pictures([row], self._images)] for row in rows]
+        places = range(max(map(len, pictures), default=0))
+        columns = [*SAMPLE_COLUMNS, *(f"image {place + 1}" for place in places)]
+        found = [[row[place] if place < len(row) else None for place in places] for row in pictures]
+        data = [[*row.cells(), *cells] for row, cells in zip(rows, found, strict=True)]
+        self._run.log({"samples": self._table(columns=columns, data=data), "train_step": step})
 
     def flush(self) -> None:
         """wandb sends and keeps everything in a separate process."""

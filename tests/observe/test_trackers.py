@@ -1,5 +1,6 @@
 import builtins
 import contextlib
+import io
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from areal.api.config import (
 )
 from areal.api.errors import ConfigError
 from areal.observe import trackers
-from areal.observe.step_files import JsonlTracker, SampleRow
+from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow
 from areal.observe.trackers import build_trackers
 from areal.system.image_codec import png_of
 from areal.system.image_files import ImageFiles
@@ -61,7 +62,9 @@ def with_pictures(folder):
 
 def colours_below(folder):
     """First colours of the PNG files in a folder."""
-    return {np.asarray(Image.open(path).convert("RGB"))[0, 0].tolist()[2] for path in folder.rglob("*.png")}
+    files = (path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    pictures = (Image.open(io.BytesIO(found)) for found in files if found.startswith(b"\x89PNG"))
+    return {np.asarray(picture.convert("RGB"))[0, 0].tolist()[2] for picture in pictures}
 
 
 def rows(path):
@@ -209,6 +212,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "250")  # its own process gets half a minute to start otherwise
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "250")
     pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "artifacts"))
     own = WandBConfig(mode="offline", wandb_api_key="k" * 40, tags=["a"], config={"note": "own-note"})
     config = config_with(wandb=own)
     log_three(build_trackers(config, RunPaths(tmp_path)), with_pictures(tmp_path))
@@ -222,7 +226,9 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert b"samples" in content
     (table, *_) = (tmp_path / "wandb").rglob("*.table.json")
     assert b"wrong-answer" in table.read_bytes()
-    assert colours_below(tmp_path / "wandb") == {199, 7}
+    shown = json.loads(table.read_bytes())
+    assert [row[len(SAMPLE_COLUMNS) :] for row in shown["data"]] == [["Image", None], ["Image", "Image"], [None, None]]
+    assert colours_below(tmp_path / "artifacts") == {199, 7}  # of the table's cells
     assert b"k" * 40 not in content
 
 
