@@ -118,8 +118,8 @@ class PromptImages:
             changed = {**row, "messages": messages}
         else:
             text = str(row.get("prompt", ""))
-            pieces = [self._escaped(piece) for piece in text.split(MARK)] if column else [self._escaped(text)]
-            if column and len(pieces) == 1:
+            pieces = [self._escaped(piece) for piece in text.split(MARK)]
+            if len(pieces) == 1:
                 pieces = [*[""] * len(column), *pieces]
             found, changed = _paired([None] * (len(pieces) - 1), column), {**row, "prompt": self._mark.join(pieces)}
         if len(found) > self._options.max_images:
@@ -150,7 +150,7 @@ class PromptImages:
 
     def _in_messages(self, messages: list[dict[str, Any]], column: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:
         """Messages whose images are parts {type: image}, and the sources of the images in this order."""
-        split = [(message, self._parts(message["content"], bool(column))) for message in messages]
+        split = [(message, self._parts(message["content"])) for message in messages]
         if column and not any(part["type"] == "image" for _, parts in split for part in parts):
             first = next((i for i, (message, _) in enumerate(split) if message["role"] == "user"), 0)
             split[first][1][:0] = [{"type": "image"} for _ in column]
@@ -163,7 +163,7 @@ class PromptImages:
             changed.append({**message, "content": content})
         return changed, _paired(places, column)
 
-    def _parts(self, content: Any, has_marks: bool) -> list[dict[str, Any]]:
+    def _parts(self, content: Any) -> list[dict[str, Any]]:
         """The content of a message as parts of text and images; an image may have its source in `image`."""
         found: list[dict[str, Any]] = []
         for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
@@ -172,7 +172,7 @@ class PromptImages:
                 found.append({"type": "image", "image": source})
                 continue
             text = str(part.get("text", ""))
-            for number, piece in enumerate(text.split(MARK) if has_marks else [text]):
+            for number, piece in enumerate(text.split(MARK)):
                 found += [{"type": "image"}] if number else []
                 found += [{"type": "text", "text": self._escaped(piece)}] if piece else []
         return found

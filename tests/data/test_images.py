@@ -113,6 +113,8 @@ def test_every_kind_of_source_becomes_the_same_file(images, tmp_path, kind):
         ({"prompt": "<image><image>", "images": [png()]}, "data.image_tokens"),
         ({"messages": user("<image>"), "images": [png(), png()]}, "data.image_tokens"),
         ({"messages": user({"type": "image"})}, "data.image_tokens"),
+        ({"messages": user("a<image>")}, "data.image_tokens"),
+        ({"prompt": "a<image>", "images": []}, "data.image_tokens"),
         ({"prompt": "a", "images": [png()] * 4}, "data.too_many_images"),
     ],
 )
