@@ -216,7 +216,6 @@ VLLM = ServerBackend(
         "max_model_len": 32768,
         "max_num_seqs": 256,
         "gpu_memory_utilization": 0.9,
-        "disable_sliding_window": True,
         "enable_chunked_prefill": False,
         "enable_prefix_caching": False,
         "uvicorn_log_level": "warning",

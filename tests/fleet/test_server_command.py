@@ -117,6 +117,7 @@ def test_the_profile_of_areal_gives_flags_that_the_user_does_not(backend, flag, 
     assert (flag in changed, f"{flag.partition('=')[0]}=100" in changed) == (False, True)
     servers_own = command(config_of(backend, server_defaults="areal", **{backend: {own: None}})).argv
     assert not any(word.startswith(flag.partition("=")[0]) for word in servers_own)
+    assert "--disable-sliding-window" not in servers_own  # AReaL's; vLLM would end for a window below its own length
 
 
 def test_flags_of_the_user_override_the_defaults():
