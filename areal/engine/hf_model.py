@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -259,12 +260,23 @@ class _States(BaseModelOutputWithPast):
         return None
 
 
-def logits_factor(model: PreTrainedModel) -> float:
-    """What the model multiplies the products of its head with, as Cohere, Granite and MiniCPM do, each in its own way.
+@dataclass(frozen=True, slots=True)
+class LogitsRule:
+    """What a model does with the products of its head: softcap * tanh(factor * product / softcap)."""
 
-    Found by its forward function with numbers in place of the decoder's states. ConfigError for any other function.
+    factor: float
+    softcap: float | None
+    """None: factor * product."""
+
+
+def logits_rule(model: PreTrainedModel) -> LogitsRule:
+    """As Cohere, Granite, MiniCPM (factors) and Gemma (caps) do, each in its own way.
+
+    Found by the model's forward function with numbers in place of the decoder's states. ConfigError for any other rule.
     """
-    states, name = torch.tensor([[[1.0, -2.0, 40.0]]]), type(model).__name__
+    config, name = model.config.get_text_config(), type(model).__name__
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    states = torch.tensor([[[0.025, -0.05, 1.0]]]) * (cap or 40.0)
     with ExitStack() as replaced:
         for decoder in {model.base_model, model.get_decoder()}:
             replaced.enter_context(_replaced(decoder, lambda *args, **kwargs: _States(last_hidden_state=states)))
@@ -274,13 +286,14 @@ def logits_factor(model: PreTrainedModel) -> float:
             logits = model(input_ids=torch.zeros((1, 1), dtype=torch.int64)).logits
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise _unsupported(f"the logits of {name} cannot be checked: {_first_lines(error)}") from error
-    factors = logits.double().div(states)
-    factor = factors.mean().item()
-    if not torch.allclose(factors, factors.mean(), rtol=1e-6):
-        raise _unsupported(f"{name} changes its logits by more than a factor, for example by softcapping")
-    if factor == 1.0 and getattr(model.config.get_text_config(), "logit_scale", None) not in (None, 1.0):
+    products = logits.double() if cap is None else logits.double().div(cap).atanh() * cap
+    factors = products.div(states)
+    factor = factors[0, 0, 0].item()  # the most exact one
+    if not torch.allclose(factors, factors.mean(), rtol=1e-6 if cap is None else 1e-5):
+        raise _unsupported(f"{name} changes its logits by more than a factor and final_logit_softcapping")
+    if factor == 1.0 and getattr(config, "logit_scale", None) not in (None, 1.0):
         raise _unsupported(f"{name} of transformers ignores the logit_scale of its configuration")
-    return factor
+    return LogitsRule(1.0 if abs(factor - 1.0) < 1e-6 else factor, cap)
 
 
 @contextmanager

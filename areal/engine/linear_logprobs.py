@@ -41,6 +41,7 @@ def linear_logprobs(
     candidate_ids: Tensor | None = None,
     valid: Tensor | None = None,
     max_logits: int | None = None,
+    softcap: float | None = None,
     float32_head: bool = False,
     tensor_ranks: RankGroup | None = None,
 ) -> TokenOutputs:
@@ -50,8 +51,9 @@ def linear_logprobs(
     float32; valid [T] bool, false where all outputs are 0 without gradient (default: all true). candidate_ids [T, k]
     int64 are used when outputs.candidates is not None; without them the most likely tokens, in descending order, or all
     V tokens if it is 0, the only case that materialises [T, V] (candidate_ids is None then). `max_logits`: size of a
-    block. `float32_head`: logits are not rounded. Outputs: float32, or float64 for such. `tensor_ranks` have equal
-    hidden states, and each the next V / t rows of weight and bias; ids and outputs are those of the whole vocabulary.
+    block. `softcap`: a logit z is softcap * tanh(z / softcap), before the temperature. `float32_head`: logits are not
+    rounded. Outputs: float32, or float64 for such. `tensor_ranks` have equal hidden states, and each the next V / t
+    rows of weight and bias; ids and outputs are those of the whole vocabulary.
 
     Gradients flow to hidden, weight and bias; those of a bfloat16 weight are summed in float32 and rounded once. Tokens
     whose upstream gradients are all 0 (prompts, clipped ratios) are skipped in the backward pass.
@@ -63,22 +65,20 @@ def linear_logprobs(
     candidate_ids = None if count is None else candidate_ids
     if candidate_ids is not None:
         wanted, count = torch.cat([wanted, candidate_ids], dim=1), None
-    num_tokens, vocab = hidden.shape[0], VocabPart(weight.shape[0], tensor_ranks)
-    default = MAX_LOGITS_CPU if hidden.device.type == "cpu" else MAX_LOGITS
+    vocab, is_cpu = VocabPart(weight.shape[0], tensor_ranks), hidden.device.type == "cpu"
     plan = _Plan(
         temperature=temperature,
-        entropy_grad=outputs.entropy_grad,
+        spec=outputs,
         num_clamped=int(vocab.vocab_size * outputs.entropy_clamp),
-        clamps=outputs.entropy_clamp > 0,
-        squares=outputs.squared_sums,
         top_k=min(count or 0, vocab.vocab_size),
         vocab=vocab,
         all_tokens=count == 0,
-        max_logits=max_logits or default,
-        max_row_logits=max_logits or max(default, MAX_ROW_LOGITS),
+        max_logits=max_logits or (MAX_LOGITS_CPU if is_cpu else MAX_LOGITS),
+        max_row_logits=max_logits or (MAX_ROW_LOGITS if is_cpu else MAX_LOGITS),
+        softcap=softcap,
         float32_head=float32_head,
     )
-    valid = torch.ones(num_tokens, dtype=torch.bool, device=hidden.device) if valid is None else valid
+    valid = torch.ones_like(labels, dtype=torch.bool) if valid is None else valid
     found: Any = _LinearLogprobs.apply(hidden, weight, bias, wanted, valid, plan)
     logprobs, entropy, clamped, candidates, top_ids, squared_sums = found
     ids = top_ids if candidate_ids is None else candidate_ids.masked_fill(~valid.unsqueeze(1), 0)
@@ -96,14 +96,13 @@ def linear_logprobs(
 class _Plan:
     temperature: float | Tensor
     vocab: VocabPart
-    entropy_grad: bool
+    spec: OutputSpec
     num_clamped: int  # tokens left out of the clamped entropy
-    clamps: bool
-    squares: bool
     top_k: int
     all_tokens: bool
     max_logits: int
     max_row_logits: int
+    softcap: float | None
     float32_head: bool
 
     def of(self, rows: Tensor) -> Self:
@@ -113,6 +112,13 @@ class _Plan:
         """In place; values [t, v]."""
         each = self.temperature[tokens, None] if isinstance(self.temperature, Tensor) else self.temperature
         return values if isinstance(each, float) and each == 1.0 else values.div_(each)
+
+    def slopes(self, logits: Tensor, tokens: slice) -> Tensor | None:
+        """Of capped logits by those before; None without a cap. `logits`: after the temperature."""
+        if self.softcap is None:
+            return None
+        each = self.temperature[tokens, None] if isinstance(self.temperature, Tensor) else self.temperature
+        return logits.mul(each / self.softcap).square_().neg_().add_(1.0)
 
     def rows(self, num_tokens: int, vocab_size: int) -> tuple[list[slice], list[slice]]:
         """Slices of the tokens, and the whole vocabulary."""
@@ -132,9 +138,9 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor, valid: Tensor, plan: _Plan
     ) -> tuple[Tensor | None, ...]:
-        cut = plan.rows if plan.clamps else plan.blocks
+        cut = plan.rows if plan.spec.entropy_clamp else plan.blocks
         token_cuts, vocab_cuts = cut(hidden.shape[0], weight.shape[0])
-        is_small = len(token_cuts) == len(vocab_cuts) == 1
+        is_small = len(token_cuts) == len(vocab_cuts) == 1 and plan.softcap is None
         forward = _Forward(hidden, weight, wanted, plan)
         kept = None
         for tokens in token_cuts:
@@ -149,7 +155,7 @@ class _LinearLogprobs(torch.autograd.Function):
         saved = (forward.wanted, valid, forward.logsumexp, found[1], forward.clamp, kept)
         ctx.save_for_backward(hidden, weight, bias, *saved)
         constants = [values for values in found[4:] if values is not None]
-        ctx.mark_non_differentiable(*constants, *([] if plan.entropy_grad else [found[1]]))
+        ctx.mark_non_differentiable(*constants, *([] if plan.spec.entropy_grad else [found[1]]))
         ctx.set_materialize_grads(False)
         return found
 
@@ -174,7 +180,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 else:
                     part = kept[tokens, vocabulary]
                     logits = part.clone() if rows is None else part  # backward may run twice
-                grads.add(backward.block(logits, tokens, vocabulary), tokens, vocabulary)
+                slopes = plan.slopes(logits, tokens)
+                grad = backward.block(logits, tokens, vocabulary)
+                grads.add(grad if slopes is None else grad.mul_(slopes), tokens, vocabulary)
         grad_hidden = grads.hidden
         if grad_hidden is not None:
             grad_hidden = plan.vocab.sum(grad_hidden).to(hidden.dtype)
@@ -194,9 +202,9 @@ class _Forward:
         self._highest = torch.full((size,), torch.finfo(_exact(hidden.dtype)).min, **options)
         self._total = torch.zeros(size, **options)
         self._product = torch.zeros(size, **options)
-        self._squares = torch.zeros(size, **options) if plan.squares else None
+        self._squares = torch.zeros(size, **options) if plan.spec.squared_sums else None
         self._found = torch.zeros(wanted.shape, **options)
-        self.clamp = torch.zeros((5, size), **options) if plan.clamps else None
+        self.clamp = torch.zeros((5, size), **options) if plan.spec.entropy_clamp else None
         self._all = torch.empty((size, weight.shape[0]), **options) if plan.all_tokens else None
         self._top = torch.full((size, plan.top_k), float("-inf"), **options)
         self._top_ids = torch.zeros((size, plan.top_k), dtype=torch.int64, device=hidden.device)
@@ -374,9 +382,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: slice, vocab: slice, plan: _Plan) -> Tensor:
-    """A block of logits divided by temperature, [t, v], in new memory."""
+    """A block of capped logits divided by temperature, [t, v], in new memory."""
     linear = unrounded_linear if plan.float32_head else F.linear
     logits = linear(hidden[tokens], weight[vocab], None if bias is None else bias[vocab]).to(_exact(hidden.dtype))
+    if plan.softcap is not None:
+        logits = logits.div_(plan.softcap).tanh_().mul_(plan.softcap)
     return plan.divided(logits, tokens)
 
 

@@ -21,6 +21,7 @@ from areal.api.errors import ConfigError
 from areal.engine.context_parallel import heads_of_all_tokens, tokens_of_all_heads
 from areal.engine.mesh import RankGroup
 from areal.weights.attention_masks import attention_problem, described_masks
+from areal.weights.capped_attention import capped_attention
 
 SDPA = "areal_packed_per_sequence"  # transformers looks for support of torch's attention behind "sdpa" in a name
 VARLEN = "areal_packed_varlen"
@@ -171,6 +172,8 @@ def _over_context(attention: Callable[..., tuple[Tensor, None]]) -> Callable[...
         if (ranks := layout.context) is None:
             return attention(module, query, key, value, attention_mask, layout=layout, **options)
         query, key, value = heads_of_all_tokens((query, key, value), ranks)
+        if (sinks := options.get("s_aux")) is not None:
+            options["s_aux"] = sinks.chunk(ranks.size)[ranks.rank]
         out, _ = attention(module, query, key, value, attention_mask, layout=layout, **options)
         return tokens_of_all_heads(out, ranks), None
 
@@ -188,12 +191,17 @@ def _sdpa_per_sequence(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [H], sinks
     **unused: Any,  # transformers also passes position_ids and others
 ) -> tuple[Tensor, None]:
-    """One call of scaled_dot_product_attention per run of sequences with equal length. Returns [1, T, H, D]."""
+    """One call of an attention function per run of sequences with equal length. Returns [1, T, H, D]."""
     _require_causal(module, attention_mask)
     repeats = query.shape[1] // key.shape[1]
     attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
+    if has_rules := softcap is not None or s_aux is not None:
+        sinks = None if s_aux is None else s_aux.view(-1, 1, 1)
+        attend = functools.partial(capped_attention, dropout_p=dropout, scale=scaling, softcap=softcap, sinks=sinks)
     shapes = [(count, length) for _, count, length in layout.runs]
     shapes += [(answers.prompts.numel(), answers.length) for answers in layout.answers]
     # split, because its backward pass is one concatenation; that of a slice fills a gradient of the whole row
@@ -222,7 +230,7 @@ def _sdpa_per_sequence(
             if sliding_window is not None:
                 mask = mask.triu(k.shape[2] - answers.length - sliding_window + 1)
         is_slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] < SHORT_ON_CPU
-        if is_slow and not dropout and torch.is_grad_enabled():
+        if is_slow and not dropout and not has_rules and torch.is_grad_enabled():
             out = _Float32Gradients.apply(q, k, v, mask, scaling)
         else:
             out = attend(q, k, v, attn_mask=mask, is_causal=mask is None)
@@ -303,11 +311,17 @@ def _varlen(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,  # transformers also passes position_ids and others
 ) -> tuple[Tensor, None]:
     """torch's variable-length kernel on the whole row (CUDA, half precision). Returns [1, T, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
+    options: dict[str, Any] = {"layout": layout, "scaling": scaling, "dropout": dropout}
+    if softcap is not None or s_aux is not None:  # the kernel has no gradient of these
+        options |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        return _sdpa_per_sequence(module, query, key, value, attention_mask, **options)
     _require_causal(module, attention_mask)
     if dropout:
         message = "the variable-length kernel has no dropout: set disable_dropout=true or attn_impl=sdpa"

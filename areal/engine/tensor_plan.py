@@ -32,7 +32,7 @@ def apply_tensor_plan(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     Raises ConfigError for a model whose blocks have other parts than those of Llama.
     """
-    columns, rows, norms = _parts(model)
+    columns, rows, norms, with_sinks = _parts(model)
     head, embedding = model.get_output_embeddings(), cast("Any", model.get_input_embeddings())
     is_tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
     group = mesh.get_group()
@@ -56,14 +56,17 @@ def apply_tensor_plan(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for module in norms:  # every rank normalises its heads
         _distribute(module, mesh, {}, default=None)
         module.forward = _with_own_weights(module, group)
+    for module in with_sinks:  # each rank has those of its heads
+        _distribute(module, mesh, {}, default=0)
+        module.forward = _with_own_weights(module, group)
     for parent in {name.rpartition(".")[0] for name, module in model.named_modules() if module in columns}:
         model.get_submodule(parent).register_forward_pre_hook(partial(_shared_input, group), with_kwargs=True)
 
 
-def _parts(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-    """The modules that are split by rows and by columns, and the norms of heads. What is in none of them, besides
-    embedding and head, is whole on every tensor rank."""
-    columns, rows, norms = list[nn.Module](), list[nn.Module](), list[nn.Module]()
+def _parts(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """The modules that are split by rows and by columns, the norms of heads, and the attention modules with a sink for
+    each head. What is in none of them, besides embedding and head, is whole on every tensor rank."""
+    columns, rows, norms, with_sinks = list[nn.Module](), list[nn.Module](), list[nn.Module](), list[nn.Module]()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -81,11 +84,13 @@ def _parts(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module], li
             rows.append(module)
         elif name in _HEAD_NORMS and [tuple(value.shape) for value in weights.values()] == [(head_dim,)]:
             norms.append(module)
+        elif weights.keys() == {"sinks"} and weights["sinks"].shape == (config.num_attention_heads,):
+            with_sinks.append(module)
         elif any(value.ndim != 1 for value in weights.values()) and name != "score":
             raise _no_plan(model, path)
     if not any(path.endswith(".o_proj") and module in rows for path, module in model.named_modules()):
         raise _no_plan(model, "no attention output called o_proj")
-    return columns, rows, norms
+    return columns, rows, norms, with_sinks
 
 
 def _no_plan(model: PreTrainedModel, part: str) -> ConfigError:

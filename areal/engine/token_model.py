@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.batch import OutputSpec, TokenOutputs
+from areal.api.errors import ConfigError
 from areal.engine.context_parallel import all_tokens
-from areal.engine.hf_model import logits_factor
+from areal.engine.hf_model import logits_rule
 from areal.engine.liger_head import liger_logprobs
 from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.mesh import RankGroup
@@ -104,7 +105,12 @@ class PolicyModel(TokenModel):
         logits are not rounded to the compute type. `tensor_ranks`: those with the other parts of the vocabulary.
         `banned_ids`: tokens that are never sampled, with probability 0; where one is the label, all outputs are 0."""
         super().__init__(model, spec)
-        self._factor = logits_factor(model)
+        rule = logits_rule(model)
+        if rule.softcap is not None and (with_liger or banned_ids):
+            message = f"{type(model).__name__} caps its logits, which works neither with liger nor with banned tokens"
+            raise ConfigError(message, code="model.unsupported")
+        self._factor = rule.factor
+        self._softcap = None if rule.softcap is None else rule.softcap / rule.factor
         self._temperature = temperature / self._factor
         self._with_liger = with_liger
         self._float32_head = float32_head
@@ -135,6 +141,7 @@ class PolicyModel(TokenModel):
             outputs=self.spec,
             candidate_ids=inputs.candidate_ids,
             valid=valid,
+            softcap=self._softcap,
             float32_head=self._float32_head,
             tensor_ranks=self._tensor_ranks,
         )

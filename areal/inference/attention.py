@@ -14,6 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 from areal.api.errors import ConfigError
 from areal.inference.paged_kernel import PagedRows
 from areal.weights.attention_masks import attention_problem
+from areal.weights.capped_attention import capped_attention
 
 ATTENTION_NAME = "areal_paged"
 
@@ -131,6 +132,34 @@ class AttentionProbe:
     """Used in place of a plan to record the shapes of all layers."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
+    is_plain: bool = True
+    """Whether the kernels of torch compute all layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRules:
+    """How a layer computes scores, and which it uses."""
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
+        """The queries of head i are those of one head, or one query of each of the heads that share key head i."""
+        if self.is_plain:
+            options = {"attn_mask": mask, "is_causal": is_causal, "scale": self.scaling}
+            return scaled_dot_product_attention(queries, keys, values, **options)
+        sinks = None if self.sinks is None else self.sinks.view(queries.shape[1], -1, 1)
+        return capped_attention(
+            queries, keys, values, mask, is_causal=is_causal, scale=self.scaling, softcap=self.softcap, sinks=sinks
+        )
 
 
 def register_attention() -> None:
@@ -146,11 +175,15 @@ def paged_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     attention_plan: AttentionPlan | AttentionProbe | None = None,
     **options: object,  # transformers passes model-specific options
 ) -> tuple[Tensor, None]:
     """Attention of one layer: write the new keys and values, then attend. Returns [1, tokens, heads, size]."""
+    rules = ScoreRules(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     if isinstance(attention_plan, AttentionProbe):
+        attention_plan.is_plain &= rules.is_plain
         options["sliding_window"] = sliding_window
         return _probe(attention_plan, module, query, key, value, attention_mask, options), None
     assert attention_plan is not None, "only the model runner may call the model"
@@ -159,18 +192,18 @@ def paged_attention(
     rows = query.transpose(1, 2)
     groups = attention_plan.decode
     if len(groups) == 1 and groups[0].end == rows.shape[1]:
-        return _attend_decode(groups[0], cache, rows, scaling, sliding_window), None
+        return _attend_decode(groups[0], cache, rows, rules), None
     output = torch.empty((*rows.shape[:3], value.shape[-1]), dtype=value.dtype, device=value.device)
     if (paged := attention_plan.paged) is not None:
         mine = rows[0, : len(paged.lengths)]
         output[0, : len(mine)] = paged.attend(mine, cache.blocks, cache.shape.key_size, scaling, sliding_window)
     for group in groups:
         mine = rows[:, group.start : group.end]
-        output[:, group.start : group.end] = _attend_decode(group, cache, mine, scaling, sliding_window)
+        output[:, group.start : group.end] = _attend_decode(group, cache, mine, rules)
     for prompts in attention_plan.prompts:
-        _attend_prompts(prompts, query[0], key[0], value[0], output[0], scaling, sliding_window)
+        _attend_prompts(prompts, query[0], key[0], value[0], output[0], rules)
     for chunk in attention_plan.later:
-        _attend_later(chunk, cache, query[0], output[0], scaling, sliding_window)
+        _attend_later(chunk, cache, query[0], output[0], rules)
     return output, None
 
 
@@ -198,25 +231,16 @@ def _layer_of(module: nn.Module) -> int:
     return layer
 
 
-def _attend_decode(
-    group: DecodeGroup, cache: LayerCache, rows: Tensor, scaling: float | None, window: int | None
-) -> Tensor:
+def _attend_decode(group: DecodeGroup, cache: LayerCache, rows: Tensor, rules: ScoreRules) -> Tensor:
     """Output [1, rows, heads, size]. Query heads that share a key head are treated as query tokens of that head."""
     keys, values = group.gather(cache)
     queries = rows.reshape(keys.shape[0], keys.shape[1], -1, rows.shape[-1])
-    mask = group.mask(window, rows.dtype)
-    result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+    result = rules.attend(queries, keys, values, group.mask(rules.window, rows.dtype))
     return result.reshape(1, *rows.shape[1:3], values.shape[-1])
 
 
 def _attend_prompts(
-    group: PromptGroup,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    scaling: float | None,
-    window: int | None,
+    group: PromptGroup, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rules: ScoreRules
 ) -> None:
     end = group.start + group.num_sequences * group.count
 
@@ -224,23 +248,19 @@ def _attend_prompts(
         return states[:, group.start : end].unflatten(1, (group.num_sequences, group.count)).transpose(0, 1)
 
     queries, keys, values = split(query), _repeat(split(key), query), _repeat(split(value), query)
-    is_full = window is None or window >= group.count
-    mask = None if is_full else _causal_mask(group.count, 0, window, query)
-    result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=is_full, scale=scaling)
+    is_full = rules.window is None or rules.window >= group.count
+    mask = None if is_full else _causal_mask(group.count, 0, rules.window, query)
+    result = rules.attend(queries, keys, values, mask, is_causal=is_full)
     output[group.start : end] = result.transpose(1, 2).reshape(end - group.start, query.shape[0], -1)
 
 
-def _attend_later(
-    chunk: LaterChunk, cache: LayerCache, query: Tensor, output: Tensor, scaling: float | None, window: int | None
-) -> None:
+def _attend_later(chunk: LaterChunk, cache: LayerCache, query: Tensor, output: Tensor, rules: ScoreRules) -> None:
     total = chunk.num_before + chunk.count
     found = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1)[:total].transpose(0, 1)[None]
     keys, values = found[..., : cache.shape.key_size], found[..., cache.shape.key_size :]
-    mask = _causal_mask(chunk.count, chunk.num_before, window, query, chunk.last_seen)
+    mask = _causal_mask(chunk.count, chunk.num_before, rules.window, query, chunk.last_seen)
     mine = query[None, :, chunk.start : chunk.start + chunk.count]
-    result = scaled_dot_product_attention(
-        mine, _repeat(keys, query), _repeat(values, query), attn_mask=mask, scale=scaling
-    )
+    result = rules.attend(mine, _repeat(keys, query), _repeat(values, query), mask)
     output[chunk.start : chunk.start + chunk.count] = result[0].transpose(0, 1)
 
 

@@ -18,7 +18,6 @@ from areal.inference.attention import (
     DecodeGroup,
     LaterChunk,
     LayerCache,
-    LayerShape,
     PromptGroup,
 )
 from areal.inference.decode_graph import Capture, DecodeGraphs, DecodeRow, capture_cuda, tried
@@ -64,7 +63,8 @@ class ModelRunner:
         use_float32_head(model, head_dtype)
         self.device = model.device
         self.dtype = model.dtype
-        self.layer_shapes = self._probe()
+        probe = self._probe()
+        self.layer_shapes = [shape for _, shape in sorted(probe.shapes.items())]
         self.vocab_size = vocabulary_size(model)
         self._caches: list[LayerCache] = []
         self._row_bytes = max(
@@ -73,7 +73,7 @@ class ModelRunner:
         )
         self._group_bytes = _CPU_GROUP_BYTES if self.device.type == "cpu" else _CUDA_GROUP_BYTES
         self._workspace = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._paged = self._find_paged_kernel()
+        self._paged = self._find_paged_kernel() if probe.is_plain else None
         self._graphs: DecodeGraphs | None = None
 
     def _find_paged_kernel(self) -> PagedKernel | None:
@@ -83,8 +83,8 @@ class ModelRunner:
         heads = {"heads": config.num_attention_heads, "kv_heads": shape.num_kv_heads}
         return find_kernel(self.device, self.dtype, block_size=BLOCK_SIZE, **heads, size=shape.key_size)
 
-    def _probe(self) -> list[LayerShape]:
-        """Shapes of all attention layers, from a forward pass with one token."""
+    def _probe(self) -> AttentionProbe:
+        """What all attention layers are, from a forward pass with one token."""
         probe = AttentionProbe()
         one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         expected = self.model.config.get_text_config().num_hidden_layers
@@ -101,7 +101,7 @@ class ModelRunner:
                 "layers use the attention interface of transformers; use sglang or vllm",
                 code="model.unsupported",
             )
-        return [probe.shapes[layer] for layer in range(expected)]
+        return probe
 
     @property
     def bytes_per_token(self) -> int:

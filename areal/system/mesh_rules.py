@@ -6,7 +6,8 @@ from areal.api.allocation import ModelAllocation, ParallelDims
 from areal.api.config.megatron import MegatronEngineConfig
 from areal.system.model_shape import ModelShape
 
-TENSOR_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl")
+TENSOR_FAMILIES = ("gemma", "gemma2", "granite_swa", "llama", "mistral", "qwen2", "qwen3")
+TENSOR_FAMILIES += ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 """Model types whose blocks have the structure that `areal.engine.tensor_plan` distributes."""
 
 MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "mixtral")

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-_NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
+_NOT_COMPUTED = ("position_bias", "sinks", "indices", "block_indices")
 """Options of attention layers that change the result."""
 _NO_LIMIT = 1 << 30
 

@@ -6,6 +6,7 @@ The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder h
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,10 +14,16 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -32,6 +39,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.allocation import ParallelDims
 from areal.api.batch import TrainBatch
@@ -155,6 +163,21 @@ def write_models(folder: Path, num_layers: int = 2) -> None:
             )
         ),
     }
+    _store(models, folder)
+    _store(_capped_models(shape | {"sliding_window": 6}), folder)
+
+
+def _capped_models(window: dict[str, Any]) -> dict[str, PreTrainedModel]:
+    """With capped scores or sinks, and sliding windows."""
+    caps = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
+    return {
+        "gemma2": Gemma2ForCausalLM(Gemma2Config(**window, **caps, head_dim=8)),
+        "granite_swa": GraniteSWAForCausalLM(GraniteSWAConfig(**window, attention_multiplier=0.5)),
+        "gpt_oss": GptOssForCausalLM(GptOssConfig(**window, head_dim=8, num_local_experts=4, num_experts_per_tok=2)),
+    }
+
+
+def _store(models: dict[str, PreTrainedModel], folder: Path) -> None:
     for name, model in models.items():
         with torch.no_grad():
             for parameter in model.parameters():

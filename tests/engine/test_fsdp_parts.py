@@ -18,8 +18,6 @@ from transformers import (
     DogeForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
 )
@@ -148,6 +146,18 @@ def test_the_installed_kernel_takes_our_arguments():
         assert found.shape == (1, 7, 4, 8)
 
 
+def test_caps_and_sinks_are_not_left_to_the_kernel(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", None)
+    query, key, value = (torch.randn(1, heads, 6, 4) for heads in (4, 2, 2))
+    layout = packed_layout(torch.tensor([0, 4, 6], dtype=torch.int32), [4, 2])
+    for rules in ({"softcap": 0.5}, {"s_aux": torch.randn(4)}):
+        found, expected = (
+            attention(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3, sliding_window=3, **rules)[0]
+            for attention in (_varlen, _sdpa_per_sequence)
+        )
+        assert torch.equal(found, expected)
+
+
 def test_attention_refuses_what_would_be_wrong():
     states, layout = torch.zeros(1, 1, 2, 8), packed_layout(torch.tensor([0, 2]), [2])
     module = nn.Identity()
@@ -245,9 +255,6 @@ def test_models_that_would_be_trained_wrongly_are_refused(cases, tmp_path):
     Llama4ForCausalLM(Llama4TextConfig(**shape, intermediate_size_mlp=8, head_dim=4)).save_pretrained(tmp_path / "l")
     with raises_code("model.unsupported", "chunked_attention"):
         cases.make_engine(tmp_path / "l")
-    Gemma2ForCausalLM(Gemma2Config(**shape, head_dim=4)).save_pretrained(tmp_path / "g")
-    with raises_code("model.unsupported", "softcap"):
-        cases.make_engine(tmp_path / "g")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["whole", "sharded"])

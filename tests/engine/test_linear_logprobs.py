@@ -25,12 +25,13 @@ def inputs(dtype=torch.float64, *, tokens=T, width=H, vocabulary=V, seed=0):
     return *made, torch.randint(0, vocabulary, (tokens,), generator=g)
 
 
-def slow(hidden, weight, bias, labels, temperature=1.0, clamp=0.0, ids=None):
+def slow(hidden, weight, bias, labels, temperature=1.0, clamp=0.0, ids=None, softcap=None):
     """Token by token, from all logits: log-probability, entropy, entropy of the most likely part, candidates."""
     rows = []
     each = torch.as_tensor(temperature, dtype=hidden.dtype).expand(hidden.shape[0])
     for t in range(hidden.shape[0]):
-        logits = (weight @ hidden[t] + bias) / each[t]
+        logits = weight @ hidden[t] + bias
+        logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / each[t]
         logprobs = logits - torch.logsumexp(logits, 0)
         stay = torch.sort(logits, descending=True).values[: len(logits) - int(len(logits) * clamp)]
         part = stay - torch.logsumexp(stay, 0)
@@ -51,7 +52,8 @@ def weighted(tensors, seed=3):
 @pytest.mark.parametrize("max_logits", [None, 1, 7, 50, 200])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, "each"])
 @pytest.mark.parametrize("whole_vocabulary", [False, True])
-def test_equals_a_softmax_over_all_logits(monkeypatch, max_logits, temperature, whole_vocabulary):
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_equals_a_softmax_over_all_logits(monkeypatch, max_logits, temperature, whole_vocabulary, softcap):
     monkeypatch.setattr("areal.engine.linear_logprobs.MAX_BLOCK_TOKENS", 5)
     hidden, weight, bias, labels = inputs()
     if temperature == "each":
@@ -62,9 +64,9 @@ def test_equals_a_softmax_over_all_logits(monkeypatch, max_logits, temperature, 
         spec = OutputSpec(entropy_grad=True, entropy_clamp=clamp, candidates=0)
         found = linear_logprobs(
             hidden, weight, bias, labels, temperature=temperature, outputs=spec, candidate_ids=ids,
-            max_logits=max_logits,
+            max_logits=max_logits, softcap=softcap,
         )  # fmt: skip
-        expected = slow(hidden, weight, bias, labels, temperature, clamp, ids)
+        expected = slow(hidden, weight, bias, labels, temperature, clamp, ids, softcap)
         if clamp == 0.0:
             assert found.clamped_entropy is None
         mine, theirs = ([v for v in values if v is not None] for values in (fields(found), expected))

@@ -1,11 +1,17 @@
-"""Sliding windows of attention, against transformers on sequences that are longer than the window."""
+"""Sliding windows, capped scores and sinks of attention, against transformers on sequences longer than the window."""
+
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from areal.api.config import FSDPEngineConfig
+from areal.engine.hf_model import _kept_or_not
+from areal.weights.capped_attention import capped_attention
 from tests.engine.test_shared_prompts import grouped_batch
 from tests.expect import raises_code
 
@@ -20,6 +26,10 @@ SPECIAL: dict[str, dict] = {
     "mixtral": {"num_local_experts": 4},
     "cohere2": {},
     "exaone4": {"sliding_window_pattern": 2},
+    "gemma2": {"head_dim": 8, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "vaultgemma": {"head_dim": 8, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {"attention_multiplier": 0.5, "logits_scaling": 4.0},
     "gemma3_text": {"head_dim": 4, "layer_types": ["sliding_attention", "full_attention"]},
 }
 FAMILIES = ["mistral", "phi3", "starcoder2", "olmo3", *SPECIAL]
@@ -83,12 +93,13 @@ def test_outputs_and_gradients_are_those_of_transformers(cases, windowed, family
     "options",
     [
         {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "checkpointing": "selective"},
         {"shared_prompts": False},
         {"fsdp": FSDPEngineConfig(offload_params=True)},
     ],
-    ids=["checkpointed", "whole_prompts", "sharded"],
+    ids=["checkpointed", "selective", "whole_prompts", "sharded"],
 )
-@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gemma2", "granite_swa"])
 def test_options_change_nothing(cases, windowed, family, options):
     batch = grouped_batch()
     logprobs, _ = expected(windowed / family, batch)
@@ -97,6 +108,28 @@ def test_options_change_nothing(cases, windowed, family, options):
     torch.testing.assert_close(engine.forward(batch).logprobs, logprobs, rtol=0, atol=1e-5)
     for name, value in cases.gradients(engine, batch).items():
         torch.testing.assert_close(value, plain[name], rtol=0, atol=1e-5, msg=name)
+
+
+class Products(TorchDispatchMode):
+    """Operators whose results have the size of all scores."""
+
+    def __init__(self, num_scores: int) -> None:
+        super().__init__()
+        self.num_scores, self.found = num_scores, list[Any]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.num_scores:
+            self.found.append(func)
+        return result
+
+
+def test_selective_checkpointing_keeps_no_capped_scores():
+    states = torch.ones(1, 2, 7, 3)
+    with Products(2 * 7 * 7) as products:
+        capped_attention(states, states, states, is_causal=True, softcap=1.0)
+    assert products.found
+    assert all(_kept_or_not(None, operator) is CheckpointPolicy.PREFER_RECOMPUTE for operator in products.found)
 
 
 def test_a_prompt_within_a_window_is_shared(cases, windowed):
@@ -115,11 +148,3 @@ def test_a_layer_that_does_not_pass_its_window_is_refused(cases, tmp_path, dtype
     with raises_code("model.unsupported", "sliding window of None"):
         cases.make_engine(tmp_path / str(WINDOW), dtype=dtype)
     cases.make_engine(tmp_path / str(window), dtype=dtype)  # sees all tokens of the longest sequence
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["whole", "sharded"])
-def test_attention_with_sinks_is_refused(cases, tmp_path, dtype):
-    config = CONFIG_MAPPING["gpt_oss"](**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with raises_code("model.unsupported", "s_aux"):
-        cases.make_engine(tmp_path, dtype=dtype)

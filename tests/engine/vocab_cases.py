@@ -49,7 +49,7 @@ def run(
     outputs = head.linear_logprobs(
         hidden, weight, bias, given["labels"], temperature=given["temperature"], outputs=SPECS[name],
         candidate_ids=given["ids"] if name == "given" else None, valid=given["valid"], max_logits=max_logits,
-        tensor_ranks=ranks,
+        tensor_ranks=ranks, softcap=1.5 if name == "given" else None,
     )  # fmt: skip
     found = {key: value for key in NAMES if (value := getattr(outputs, key)) is not None}
     total = torch.zeros((), dtype=torch.float64)

@@ -17,6 +17,10 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -66,6 +70,7 @@ _EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
     "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+_CAPS: dict[str, Any] = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0, "attn_implementation": "eager"}
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen3-gqa": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, num_key_value_heads=1, head_dim=16)),
@@ -73,6 +78,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**_SIZES, **_LATENT, **_EXPERTS)),
     "qwen2-windows": lambda: Qwen2ForCausalLM(
         Qwen2Config(**_SIZES, num_key_value_heads=2, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    ),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**_SIZES, **_CAPS, num_key_value_heads=2, head_dim=8, sliding_window=8, pad_token_id=None)
+    ),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **_SIZES, num_key_value_heads=2, head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
+        )
     ),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, num_key_value_heads=2, sliding_window=8)),
 }

@@ -19,7 +19,8 @@ def check_logprobs(sequence, reference, temperature: float = 1.0, tolerance: flo
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2-tied", "qwen3-gqa", "llama", "mistral-window", "qwen2-windows", "deepseek_v3"]
+    "family",
+    ["qwen2-tied", "qwen3-gqa", "llama", "mistral-window", "qwen2-windows", "deepseek_v3", "gemma2", "gpt_oss"],
 )
 @pytest.mark.parametrize("max_prefill_tokens", [512, 16])
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
