@@ -283,10 +283,10 @@ def logits_rule(model: PreTrainedModel) -> LogitsRule:
         head = cast("nn.Module", model.get_output_embeddings())
         replaced.enter_context(_replaced(head, lambda states: states))
         try:
-            logits = model(input_ids=torch.zeros((1, 1), dtype=torch.int64)).logits
+            logits = model(input_ids=torch.zeros((1, 1), dtype=torch.int64)).logits.double()
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise _unsupported(f"the logits of {name} cannot be checked: {_first_lines(error)}") from error
-    products = logits.double() if cap is None else logits.double().div(cap).atanh() * cap
+    products = logits if cap is None else logits.div(cap).atanh() * cap
     factors = products.div(states)
     factor = factors[0, 0, 0].item()  # the most exact one
     if not torch.allclose(factors, factors.mean(), rtol=1e-6 if cap is None else 1e-5):

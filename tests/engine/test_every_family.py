@@ -14,11 +14,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
 START, END = "<!-- families: make test-parallel writes it -->", "<!-- end of families -->"
 MUST_LOAD = {
     "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "ctrl", "cwm", "deepseek_v2", "deepseek_v3",
-    "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4",
-    "glm4_moe", "glm4v", "gpt-sw3", "gpt2", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "laguna",
-    "lfm2", "lfm2_moe", "llama", "mellum", "minicpm3", "minimax_m2", "ministral", "mistral", "mistral3", "mixtral",
-    "olmo3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "starcoder2",
+    "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "glm4_moe", "glm4v", "gpt-sw3", "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa",
+    "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "internlm3", "iquestcoder", "jais2", "laguna", "lfm2", "lfm2_moe", "llama", "mellum", "minicpm3", "minimax_m2",
+    "ministral", "mistral", "mistral3", "mixtral", "olmo3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3",
+    "qwen3_moe", "qwen3_vl", "starcoder2", "vaultgemma",
 }  # fmt: skip
 
 
