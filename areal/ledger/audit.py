@@ -138,6 +138,9 @@ class _Audit:
         if self.num_decreasing:
             note = f"{self.num_decreasing} trajectories have a token of an older version than an earlier token"
             report.notes.append(note)
+        if waiting := self.rules.num_interrupted:
+            text = f"{waiting} running episodes were interrupted; if the run needs more, these start first"
+            report.notes.append(text)
         self._note_kept(report)
         self.turns.check(report, self.folder.parent / "turns")
         self._check_images(report)

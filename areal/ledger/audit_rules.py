@@ -52,6 +52,8 @@ class AuditRules:
     """Incremented when all attempts end: a controller starts, or a trainer goes back and no batch is recorded."""
     _identity: Event | None = None
     _rows: PromptStream[int] | None = None
+    _interrupted: set[int] = field(default_factory=set[int])
+    """Running episodes whose newest attempt is of an earlier era. They start again before any new episode."""
     _next_id: int = 0
     _next_step: int = 0
     _trained: int | None = None
@@ -69,6 +71,11 @@ class AuditRules:
         """Episodes per state."""
         found = Counter(episode.state for episode in self._episodes.values())
         return {name: found[name] for name in STATE_NAMES}
+
+    @property
+    def num_interrupted(self) -> int:
+        """Episodes that ran when all attempts ended, and that were not started again since."""
+        return len(self._interrupted)
 
     def take(self, number: int, event: Event, *, max_version: int | None = None) -> None:
         """Apply event `number`. `max_version`: the newest version in the payload of an accepted episode."""
@@ -108,7 +115,7 @@ class AuditRules:
     def _started(self, event: Event) -> None:
         report = self.report
         report.num_controllers += 1
-        self._era += 1
+        self._end_attempts()
         identity: Event = {name: event[name] for name in IDENTITY}
         if self._identity is not None and identity != self._identity:
             changed = ", ".join(name for name in IDENTITY if identity[name] != self._identity[name])
@@ -116,6 +123,10 @@ class AuditRules:
         self._identity, self._rows = identity, row_stream(identity)
         if self._rows is None:
             report.violate("identity", f"no prompt stream has the identity {identity}")
+
+    def _end_attempts(self) -> None:
+        self._era += 1
+        self._interrupted = {number for number, episode in self._episodes.items() if episode.state == "running"}
 
     def _attached(self, event: Event) -> None:
         step, version = int(event["step"]), int(event["version"])
@@ -126,7 +137,8 @@ class AuditRules:
             problem = f" with version {version}, not {step + self._offset}"
             self._bad_attach("version of step", step, problem, steps=[step])
         if not self.batches:  # no recorded batch leads to an earlier version again
-            self._era += version < self._highest
+            if version < self._highest:
+                self._end_attempts()
             self._next_step, self._highest = step, version
         first = min(self.batches, default=step)
         if not first <= step <= self._next_step:
@@ -169,6 +181,7 @@ class AuditRules:
             self._require_new(episode_id)
         else:
             self._require_again(episode_id, attempt)
+            self._interrupted.discard(episode_id)
         self._require_confirmed(f"before episode {episode_id} was admitted")
         text = f"was admitted at version {version}"
         if version != self._version:
@@ -192,6 +205,11 @@ class AuditRules:
             text = f"episode {episode_id} was admitted, but {expected} must come first: {self._row_of(self._next_id)}"
             others = f" and {len(missing) - 1} more" if missing[1:] else ""
             self.report.violate("row skipped", f"{text} was skipped{others}", episodes=missing)
+        if self._interrupted:
+            ids = sorted(self._interrupted)
+            text = f"episode {episode_id} was admitted before the interrupted episodes {listed(ids)} were started again"
+            self.report.violate("interrupted", text, episodes=ids)
+            self._interrupted = set()
         self._next_id = max(self._next_id, episode_id + 1)
 
     def _require_again(self, episode_id: int, attempt: int) -> None:
@@ -226,6 +244,7 @@ class AuditRules:
         if episode.state == "running" and episode.era != self._era:
             self._bad_episode("verdict", episode_id, f"{done} by an attempt that had been cancelled")
         episode.state = verdict
+        self._interrupted.discard(episode_id)
         return episode
 
     def _accepted(self, event: Event) -> None:

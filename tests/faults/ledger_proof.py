@@ -53,7 +53,7 @@ class Counts:
 
 
 def check_episodes(events: Sequence[Event]) -> Counts:
-    """Every admitted id has one fate or is truly running at the end, and none is in two batches."""
+    """Every admitted id has one fate, runs at the end or would be the next to run, and none is in two batches."""
     counts = Counts()
     say = counts.problems.append
     admissions: dict[int, list[tuple[int, int]]] = {}  # position in the ledger and version of every attempt
@@ -95,10 +95,18 @@ def check_episodes(events: Sequence[Event]) -> Counts:
 
 
 def _forgotten(events: Sequence[Event], still_open: dict[int, tuple[int, int]]) -> list[int]:
-    """Of the episodes without a fate (last start: place and version) those that no living controller runs."""
+    """Of the episodes without a fate (last start: place and version) those that no controller runs or will run first.
+
+    A controller that needs no more episodes does not start again what ran before it. It may not start a new one then.
+    """
     last_start = max((k for k, event in enumerate(events) if event["event"] == "started"), default=0)
+    needs_new = any(event["event"] == "admitted" and event["attempt"] == 0 for event in events[last_start:])
     version = max((event["version"] for event in events if event["event"] in ("published", "consumed")), default=0)
-    return [i for i, (place, started) in still_open.items() if place < last_start or started < version - MAX_AGE]
+    return [
+        i
+        for i, (place, started) in still_open.items()
+        if (needs_new if place < last_start else started < version - MAX_AGE)
+    ]
 
 
 def _count(

@@ -117,6 +117,16 @@ def test_a_run_that_lost_nothing_has_no_problems():
     assert seconds_to_training(events, 12.0) == (8.0, 18.0)
 
 
+def test_an_interrupted_episode_is_lost_only_if_a_new_one_starts_before_it():
+    events = [*whole_run(), {"event": "started"}]
+    assert all_problems(events) == []
+    assert check_episodes(events).running == 1
+    new = {"event": "admitted", "id": 7, "attempt": 0, "version": 2}
+    assert "episodes [6] were admitted, have no fate" in " ; ".join(all_problems([*events, new]))
+    again = {"event": "admitted", "id": 6, "attempt": 1, "version": 2}
+    assert all_problems([*events, again, new]) == []
+
+
 def changed(change) -> list[dict]:
     events = copy.deepcopy(whole_run())
     change(events)

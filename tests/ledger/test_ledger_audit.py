@@ -91,6 +91,24 @@ def test_a_trainer_that_goes_back_without_batches_ends_all_attempts(forge):
     assert [violation.rule for violation in audit(forge.folder).violations] == ["verdict"]
 
 
+def test_interrupted_episodes_that_the_run_does_not_need_are_noted(forge):
+    """The controller after them trains no further step, so it starts nothing. A longer run starts them first."""
+    forge.two_steps()
+    forge.started(total_steps=2)
+    forge.write()
+    report = audit(forge.folder)
+    assert report.is_clean, report.lines()
+    assert report.counts["running"] == 1
+    assert any(note.startswith("1 running episodes were interrupted") for note in report.notes)
+    forge.started(total_steps=9)
+    forge.admitted(5, attempt=1, version=2)
+    forge.admitted(6, version=2)
+    forge.write()
+    report = audit(forge.folder)
+    assert report.is_clean, report.lines()
+    assert report.notes == []
+
+
 def test_a_last_version_out_of_order_is_valid(forge):
     forge.two_steps()
     forge.published(1)

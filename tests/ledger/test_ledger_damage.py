@@ -219,6 +219,8 @@ def three_files(forge):
     for number in (2, 3):
         forge.events, forge.payloads = [], b""
         forge.started()
+        for earlier in range(5, 4 + number):
+            forge.admitted(earlier, attempt=4 + number - earlier, version=2)
         forge.admitted(4 + number, version=2)
         end = forge.write(number=number, after=end)
     assert audit(forge.folder).is_clean
@@ -241,7 +243,7 @@ def test_a_missing_events_file_is_refused_unless_it_is_the_last(forge):
     assert continue_ledger(forge.folder, forge.events[0]).next_number == 4, "no name is used twice"
     report = audit(forge.folder)
     assert report.is_clean
-    assert [str(events_path(forge.folder, 3)) in note for note in report.notes] == [True]
+    assert [str(events_path(forge.folder, 3)) in note for note in report.notes].count(True) == 1
     assert recover_folder(forge.folder).lost == ()
 
 

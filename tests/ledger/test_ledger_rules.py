@@ -131,6 +131,12 @@ def started_again_but_never_before(forge):
     forge.admitted(6, attempt=1, version=2)
 
 
+@breaks("interrupted", episodes=[5])
+def an_interrupted_episode_passed_over(forge):
+    forge.started()
+    forge.admitted(6, 7, version=2)
+
+
 @breaks("row used twice", episodes=[3])
 def a_row_used_twice(forge):
     forge.admitted(3, version=2)

@@ -40,8 +40,9 @@ class Life:
 class World:
     """What survives the controller: files, servers, trainers."""
 
-    def __init__(self, folder, kind, kill_at):
+    def __init__(self, folder, kind, kill_at, totals):
         self.folder, self.kind = folder, kind
+        self.totals = totals  # the steps of the run for each controller, the last one for all later ones
         self.kill_at = set(kill_at)
         self.num_moments = 0
         self.moments = []
@@ -77,7 +78,7 @@ class World:
             workflow=workflow,
             fleet=make_view(self, life),
             num_rows=ROWS,
-            total_steps=STEPS,
+            total_steps=self.totals[min(number, len(self.totals) - 1)],
             eval_sets={"": [{"index": 0}, {"index": 2}]},
             eval_workflows={MODE: workflow},
         )
@@ -217,8 +218,8 @@ class Trainers:
                 await world.call("committed", 1, "recover/step-1")
 
 
-async def run(folder, kind, kill_at):
-    world = World(folder, kind, kill_at)
+async def run(folder, kind, kill_at, totals):
+    world = World(folder, kind, kill_at, totals)
     asyncio.current_task().set_name("main")
     keeping = asyncio.create_task(world.keep_alive(), name="main-launcher")
     trainers = Trainers(world)
@@ -294,8 +295,8 @@ def check_admissions(world, events):
         assert len({rows.index(first + k) for k in range(rows.rows_per_epoch)}) == rows.rows_per_epoch
 
 
-def survive(folder, kind, kill_at):
-    world, status = rollout_kit.run_virtual(run(folder, kind, kill_at))
+def survive(folder, kind, kill_at, totals=(STEPS,)):
+    world, status = rollout_kit.run_virtual(run(folder, kind, kill_at, totals))
     try:
         assert len(world.left_behind) == len(kill_at)
         check(world, status)
@@ -318,6 +319,15 @@ def test_killed_at_every_moment_of_a_run(tmp_path):
     assert {"server-1 takes 3", "answer to publish", "answer to consumed", "answer to evaluate"} <= set(moments)
     for moment in range(1, len(moments) + 1):
         survive(tmp_path / str(moment), "disk", [moment])
+
+
+def test_a_controller_that_needs_fewer_steps_starts_no_new_episode_before_those_of_the_killed_one(tmp_path):
+    moments = survive(tmp_path / "unbroken", "disk", [], totals=(9,)).moments
+    interrupted = 0
+    for moment in range(1, len(moments) + 1):
+        survive(tmp_path / str(moment), "disk", [moment], totals=(9, STEPS))
+        interrupted += any("interrupted" in note for note in audit(tmp_path / str(moment)).notes)
+    assert interrupted > 0, "some of these controllers do not need what was running"
 
 
 def test_killed_at_every_moment_of_a_publication_over_a_collective(tmp_path):
