@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from areal.api.engine import ModelRole
 from areal.api.errors import ConfigError
 from areal.api.images import ImageStore
 from areal.engine.adapter_format import with_values
+from areal.engine.cpu_reduction import AddedParts
 from areal.engine.expert_parallel import apply_expert_plan, expert_modules
 from areal.engine.fsdp import FSDPEngine
 from areal.engine.hf_model import (
@@ -243,6 +244,8 @@ def _shard(
     # its weights are the last of a forward pass and the first of the backward pass: gathered once for both
     options["reshard_after_forward"] = False
     fully_shard(model, mp_policy=policy, **options)
+    for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule) and mesh.device.type == "cpu"):
+        unit.set_custom_reduce_scatter(cast("Any", AddedParts()))
     _prefetch(sharded, config.fsdp.prefetch_blocks)
 
 

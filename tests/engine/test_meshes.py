@@ -258,7 +258,9 @@ def facts_of(tmp_path_factory):
 @pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh, cases in CASES.items() for case in cases])
 def test_a_mesh_equals_one_process(facts_of, rows, mesh, case):
     folder, facts = facts_of(mesh)
-    rows[mesh, case] = table_row(mesh, case, check(folder, case, facts))
+    found = check(folder, case, facts)
+    assert mesh != "d1" or case.endswith("-compiled") or not any(found.values()), found
+    rows[mesh, case] = table_row(mesh, case, found)
 
 
 def test_tensor_and_context_ranks_equal_one_process(tmp_path):
