@@ -2,19 +2,22 @@
 
     python benchmark/train_step.py [--tokens 1024] [--steps 3] [--only d2,t2,checkpointed] [--tiny]
 
-A random Llama of 25M parameters on the CPU: ranks are processes of this machine that exchange over gloo. The prediction
-for a mesh is
+A random Llama of 25M parameters on the CPU: ranks are processes of this machine that exchange over gloo. For a mesh
+it prints what communication costs, as measured and as predicted.
 
-    compute of a rank + waits + exchanges + copies
+Measured, `communication_s`: what a step takes longer than one of the same engine on the same mesh with process groups
+that exchange nothing, but give a rank its own numbers (`free_step_s`). The processes compute the same in both.
 
-Each term is measured in the processes of the ranks, all at once, without the engine of the mesh: `compute_s` is a train
-step of one process with the tokens and the part of the model that a rank has; `wait_s` what the same step takes longer
-when the processes meet where the ranks of the mesh exchange, because one is the slower one in one layer and another in
-the next, less the cost of meeting; `exchange_s` the sum over the collective operations of a step, each timed alone with
-buffers of its size; `copy_s` the bytes that FSDP copies from weights to these buffers and back, and context ranks
-between orders of heads and tokens, at the speed of a copy of that size to newly allocated memory. The last three are
-`predicted_communication_s`; what a step took besides the first is `communication_s`. Ranks have the memory settings of
-the launcher.
+Predicted, `predicted_communication_s`, without the engine of the mesh:
+
+    waits + exchanges
+
+`exchange_s` is the sum over the collective operations of a step, each timed alone with one reading of its result and
+buffers of its size that no cache has, less the time of the same in the groups that exchange nothing. `wait_s` is what a
+step of one process with the tokens and the part of the model of a rank takes longer when the processes meet where the
+ranks of the mesh exchange, because one is the slower one in one layer and another in the next, less the cost of
+meeting. Ranks have the memory settings of the launcher. Steps of all four kinds take turns; seconds are those of the
+slowest rank, differences are medians.
 
 Prints one line of JSON for each row; --help lists the options of each.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import secrets
@@ -31,17 +35,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal.api.allocation import AllocationMode, ModelAllocation, ParallelDims
-from areal.api.batch import LossOutput, MicroBatch, TokenOutputs
+from areal.api.allocation import AllocationMode, ModelAllocation
+from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.config.lora import LoRAConfig
 from areal.api.engine import TrainEngine
@@ -58,12 +60,15 @@ from areal.system.process import ProcessContext
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmark.communication import FreeMesh, exchanges, seconds_of
 from benchmark.meetings import meet, meetings, seconds_of_meeting
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192,
 }  # fmt: skip
+WARM_UP = 5
+"""Steps after which the heap has its size: until then page faults take up to 0.2 s of a step."""
 TINY = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": 128}
 
 
@@ -134,11 +139,10 @@ def measure(folder: Path, rank: int, name: str, work: Work) -> dict[str, float]:
     mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=dims)
     engine = _engine(folder, case, work, mesh)
     found = {"start_s": time.perf_counter() - began}
-    found |= _fastest(engine, mesh, mesh, work)
+    found |= _fastest(engine, mesh, work)
     found |= {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     if dims.world_size > 1 and trainer.backend == "fsdp":
-        del engine
-        found |= _prediction(folder, case, work, mesh)
+        found |= _communication(folder, case, work, mesh, engine)
     mesh.close()
     return found
 
@@ -153,135 +157,82 @@ def _engine(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> TrainEng
     return TRAIN_ENGINES[backend](config, role="actor", total_steps=work.steps, mesh=mesh, seed=0)
 
 
-def _fastest(engine: TrainEngine, mesh: TrainerMesh, every: TrainerMesh, work: Work) -> dict[str, float]:
-    """Seconds of the fastest passes and of the fastest update. `every`: the ranks that begin each step together."""
+def _batch(engine: TrainEngine, mesh: TrainerMesh, work: Work) -> TrainBatch:
+    """The share of this data rank."""
     vocabulary = next(spec.shape[0] for spec in engine.weight_specs())
     length = work.tokens // work.sequences
     rows = [[(7 * place + row) % vocabulary for place in range(length)] for row in range(work.sequences)]
     batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])
-    mine = take(batch, balanced_parts(batch.sequence_lengths, mesh.dp_size)[mesh.dp_rank])
-    found: list[tuple[float, float, float, float]] = []
-    norm = 0.0
+    return take(batch, balanced_parts(batch.sequence_lengths, mesh.dp_size)[mesh.dp_rank])
+
+
+def _step(engine: TrainEngine, batch: TrainBatch, work: Work) -> dict[str, float]:
+    """Seconds of a train step and of its parts."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    engine.forward_backward(batch, _loss, denominator=float(work.tokens))
+    passed = time.perf_counter()
+    metrics = engine.optimizer_step()
+    ended = time.perf_counter()
+    if not math.isfinite(metrics["grad_norm"].value):
+        sys.exit("a step with numbers that are not finite takes other times")
+    found = {"seconds": ended - began, "passes_s": passed - began, "update_s": ended - passed}
+    return found | {"cpu_seconds": time.process_time() - cpu_began, "grad_norm": metrics["grad_norm"].value}
+
+
+def _fastest(engine: TrainEngine, mesh: TrainerMesh, work: Work) -> dict[str, float]:
+    """Of the fastest step and the fastest parts, and the first gradient norm."""
+    found: list[dict[str, float]] = []
+    batch = _batch(engine, mesh, work)
     for _ in range(work.steps):
-        every.barrier()
-        began, cpu_began = time.perf_counter(), time.process_time()
-        engine.forward_backward(mine, _loss, denominator=float(work.tokens))
-        passed = time.perf_counter()
-        metrics = engine.optimizer_step()
-        ended = time.perf_counter()
-        norm = norm or metrics["grad_norm"].value
-        found.append((ended - began, passed - began, ended - passed, time.process_time() - cpu_began))
-    names = ("seconds", "passes_s", "update_s", "cpu_seconds")
-    return dict(zip(names, map(min, zip(*found, strict=True)), strict=True)) | {"first_grad_norm": norm}
-
-
-def _prediction(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> dict[str, float]:
-    """The terms of the prediction, measured while all ranks do the same."""
-    dims = mesh.dims
-    share = dims.dp * dims.cp
-    own = Work(work.tokens // share, work.sequences // share, work.max_tokens // dims.cp, work.steps)
-    alone = TrainerMesh(0, 1, mesh.device)
-    engine = _engine(folder / "part", Case(), own, alone)
-    assert isinstance(engine, FSDPEngine)
-    base = _fastest(engine, alone, mesh, own)
-    shards = case.shard_size or share
-    passes = max(own.tokens // own.max_tokens, 1)
-    times = sum(meet(engine._model, meeting, mesh, passes) for meeting in meetings(case.shard_size or share, dims))
-    wait = _fastest(engine, alone, mesh, own)["passes_s"] - base["passes_s"] - times * seconds_of_meeting(mesh)
-    compute = base["passes_s"] + base["update_s"] / shards
-    sent, copied, exchange_s, copy_s = 0.0, 0.0, 0.0, 0.0
-    for exchange in exchanges(json.loads((folder / "config.json").read_text()), case, dims, work):
-        one, copies = seconds_of(exchange, mesh)
-        exchange_s += exchange.count * one
-        copy_s += exchange.count * copies
-        sent += exchange.count * exchange.sent
-        copied += exchange.count * exchange.copied
-    return {
-        "compute_s": compute,
-        "wait_s": wait,
-        "exchange_s": exchange_s,
-        "copy_s": copy_s,
-        "predicted_s": compute + wait + exchange_s + copy_s,
-        "sent_mib": sent / 2**20,
-        "copied_mib": copied / 2**20,
-    }
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A collective operation of a step."""
-
-    kind: str
-    nbytes: int
-    """Of the largest buffer of a rank."""
-    count: int
-    ranks: int
-    copied: int = 0
-    """Bytes that a rank copies before and after it."""
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a rank sends at least."""
-        return (2 if self.kind == "all_reduce" else 1) * (self.ranks - 1) / self.ranks * self.nbytes
-
-
-def exchanges(config: dict[str, Any], case: Case, dims: ParallelDims, work: Work) -> list[Exchange]:
-    """Of a step of float32 on two ranks."""
-    width, layers, hidden = 4, config["num_hidden_layers"], config["hidden_size"]
-    sharing = dims.dp * dims.cp
-    own_tokens = work.tokens // sharing
-    passes = max(work.tokens // dims.dp // work.max_tokens, 1)
-    shards, heads, keys = case.shard_size or sharing, config["num_attention_heads"], config["num_key_value_heads"]
-    attention = 2 * hidden * (heads + keys) * config["head_dim"]
-    block = (attention + 3 * hidden * config["intermediate_size"]) * width // dims.tp
-    head = config["vocab_size"] * hidden * width // dims.tp  # embedding and output head, which are tied
-    found = [Exchange("all_reduce", 64, 3, dims.world_size)]  # micro-batches, and two of the optimiser
-    fsdp = case.options.get("fsdp", {})
-    keeps = fsdp.get("reshard_after_forward") is False
-    reductions = passes if fsdp.get("gradient_sync") == "every" else 1
-    if shards > 1:
-        for size, count, gathers in ((block, layers, 1 if keeps else 2), (head, 1, 1)):
-            found.append(Exchange("all_gather", size, passes * gathers * count, shards, size + size // shards))
-            found.append(Exchange("reduce_scatter", size, reductions * count, shards, size))
-    else:  # FSDP copies gradients to a buffer and back, as if it reduced them
-        found += [Exchange("copy", size, count, 1, 2 * size) for size, count in ((block, layers), (head, 1))]
-    if (copies := sharing // shards) > 1:
-        found += [Exchange("all_reduce", block // shards, reductions * layers, copies)]
-        found += [Exchange("all_reduce", head // shards, reductions, copies)]
-    states = own_tokens // passes * hidden * width
-    if dims.tp > 1:  # two sums forward and two backward in a layer; of the embedding, and of the head's gradient
-        found.append(Exchange("all_reduce", states, passes * (4 * layers + 2), dims.tp))
-        found.append(Exchange("all_reduce", own_tokens // passes * width, passes * 4, dims.tp))
-    if dims.cp > 1:  # queries, keys and values, then the outputs of attention; the same backward
-        for size in (states * (heads + 2 * keys) // heads, states):
-            found.append(Exchange("all_to_all", size, passes * 2 * layers, dims.cp, 2 * size))
-        found.append(Exchange("all_gather", own_tokens * dims.cp // passes * width, passes * 2, dims.cp))
-    return found
-
-
-def seconds_of(exchange: Exchange, mesh: TrainerMesh) -> tuple[float, float]:
-    """Of a collective operation over all ranks, all of which begin together, and of a rank's copies before and after
-    it, to memory that is allocated for each, as FSDP does on a CPU: medians."""
-    count = exchange.nbytes // 4
-    whole, part = torch.ones(count), torch.ones(count // mesh.world_size)
-    other = torch.empty_like(whole)
-    actions: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
-        "copy": lambda: None,
-    }
-    found: list[tuple[float, float]] = []
-    for _ in range(9):
         mesh.barrier()
-        began = time.perf_counter()
-        actions[exchange.kind]()
-        ended = time.perf_counter()
-        torch.empty_like(whole).copy_(whole)
-        found.append((ended - began, time.perf_counter() - ended))
-    operation, copy = (statistics.median(each) for each in zip(*found, strict=True))
-    return operation, copy * exchange.copied / exchange.nbytes
+        found.append(_step(engine, batch, work))
+    fastest = {key: min(step[key] for step in found) for key in found[0] if key != "grad_norm"}
+    return fastest | {"first_grad_norm": found[0]["grad_norm"]}
+
+
+def _communication(folder: Path, case: Case, work: Work, mesh: TrainerMesh, engine: TrainEngine) -> dict[str, float]:
+    """Communication as measured and as predicted. Steps of four engines take turns, so that what changes on the machine
+    changes all alike."""
+    dims, free = mesh.dims, FreeMesh(mesh)
+    alone, share = TrainerMesh(0, 1, mesh.device), dims.dp * dims.cp
+    own = Work(work.tokens // share, work.sequences // share, work.max_tokens // dims.cp, work.steps)
+    passes = max(own.tokens // own.max_tokens, 1)
+    part, meeting = (_engine(folder / "part", Case(), own, alone) for _ in range(2))
+    assert isinstance(meeting, FSDPEngine)
+    times = sum(meet(meeting._model, each, mesh, passes) for each in meetings(case.shard_size or share, dims))
+    engines: dict[str, tuple[TrainEngine, TrainerMesh, Work]] = {
+        "step": (engine, mesh, work),
+        "free_step": (_engine(folder, case, work, free), free, work),
+        "part": (part, alone, own),
+        "meeting": (meeting, alone, own),
+    }
+    batches = {name: _batch(one, its, work) for name, (one, its, work) in engines.items()}
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(WARM_UP + work.steps):
+        for name, (one, _, its_work) in engines.items():
+            mesh.barrier()
+            seconds = torch.tensor(_step(one, batches[name], its_work)["seconds"], dtype=torch.float64)
+            slowest = mesh.all_reduce(seconds, op="max").item()
+            if number >= WARM_UP:
+                found[name].append(slowest)
+
+    def more(name: str, other: str) -> float:
+        """What a step of one engine takes longer than the other's before or after it."""
+        return statistics.median(one - two for one, two in zip(found[name], found[other], strict=True))
+
+    fsdp = FSDPEngineConfig(**case.options.get("fsdp", {}), shard_size=case.shard_size)
+    config, tokens = json.loads((folder / "config.json").read_text()), own.tokens // passes
+    operations = exchanges(config, dims, fsdp, tokens=tokens, passes=passes)
+    waits = more("meeting", "part") - times * seconds_of_meeting(mesh)
+    exchange_s = sum(each.count * seconds_of(each, mesh, free) for each in operations)
+    return {
+        **{f"{name}_s": statistics.median(seconds) for name, seconds in found.items()},
+        "communication_s": more("step", "free_step"),
+        "wait_s": waits,
+        "exchange_s": exchange_s,
+        "predicted_communication_s": waits + exchange_s,
+        "sent_mib": sum(each.count * each.sent for each in operations) / 2**20,
+    }
 
 
 def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, steps: int) -> dict[str, float]:
@@ -335,12 +286,8 @@ def main() -> None:
     for name in args.only.split(","):
         found = run_case(name, shape, args.tokens, args.sequences, args.steps)
         row: dict[str, Any] = {"case": name, "tokens_per_s": args.tokens / found["seconds"], **found}
-        if "predicted_s" in found:
-            row |= {
-                "communication_s": found["seconds"] - found["compute_s"],
-                "predicted_communication_s": found["wait_s"] + found["exchange_s"] + found["copy_s"],
-                "measured_over_predicted": found["seconds"] / found["predicted_s"],
-            }
+        if "communication_s" in found:
+            row["communication_over_predicted"] = found["communication_s"] / found["predicted_communication_s"]
         print(
             json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}),
             flush=True,
