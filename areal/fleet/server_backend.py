@@ -3,13 +3,16 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
-from areal.api.config.lora import ALL_LINEAR
+from areal.api.config.lora import ALL_LINEAR, LoRAConfig, is_target
+from areal.api.errors import InputError
 from areal.fleet.replica import Replica
 from areal.fleet.server_flags import FlagRules, Flags, Problems, flag_problems, given_flags, plain_name
-from areal.system.vision_layout import read_vision_layout
+from areal.system.checkpoint_files import stored_weights
+from areal.system.vision_layout import FAMILIES, read_vision_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +106,10 @@ class ServerBackend:
         if layout is not None and self.image_problems is not None:
             yield from self.image_problems(config)
         lora = config.actor.lora if config.publishes_adapters else None
-        if layout is not None and lora is not None and not _is_of_text(lora.target_modules, layout.family):
+        if layout is not None and lora is not None and _may_be_in_tower(lora, layout.family, self.model(config)):
             text = f"{self.title} applies adapters to the language model only, and these may be in the vision tower"
-            yield "actor.lora.target_modules", f"{text}: use all-linear, or actor.adapter_update_mode=merged"
+            advice = "use all-linear, exclude_modules, or actor.adapter_update_mode=merged"
+            yield "actor.lora.target_modules", f"{text}: {advice}"
         if self.flags is not None:
             needed = {} if self.run_flags is None else self.run_flags(config)
             rules = dataclasses.replace(self.flags, fixed={**self.flags.fixed, **needed})
@@ -127,6 +131,16 @@ class ServerBackend:
                 yield from ((f"{path}.{name}", text) for name, text in found)
 
 
-def _is_of_text(targets: str | list[str], family: str) -> bool:
-    """Whether adapters are known to be in the language model alone."""
-    return targets in (ALL_LINEAR, [ALL_LINEAR]) or (family in QWEN_VL and set(targets) <= _TEXT_LAYERS)
+def _may_be_in_tower(lora: LoRAConfig, family: str, model: str) -> bool:
+    """Whether adapters may be in layers that only images use: by their names in the checkpoint, if it is here."""
+    targets = lora.target_modules
+    if targets in (ALL_LINEAR, [ALL_LINEAR]) or (family in QWEN_VL and set(targets) <= _TEXT_LAYERS):
+        return False
+    try:
+        names = stored_weights(Path(model).expanduser())
+    except InputError:
+        return True
+    parts = set(FAMILIES[family].modules)
+    layers = [f"model.{name.removeprefix('model.').removesuffix('.weight')}" for name in names]
+    tower = [name for name in layers if parts.intersection(name.split("."))]
+    return any(is_target(name, targets) and not is_target(name, lora.exclude_modules) for name in tower)

@@ -12,7 +12,6 @@ from areal.api.config import (
     GRPOConfig,
     InferenceEngineConfig,
     LauncherConfig,
-    LoRAConfig,
     NativeServerConfig,
     OptimizerConfig,
     PPOActorConfig,
@@ -27,7 +26,6 @@ from areal.launcher.job import another_server, make_plan
 from areal.launcher.placement import Machine
 from areal.system.model_shape import ModelShape
 from areal.system.process import ProcessContext
-from areal.system.vision_layout import FAMILIES
 
 MODEL = {
     "model_type": "qwen2",
@@ -150,83 +148,6 @@ def test_flags_of_the_user_override_the_defaults():
 )
 def test_a_flag_as_words(backend, name, value, words):
     assert flag_words(backend.flags, name, value) == words
-
-
-@pytest.fixture
-def vision_model(tmp_path):
-    ids = {"image_token_id": 40, "video_token_id": 41, "vision_start_token_id": 42, "vision_end_token_id": 43}
-    tower = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    config = {"model_type": "qwen3_vl", "text_config": MODEL, "vision_config": tower, **ids}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4, "merge_size": 2}))
-    return str(tmp_path)
-
-
-def test_servers_of_models_with_images_forget_features_and_report_logprobs_with_bans(vision_model):
-    actor = {"path": vision_model}
-    assert command(config_of("sglang", actor=actor)).env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
-    assert "--logprobs-mode=processed_logprobs" in command(config_of("vllm", actor=actor)).argv
-    assert "SGLANG_VLM_CACHE_SIZE_MB" not in command(config_of("sglang")).env
-
-
-def test_what_servers_cannot_do_with_images_is_refused(vision_model):
-    def problems(backend, **changes):
-        return [path for path, _ in backend_named(backend).problems(config_of(backend, actor=actor, **changes))]
-
-    actor = {"path": vision_model}
-    cached = {"rollout": InferenceEngineConfig(weight_update="keep_cache")}
-    cut = {"gconfig": GenerationHyperparameters(max_new_tokens=8, top_p=0.9)}
-    assert [problems(one, **cached) for one in ("native", "sglang", "vllm")] == [[], [], ["rollout.weight_update"]]
-    assert [problems(one, **cut) for one in ("native", "sglang", "vllm")] == [[], [], ["gconfig.top_p"]]
-
-
-def image_family(folder, family):
-    """The files of a model of this family, without weights."""
-    tower = {"model_type": "clip_vision_model", "patch_size": 4, "image_size": 8}
-    config = {"model_type": family, "text_config": MODEL, "vision_config": tower, "image_token_id": 40}
-    size = {"size": {"shortest_edge": 8}, "max_image_size": {"longest_edge": 8}, "patch_size": 4, "merge_size": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(size))
-    return {"path": str(folder)}
-
-
-def test_families_of_images_are_served_or_refused_by_name(tmp_path):
-    taken = {"native": set(FAMILIES), "sglang": {"qwen2_5_vl", "qwen3_vl"}, "vllm": set(FAMILIES) - {"gemma3", "llava"}}
-    for family in FAMILIES:
-        actor = image_family(tmp_path, family)
-        for name, families in taken.items():
-            found = list(backend_named(name).problems(config_of(name, actor=actor)))
-            assert [path for path, _ in found] == ([] if family in families else ["allocation_mode"])
-            assert all(family in text for _, text in found)
-
-
-@pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_adapters_that_may_be_in_a_vision_tower_are_published_merged_only(tmp_path, name):
-    def problems(family, targets, mode="auto"):
-        actor = image_family(tmp_path, family) | {"adapter_update_mode": mode}
-        config = config_of(name, actor=actor | {"lora": LoRAConfig(rank=2, target_modules=targets)})
-        return [path for path, _ in backend_named(name).problems(config)]
-
-    refused = ["actor.lora.target_modules"]
-    for targets in ("all-linear", ["all-linear"], ["q_proj", "v_proj"]):
-        assert problems("qwen3_vl", targets) == []
-    for targets in (["q_proj", "v_proj", "qkv"], ["v_proj", "down_proj"], r".*\.layers\.0\..*"):
-        assert problems("qwen2_5_vl", targets) == refused
-        assert problems("qwen2_5_vl", targets, "merged") == []
-    if name == "vllm":
-        assert problems("internvl", "all-linear") == []
-        assert problems("internvl", ["v_proj"]) == refused  # its tower has layers of this name
-
-
-def test_vllm_neither_cuts_nor_resizes_images_and_says_so_to_users_who_ask_for_it(tmp_path):
-    uncut = {"do_image_splitting": False, "do_resize": False}
-    for family, settings in {"idefics3": uncut, "internvl": {"use_fast": False}, "qwen3_vl": None}.items():
-        actor = image_family(tmp_path, family)
-        words = [word for word in command(config_of("vllm", actor=actor)).argv if "mm-processor" in word]
-        assert words == ([f"--mm-processor-kwargs={json.dumps(settings, separators=(',', ':'))}"] if settings else [])
-        other = config_of("vllm", actor=actor, vllm={"mm_processor_kwargs": {"do_image_splitting": True}})
-        problems = [path for path, _ in backend_named("vllm").problems(other)]
-        assert problems == (["vllm.mm_processor_kwargs"] if settings else [])
 
 
 def test_servers_without_a_gpu_get_cpu_flags(model):
