@@ -154,8 +154,9 @@ class ScoreRules:
     ) -> Tensor:
         """The queries of head i are those of one head, or one query of each of the heads that share key head i."""
         if self.is_plain:
-            options = {"attn_mask": mask, "is_causal": is_causal, "scale": self.scaling}
-            return scaled_dot_product_attention(queries, keys, values, **options)
+            return scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=self.scaling
+            )
         sinks = None if self.sinks is None else self.sinks.view(queries.shape[1], -1, 1)
         return capped_attention(
             queries, keys, values, mask, is_causal=is_causal, scale=self.scaling, softcap=self.softcap, sinks=sinks
