@@ -16,8 +16,8 @@ Predicted, `predicted_communication_s`, without the engine of the mesh:
 buffers of its size that no cache has, less the time of the same in the groups that exchange nothing. `wait_s` is what a
 step of one process with the tokens and the part of the model of a rank takes longer when the processes meet where the
 ranks of the mesh exchange, because one is the slower one in one layer and another in the next, less the cost of
-meeting. Ranks have the memory settings of the launcher. Steps of all four kinds take turns; seconds are those of the
-slowest rank, differences are medians.
+meeting. Ranks have the memory settings of the launcher. Seconds are medians over
+steps of the slowest rank; each of the four kinds of steps runs twice, after some that are not counted.
 
 Prints one line of JSON for each row; --help lists the options of each.
 """
@@ -68,7 +68,8 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192,
 }  # fmt: skip
 WARM_UP = 5
-"""Steps after which the heap has its size: until then page faults take up to 0.2 s of a step."""
+"""Steps of an engine after which the heap has its size: until then page faults take up to 0.2 s of a step, and again
+when another engine has computed."""
 TINY = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": 128}
 
 
@@ -191,8 +192,7 @@ def _fastest(engine: TrainEngine, mesh: TrainerMesh, work: Work) -> dict[str, fl
 
 
 def _communication(folder: Path, case: Case, work: Work, mesh: TrainerMesh, engine: TrainEngine) -> dict[str, float]:
-    """Communication as measured and as predicted. Steps of four engines take turns, so that what changes on the machine
-    changes all alike."""
+    """Communication as measured and as predicted, from steps of four engines in the processes of the ranks."""
     dims, free = mesh.dims, FreeMesh(mesh)
     alone, share = TrainerMesh(0, 1, mesh.device), dims.dp * dims.cp
     own = Work(work.tokens // share, work.sequences // share, work.max_tokens // dims.cp, work.steps)
@@ -208,26 +208,23 @@ def _communication(folder: Path, case: Case, work: Work, mesh: TrainerMesh, engi
     }
     batches = {name: _batch(one, its, work) for name, (one, its, work) in engines.items()}
     found: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(WARM_UP + work.steps):
-        for name, (one, _, its_work) in engines.items():
+    for name in [*engines, *engines]:  # twice, because the speed of a machine may change
+        one, _, its_work = engines[name]
+        for number in range(WARM_UP + work.steps):
             mesh.barrier()
             seconds = torch.tensor(_step(one, batches[name], its_work)["seconds"], dtype=torch.float64)
             slowest = mesh.all_reduce(seconds, op="max").item()
             if number >= WARM_UP:
                 found[name].append(slowest)
-
-    def more(name: str, other: str) -> float:
-        """What a step of one engine takes longer than the other's before or after it."""
-        return statistics.median(one - two for one, two in zip(found[name], found[other], strict=True))
-
+    median = {name: statistics.median(seconds) for name, seconds in found.items()}
     fsdp = FSDPEngineConfig(**case.options.get("fsdp", {}), shard_size=case.shard_size)
     config, tokens = json.loads((folder / "config.json").read_text()), own.tokens // passes
     operations = exchanges(config, dims, fsdp, tokens=tokens, passes=passes)
-    waits = more("meeting", "part") - times * seconds_of_meeting(mesh)
+    waits = median["meeting"] - median["part"] - times * seconds_of_meeting(mesh)
     exchange_s = sum(each.count * seconds_of(each, mesh, free) for each in operations)
     return {
-        **{f"{name}_s": statistics.median(seconds) for name, seconds in found.items()},
-        "communication_s": more("step", "free_step"),
+        **{f"{name}_s": seconds for name, seconds in median.items()},
+        "communication_s": median["step"] - median["free_step"],
         "wait_s": waits,
         "exchange_s": exchange_s,
         "predicted_communication_s": waits + exchange_s,
