@@ -35,7 +35,7 @@ from areal.system.folder_puller import FolderPuller
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.http_guard import RequestGuard
 from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, bind_collectives, http_address, listen, required_token
-from areal.system.process import ProcessContext, raise_open_file_limit, run_main
+from areal.system.process import ProcessContext, raise_open_file_limit, run_main, start_is_over
 from areal.system.run_paths import RunPaths
 
 _LOG = get_logger(__name__)
@@ -195,6 +195,7 @@ async def serve_until_signal(options: ServerOptions) -> BaseException | None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
 
     def ready(address: str) -> None:
+        start_is_over()
         gc.collect()
         gc.freeze()  # otherwise each full collection scans all objects of torch and transformers
         _LOG.info("serving %s on %s", options.native.model_path, address)

@@ -18,7 +18,7 @@ from areal.observe.trace import open_tracer
 from areal.system.device import CudaClock, bind_to_gpu_node
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.heartbeat import Heartbeat, beating_thread, launched_heartbeat
-from areal.system.process import ProcessContext
+from areal.system.process import ProcessContext, start_is_over
 from areal.system.run_paths import RunPaths
 
 if TYPE_CHECKING:
@@ -82,4 +82,5 @@ def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iter
 
 def announce_ready(registry: NameRegistry, context: ProcessContext) -> None:
     """Report to the launcher that this rank is ready."""
+    start_is_over()
     registry.add(f"ready/{context.name}", orjson.dumps({"pid": os.getpid()}).decode(), replace=True)

@@ -95,6 +95,28 @@ def test_run_main_exit_codes(body, code, ends):
     assert ("Traceback" in done.stderr) == (code == 1)
 
 
+COLLECTOR = """
+import atexit, gc
+from areal.system.process import run_main, start_is_over
+rule, passes = gc.get_threshold(), []
+def main():
+    gc.callbacks.append(lambda phase, info: passes.append(phase))
+    atexit.register(lambda: print(len(gc.get_objects())))
+    kept = [[] for _ in range(50_000)]
+    print(len(passes))
+    start_is_over()
+    print(gc.get_threshold() == rule)
+run_main(main)
+"""
+
+
+def test_no_pass_of_the_cycle_collector_in_imports_and_at_the_exit():
+    done = subprocess.run([sys.executable, "-c", COLLECTOR], capture_output=True, text=True, check=True)
+    passes, is_rule, num_looked_at = done.stdout.split()
+    assert (passes, is_rule) == ("0", "True")
+    assert int(num_looked_at) < 1000
+
+
 AT_THE_LAST_MOMENT = """
 import os, signal, sys
 from areal.system.process import run_main
