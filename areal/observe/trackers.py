@@ -110,7 +110,7 @@ class WandBTracker:
         """The table has a column for each place of an image."""
         pictures = [[self._image(path) for _, path in _pictures([row], self._images)] for row in rows]
         places = range(max(map(len, pictures), default=0))
-        columns = [*SAMPLE_COLUMNS, *(f"image {place + 1}" for place in places)]
+        columns: list[str | int] = [*SAMPLE_COLUMNS, *(f"image {place + 1}" for place in places)]
         found = [[row[place] if place < len(row) else None for place in places] for row in pictures]
         data = [[*row.cells(), *cells] for row, cells in zip(rows, found, strict=True)]
         self._run.log({"samples": self._table(columns=columns, data=data), "train_step": step})
