@@ -268,6 +268,13 @@ def write_config(folder: Path, data: Path) -> Path:
     return path
 
 
+def left_behind(nodes: Nodes) -> list[str]:
+    """Command lines of processes of areal on the nodes, of its Ray actors, and of connections to its agents."""
+    lines = [" ".join(_words_of(process)) for node in nodes for process in _processes(node.pids())]
+    names = ("-m areal.", "ray::AgentActor", "ray::NameActor", "ssh -o")
+    return [line for line in lines if any(name in line for name in names)]
+
+
 def foreign_sockets(nodes: Nodes, allowed: Sequence[int] = ()) -> list[str]:
     """Listening sockets on other addresses than that of their node, which other machines reach."""
     found = [(node, address, port) for node in nodes if node.is_on for address, port in node.listening()]

@@ -284,13 +284,20 @@ def urgent_children() -> Iterator[None]:
         os.setpriority(os.PRIO_PROCESS, 0, before)
 
 
-def start_ray(node: Node, head: Node | None = None, *, cpus: int = 4) -> None:
-    """Start Ray on a node, also after a power cut. Without `head` it is the head of the cluster."""
-    main = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
-    first = ("--head", "--port=6379", "--include-dashboard=false")
+def ray_command(*words: str) -> list[str]:
+    """The command line of Ray, also where its program is not in PATH."""
+    return [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())", *words]
+
+
+def start_ray(node: Node, head: Node | None = None, *, cpus: int = 4, dashboard: bool = False) -> None:
+    """Start Ray on a node, also after a power cut. Without `head` it is the head of the cluster.
+
+    `dashboard`: the head takes jobs at port 8265 of its address.
+    """
+    first = ("--head", "--port=6379", f"--include-dashboard={dashboard}", f"--dashboard-host={node.address}")
     where = first if head is None else (f"--address={head.address}:6379",)
     own = (f"--node-ip-address={node.address}", f"--num-cpus={cpus}", "--num-gpus=0", "--disable-usage-stats")
-    argv = [sys.executable, "-c", main, "start", *where, *own, "--object-store-memory=100000000"]
+    argv = ray_command("start", *where, *own, "--object-store-memory=100000000")
     with urgent_children():
         done = node.run(argv, env={**os.environ, **RAY_OPTIONS})
     assert done.returncode == 0, done.stdout + done.stderr

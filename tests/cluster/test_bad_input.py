@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.cluster.cluster_run import Cluster, write_config
+from tests.cluster.cluster_run import Cluster, left_behind, write_config
 from tests.cluster.nodes import Nodes, wait_for
 from tests.cluster.slurm_cluster import missing as slurm_missing
 from tests.faults.driver import ROOT
@@ -58,17 +57,7 @@ class Site:
 
     def left(self) -> list[str]:
         """Processes and jobs of the run."""
-        lines = [" ".join(_words(pid)) for node in self.nodes for pid in node.pids()]
-        names = ("-m areal.", "ray::AgentActor", "ray::NameActor", "ssh -o")
-        found = [line for line in lines if any(name in line for name in names)]
-        return found + ([] if self.cluster.slurm is None else self.cluster.slurm.queue().splitlines())
-
-
-def _words(pid: int) -> list[str]:
-    try:
-        return psutil.Process(pid).cmdline()
-    except psutil.Error:
-        return []
+        return left_behind(self.nodes) + ([] if self.cluster.slurm is None else self.cluster.slurm.queue().splitlines())
 
 
 @pytest.fixture(

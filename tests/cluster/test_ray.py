@@ -16,6 +16,7 @@ from areal.launcher.job import LaunchPlan, RunNumbers
 from areal.launcher.ray import RayCluster
 from areal.system.process import TRANSIENT_EXIT, ProcessContext
 from areal.system.run_paths import RunPaths
+from tests.cluster.cluster_run import left_behind
 from tests.cluster.nodes import RAY_OPTIONS, start_ray, urgent_children, wait_for
 from tests.launcher.fake_apptainer import path_with_apptainer
 from tests.launcher.fake_backend import planned_process
@@ -246,22 +247,16 @@ def test_a_run_on_three_nodes_survives_a_killed_actor_a_lost_node_and_a_killed_r
     assert "launch.folder_not_shared" in output
     assert steps() == 12
     audit = subprocess.run(
-        [sys.executable, "-m", "areal.ledger.audit", str(tmp_path / "quickstart/grpo")], capture_output=True, text=True
+        [sys.executable, "-m", "areal", "audit", str(tmp_path / "quickstart/grpo")], capture_output=True, text=True
     )
     assert audit.returncode == 0, audit.stdout
     assert not (tmp_path / "quickstart/grpo/names").exists()
-    assert left(three) == []
+    assert left_behind(three) == []
 
 
 def process_on(node, word):
     """The first process of a node whose program is named so."""
     return next(psutil.Process(pid) for pid in node.pids() if word in (cmdline(pid) or [""])[0])
-
-
-def left(nodes):
-    """Processes of areal and its actors."""
-    lines = [" ".join(cmdline(pid)) for node in nodes for pid in node.pids()]
-    return [line for line in lines if "areal." in line or "AgentActor" in line or "NameActor" in line]
 
 
 def cmdline(pid):

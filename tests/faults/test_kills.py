@@ -122,6 +122,28 @@ def test_after_a_kill_of_all_processes_the_same_command_continues(make_run, prov
     assert attached[2] >= 6
 
 
+def test_what_ran_at_a_kill_waits_for_a_start_that_needs_it(make_run, hold, prove_all):
+    """The second start needs no new step, so it starts no episode. The third starts those of the first one first."""
+    run = make_run()
+    run.train_up_to(5)
+    hold.touch()
+    ledger, words = run.folder / "ledger", run.arguments
+    assert run.wait_for(lambda: (run.status() or {}).get("awaited", "").startswith("batch "), BACK_S)
+    run.kill(EVERYTHING)
+    hold.unlink()
+    interrupted = were_running(raw_events(ledger))
+    assert interrupted
+    for more in (0, 4):
+        num_events = len(raw_events(ledger))
+        steps = sum(event["event"] == "consumed" for event in raw_events(ledger)) + more
+        run.arguments = [*words, f"total_train_steps={steps}"]
+        run.start()
+        run.wait_for_the_end()
+        prove_all(run)
+        started = [event["id"] for event in raw_events(ledger)[num_events:] if event["event"] == "admitted"]
+        assert set(started[: len(interrupted)]) == (interrupted if more else set())
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
