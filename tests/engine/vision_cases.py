@@ -60,8 +60,9 @@ def config_of(family: str, vocabulary: int, *, head_dim: int = 8) -> Any:
     """`head_dim`: of the text; vLLM serves 32 and more."""
     wide = {"head_dim": head_dim, "hidden_size": 4 * head_dim, "max_position_embeddings": 32 * head_dim}
     text, towers = {**_TEXT, **wide, "vocab_size": vocabulary}, transformers
-    rope = {"rope_type": "default", "rope_theta": 1e4}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
     rope["mrope_section"] = [head_dim // 4, head_dim // 8, head_dim // 8]
+    rope["mrope_interleaved"] = family == "qwen3_vl"  # transformers always does, vLLM and SGLang read it
     qwen = {
         "text_config": {**text, "rope_parameters": rope}, "vision_start_token_id": 3, "vision_end_token_id": 4,
         "image_token_id": 5, "video_token_id": 6, "tie_word_embeddings": False,

@@ -98,15 +98,12 @@ class RealServer:
         temperature: float = 1.0,
         size: int = 1,
         name: str = "server",
-        libraries: str = "",
         **rollout: Any,
     ) -> None:
         """Start it, for a run with these `rollout` options. `flags` are more of the server's own, as in a run's
         configuration, and `temperature` is that run's: vLLM tells the log-probabilities of one only. `size`: ranks over
-        which the model is cut. `libraries`: a folder of packages that its environment lacks."""
+        which the model is cut."""
         command, env = server_start(backend, model, flags or {}, temperature, size, **rollout)
-        if libraries:
-            env["PYTHONPATH"] = os.pathsep.join(part for part in (libraries, env.get("PYTHONPATH", "")) if part)
         # Held, not listening: nobody else is given these ports, and the server can listen on them.
         self._bound = {placeholder: bind_socket() for placeholder in port_names(command)}
         ports = {placeholder: bound.getsockname()[1] for placeholder, bound in self._bound.items()}

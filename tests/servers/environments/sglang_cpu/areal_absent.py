@@ -1,6 +1,6 @@
 """A stand-in for a package that exists for GPUs only: every name can be imported, and none can be used.
 
-SGLang imports two such packages at start-up also where it computes on a CPU and uses neither.
+SGLang imports sgl_kernel at start-up also where it computes on a CPU and does not use it.
 """
 
 from __future__ import annotations

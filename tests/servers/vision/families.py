@@ -8,11 +8,16 @@ from typing import Any
 
 from areal.data.tiny_model import character_tokenizer
 from tests.engine.vision_cases import KIND, TOKENS, write_family
+from tests.servers.checkpoints import CHARACTERS
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _QWEN = {"image_processor_type": "Qwen2VLImageProcessor"}
 _VIDEO = {"size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}, "patch_size": 14, "merge_size": 2}
 _FILES: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3_vl": {
+        "preprocessor": _QWEN | {"processor_class": "Qwen3VLProcessor"},
+        "video_preprocessor": {"video_processor_type": "Qwen3VLVideoProcessor", **_VIDEO},
+    },
     "qwen2_vl": {
         "preprocessor": _QWEN | {"processor_class": "Qwen2VLProcessor"},
         "video_preprocessor": {"video_processor_type": "Qwen2VLVideoProcessor", **_VIDEO},
@@ -20,6 +25,16 @@ _FILES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_5_vl": {
         "preprocessor": _QWEN | {"processor_class": "Qwen2_5_VLProcessor"},
         "video_preprocessor": {"video_processor_type": "Qwen2VLVideoProcessor", **_VIDEO},
+    },
+    "llava": {
+        "preprocessor": {"image_processor_type": "CLIPImageProcessor", "processor_class": "LlavaProcessor"},
+        "processor": {
+            "processor_class": "LlavaProcessor",
+            "patch_size": 7,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+            "image_token": "<image>",
+        },
     },
     "internvl": {
         "preprocessor": {"image_processor_type": "GotOcr2ImageProcessor", "processor_class": "InternVLProcessor"},
@@ -51,7 +66,7 @@ _NAMED_TOKENS = {
 
 def write_served(folder: Path, family: str, seed: int) -> Path:
     """What areal and both servers read; text heads have 32 dimensions, the fewest that vLLM takes."""
-    names = ["<pad>", "<eos>", "<unk>", *TOKENS[KIND[family]], *"abcdefghijklmnop", "<video>", "<end_of_utterance>"]
+    names = ["<pad>", "<eos>", "<unk>", *TOKENS[KIND[family]], *CHARACTERS, "<video>", "<end_of_utterance>"]
     tokenizer = character_tokenizer(names, context_length=1024, chat_template=TEMPLATE)
     write_family(folder, family, tokenizer=tokenizer, seed=seed, head_dim=32)
     for name, added in _FILES[family].items():

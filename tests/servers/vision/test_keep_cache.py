@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,49 +14,16 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 from areal.system.image_pixels import positions_3d
 from areal.system.run_images import RunImages
 from tests.engine.vision_cases import transformers_inputs
-from tests.run_token import TOKEN
-from tests.servers.real_server import Backend, RealServer
+from tests.servers.real_server import RealServer
 from tests.servers.server_kit import Kit, largest_gap, tokens_made
-from tests.servers.vision_kit import (
-    ATTEMPTS,
-    EXACT,
-    NUM_TOKENS,
-    SIZES,
-    TORCHVISION,
-    Pair,
-    VisionTrainer,
-    ask,
-    images_of,
-    write_model,
-)
+from tests.servers.vision.kit import ATTEMPTS, EXACT, NUM_TOKENS, SIZES, Ask, Pair, VisionTrainer, serves
 
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("sglang", marks=pytest.mark.sglang)])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    if not TORCHVISION:
-        pytest.skip("AREAL_TEST_TORCHVISION names no folder with torchvision")
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: write_model(tmp_path_factory.mktemp(name), seed) for seed, name in enumerate(("old", "new"))}
-
-
-@pytest.fixture(scope="module")
-def server(backend: Backend, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AREAL_SERVER_TOKEN", TOKEN)
-        folder = tmp_path_factory.mktemp("keeps")
-        server = RealServer(
-            backend, models["old"], folder, name="keeps", libraries=TORCHVISION, weight_update="keep_cache"
-        )
-        try:
-            yield server.wait_ready(limit_s=800)
-        finally:
-            server.kill_all()
+def rollout() -> dict[str, Any]:
+    return {"weight_update": "keep_cache"}
 
 
 @torch.no_grad()
@@ -81,11 +47,10 @@ def mixed_logprobs(models: dict[str, Path], pair: Pair, images: RunImages, split
     return found[len(request.input_ids) - 1 :]
 
 
+@serves(("sglang", "qwen3_vl"))
 async def test_an_answer_to_images_continues_on_its_cache(
-    server: RealServer, kit: Kit, models: dict[str, Path], tmp_path: Path
+    server: RealServer, kit: Kit, asks: Ask, trainer: VisionTrainer, models: dict[str, Path], images: RunImages
 ) -> None:
-    images = images_of(models["old"], tmp_path / "files")
-    trainer, asks = VisionTrainer(models, images), partial(ask, images, [3, 5, 4])
     fleet = await kit.fleet(server, weight_update="keep_cache", vision=images)
     collective = kit.collective(fleet, trainer)
     for version in range(2, 2 + 2 * ATTEMPTS, 2):

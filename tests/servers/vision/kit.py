@@ -1,14 +1,9 @@
 """What tests of images on real servers share: a policy's images and requests, a trainer of two policies, and what
-transformers computes in float64.
-
-vLLM and SGLang need torchvision: AREAL_TEST_TORCHVISION names a folder with version 0.28.0, whose
-_meta_registrations.py must be empty: the wheel of the package index does not fit to a torch for the CPU.
-"""
+transformers computes in float64."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +19,6 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.images import ImageRef, expanded
 from areal.data.pack import rows_to_train_batch
-from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.fleet.fleet import Fleet
@@ -35,10 +29,8 @@ from areal.system.vision_layout import read_vision_layout, tokens_around
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel
 from tests.engine.vision_cases import transformers_inputs
-from tests.servers.checkpoints import CHARACTERS
 from tests.servers.server_kit import FixedTrainer, largest_gap, tokens_made
 
-TORCHVISION = os.environ.get("AREAL_TEST_TORCHVISION", "")
 EXACT = 5e-6
 """Largest distance of each implementation in float32 from float64, so that two differ by 1e-5 at most."""
 SIZES = [(), ((56, 56),), ((28, 56), (56, 28)), ((56, 56), (28, 28), (28, 56))]
@@ -50,15 +42,11 @@ Ask = Callable[..., GenerationRequest]
 """(name, *sizes, **more) of `ask`."""
 
 
-def write_model(folder: Path, seed: int) -> Path:
-    """A random Qwen3-VL, its tokenizer and its image processor."""
-    tokens = ["<pad>", "<eos>", "<unk>", *IMAGE_TOKENS, *CHARACTERS]
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer = character_tokenizer(tokens, context_length=1024, chat_template=template)
-    tiny_vision_model(tokenizer, seed, initializer_range=0.1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_image_processor(folder)
-    return folder
+def serves(*cases: tuple[str, ...], more: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Run a test with each (kind of server, family, *more): one server for those of a module with the same two."""
+    marks = {"native": pytest.mark.slow, "vllm": pytest.mark.vllm, "sglang": pytest.mark.sglang}
+    found = [pytest.param(one[:2], *one[2:], marks=marks[one[0]], id="-".join(one)) for one in cases]
+    return pytest.mark.parametrize(("served", *more), found, indirect=["served"], scope="module")
 
 
 def images_of(model: Path, folder: Path) -> RunImages:
