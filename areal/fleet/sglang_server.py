@@ -5,7 +5,7 @@ from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.config.lora import ALL_LINEAR
-from areal.fleet.server_backend import ServerBackend, ServerCommand
+from areal.fleet.server_backend import QWEN_VL, ServerBackend, ServerCommand
 from areal.fleet.server_command import ADAPTERS, CPU_REQUESTS, cpu_cache_tokens, foreign_command
 from areal.fleet.server_flags import (
     ALLOCATED,
@@ -21,6 +21,9 @@ from areal.fleet.server_flags import (
 from areal.fleet.sglang import SGLangReplica
 from areal.fleet.sglang_wire import sampling_problems
 from areal.system.vision_layout import read_vision_layout
+
+_KEEP_SIZE: dict[str, Any] = {"image": {"do_resize": False}}
+"""--mm-process-config."""
 
 
 def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
@@ -71,6 +74,9 @@ def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
         needed["disable_overlap_schedule"] = True, "rollout.weight_update=keep_cache needs exact versions"
     if config.actor.router_replay:
         needed["enable_return_routed_experts"] = True, "actor.router_replay needs the chosen experts"
+    if read_vision_layout(SGLANG.model(config)) is not None:
+        # Of Qwen2-VL, SGLang replaces the limits of preprocessor_config.json by its own.
+        needed["mm_process_config"] = _KEEP_SIZE, "areal sends images in their final size"
     return needed
 
 
@@ -96,7 +102,7 @@ SGLANG = ServerBackend(
     model_key="model_path",
     context_key="context_length",
     sampling_problems=sampling_problems,
-    image_families=("qwen3_vl", "qwen2_5_vl"),
+    image_families=QWEN_VL,
     run_flags=run_flags,
     returns_experts=True,
     areal_defaults={

@@ -177,12 +177,14 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         defaults |= {"enforce_eager": True, "max_num_seqs": CPU_REQUESTS, "kv_cache_memory_bytes": cache_bytes}
         # Bound threads of two servers would share one core.
         env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    layout = read_vision_layout(model)
+    extension = "llava" if layout is not None and layout.family == "llava" else "extension"
     owned: dict[str, Any] = {
         "tensor_parallel_size": servers.instance_size,
         "enable_scale_out": True,
-        "worker_extension_cls": "areal_vllm.extension.WorkerExtension",
+        "worker_extension_cls": f"areal_vllm.{extension}.WorkerExtension",
         "weight_transfer_config": {"backend": "areal"},
-        "logprobs_mode": logprobs_mode(config.gconfig, has_bans=read_vision_layout(model) is not None),
+        "logprobs_mode": logprobs_mode(config.gconfig, has_bans=layout is not None),
         **{name: value for name, (value, _) in run_flags(config).items()},
     }
     program = ("-m", "vllm.entrypoints.cli.main", "serve", model)
@@ -209,7 +211,7 @@ VLLM = ServerBackend(
     context_key="max_model_len",
     sampling_problems=sampling_problems,
     image_problems=image_problems,
-    image_families=(*QWEN_VL, *_PROCESSOR_SETTINGS),
+    image_families=(*QWEN_VL, "llava", *_PROCESSOR_SETTINGS),
     run_flags=run_flags,
     areal_defaults={
         "seed": 1,

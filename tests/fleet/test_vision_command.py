@@ -51,7 +51,8 @@ def image_family(folder, family):
 
 
 def test_families_of_images_are_served_or_refused_by_name(tmp_path):
-    taken = {"native": set(FAMILIES), "sglang": {"qwen2_5_vl", "qwen3_vl"}, "vllm": set(FAMILIES) - {"gemma3", "llava"}}
+    qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+    taken = {"native": set(FAMILIES), "sglang": qwen, "vllm": set(FAMILIES) - {"gemma3"}}
     for family in FAMILIES:
         actor = image_family(tmp_path, family)
         for name, families in taken.items():
@@ -95,3 +96,16 @@ def test_vllm_neither_cuts_nor_resizes_images_and_says_so_to_users_who_ask_for_i
         other = config_of("vllm", actor=actor, vllm={"mm_processor_kwargs": {"do_image_splitting": True}})
         problems = [path for path, _ in backend_named("vllm").problems(other)]
         assert problems == (["vllm.mm_processor_kwargs"] if settings else [])
+
+
+def test_vllm_knows_the_names_of_a_llava_tower_by_an_extension(tmp_path):
+    found = [command(config_of("vllm", actor=image_family(tmp_path, family))).argv for family in ("llava", "internvl")]
+    assert "--worker-extension-cls=areal_vllm.llava.WorkerExtension" in found[0]
+    assert "--worker-extension-cls=areal_vllm.extension.WorkerExtension" in found[1]
+
+
+def test_sglang_does_not_resize_images(tmp_path):
+    actor = image_family(tmp_path, "qwen2_vl")
+    assert '--mm-process-config={"image":{"do_resize":false}}' in command(config_of("sglang", actor=actor)).argv
+    other = config_of("sglang", actor=actor, sglang={"mm_process_config": {"image": {"max_pixels": 9}}})
+    assert [path for path, _ in backend_named("sglang").problems(other)] == ["sglang.mm_process_config"]

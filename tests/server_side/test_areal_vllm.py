@@ -27,6 +27,7 @@ LAST = {"names": ["head"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
 class LayerInfo:
     load_numel: int = 0
     load_numel_total: int = 0
+    kernel_non_persistent_buffers: set[str] = field(default_factory=set)
 
     def can_load(self) -> bool:
         return self.load_numel_total > 0

@@ -151,14 +151,16 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def _unfinished_layers(self) -> list[str]:
         """Layers that got some of their weights: vLLM makes one of several, as of q, k and v, and knows it as loaded
-        when the first has come. Vocabularies and quantised weights are padded, so they never come whole."""
+        when the first has come. Vocabularies and quantised weights are padded, so they never come whole. vLLM counts
+        buffers too, of which some are in no checkpoint."""
         if self.model_config.quantization is not None:
             return []
         unfinished: list[str] = []
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             is_padded = hasattr(layer, "num_embeddings_padded")
-            if info.can_load() and not is_padded and 0 < info.load_numel < info.load_numel_total:
+            unstored = sum(layer.get_buffer(each).numel() for each in info.kernel_non_persistent_buffers)
+            if info.can_load() and not is_padded and 0 < info.load_numel < info.load_numel_total - unstored:
                 unfinished.append(name)
         return unfinished
 
