@@ -72,6 +72,7 @@ def test_a_run_of_the_imported_file(tmp_path, capsys, name):
         "train_dataset.batch_size": 4, "gconfig.n_samples": 2, "gconfig.max_new_tokens": 6, "actor.dtype": "float32",
         "rollout.consumer_batch_size": 4, "actor.group_size": 2, "actor.reward_norm.group_size": 2,
         "native.context_length": 512, "native.dtype": "float32", "actor.gradient_checkpointing": "false",
+        "ref.path": tmp_path / "model", "ref.dtype": "float32", "actor.kl_ctl": 0.1,
     }  # fmt: skip
     words = [f"{key}={value}" for key, value in changes.items()]
     done = subprocess.run(
@@ -80,8 +81,11 @@ def test_a_run_of_the_imported_file(tmp_path, capsys, name):
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     folder = tmp_path / "runs" / f"{name}-grpo" / "trial0"
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == 3
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["step"] == 3
+    distances = [step["batch/ref_kl"] for step in steps if "batch/ref_kl" in step]
+    assert len(distances) == 3
+    assert distances[0] < 1e-9 < max(distances)  # the reference sees the images too
     report = audit(folder / "ledger")
     assert report.is_clean
     assert ImageFiles(folder / "images").unreachable(())
