@@ -76,7 +76,8 @@ def config_of(family: str, vocabulary: int, *, head_dim: int = 8) -> Any:
             tower = {**qwen_tower, "window_size": 56, "fullatt_block_indexes": [1]}
             return transformers.Qwen2_5_VLConfig(**qwen, vision_config=tower)
         case "qwen2_vl":
-            tower = {**qwen_tower, "embed_dim": 16, "hidden_size": 4 * head_dim, "mlp_ratio": 2}
+            # in_chans: transformers does not write it, the files of the released models have it
+            tower = {**qwen_tower, "embed_dim": 16, "hidden_size": 4 * head_dim, "mlp_ratio": 2, "in_chans": 3}
             return transformers.Qwen2VLConfig(**qwen, vision_config=tower)
         case "llava":
             return transformers.LlavaConfig(
