@@ -3,6 +3,7 @@
 import pytest
 
 from areal.api.config import GRPOConfig, PPOActorConfig, VisionConfig
+from areal.api.errors import InputError
 from areal.data.chat import encode_prompt
 from areal.data.images import ImageWriter, PromptImages
 from areal.data.tokenizer import tokenizer_of
@@ -47,4 +48,9 @@ def test_a_prompt_is_what_the_processor_writes(tmp_path, family):
     row = {"prompt": "a<image>b<image>", "images": row["images"]}
     assert list(encode_prompt(row, tokenizer, images=images).token_ids) == plain.encode(f"a{seen[0]}b{seen[1]}")
     row = {"messages": user(f"a{mark}{each}"), "images": []}
-    assert layout.image_token_id not in encode_prompt(row, tokenizer, images=images).token_ids
+    if "<image>" in mark + each:  # the token of the family is written like a place of an image
+        with pytest.raises(InputError) as caught:
+            encode_prompt(row, tokenizer, images=images)
+        assert caught.value.code == "data.image_tokens"
+    else:
+        assert layout.image_token_id not in encode_prompt(row, tokenizer, images=images).token_ids
