@@ -41,12 +41,7 @@ def capped_attention(
         mask = attn_mask if attn_mask is None or attn_mask.shape[-2] == 1 else attn_mask[..., start:end, :]
         own = sinks if sinks is None or sinks.shape[-2] == 1 else sinks[..., start:end, :]
         inputs = (query[:, :, start:end], key[:, :, :seen], value[:, :, :seen], mask, own)
-        options = (
-            start if is_causal else None,
-            query.shape[-1] ** -0.5 if scale is None else scale,
-            softcap,
-            dropout_p,
-        )
+        options = (start if is_causal else None, scale, softcap, dropout_p)
         if torch.is_grad_enabled():
             parts.append(checkpoint(_block, *inputs, *options, use_reentrant=False, preserve_rng_state=dropout_p > 0))
         else:
