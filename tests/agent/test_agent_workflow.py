@@ -23,6 +23,7 @@ from areal.observe.spans import span, tracing, track
 from areal.observe.trace import ChromeTracer, join_traces
 from areal.workflow import Conversation
 from areal.workflow.agent import AgentWorkflow
+from tests.agent.calculator_agents import Lookups
 from tests.agent.policies import ScriptedEngine, tool_tokenizer
 
 AGENTS = Path(__file__).parent / "calculator_agents.py"
@@ -341,13 +342,14 @@ async def test_a_stream_of_several_answers_takes_every_setting_to_the_policy(mak
 async def test_zeros_are_blamed_on_the_load_only_where_a_time_out_bites_under_it(
     make, caplog, rows_at_once, policy, is_blamed
 ) -> None:
-    """The agent's tool serves two sessions at the same time: beyond that its real time-out ends some of them."""
+    """The agent's tool serves two sessions at the same time: of many more, its time-out ends some."""
     answers = itertools.cycle(policy)
     engine, workflow = ScriptedEngine(lambda prompt: next(answers)), make("with_lookup", n_samples=2)
     zeros = []
     with caplog.at_level("WARNING", logger="areal"):
         for count in rows_at_once:
-            groups = await asyncio.gather(*(workflow.arun_episode(engine, dict(ROW)) for _ in range(count)))
+            row = ROW | {"lookups": Lookups(2 * count)}
+            groups = await asyncio.gather(*(workflow.arun_episode(engine, dict(row)) for _ in range(count)))
             zeros += [group.stats["zero_reward"] for group in groups]
     found = groups[-1].stats["zeros_by_load"]
     limit = next(rule.limit for rule in ALARM_RULES if rule.name == "zeros_by_load")
