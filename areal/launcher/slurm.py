@@ -113,7 +113,7 @@ def _dry_run_text(request: Launch, needs: Resources, script: str) -> str:
     config, folder = request.config, RunPaths.of(request.config).slurm
     others = components_of(config)[1:] if config.launcher.slurm.separate_jobs else []
     hours = gpu_hours([needs, *(component.needs for component in others)], config.launcher.slurm.time_limit)
-    most = "unknown without launcher.slurm.time_limit" if hours is None else f"at most {hours:g} in one turn"
+    most = "unknown without launcher.slurm.time_limit" if hours is None else f"at most {hours:g} until the time limit"
     texts = [component_script(config, one, folder=folder, main_job="JOB") for one in others]
     if request.as_json:
         return json.dumps({"max_gpu_hours": hours, "job_scripts": [script, *texts]}) + "\n"

@@ -72,7 +72,7 @@ class Follower:
         self._is_alone = is_alone
         self.phase = "pending"
         self._lines = FollowedLog(self._log)
-        self._turn: int | None = None
+        self._allocation: int | None = None
         """Restarts of the job when it was last seen running."""
         self._ended_s: float | None = None
         self._due_s = float("-inf")
@@ -127,12 +127,12 @@ class Follower:
             self._line.say(f"areal: error: job {self._job} can never start and was cancelled: {meaning.cause}")
             return 2
         if meaning.phase == "pending":
-            if self._turn is not None:
-                self._turn = None
+            if self._allocation is not None:
+                self._allocation = None
                 self._line.say(f"areal: job {self._job} is in the queue again (restart {facts.restarts})")
             self._show_status(f"job {self._job} is pending{f': {meaning.cause}' if meaning.cause else ''}")
-        elif meaning.phase == "running" and self._turn != facts.restarts:
-            self._turn = facts.restarts
+        elif meaning.phase == "running" and self._allocation != facts.restarts:
+            self._allocation = facts.restarts
             again = f", restart {facts.restarts}" if facts.restarts else ""
             self._line.say(f"areal: job {self._job} runs on {facts.nodes or 'its nodes'}{again}")
         elif meaning.phase == "ended":

@@ -68,7 +68,7 @@ class TimeLimit:
             return
         self.was_announced = True
         wanted, deadline_s = trained_steps(self._paths) or 1, time.monotonic() + self._save_limit_s
-        self._say("areal: the time of the job ends soon: the run saves after this step, and continues in a new turn")
+        self._say("areal: the time of the job ends soon: the run saves after this step, and goes back into the queue")
         self._paths.checkpoint_request.parent.mkdir(parents=True, exist_ok=True)
         self._paths.checkpoint_request.touch()
         while not has_saved(self._paths, wanted) and time.monotonic() < deadline_s:
@@ -84,7 +84,7 @@ class TimeLimit:
 
 
 def may_requeue(config: BaseExperimentConfig, *, has_progress: bool, restarts: int) -> bool:
-    """Whether the run recovers in a new turn, and this one made progress or few did not (`recover.retries`)."""
+    """Whether the run recovers in a new allocation, and this one made progress or few did not (`recover.retries`)."""
     return is_requeued(config) and (has_progress or restarts < config.recover.retries)
 
 
@@ -92,7 +92,7 @@ def run_inside(words: Sequence[str], usage: str, environ: Mapping[str, str]) -> 
     """Run the configuration on the nodes of this job. Returns the exit status; requeues the job where that helps."""
     slurm, job = SlurmClient(), _job_of(environ)
     restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
-    words = [word for word in words if word != "--overwrite" or not restarts]  # it is for the first turn of the job
+    words = [word for word in words if word != "--overwrite" or not restarts]  # for the first allocation only
     request = read_command_line(words, usage=usage, on_one_machine=False)
     config, paths = request.config, RunPaths.of(request.config)
     names = slurm.hostnames(environ["SLURM_JOB_NODELIST"])
@@ -106,7 +106,7 @@ def run_inside(words: Sequence[str], usage: str, environ: Mapping[str, str]) -> 
         say=_say,
     )
     first = newest_checkpoint(paths)
-    paths.summary.unlink(missing_ok=True)  # of an earlier turn: a launch that fails early writes none
+    paths.summary.unlink(missing_ok=True)  # of an earlier allocation: a launch that fails early writes none
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the nodes are closed if it comes before the start
     with limit.watched():
         try:
@@ -117,7 +117,7 @@ def run_inside(words: Sequence[str], usage: str, environ: Mapping[str, str]) -> 
     if not reason:
         return code
     if not may_requeue(config, has_progress=newest_checkpoint(paths) != first, restarts=restarts):
-        _say(f"{ERROR_PREFIX}{reason}, and the run made no progress in {restarts + 1} turns (recover.retries)")
+        _say(f"{ERROR_PREFIX}{reason}, and the run made no progress in {restarts + 1} allocations (recover.retries)")
         return 1
     _say(f"areal: {reason}: job {job} goes back into the queue")
     slurm.requeue(job)
@@ -142,7 +142,7 @@ def _cluster(
 
 
 def _requeue_reason(slurm: SlurmClient, job: str, limit: TimeLimit, code: int, paths: RunPaths) -> str:
-    """Why the run should continue in a new turn; empty when it should not."""
+    """Why the run should continue in a new allocation; empty when it should not."""
     if limit.was_announced:
         return "the time of the job ends"
     if code == 130 and (facts := slurm.look(job)) is not None and facts.is_preempted:

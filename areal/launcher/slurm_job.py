@@ -257,7 +257,7 @@ def foreign_variables(environ: Mapping[str, str]) -> set[str]:
 
 
 def gpu_hours(needs: Sequence[Resources], time_limit: str) -> float | None:
-    """GPU hours that jobs use at most in one turn; None without a time limit."""
+    """GPU hours that jobs use at most until their time limit; None without a time limit."""
     seconds = limit_s(time_limit)
     return None if seconds is None else sum(one.nodes * one.gpus for one in needs) * seconds / 3600
 

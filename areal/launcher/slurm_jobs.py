@@ -56,7 +56,7 @@ class JobsCluster:
     def machines(self) -> Sequence[Machine]:
         """Submit all jobs, wait until they run, and connect to their nodes. LaunchError when one cannot start."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        if (record := self._folder / "jobs.json").exists():  # of an earlier turn of this job, which was killed
+        if (record := self._folder / "jobs.json").exists():  # of an earlier allocation of this job, which was killed
             for job in json.loads(record.read_bytes()).values():
                 self._slurm.cancel(job)
         components = list(dict.fromkeys(self._components.values()))

@@ -56,7 +56,7 @@ _CAUSES = {
     "RECONFIG_FAIL": "its nodes could not be configured (RECONFIG_FAIL)",
     "REVOKED": "another cluster of the federation runs it (REVOKED)",
     "TIMEOUT": "it reached its time limit (TIMEOUT): raise launcher.slurm.time_limit, or set recover.mode=auto and a "
-    "larger launcher.slurm.signal_s, so that it saves and continues in a new turn",
+    "larger launcher.slurm.signal_s, so that it saves and continues in a new allocation",
 }
 _HELD = {
     "JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD",

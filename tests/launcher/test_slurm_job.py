@@ -1,4 +1,4 @@
-"""The script and the resources of a Slurm job, and its turns."""
+"""The script and the resources of a Slurm job, and its allocations."""
 
 import dataclasses
 import os
