@@ -251,7 +251,10 @@ class WeightUpdater:
 
     async def _prepare(self, members: list[Slot], update: WeightUpdate) -> tuple[list[Slot], list[ArealError]]:
         """The part of an update during which replicas generate. Returns those that are ready, and the errors of the
-        others, which keep their weights."""
+        others, which keep their weights. Nothing happens here for a collective with a replica that has no second copy:
+        it receives in the pause, and all members of a group receive at the same time."""
+        if update.kind == "collective" and any(s.replica and not s.replica.has_second_copy for s in members):
+            return members, []
 
         async def prepare(slot: Slot, rank: int) -> None:
             if slot.replica is None:

@@ -9,7 +9,10 @@ import pytest
 
 from areal.api.errors import ServerUnavailable, WeightSyncError
 from areal.fleet.fleet import Fleet
-from tests.fleet.fake_server import FleetKit, until
+from areal.fleet.replica import Replica
+from tests.fleet.fake_native import FakeNative
+from tests.fleet.fake_server import FakeServer, FleetKit, until
+from tests.fleet.fake_sglang import FakeSGLang
 from tests.fleet.test_fleet import a_request, assert_whole, collective, serving
 
 
@@ -296,6 +299,39 @@ async def test_a_hung_replica_in_a_group_does_not_delay_the_others(kit: FleetKit
     await until(lambda: lacking(fleet, 1) == ["server-0"])
     await fleet.update_weights(collective(1, fleet.live_replicas(1), "g2"))
     assert (await fleet.agenerate(a_request())).output_versions == [1] * 100
+
+
+class NativeOrSGLang(FakeNative):
+    """The client of server-1 is that of SGLang."""
+
+    @staticmethod
+    def client(name: str, address: str) -> Replica:
+        return (FakeSGLang if name == "server-1" else FakeNative).client(name, address)
+
+
+def receives_with(peers: asyncio.Barrier, server: FakeServer) -> None:
+    """A bucket arrives once every member of the group asks for it."""
+    receive = server.receive
+
+    async def with_peers() -> None:
+        await peers.wait()
+        await receive()
+
+    server.receive = with_peers  # type: ignore[method-assign]
+
+
+async def test_servers_with_and_without_a_second_copy_receive_a_collective_at_the_same_time(
+    native_kit: FleetKit,
+) -> None:
+    peers, servers = asyncio.Barrier(2), list[FakeServer]()
+    for index, native_kit.server_class in enumerate((FakeNative, FakeSGLang)):
+        servers.append(await native_kit.server(index))
+        receives_with(peers, servers[-1])
+    native_kit.server_class = NativeOrSGLang
+    fleet = await native_kit.fleet(2, weight_update_timeout_s=5.0)
+    await fleet.update_weights(collective(1, fleet.live_replicas(1), "g1"))
+    assert [(server.version, "pause" in server.acts()) for server in servers] == [(1, False), (1, True)]
+    assert [one["state"] for one in fleet.status()["replicas"]] == ["serving", "serving"]
 
 
 async def test_a_replica_that_is_checked_in_a_pause_stays_paused(kit: FleetKit) -> None:
