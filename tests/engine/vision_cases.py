@@ -43,7 +43,6 @@ assert KIND.keys() == FAMILIES.keys()
 SIDE = 28
 _TEXT: dict[str, Any] = {
     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "initializer_range": 0.1,
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
 _TOWER: dict[str, Any] = {
@@ -59,7 +58,10 @@ _QWEN_TOWER: dict[str, Any] = {
 def config_of(family: str, vocabulary: int, *, head_dim: int = 8) -> Any:
     """`head_dim`: of the text; vLLM serves 32 and more."""
     wide = {"head_dim": head_dim, "hidden_size": 4 * head_dim, "max_position_embeddings": 32 * head_dim}
-    text, towers = {**_TEXT, **wide, "vocab_size": vocabulary}, transformers
+    # The outputs of a layer have the same size at every width. Otherwise rounding errors grow with it: 9e-6 instead of
+    # 3e-6 in the log-probabilities at 32 dimensions.
+    scale = 0.1 * (8 / head_dim) ** 0.5
+    text, towers = {**_TEXT, **wide, "initializer_range": scale, "vocab_size": vocabulary}, transformers
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
     rope["mrope_section"] = [head_dim // 4, head_dim // 8, head_dim // 8]
     rope["mrope_interleaved"] = family == "qwen3_vl"  # transformers always does, vLLM and SGLang read it

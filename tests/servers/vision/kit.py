@@ -31,8 +31,8 @@ from areal.weights.disk import DiskChannel, HttpChannel
 from tests.engine.vision_cases import transformers_inputs
 from tests.servers.server_kit import FixedTrainer, largest_gap, tokens_made
 
-EXACT = 1e-5
-"""Largest distance of each implementation in float32 from float64."""
+EXACT = 5e-6
+"""Largest distance of each implementation in float32 from float64, so that two differ by 1e-5 at most."""
 SIZES = [(), ((56, 56),), ((28, 56), (56, 28)), ((56, 56), (28, 28), (28, 56))]
 """Of the images of a prompt: height, width."""
 NUM_TOKENS, ATTEMPTS = 600, 5
