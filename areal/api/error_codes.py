@@ -216,8 +216,8 @@ data.token_id: A train batch contains a token id outside the model's vocabulary.
     Check what the workflow returns, and that the tokenizer belongs to the model.
 data.too_few_rows: A dataset has fewer usable rows than one batch needs.
     Lower train_dataset.batch_size, or add data.
-data.too_long: A dataset row, or a sequence of a train batch, has more tokens than its limit.
-    Raise max_length or mb_spec.max_tokens_per_mb, shorten the texts, or choose another truncation.
+data.too_long: A dataset row, or a sequence of a train batch, has more tokens or patches than its limit.
+    Raise max_length or the limit of mb_spec that the message names, shorten the texts, or choose another truncation.
 data.too_many_images: A row, or the messages of a request to a session, have more images than vision.max_images.
     Raise vision.max_images, drop such rows with a map_fn, or have the agent send fewer images.
 data.uneven_units: mb_spec.granularity does not divide the number of sequences of a rank.

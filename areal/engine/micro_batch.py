@@ -45,23 +45,25 @@ def plan_micro_batches(
     `patches`: of the images of each sequence, for mb_spec.max_patches_per_mb.
     """
     granularity = spec.granularity
+    limit = spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, *_sums(lengths, granularity))
     if spec.max_patches_per_mb and any(patches):  # a patch counts as the tokens that fill a pass as far as it does
-        limit = spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, *lengths)
         each = [-(-number * limit // spec.max_patches_per_mb) for number in patches]
         lengths = [max(pair) for pair in zip(lengths, each, strict=True)]
-    units = [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)]
-    limit = spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, *units, 0)
+    longest = max(_sums(lengths, granularity))
     uneven = float(len(lengths) % granularity)
-    fits = max(units, default=0) <= limit
+    fits = longest <= limit
     parts: list[list[int]] = []
     if not uneven and fits:
         parts = split_by_tokens(lengths, limit, spec.n_mbs or 1, spec.n_mbs_divisor, granularity)
-    facts: list[float] = [len(parts), max(units, default=0), uneven]
-    num_parts, longest, uneven = reduce_max(torch.tensor(facts, dtype=torch.float64)).tolist()
+    facts: list[float] = [len(parts), longest, not fits, uneven]
+    num_parts, longest, exceeds, uneven = reduce_max(torch.tensor(facts, dtype=torch.float64)).tolist()
     if uneven:
         message = f"mb_spec.granularity={granularity} does not divide every rank's sequences: choose one that does"
         raise ConfigError(message, code="data.uneven_units")
-    if spec.max_tokens_per_mb is not None and longest > limit:
+    if exceeds:
+        if spec.max_tokens_per_mb is None:
+            message = f"mb_spec.max_patches_per_mb={spec.max_patches_per_mb} is below the patches of a sequence"
+            raise InputError(f"{message}: raise it, or lower vision.max_pixels", code="data.too_long")
         message = f"mb_spec.max_tokens_per_mb={limit} is below the {int(longest)} tokens of a sequence: raise it"
         if spec.max_patches_per_mb is not None:
             message += f", or mb_spec.max_patches_per_mb={spec.max_patches_per_mb} if it has images"
@@ -69,6 +71,11 @@ def plan_micro_batches(
     if len(parts) < num_parts:
         parts = split_by_tokens(lengths, limit, int(num_parts), spec.n_mbs_divisor, granularity)
     return parts
+
+
+def _sums(lengths: Sequence[int], granularity: int) -> list[int]:
+    """Of the sequences that stay in one micro-batch; [0] without sequences."""
+    return [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)] or [0]
 
 
 def checked_ids(

@@ -188,7 +188,7 @@ def test_attention_is_chosen_by_device_and_type():
 
 def test_a_rank_with_little_makes_as_many_micro_batches_as_the_others():
     def busy_elsewhere(facts):
-        return torch.maximum(facts, torch.tensor([5.0, 0.0, 0.0], dtype=torch.float64))
+        return torch.maximum(facts, torch.tensor([5.0, 0.0, 0.0, 0.0], dtype=torch.float64))
 
     plan = plan_micro_batches([3, 4], MicroBatchSpec(max_tokens_per_mb=10), busy_elsewhere)
     assert len(plan) == 5
@@ -198,10 +198,27 @@ def test_a_rank_with_little_makes_as_many_micro_batches_as_the_others():
 
 def test_a_sequence_too_long_elsewhere_raises_here_too():
     def long_elsewhere(facts):
-        return torch.maximum(facts, torch.tensor([0.0, 99.0, 0.0], dtype=torch.float64))
+        return torch.maximum(facts, torch.tensor([0.0, 99.0, 1.0, 0.0], dtype=torch.float64))
 
     with raises_code("data.too_long", "99 tokens"):
         plan_micro_batches([3], MicroBatchSpec(max_tokens_per_mb=10), long_elsewhere)
+
+
+def unchanged(facts):
+    return facts
+
+
+def test_patches_of_images_limit_a_micro_batch_too():
+    lengths, patches = [4, 4, 4, 4, 4], [16, 0, 16, 48, 0]
+    for tokens in (None, 24):
+        spec = MicroBatchSpec(max_tokens_per_mb=tokens, max_patches_per_mb=48)
+        plan = plan_micro_batches(lengths, spec, unchanged, patches)
+        assert sorted(i for part in plan for i in part) == [0, 1, 2, 3, 4]
+        assert len(plan) == 2
+        assert max(sum(patches[i] for i in part) for part in plan) == 48
+        assert len(plan_micro_batches(lengths, replace(spec, max_patches_per_mb=None), unchanged, patches)) == 1
+        with raises_code("data.too_long", "max_patches_per_mb=47"):
+            plan_micro_batches(lengths, replace(spec, max_patches_per_mb=47), unchanged, patches)
 
 
 def test_micro_batch_is_sorted_by_length_and_says_where_it_came_from(cases):
