@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from areal.engine.mesh import TrainerMesh
 
 NOT_CACHED = 2**26
 """Bytes that a processor core writes between two operations, so that no cache has what was there before."""
+REPEATS = 4
+"""Timings of an operation in a round; the mean is the estimate for each of its kind in a step."""
 
 
 class FreeMesh(TrainerMesh):
@@ -98,25 +99,35 @@ def exchanges(
 
 def seconds_of(exchange: Exchange, mesh: TrainerMesh, free: FreeMesh) -> float:
     """What a collective operation over all ranks, which begin together, and a copy of its result take longer than with
-    an operation of `free`: the difference of the medians. As in a step, no cache has what is exchanged, and the result
+    an operation of `free`: the difference of the means. As in a step, no cache has what is exchanged, and the result
     goes to memory that is allocated for it."""
     size = exchange.nbytes // 4
-    whole, part, other = torch.ones(size), torch.ones(size // mesh.world_size), torch.empty(NOT_CACHED // 4)
+    whole, part = torch.ones(size), torch.ones(size // mesh.world_size)
     actions: dict[str, Callable[[dist.ProcessGroup | None], Tensor]] = {
         "all_reduce": lambda group: _done(dist.all_reduce, whole.clone(), group=group),
         "all_gather": lambda group: _done(dist.all_gather_into_tensor, torch.empty_like(whole), part, group=group),
         "reduce_scatter": lambda group: _done(AddedParts(), torch.empty_like(part), whole, group=group),
         "all_to_all": lambda group: _done(dist.all_to_all_single, torch.empty_like(whole), whole, group=group),
     }
-    found: dict[dist.ProcessGroup | None, list[float]] = {None: [], free.group: []}
-    for _ in range(9):
-        for group, seconds in found.items():
-            other.fill_(1.0)
-            mesh.barrier()
-            began = time.perf_counter()
-            actions[exchange.kind](group).clone()
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(found[None]) - statistics.median(found[free.group])
+    action, seconds = actions[exchange.kind], 0.0
+    for _ in range(REPEATS):
+        seconds += _from_memory(lambda: action(None).clone(), mesh)
+        seconds -= _from_memory(lambda: action(free.group).clone(), mesh)
+    return seconds / REPEATS
+
+
+def seconds_of_meeting(mesh: TrainerMesh) -> float:
+    """Of ranks that come at the same time: the mean."""
+    return sum(_from_memory(mesh.barrier, mesh) for _ in range(REPEATS)) / REPEATS
+
+
+def _from_memory(action: Callable[[], object], mesh: TrainerMesh) -> float:
+    """Seconds of an action that all ranks begin together, with nothing in the caches."""
+    torch.empty(NOT_CACHED // 4).fill_(1.0)
+    mesh.barrier()
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
 
 
 def _done(operation: Callable[..., object], result: Tensor, *values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,8 +1,6 @@
 """Where the ranks of a mesh wait for each other in a train step, and for how long: terms of `train_step.py`."""
 
 import re
-import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -71,13 +69,3 @@ class _Meet(torch.autograd.Function):
         if ctx.mesh is not None:
             ctx.mesh.barrier()
         return upstream[0], None, None, None
-
-
-def seconds_of_meeting(mesh: TrainerMesh) -> float:
-    """Of ranks that come at the same time: the median."""
-    found: list[float] = []
-    for _ in range(200):
-        began = time.perf_counter()
-        mesh.barrier()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)

@@ -16,8 +16,12 @@ Predicted, `predicted_communication_s`, without the engine of the mesh:
 buffers of its size that no cache has, less the time of the same in the groups that exchange nothing. `wait_s` is what a
 step of one process with the tokens and the part of the model of a rank takes longer when the processes meet where the
 ranks of the mesh exchange, because one is the slower one in one layer and another in the next, less the cost of
-meeting. Ranks have the memory settings of the launcher. Seconds are medians over
-steps of the slowest rank; each of the four kinds of steps runs twice, after some that are not counted.
+meeting. Ranks have the memory settings of the launcher.
+
+The speed of a machine changes from one minute to the next by as much as communication costs. Hence a round takes each
+kind of step and each operation once, in turn in one order and in the opposite one; both sides of a comparison are
+differences within a round. Seconds are of the slowest rank, medians over rounds; `ratio_at_least` and `ratio_at_most`
+contain 90% of the ratios of rounds that are drawn again at random.
 
 Prints one line of JSON for each row; --help lists the options of each.
 """
@@ -30,16 +34,17 @@ import math
 import os
 import resource
 import secrets
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.api.allocation import AllocationMode, ModelAllocation
@@ -60,16 +65,15 @@ from areal.system.process import ProcessContext
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmark.communication import FreeMesh, exchanges, seconds_of
-from benchmark.meetings import meet, meetings, seconds_of_meeting
+from benchmark.communication import FreeMesh, exchanges, seconds_of, seconds_of_meeting
+from benchmark.meetings import meet, meetings
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192,
 }  # fmt: skip
-WARM_UP = 5
-"""Steps of an engine after which the heap has its size: until then page faults take up to 0.2 s of a step, and again
-when another engine has computed."""
+WARM_UP = 3
+"""Rounds of steps after which the heap has its size: until then page faults take up to 0.2 s of a step."""
 TINY = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": 128}
 
 
@@ -200,36 +204,55 @@ def _communication(folder: Path, case: Case, work: Work, mesh: TrainerMesh, engi
     part, meeting = (_engine(folder / "part", Case(), own, alone) for _ in range(2))
     assert isinstance(meeting, FSDPEngine)
     times = sum(meet(meeting._model, each, mesh, passes) for each in meetings(case.shard_size or share, dims))
-    engines: dict[str, tuple[TrainEngine, TrainerMesh, Work]] = {
-        "step": (engine, mesh, work),
-        "free_step": (_engine(folder, case, work, free), free, work),
-        "part": (part, alone, own),
-        "meeting": (meeting, alone, own),
-    }
-    batches = {name: _batch(one, its, work) for name, (one, its, work) in engines.items()}
-    found: dict[str, list[float]] = {name: [] for name in engines}
-    for name in [*engines, *engines]:  # twice, because the speed of a machine may change
-        one, _, its_work = engines[name]
-        for number in range(WARM_UP + work.steps):
-            mesh.barrier()
-            seconds = torch.tensor(_step(one, batches[name], its_work)["seconds"], dtype=torch.float64)
-            slowest = mesh.all_reduce(seconds, op="max").item()
-            if number >= WARM_UP:
-                found[name].append(slowest)
-    median = {name: statistics.median(seconds) for name, seconds in found.items()}
     fsdp = FSDPEngineConfig(**case.options.get("fsdp", {}), shard_size=case.shard_size)
     config, tokens = json.loads((folder / "config.json").read_text()), own.tokens // passes
     operations = exchanges(config, dims, fsdp, tokens=tokens, passes=passes)
-    waits = median["meeting"] - median["part"] - times * seconds_of_meeting(mesh)
-    exchange_s = sum(each.count * seconds_of(each, mesh, free) for each in operations)
+    found = _rounds(
+        {
+            "step": _steps(engine, mesh, work),
+            "free_step": _steps(_engine(folder, case, work, free), free, work),
+            "part": _steps(part, alone, own),
+            "meeting": _steps(meeting, alone, own),
+            "meetings": lambda: times * seconds_of_meeting(mesh),
+            "exchange": lambda: sum(each.count * seconds_of(each, mesh, free) for each in operations),
+        },
+        mesh,
+        work.steps,
+    )
+    communication = found["step"] - found["free_step"]
+    waits = found["meeting"] - found["part"] - found["meetings"]
+    predicted = waits + found["exchange"]
+    drawn = torch.randint(work.steps, (10_000, work.steps), generator=torch.Generator().manual_seed(0))
+    ratios = communication[drawn].quantile(0.5, 1) / predicted[drawn].quantile(0.5, 1)
+    terms = found | {"communication": communication, "wait": waits, "predicted_communication": predicted}
     return {
-        **{f"{name}_s": seconds for name, seconds in median.items()},
-        "communication_s": median["step"] - median["free_step"],
-        "wait_s": waits,
-        "exchange_s": exchange_s,
-        "predicted_communication_s": waits + exchange_s,
+        **{f"{name}_s": seconds.quantile(0.5).item() for name, seconds in terms.items()},
+        "communication_over_predicted": (communication.quantile(0.5) / predicted.quantile(0.5)).item(),
+        "ratio_at_least": ratios.quantile(0.05).item(),
+        "ratio_at_most": ratios.quantile(0.95).item(),
         "sent_mib": sum(each.count * each.sent for each in operations) / 2**20,
     }
+
+
+def _steps(engine: TrainEngine, mesh: TrainerMesh, work: Work) -> Callable[[], float]:
+    """A step of the engine, and its seconds."""
+    batch = _batch(engine, mesh, work)
+    return lambda: _step(engine, batch, work)["seconds"]
+
+
+def _rounds(timed: dict[str, Callable[[], float]], mesh: TrainerMesh, number: int) -> dict[str, Tensor]:
+    """Seconds [rounds] of the slowest rank. A round takes each once, in the order opposite to the round before."""
+    found: dict[str, list[float]] = {name: [] for name in timed}
+    order = list(timed)
+    for done in range(-WARM_UP, number):
+        for name in order:
+            mesh.barrier()
+            seconds = torch.tensor(timed[name](), dtype=torch.float64)
+            slowest = mesh.all_reduce(seconds, op="max").item()
+            if done >= 0:
+                found[name].append(slowest)
+        order.reverse()
+    return {name: torch.tensor(seconds, dtype=torch.float64) for name, seconds in found.items()}
 
 
 def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, steps: int) -> dict[str, float]:
@@ -283,8 +306,6 @@ def main() -> None:
     for name in args.only.split(","):
         found = run_case(name, shape, args.tokens, args.sequences, args.steps)
         row: dict[str, Any] = {"case": name, "tokens_per_s": args.tokens / found["seconds"], **found}
-        if "communication_s" in found:
-            row["communication_over_predicted"] = found["communication_s"] / found["predicted_communication_s"]
         print(
             json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}),
             flush=True,
