@@ -63,6 +63,9 @@ class TrainBatch:
     advantages: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
+    filtered: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
+    """[S] bool: filters left no token of the sequence in the policy loss, so its update does not compute it; None: of
+    no sequence."""
     behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of the loss
     ratio_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `in_ratio`
     chosen_tokens: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, selected by a policy loss

@@ -111,16 +111,16 @@ class PPOActor:
         return bool(self._engine.all_reduce(has_sessions, "max").item())
 
     def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add the proximal log-probabilities of all minibatches but the first."""
-        batch = replace(batch, shares_first_pass=True)
-        if self._config.ppo_n_minibatches == 1:
-            self._first_pass = FirstPass(self._config, list(range(batch.num_sequences)))
-            return batch
-        first, *others = Passes(num_minibatches=self._config.ppo_n_minibatches).rows(batch, epoch=0)
+        """Add the proximal log-probabilities of all sequences but those of the first minibatch."""
+        batch, in_loss = replace(batch, shares_first_pass=True), sequences_in_loss(batch)
+        cut = Passes(num_minibatches=self._config.ppo_n_minibatches).rows(take(batch, in_loss), epoch=0)
+        first = [in_loss[row] for row in cut[0]]
         self._first_pass = FirstPass(self._config, first)
-        rows = sorted(row for part in others for row in part)
-        logprobs = required(self._engine.forward(take(batch, rows)).logprobs, "logprobs")
-        return replace(batch, prox_logprobs=without_first(logprobs, batch, rows))
+        others = sorted(set(range(batch.num_sequences)).difference(first))
+        if self._config.ppo_n_minibatches == 1 and batch.filtered is None:  # on all ranks: the pass is a collective
+            return batch
+        logprobs = required(self._engine.forward(take(batch, others)).logprobs, "logprobs")
+        return replace(batch, prox_logprobs=without_first(logprobs, batch, others))
 
     def with_first_pass(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """After `update`: add the proximal log-probabilities that the first minibatch made, and the metrics of
@@ -180,10 +180,11 @@ class PPOActor:
     def update(self, batch: TrainBatch, *, step: int = 0) -> Metrics:
         """`ppo_epochs` times `ppo_n_minibatches` optimiser steps on this batch in train step `step`; a collective.
 
-        Metrics of this rank's tokens.
+        Sequences that filters removed are not computed. Metrics of this rank's tokens.
         """
         batch = with_chosen_tokens(batch, self._config, reduce=self._engine.all_reduce)
         config, rule = self._config, self._rule(self._first_pass if batch.shares_first_pass else None)
+        in_loss = take(batch, sequences_in_loss(batch))
         passes = Passes(
             num_minibatches=config.ppo_n_minibatches,
             num_epochs=config.ppo_epochs if step >= self._frozen_steps else 0,
@@ -191,7 +192,7 @@ class PPOActor:
             step=step,
         )
         with updating("actor", step):
-            metrics = train_on_minibatches(self._engine, batch, passes, rule, target_kl=config.target_kl)
+            metrics = train_on_minibatches(self._engine, in_loss, passes, rule, target_kl=config.target_kl)
         metrics |= penalty_metrics(batch, config, self._max_new_tokens)
         if batch.ref_logprobs is not None:
             metrics["kl_coef"] = Metric(self._kl_coef)
@@ -222,6 +223,13 @@ class PPOActor:
             raise InputError(
                 f"{message}; check rewards, models and, for remax, greedy answers", code="algorithm.not_finite"
             )
+
+
+def sequences_in_loss(batch: TrainBatch) -> list[int]:
+    """The sequences that filters did not remove, in order."""
+    if batch.filtered is None:
+        return list(range(batch.num_sequences))
+    return (~batch.filtered).nonzero().flatten().tolist()  # pyright: ignore[reportUnknownMemberType]
 
 
 def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> TrainBatch:

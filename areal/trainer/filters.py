@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from areal.algorithm.aggregate import trained_counts
 from areal.algorithm.baselines import mixed_group
 from areal.algorithm.shared_prefix import contested_prefixes
 from areal.api.batch import TrainBatch
@@ -46,4 +47,5 @@ def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch,
         metrics[f"filter/{name}_sequences"] = Metric(float(torch.unique(index[removed]).numel()), 1.0, "sum")
         kept = kept & ~tokens
     metrics["filter/kept_tokens"] = Metric(float(kept.sum()), 1.0, "sum")
-    return replace(batch, policy_mask=kept), metrics
+    filtered = trained_counts(kept, index, batch.num_sequences) == 0
+    return replace(batch, policy_mask=kept, filtered=filtered), metrics

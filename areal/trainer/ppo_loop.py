@@ -99,6 +99,8 @@ class PPOLoop:
                 batch = to_train_batch(share)
             with phase("scores"):
                 batch, scored = reward_model.with_scores(batch) if reward_model else (batch, {})
+            with phase("filters"):
+                batch, filtered = actor.with_filters(batch)
             with phase("prox_logprobs"):
                 batch = actor.with_prox_logprobs(batch)
             with phase("ref_logprobs"):
@@ -107,8 +109,6 @@ class PPOLoop:
                 batch = teacher.with_teacher_logprobs(batch) if teacher else batch
             with phase("values"):
                 batch = critic.with_values(batch) if critic else batch
-            with phase("filters"):
-                batch, filtered = actor.with_filters(batch)
             with phase("correction"):
                 batch, mismatch = actor.with_correction(batch)
             with phase("advantages"):

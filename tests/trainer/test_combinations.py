@@ -168,11 +168,11 @@ def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int, sh
         for step in range(2):
             whole = batch_of(toolbox, step)
             mine = [i for i, group_id in enumerate(whole.group_ids.tolist()) if group_id in shares[rank]]
-            batch = actor.with_prox_logprobs(toolbox.select(whole, mine))
+            batch, filtered = actor.with_filters(toolbox.select(whole, mine))
+            batch = actor.with_prox_logprobs(batch)
             batch = reference.with_ref_logprobs(batch) if reference else batch
             batch = teacher.with_teacher_logprobs(batch) if teacher else batch
             batch = values.with_values(batch) if values else batch
-            batch, filtered = actor.with_filters(batch)
             batch, mismatch = actor.with_correction(batch)
             batch = actor.with_advantages(batch)
             batch, taught = teacher.with_advantages(batch) if teacher else (batch, {})

@@ -102,12 +102,11 @@ def train(toolbox, config, cut: str, **of_batch):
     reference = None
     if config.ref and uses_reference(config.actor):
         reference = Reference(prefix_engine(toolbox, shift=0.2), config.actor)
-    batch = actor.with_prox_logprobs(batch)
+    batch = actor.with_prox_logprobs(actor.with_filters(batch)[0])
     batch = reference.with_ref_logprobs(batch) if reference else batch
     teacher = Teacher(prefix_engine(toolbox, shift=-0.3), config.teacher) if config.teacher else None
     batch = teacher.with_teacher_logprobs(batch) if teacher else batch
     batch = values.with_values(batch) if values else batch
-    batch, _ = actor.with_filters(batch)
     batch, mismatch = actor.with_correction(batch)
     batch = actor.with_advantages(batch)
     batch, taught = teacher.with_advantages(batch) if teacher else (batch, {})

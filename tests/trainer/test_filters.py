@@ -5,12 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from areal.api.config import PPOActorConfig
+from areal.api.config import NormConfig, PPOActorConfig
+from areal.trainer.actor import PPOActor
 from areal.trainer.filters import with_filters
 
 
 def config(**options):
     return PPOActorConfig(path="table", **options)
+
+
+GROUP_MEAN = NormConfig(mean_level="group", std_level=None)
 
 
 def values(metrics):
@@ -86,3 +90,35 @@ def test_an_empty_share_reports_the_same_names(toolbox, batch):
     assert result.trained.tolist() == []
     assert metrics.keys() == with_filters(batch, options)[1].keys()
     assert set(values(metrics).values()) == {0}
+
+
+@pytest.mark.parametrize("shares_first_pass", [False, True])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_an_update_computes_the_answers_that_are_left(toolbox, batch, num_minibatches, shares_first_pass):
+    """With the gradient that it has when it computes all, of which the others have weight 0."""
+    options = {"ppo_n_minibatches": num_minibatches, "use_decoupled_loss": True, "reward_norm": GROUP_MEAN}
+    engines = []
+    for is_removed in (True, False):
+        engine = toolbox.TableEngine()
+        actor = PPOActor(engine, config(dynamic_sampling=True, **options), shares_first_pass=shares_first_pass)
+        filtered, _ = actor.with_filters(batch)
+        assert filtered.filtered.tolist() == [False, True, True, False, True]
+        if not is_removed:
+            filtered = replace(filtered, filtered=None)
+        actor.update(actor.with_advantages(actor.with_correction(actor.with_prox_logprobs(filtered))[0]))
+        engines.append(engine)
+    computed, everything = ([mini.num_sequences for mini in engine.minibatches] for engine in engines)
+    assert sum(computed) == 2
+    if num_minibatches == 1:  # several minibatches are cut differently
+        assert everything == [5]
+        assert torch.equal(engines[0].table, engines[1].table)
+
+
+def test_an_update_of_removed_answers_alone_is_skipped(toolbox):
+    batch = toolbox.make_batch([[1, 2], [1, 3]], rewards=[1.0, 1.0], group_ids=[4, 4])
+    engine = toolbox.TableEngine()
+    actor = PPOActor(engine, config(dynamic_sampling=True))
+    before = engine.table.clone()
+    metrics = actor.update(actor.with_advantages(actor.with_filters(batch)[0]))
+    assert metrics["actor/update_skipped"].value == 1.0
+    assert torch.equal(engine.table, before)

@@ -67,7 +67,7 @@ def test_the_policys_engine_gives_what_the_bonus_needs(built):
     assert built(config_of(entropy_coef=0.1, entropy_clamp=0.25))[1]["actor"].outputs.entropy_clamp == 0.25
 
 
-def test_the_loop_tells_every_role_its_step_and_filters_before_it_corrects(toolbox):
+def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolbox):
     told = []
 
     def passing(name, result):
@@ -110,6 +110,6 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_corrects(toolb
     with pytest.MonkeyPatch.context() as patch, clock.active():
         patch.setattr(ppo_loop, "to_train_batch", lambda given: batch)
         loop.run()
-    names = ["prox", "values", "filters", "correction", "advantages", "resampling", "actor", "critic", "first pass"]
+    names = ["filters", "prox", "values", "correction", "advantages", "resampling", "actor", "critic", "first pass"]
     assert [name for name, _ in told] == names * 2
     assert [step for name, step in told if name in ("actor", "critic")] == [7, 7, 8, 8]
