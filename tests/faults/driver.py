@@ -22,6 +22,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from areal.launcher.preflight import newest_checkpoint, step_of
+from areal.system.run_paths import RunPaths
+
 ROOT = Path(__file__).resolve().parents[2]
 STATUS_TIMEOUT_S = 0.5
 _SCAN_S = 0.2
@@ -67,6 +70,12 @@ class Run:
         if time.monotonic() > self.deadline:
             raise RunBroken("the time limit of the whole test is over")
         return None if self.launcher is None else self.launcher.poll()
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Train steps that a recovery continues from; 0 without a complete checkpoint."""
+        newest = newest_checkpoint(RunPaths(self.folder))
+        return step_of(newest) if newest else 0
 
     def pids(self, *, fresh: bool = False) -> dict[str, int]:
         """Process name -> pid of the launcher and its children, looked at a few times a second unless `fresh`."""

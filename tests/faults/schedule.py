@@ -32,11 +32,13 @@ class Moment:
     """When a fault strikes: a condition on what can be seen of the run, and a pause after it."""
 
     kind: MomentKind
-    """training: `steps` more steps were trained. publishing, checkpointing, evaluating: that is going on.
+    """training: `steps` more steps were trained; with `loses_steps`, the last one is in no checkpoint.
+    publishing, checkpointing, evaluating: that is going on.
     catching_up: steps are trained again after a recovery. restarting: what the fault before killed has been started
     again and is not ready yet. soon: straight after the fault before."""
     steps: int = 0
     delay_s: float = 0.0
+    loses_steps: bool = False
 
     @property
     def limit_s(self) -> float:
@@ -44,7 +46,7 @@ class Moment:
         return _LIMITS_S[self.kind]
 
     def __str__(self) -> str:
-        more = f" +{self.steps} steps" if self.steps else ""
+        more = (f" +{self.steps} steps" if self.steps else "") + (" past a checkpoint" if self.loses_steps else "")
         return f"{self.kind}{more}" + (f" +{self.delay_s:.2f} s" if self.delay_s else "")
 
 
@@ -115,9 +117,9 @@ def _recipes(rng: random.Random, hang_s: float) -> list[list[Fault]]:
     ]
     again = rng.choice(TRAINERS)
     chains = [
-        [_blow(rng, "training", trainer), _chained(rng, "catching_up", "controller")],
-        [_blow(rng, "training", again), _chained(rng, "catching_up", rng.choice(SERVERS))],
-        [_blow(rng, "training", "launcher"), _chained(rng, "catching_up", again)],
+        [_losing_blow(rng, trainer), _chained(rng, "catching_up", "controller")],
+        [_losing_blow(rng, again), _chained(rng, "catching_up", rng.choice(SERVERS))],
+        [_losing_blow(rng, "launcher"), _chained(rng, "catching_up", again)],
         [_blow(rng, "training", server), _chained(rng, "restarting", server)],
         [_blow(rng, "training", "controller"), _chained(rng, "restarting", "controller")],
         [_blow(rng, "training", again), _chained(rng, "restarting", again), _chained(rng, "soon", "launcher")],
@@ -129,6 +131,12 @@ def _blow(rng: random.Random, kind: MomentKind, *targets: str, action: Action = 
     # Both the step and the time within it are drawn, so that every phase of a step is hit in the long run.
     steps, delay_s = (1 + rng.randrange(2), rng.uniform(0.0, 0.6)) if kind == "training" else (0, 0.0)
     return Fault(moment=Moment(kind=kind, steps=steps, delay_s=delay_s), action=action, targets=targets)
+
+
+def _losing_blow(rng: random.Random, target: str) -> Fault:
+    """A kill after which steps are trained again: at a checkpoint there would be none."""
+    fault = _blow(rng, "training", target)
+    return replace(fault, moment=replace(fault.moment, delay_s=0.0, loses_steps=True))
 
 
 def _chained(rng: random.Random, kind: MomentKind, *targets: str) -> Fault:

@@ -116,7 +116,8 @@ class Striker:
         match moment.kind:
             case "training":
                 self._look()
-                return self.run.highest_step >= start + moment.steps
+                is_due = self.run.highest_step >= start + moment.steps
+                return is_due and not (moment.loses_steps and self.run.checkpoint_step >= self.run.highest_step)
             case "publishing":
                 if next((folder / "weights").glob(".writing-*"), None) is not None:
                     return True

@@ -11,6 +11,8 @@ from areal.api.data import Trajectory, TrajectoryGroup
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import encode_episode
+from areal.system.durable import seal_folder
+from tests.faults.driver import Run
 from tests.faults.ledger_proof import (
     check_episodes,
     check_metrics,
@@ -22,7 +24,8 @@ from tests.faults.ledger_proof import (
     raw_events,
     seconds_to_training,
 )
-from tests.faults.schedule import EVERYTHING, make_schedule, with_node_losses
+from tests.faults.schedule import EVERYTHING, Fault, Moment, make_schedule, with_node_losses
+from tests.faults.striker import Striker
 
 
 def test_the_schedule_is_a_function_of_the_seed():
@@ -62,6 +65,43 @@ def test_a_short_schedule_contains_stops_and_sigterm(seed, mode):
     actions = [fault.action.partition("_")[0] for fault in make_schedule(seed, 12, hang_s=6.0, mode=mode)]
     assert actions.count("stop") >= 2
     assert actions.count("terminate") >= 1
+
+
+def test_steps_are_trained_again_after_the_fault_before_a_catching_up():
+    faults = make_schedule(3, 200, hang_s=6.0)
+    before = [faults[i - 1].moment for i, fault in enumerate(faults) if fault.moment.kind == "catching_up"]
+    assert len(before) >= 9
+    assert {(moment.kind, moment.loses_steps, moment.delay_s) for moment in before} == {("training", True, 0.0)}
+
+
+class Training(Run):
+    """A run with a checkpoint of each third step; each look sees one more step, and a kill ends it."""
+
+    exit_code = None
+
+    def status(self):
+        self.highest_step += 1
+        if self.highest_step % 3 == 0:
+            checkpoint = self.folder / "recover" / f"step-{self.highest_step:06}"
+            checkpoint.mkdir(parents=True)
+            seal_folder(checkpoint)
+        return {"step": self.highest_step}
+
+    def all_ready(self, names):
+        return True
+
+    def kill(self, names):
+        self.exit_code = 0
+        return dict.fromkeys(names, 1)
+
+
+@pytest.mark.parametrize(("loses_steps", "struck_at"), [(False, 3), (True, 4)])
+def test_a_fault_that_loses_steps_waits_for_a_step_without_checkpoint(tmp_path, loses_steps, struck_at):
+    run = Training(arguments=(), folder=tmp_path, log_path=tmp_path / "log")
+    striker = Striker(run=run, hang_s=1.0, say=lambda text: None)
+    moment = Moment(kind="training", steps=2, loses_steps=loses_steps)
+    assert striker.run_to_the_end([Fault(moment=moment, action="kill", targets=("trainer-0",))]) == []
+    assert [(blow.step, blow.was_moment) for blow in striker.blows] == [(struck_at, True)]
 
 
 def test_each_mode_has_its_own_schedule():
