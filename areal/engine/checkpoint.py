@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from secrets import randbits
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +15,7 @@ from areal.api.engine import WeightSource
 from areal.api.errors import InputError
 from areal.engine.adapter_format import PeftAdapter
 from areal.engine.mesh import TrainerMesh
-from areal.system.durable import publish_folder, writing_folder
+from areal.system.durable import publish_folder, remove_unfinished, writing_folder
 from areal.weights.weight_files import plan_files, write_index, write_own_files
 
 _COPIED = (
@@ -91,17 +92,17 @@ def write_folder(
 
     An error of one is raised on all.
     """
-    temporary = writing_folder(final)
+    if mesh.rank == 0:
+        remove_unfinished(final)
+    number = torch.tensor([float(randbits(48) if mesh.rank == 0 else 0)], dtype=torch.float64)
+    temporary = writing_folder(final, f"{int(mesh.all_reduce(number, 'max').item()):x}")
 
     def publish() -> None:
         finish(temporary)
         publish_folder(temporary, final)
 
-    def prepare() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    _raise_together(final, mesh, _attempt(prepare) if mesh.rank == 0 else None)
+    # Each rank makes the folder: another machine may not see yet that rank 0 has made its parents.
+    _raise_together(final, mesh, _attempt(lambda: temporary.mkdir(parents=True, exist_ok=True)))
     _raise_together(final, mesh, _attempt(lambda: write(temporary)))
     _raise_together(final, mesh, _attempt(publish) if mesh.rank == 0 else None)
 
@@ -118,6 +119,6 @@ def _raise_together(final: Path, mesh: TrainerMesh, error: Exception | None) -> 
     failed = mesh.all_reduce(torch.tensor([float(error is not None)], dtype=torch.float64), "max")
     if failed.item():
         if mesh.rank == 0:
-            shutil.rmtree(writing_folder(final), ignore_errors=True)
+            remove_unfinished(final)
         reason = str(error) if error is not None else "another trainer rank failed"
         raise InputError(f"{final} cannot be written: {reason}", code="checkpoint.not_written") from error

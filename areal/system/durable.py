@@ -9,6 +9,7 @@ import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -161,9 +162,20 @@ def finish_interrupted_writes(parent: Path) -> None:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def writing_folder(final: Path) -> Path:
-    """The folder to fill before `publish_folder` makes it `final`."""
-    return _hidden(final, _WRITING)
+def writing_folder(final: Path, attempt: str = "") -> Path:
+    """The folder to fill before `publish_folder` makes it `final`.
+
+    Machines that fill it together choose a new `attempt` each time: for some time an NFS client takes a known name for
+    what it was before, such as the folder that was renamed.
+    """
+    return _hidden(final, f".{attempt}{_WRITING}" if attempt else _WRITING)
+
+
+def remove_unfinished(final: Path) -> None:
+    """Delete what earlier attempts to write `final` left."""
+    for hidden in final.parent.glob(f".{escape(final.name)}.*"):
+        if hidden.suffix == _WRITING:
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _hidden(folder: Path, ending: str) -> Path:

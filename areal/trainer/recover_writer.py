@@ -1,5 +1,6 @@
 """Writing a recovery checkpoint, which counts only when it is complete, on disk, verified and renamed."""
 
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from areal.api.errors import InputError
 from areal.system.durable import damage_of, install_folder, seal_folder, write_atomic
 
 NEXT = "next"
-"""Folder in which a checkpoint is written before it is renamed to its step."""
+"""Folder in which a checkpoint is written before it is renamed to its step. Each attempt has a new folder there: for
+some time an NFS client takes a known name for what it was before, such as the checkpoint that was renamed."""
 STATE = "state.json"
 _SUMS = "checksums"
 """Folder with what each rank wrote: {path: CRC-32}, computed from memory."""
@@ -52,7 +54,14 @@ class Agreement:
 
     def count(self, flag: bool) -> int:
         """The number of ranks where `flag` is set. A barrier too."""
-        return int(self.ranks.all_reduce(torch.tensor([float(flag)], dtype=torch.float64)).item())
+        return self._sum(int(flag))
+
+    def number(self, own: int) -> int:
+        """Rank 0's number, below 2**53. A barrier too."""
+        return self._sum(own if self.ranks.rank == 0 else 0)
+
+    def _sum(self, own: int) -> int:
+        return int(self.ranks.all_reduce(torch.tensor([float(own)], dtype=torch.float64)).item())
 
 
 def write_checkpoint(folder: Path, staged: StagedCheckpoint, ranks: Ranks) -> Path:
@@ -60,24 +69,18 @@ def write_checkpoint(folder: Path, staged: StagedCheckpoint, ranks: Ranks) -> Pa
 
     Raises InputError on every rank when that fails; other checkpoints in `folder` are then unchanged.
     """
-    writing, final, agreed = folder / NEXT, folder / f"step-{staged.step:06d}", Agreement(ranks)
-
-    def prepare() -> None:
-        if writing.exists():
-            shutil.rmtree(writing)
-        for name in (*staged.engines, "rng", _SUMS):
-            (writing / name).mkdir(parents=True)
-
+    final, agreed = folder / f"step-{staged.step:06d}", Agreement(ranks)
+    if ranks.rank == 0:
+        shutil.rmtree(folder / NEXT, ignore_errors=True)
+    writing = folder / NEXT / f"{agreed.number(secrets.randbits(48)):x}"
     try:
-        agreed.together("started", prepare, rank0_only=True)
         agreed.together("written", lambda: _write_own(writing, staged, ranks.rank))
         agreed.together("written", lambda: _seal(writing, staged.facts), rank0_only=True)
         agreed.together("verified", lambda: _verify(writing, ranks))
         agreed.together("renamed", lambda: install_folder(writing, final), rank0_only=True)
-    except InputError:
+    finally:
         if ranks.rank == 0:
-            shutil.rmtree(writing, ignore_errors=True)
-        raise
+            shutil.rmtree(folder / NEXT, ignore_errors=True)
     return final
 
 
@@ -87,6 +90,8 @@ def rng_file(rank: int) -> str:
 
 
 def _write_own(writing: Path, staged: StagedCheckpoint, rank: int) -> None:
+    for name in (*staged.engines, "rng", _SUMS):  # on each rank: another machine may not see these folders yet
+        (writing / name).mkdir(parents=True, exist_ok=True)
     sums = {
         f"{role}/{name}": value
         for role, state in staged.engines.items()

@@ -55,8 +55,20 @@ def test_the_folder_behaves_as_that_of_an_nfs_client(make_nodes, tmp_path):
     assert "Stale file handle" in stale.communicate("\n")[1]
 
 
+LOOKS = """
+import os, sys, time
+while True:
+    for name in ("recover", "recover/next", "checkpoints", "checkpoints/actor", "weights"):
+        os.path.exists(f"{sys.argv[1]}/{name}")
+    time.sleep(0.1)
+"""
+
+
 def test_a_run_loses_nothing_in_a_folder_of_an_nfs_server(make_nodes, can_have_ssh, data, tmp_path):
-    """Ledger, checkpoints, weights, payloads, names and logs; a trainer, a server and the controller are killed."""
+    """Ledger, checkpoints, weights, payloads, names and logs; a trainer, a server and the controller are killed.
+
+    Each node remembers that folders do not exist which another node makes a moment later.
+    """
     nodes = make_nodes(2)
     cluster = Cluster(nodes, "ssh", tmp_path / "ssh")
     config = write_config(tmp_path, data)
@@ -64,7 +76,10 @@ def test_a_run_loses_nothing_in_a_folder_of_an_nfs_server(make_nodes, can_have_s
     shared.mkdir(exist_ok=True)
     for node in nodes:
         mounts(node, shared)
-    run = cluster_run(cluster, tmp_path, config, "cluster.node_silence_s=10", "total_train_steps=8")
+    options = ("cluster.node_silence_s=10", "total_train_steps=8", "saver.freq_steps=4")
+    run = cluster_run(cluster, tmp_path, config, *options)
+    for node in nodes:
+        node.popen([sys.executable, "-S", "-c", LOOKS, str(run.folder)], cwd="/", stdin=subprocess.DEVNULL)
     try:
         run.start()
         run.wait_for_step(2)
@@ -74,4 +89,8 @@ def test_a_run_loses_nothing_in_a_folder_of_an_nfs_server(make_nodes, can_have_s
         run.prove(data)
     finally:
         run.abandon()
+    assert [path.name for path in sorted((run.folder / "checkpoints" / "actor").iterdir())] == [
+        "step-000004",
+        "step-000008",
+    ]
     assert not [path for path in shared.rglob(".*") if path.suffix in (".tmp", ".writing", ".old", ".removed")]

@@ -16,6 +16,7 @@ from areal.system.durable import (
     is_complete,
     publish_folder,
     remove_folder,
+    remove_unfinished,
     seal_folder,
     write_atomic,
     writing_folder,
@@ -229,3 +230,13 @@ def test_a_rename_that_failed_is_an_error(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert (tmp_path / "v1" / "model.bin").read_bytes() == b"old"
     assert not (tmp_path / "file").exists()
+
+
+def test_attempts_of_one_folder_have_different_names_and_are_removed_together(tmp_path):
+    final, other = tmp_path / "step-1", writing_folder(tmp_path / "step-10", "a")
+    attempts = [writing_folder(final), writing_folder(final, "a"), writing_folder(final, "b")]
+    assert len(set(attempts)) == 3
+    for folder in (final, other, *attempts):
+        _filled(folder, b"x")
+    remove_unfinished(final)
+    assert sorted(tmp_path.iterdir()) == sorted((final, other))

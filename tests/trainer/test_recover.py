@@ -127,7 +127,7 @@ def test_each_rank_has_its_own_random_numbers_and_proves_its_part(toolbox, tmp_p
     asked = []
 
     def damage_of(folder, *, part, parts):
-        asked.append((folder.name, part, parts))
+        asked.append((folder.relative_to(tmp_path).parts[0], part, parts))
         return ""
 
     monkeypatch.setattr("areal.trainer.recover.damage_of", damage_of)
@@ -143,6 +143,16 @@ def test_each_rank_has_its_own_random_numbers_and_proves_its_part(toolbox, tmp_p
     assert group.run(rank_run) == [tmp_path / "step-000001"] * 2
     assert names(tmp_path / "step-000001" / "rng") == ["rank-00000.json", "rank-00001.json"]
     assert sorted(asked) == [("next", 0, 2), ("next", 1, 2), ("step-000001", 0, 2), ("step-000001", 1, 2)]
+
+
+def test_each_attempt_is_written_in_a_folder_with_a_new_name(make_store, tmp_path, monkeypatch):
+    folders = []
+    monkeypatch.setattr("areal.trainer.recover_writer.damage_of", lambda folder, **part: folders.append(folder) or "")
+    store = make_store(tmp_path)
+    for _ in range(2):
+        store.save(point(1))
+    assert len(set(folders)) == 2
+    assert names(tmp_path) == ["step-000001"]
 
 
 def test_the_previous_checkpoint_stays_and_older_ones_go(make_store, tmp_path):

@@ -6,6 +6,7 @@ process.
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -19,11 +20,11 @@ def stage_of(event: str, arguments: tuple) -> str:
     if not paths or "/recover/" not in paths[0]:
         return ""
     first, last = paths[0], paths[-1]
-    if event == "os.mkdir" and first.endswith("/next/rng"):
+    if event == "os.mkdir" and re.search("/next/[^/]+/rng$", first):
         return "copied"
     if event == "open" and "/next/" in first:
-        return "writes" if first.endswith(".safetensors") else "wrote" if "/next/rng/" in first else ""
-    if event == "os.rename" and first.endswith("/next"):
+        return "writes" if first.endswith(".safetensors") else "wrote" if re.search("/next/[^/]+/rng/", first) else ""
+    if event == "os.rename" and re.search("/next/[^/]+$", first):
         return "sealed"
     return "renamed" if event == "os.rename" and last.endswith(".removed") else ""
 
