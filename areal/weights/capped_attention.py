@@ -33,7 +33,7 @@ def capped_attention(
     length, num_keys = query.shape[2], key.shape[2]
     limit = max_scores or (MAX_SCORES_CPU if query.device.type == "cpu" else MAX_SCORES)
     step = max(limit // (query.shape[0] * query.shape[1] * num_keys), 1)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     parts: list[Tensor] = []
     for start in range(0, length, step):
         end = min(start + step, length)
@@ -41,7 +41,7 @@ def capped_attention(
         mask = attn_mask if attn_mask is None or attn_mask.shape[-2] == 1 else attn_mask[..., start:end, :]
         own = sinks if sinks is None or sinks.shape[-2] == 1 else sinks[..., start:end, :]
         inputs = (query[:, :, start:end], key[:, :, :seen], value[:, :, :seen], mask, own)
-        options = (start if is_causal else None, scale, softcap, dropout_p)
+        options = (start if is_causal else None, factor, softcap, dropout_p)
         if torch.is_grad_enabled():
             parts.append(checkpoint(_block, *inputs, *options, use_reentrant=False, preserve_rng_state=dropout_p > 0))
         else:
