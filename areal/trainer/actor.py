@@ -113,7 +113,7 @@ class PPOActor:
     def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the proximal log-probabilities of all sequences but those of the first minibatch."""
         batch, in_loss = replace(batch, shares_first_pass=True), sequences_in_loss(batch)
-        cut = Passes(num_minibatches=self._config.ppo_n_minibatches).rows(take(batch, in_loss), epoch=0)
+        cut = Passes(num_minibatches=self._config.ppo_n_minibatches).rows(without_filtered(batch), epoch=0)
         first = [in_loss[row] for row in cut[0]]
         self._first_pass = FirstPass(self._config, first)
         others = sorted(set(range(batch.num_sequences)).difference(first))
@@ -184,7 +184,6 @@ class PPOActor:
         """
         batch = with_chosen_tokens(batch, self._config, reduce=self._engine.all_reduce)
         config, rule = self._config, self._rule(self._first_pass if batch.shares_first_pass else None)
-        in_loss = take(batch, sequences_in_loss(batch))
         passes = Passes(
             num_minibatches=config.ppo_n_minibatches,
             num_epochs=config.ppo_epochs if step >= self._frozen_steps else 0,
@@ -192,7 +191,9 @@ class PPOActor:
             step=step,
         )
         with updating("actor", step):
-            metrics = train_on_minibatches(self._engine, in_loss, passes, rule, target_kl=config.target_kl)
+            metrics = train_on_minibatches(
+                self._engine, without_filtered(batch), passes, rule, target_kl=config.target_kl
+            )
         metrics |= penalty_metrics(batch, config, self._max_new_tokens)
         if batch.ref_logprobs is not None:
             metrics["kl_coef"] = Metric(self._kl_coef)
@@ -230,6 +231,11 @@ def sequences_in_loss(batch: TrainBatch) -> list[int]:
     if batch.filtered is None:
         return list(range(batch.num_sequences))
     return (~batch.filtered).nonzero().flatten().tolist()  # pyright: ignore[reportUnknownMemberType]
+
+
+def without_filtered(batch: TrainBatch) -> TrainBatch:
+    """The batch of `sequences_in_loss`; the batch itself, which may be large, if filters removed none."""
+    return batch if batch.filtered is None else take(batch, sequences_in_loss(batch))
 
 
 def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> TrainBatch:
