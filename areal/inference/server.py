@@ -31,6 +31,7 @@ from areal.observe.spans import tracing
 from areal.observe.trace import ChromeTracer, open_tracer
 from areal.system.device import bind_to_gpu_node, pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
+from areal.system.fast_products import fast_products
 from areal.system.folder_puller import FolderPuller
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.http_guard import RequestGuard
@@ -217,7 +218,8 @@ def main() -> None:
     bind_collectives(options.host)
     # Two threads share the interpreter; a short interval reduces the wait for the other thread.
     sys.setswitchinterval(0.001)
-    with tracing(options.tracer), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    with tracing(options.tracer), fast_products(), loop as runner:
         failure = runner.run(serve_until_signal(options))
     if failure is not None:
         sys.exit(1)

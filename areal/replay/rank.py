@@ -24,6 +24,7 @@ from areal.replay.recorded import RecordedRun, read_config
 from areal.replay.regrade import RegradedPayloads
 from areal.rollout.share_codec import read_share
 from areal.system.durable import append_whole
+from areal.system.fast_products import fast_products
 from areal.system.file_registry import FileRegistry
 from areal.system.image_files import ImageFiles
 from areal.system.process import ProcessContext, run_main
@@ -111,6 +112,7 @@ def replay_on(context: ProcessContext, folder: Path) -> None:
     clock = PhaseClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(clock.active())
+        stack.enter_context(fast_products())
         parallel = config.allocation.train[0].parallel
         mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=parallel)
         stack.callback(mesh.close)

@@ -60,12 +60,14 @@ def prepare_process(context: ProcessContext, seed: int) -> None:
 def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iterator[TrainingRank]:
     """Set up this trainer rank and connect it to the other ranks, until the block ends."""
     from areal.engine.mesh import TrainerMesh
+    from areal.system.fast_products import fast_products
     from areal.trainer.profiler import TorchProfiler
 
     prepare_process(context, config.seed)
     tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
     with contextlib.ExitStack() as stack:
         stack.callback(tracer.flush if tracer else lambda: None)
+        stack.enter_context(fast_products())
         heartbeat = stack.enter_context(beating_thread(launched_heartbeat()))
         has_cuda = context.device.startswith("cuda")
         chosen, profiler = config.perf_tracer, None

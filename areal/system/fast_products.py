@@ -1,0 +1,78 @@
+"""Products of float32 matrices by oneDNN on the CPUs where torch's own library, MKL, is slower."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+"""Rows of a product are padded to a multiple of it: oneDNN compiles code for each new size, in up to 0.7 ms."""
+MIN_WORK = 2**21
+"""Multiplications of the smallest product for oneDNN, whose call takes 15 us longer: MKL needs 40 us for this one."""
+EXACT_WORK = 2**27
+"""Multiplications from which a product is longer than the compilation for its size."""
+
+
+@contextlib.contextmanager
+def fast_products(cpu_info: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
+    """Inside the block torch computes large products of float32 matrices on the CPU by oneDNN, if MKL is slower.
+
+    MKL uses AVX-512 on Intel's CPUs only, so on others oneDNN is about twice as fast. Both are exact to float32, but
+    they add in another order. `cpu_info`: Linux's description of the CPU.
+    """
+    if not is_faster(cpu_info):
+        yield
+        return
+    products = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it has kernels for these operators
+        for name, function in (("mm", _mm), ("addmm", _addmm)):
+            slower = torch.library.get_kernel(f"aten::{name}", "CPU")
+            products.impl(name, partial(function, slower), "CPU", with_keyset=True)
+    try:
+        yield
+    finally:
+        products._destroy()  # pyright: ignore[reportPrivateUsage]
+
+
+def is_faster(cpu_info: Path) -> bool:
+    """Whether oneDNN uses AVX-512 here and MKL does not."""
+    try:
+        is_intel = "GenuineIntel" in cpu_info.read_text()
+    except OSError:
+        return False
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return has_both and not is_intel and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _mm(slower: Any, keys: Any, left: Tensor, right: Tensor) -> Tensor:
+    found = product(left, right, None)
+    return slower.call_boxed(keys, left, right) if found is None else found
+
+
+def _addmm(
+    slower: Any, keys: Any, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    is_linear = bias.dim() == 1 and beta == 1 and alpha == 1
+    found = product(left, right, bias) if is_linear else None
+    return slower.call_boxed(keys, bias, left, right, beta=beta, alpha=alpha) if found is None else found
+
+
+def product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor | None:
+    """left [m, k] @ right [k, n] + bias [n] by oneDNN; None where MKL is as fast."""
+    (rows, inner), work = left.shape, left.shape[0] * right.numel()
+    if left.dtype != torch.float32 or work < MIN_WORK or rows < BLOCK:
+        return None
+    linear = torch.ops.mkldnn._linear_pointwise
+    if work >= EXACT_WORK or (rows % BLOCK == 0 and inner % BLOCK == 0):
+        return linear(left, right.t(), bias, "none", [], "")
+    if inner % BLOCK:
+        return None
+    padded = left.new_zeros(rows + -rows % BLOCK, inner)
+    padded[:rows] = left
+    return linear(padded, right.t(), bias, "none", [], "")[:rows]
