@@ -31,13 +31,13 @@ from areal.observe.spans import tracing
 from areal.observe.trace import ChromeTracer, open_tracer
 from areal.system.device import bind_to_gpu_node, pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
-from areal.system.fast_products import fast_products
 from areal.system.folder_puller import FolderPuller
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.http_guard import RequestGuard
 from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, bind_collectives, http_address, listen, required_token
 from areal.system.process import ProcessContext, raise_open_file_limit, run_main, start_is_over
 from areal.system.run_paths import RunPaths
+from areal.weights.fast_products import fast_products
 
 _LOG = get_logger(__name__)
 

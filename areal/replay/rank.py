@@ -24,7 +24,6 @@ from areal.replay.recorded import RecordedRun, read_config
 from areal.replay.regrade import RegradedPayloads
 from areal.rollout.share_codec import read_share
 from areal.system.durable import append_whole
-from areal.system.fast_products import fast_products
 from areal.system.file_registry import FileRegistry
 from areal.system.image_files import ImageFiles
 from areal.system.process import ProcessContext, run_main
@@ -35,6 +34,7 @@ from areal.trainer.recover import RecoverStore
 from areal.trainer.reduce import reduce_metrics
 from areal.trainer.roles import PPORoles, build_roles
 from areal.weights.checksum import checksum_of
+from areal.weights.fast_products import fast_products
 
 
 class RecordedBatches:

@@ -60,8 +60,8 @@ def prepare_process(context: ProcessContext, seed: int) -> None:
 def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iterator[TrainingRank]:
     """Set up this trainer rank and connect it to the other ranks, until the block ends."""
     from areal.engine.mesh import TrainerMesh
-    from areal.system.fast_products import fast_products
     from areal.trainer.profiler import TorchProfiler
+    from areal.weights.fast_products import fast_products
 
     prepare_process(context, config.seed)
     tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)

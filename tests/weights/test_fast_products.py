@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areal.system.fast_products import fast_products, is_faster, product
+from areal.weights.fast_products import fast_products, is_faster, product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
 AMD = "vendor_id\t: AuthenticAMD\n"
@@ -82,14 +82,14 @@ def train(rows: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
 def test_a_linear_layer_has_the_same_gradients(
     tokens: int, num_faster: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal.system.fast_products.is_faster", lambda cpu_info: True)
+    monkeypatch.setattr("areal.weights.fast_products.is_faster", lambda cpu_info: True)
     calls: list[Tensor | None] = []
 
     def noted(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor | None:
         calls.append(product(left, right, bias))
         return calls[-1]
 
-    monkeypatch.setattr("areal.system.fast_products.product", noted)
+    monkeypatch.setattr("areal.weights.fast_products.product", noted)
     given = values(tokens, 128), values(192, 128), values(192) if has_bias else None
     before = train(*given)
     assert not calls
