@@ -11,8 +11,10 @@ import dataclasses
 import math
 import signal
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal
 
 import orjson
@@ -25,7 +27,7 @@ from areal.reward import sandbox_backends
 from areal.system.device import cpu_count
 from areal.system.worker_process import WorkerEnded, WorkerProcess
 
-MAX_CALLS_PER_MESSAGE = 16
+MAX_CALLS_PER_MESSAGE = 64
 _MESSAGE_GOAL_S = 0.002
 """Expected run time of the calls in one message: longer calls are sent one by one to different workers."""
 _LOAD_LIMIT_S = 60.0
@@ -207,8 +209,7 @@ class RewardPool:
                     raise WorkerEnded
             self._workers[worker] = calls
             function = calls[0].batch.function
-            answers = [(call.completion, list(call.completion_ids)) for call in calls]
-            worker.send({"shared": calls[0].batch.shared, "calls": answers})
+            worker.send([_message_part(part) for _, part in groupby(calls, attrgetter("batch"))])
             while calls:
                 for message in await worker.receive(limit_s=self._limit_s(worker, function)):
                     if "loaded" in message:
@@ -224,12 +225,12 @@ class RewardPool:
         return self._timeout_s if function in worker.loaded else max(self._timeout_s, _LOAD_LIMIT_S)
 
     def _take_calls(self) -> deque[_Call]:
-        """The head of the queue, and the calls of the same batch behind it that are sent in one message."""
+        """The head of the queue, and the calls of the same function behind it that are sent in one message."""
         calls: deque[_Call] = deque()
         limit = 1
         while self._queue and len(calls) < limit:
             call = self._queue[0]
-            if calls and call.batch is not calls[0].batch:
+            if calls and (call.deaths or call.batch.function != calls[0].batch.function):
                 break
             self._queue.popleft()
             if call.batch.done.done():
@@ -285,6 +286,12 @@ class RewardPool:
         waiting, self._queue = self._queue, deque()
         for call in waiting:
             call.batch.put(call.index, _failure("died", f"no reward worker could be started: the last {how}", 0.0))
+
+
+def _message_part(calls: Iterable[_Call]) -> tuple[orjson.Fragment, list[tuple[str, list[int]]]]:
+    """The shared data of calls of one batch, and their answers."""
+    parts = list(calls)
+    return parts[0].batch.shared, [(call.completion, list(call.completion_ids)) for call in parts]
 
 
 def _shared_json(function: FunctionRef, prompt: str, prompt_ids: Sequence[int], row: dict[str, Any]) -> orjson.Fragment:

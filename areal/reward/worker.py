@@ -96,13 +96,14 @@ class Worker:
         with contextlib.suppress(ConnectionError):  # its pool was killed
             self._send({"ready": os.getpid()})
             while (line := self._input.readline()).endswith(b"\n"):
-                self._serve(orjson.loads(line))
+                for shared, answers in orjson.loads(line):
+                    self._serve(shared, answers)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._channel.sendall(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
 
-    def _serve(self, message: dict[str, Any]) -> None:
-        shared, calls = message["shared"], message["calls"]
+    def _serve(self, shared: dict[str, Any], answers: list[tuple[str, list[int]]]) -> None:
+        """Call the function that `shared` names for each answer."""
         problem, status, reward, row = "", "unusable", None, {}
         try:
             reward = self._function(shared["function"])
@@ -110,7 +111,7 @@ class Worker:
             row = reward.keywords(shared["row"])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything
             problem = f"cannot be called: {self._explained(error)}"
-        for completion, completion_ids in calls:
+        for completion, completion_ids in answers:
             if reward is None or problem:
                 self._send({"status": status, "value": 0.0, "message": problem, "seconds": 0.0})
                 continue

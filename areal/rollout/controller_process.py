@@ -31,8 +31,10 @@ _log = get_logger(__name__)
 Result = TypeVar("Result")
 
 GROWTH_BYTES = 2**30
-YOUNG_S = 0.05
-YOUNG_PASSES = 100
+YOUNG_S = 0.25
+"""Seconds between two passes over young objects. With a shorter interval a pass visits fewer objects, but all passes
+together visit more, because fewer objects have ended before their first pass."""
+YOUNG_PASSES = 20
 """Passes over young objects between two looks at the memory of the process."""
 
 

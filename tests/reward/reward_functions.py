@@ -38,6 +38,10 @@ def hangs(prompt, completion, prompt_ids, completion_ids, **row):
     return 1.0
 
 
+def scaled(prompt, completion, prompt_ids, completion_ids, weight, **row):
+    return hangs(prompt, completion, prompt_ids, completion_ids) * weight * len(completion)
+
+
 def returns_nan(prompt, completion, prompt_ids, completion_ids, **row):
     return float("nan")
 

@@ -14,7 +14,7 @@ import pytest
 from areal.api.config import RewardConfig
 from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
-from areal.reward.pool import RewardPool
+from areal.reward.pool import RewardPool, _Worker
 from areal.reward.worker import Worker
 
 FUNCTIONS = str(Path(__file__).parent / "reward_functions.py")
@@ -109,6 +109,27 @@ async def test_a_hanging_call_is_killed_and_the_others_of_its_group_are_scored(q
     assert "limit of 3 s" in results[1].message
     assert (await score(pool, "process_id")).value != before.value
     await until_gone(int(before.value))
+
+
+async def test_rows_scored_at_the_same_time_share_messages(quick_pool, monkeypatch):
+    """Each row keeps its own columns, and a call that hangs fails alone."""
+    pool = quick_pool
+    for _ in range(3):  # the pool then expects short calls and sends them together
+        await pool.score_many(ref("scaled"), "", [], [("quick", [])] * 4, {"weight": 1})
+    sizes: list[list[int]] = []
+    send = _Worker.send
+    monkeypatch.setattr(
+        _Worker, "send", lambda worker, parts: (sizes.append([len(calls) for _, calls in parts]), send(worker, parts))
+    )
+    rows = [
+        pool.score_many(ref("scaled"), "", [], [("a", []), ("hang", [])], {"weight": 1}),
+        pool.score_many(ref("scaled"), "", [], [("bb", [])], {"weight": 10}),
+        pool.score_many(ref("length"), "", [], [("of another function", [])], {}),
+        pool.score_many(ref("scaled"), "", [], [("ccc", [])], {"weight": 100}),
+    ]
+    found = [[(r.status, r.value) for r in results] for results in await asyncio.gather(*rows)]
+    assert found == [[("ok", 1.0), ("timeout", 0.0)], [("ok", 20.0)], [("ok", 19.0)], [("ok", 300.0)]]
+    assert sizes == [[2, 1], [1], [1], [1]]  # the call after the one that hung is sent again
 
 
 def test_a_result_that_came_while_the_event_loop_was_blocked_counts():
@@ -244,7 +265,7 @@ HANGING_PARENT = """
 import asyncio, sys
 from areal.api.config import RewardConfig
 from areal.api.functions import FunctionRef
-from areal.reward.pool import RewardPool
+from areal.reward.pool import RewardPool, _Worker
 
 async def main():
     pool = RewardPool(RewardConfig(workers=1, timeout_s=1000))
