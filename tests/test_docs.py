@@ -79,9 +79,11 @@ def test_every_page_is_in_the_overview_and_on_the_site():
     assert [page for page in PAGES if f": {page.relative_to(ROOT)}\n" not in site] == []
 
 
-def test_the_site_lists_the_pages_of_a_newcomer_first():
-    order = re.findall(r": docs/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
-    assert order[1:6] == ["quickstart", "own_task", "workflows", "agents", "first_cluster"]
+def test_overview_and_site_list_the_pages_of_a_newcomer_first_in_one_order():
+    first = ["quickstart", "own_task", "workflows", "agents", "first_cluster", "architecture"]
+    assert re.findall(r": docs/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())[1:7] == first
+    overview = (ROOT / "docs/README.md").read_text().partition("| **decide**")[0]
+    assert re.findall(r"\]\((\w+)\.md\)", overview) == first
 
 
 @of_each_page
