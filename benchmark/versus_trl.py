@@ -198,6 +198,8 @@ def main() -> None:
     args = parser.parse_args()
     if not (REPOSITORY / ".venv-trl/bin/python").exists():
         sys.exit("there is no .venv-trl: make bench-trl creates it")
+    if Path(args.fileroot).exists():
+        sys.exit(f"{args.fileroot} exists, and complete runs do not run again: delete it or choose another --fileroot")
     found: dict[str, Any] = {"cores": os.cpu_count(), "load": [round(one, 1) for one in os.getloadavg()]}
     if args.only != "wide":
         found["quickstart"] = [compare_quickstart(seed, f"{args.fileroot}/{seed}") for seed in args.seeds]
