@@ -26,6 +26,7 @@ from tests.test_docs import PAGES, ROOT, areal_words, blocks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ELSEWHERE = {
+    "git": "needs a server",
     "make": "tests/test_docs.py starts it with --dry-run",
     ".": "the shell of the reader",
     "export": "the shell of the reader",
@@ -57,7 +58,8 @@ CONFIGS = ["grpo", "my", "x", "CONFIG", "FILE", "my_run", "shared/grpo", "my/war
 RUNS = [
     "RUN", "OTHER", "PATH", "runs/quickstart/grpo", "runs/quickstart/rloo", "runs/quickstart/synchronous",
     "runs/agents/calculator", "runs/my_task/first", "runs/warehouse/base", "runs/warehouse/lr1e-4",
-    "runs/warehouse/warm_up", "runs/EXPERIMENT/s0", "runs/EXPERIMENT/s4", "shared/runs/EXPERIMENT/TRIAL",
+    "runs/warehouse/warm_up", "runs/EXPERIMENT/s0", "runs/EXPERIMENT/s4",
+    "runs/EXPERIMENT/grpo", "runs/EXPERIMENT/rloo", "shared/runs/EXPERIMENT/TRIAL",
 ]  # fmt: skip
 IMPORTED = {
     "run_grpo.sh": "verl_grpo_gsm8k.sh", "run.sh": "verl_grpo_gsm8k.sh", "ppo_trainer.yaml": "verl_ppo.yaml",

@@ -14,7 +14,8 @@ from areal.api.config.schema import FieldSpec, fields_of, type_text
 
 _HEAD = """# Configuration options
 
-Generated from the classes in `areal/api/config` by `make docs`; do not edit. `--help SECTION` prints the same facts.
+Generated from the classes in `areal/api/config` by `make docs`; do not edit. `areal config SECTION` prints the
+same facts.
 
 - An option without a default is required. A section that is null by default exists only when the file has it.
 - *Relevant when*: under other settings the option has no effect. Such options are listed in one notice when a run
