@@ -290,8 +290,8 @@ launch.no_gpu: The configuration asks for a GPU, and none is available.
     Use the device auto or cpu, or make a GPU visible.
 launch.no_launcher: A script was run without a launcher.
     Run it with python -m areal.launcher.local SCRIPT --config CONFIG.yaml.
-launch.no_node_chosen: launcher.nodelist and launcher.exclude leave no host of --hosts.
-    Correct the names in the two options: they must be written as in --hosts, without user and port.
+launch.no_node_chosen: launcher.nodelist and launcher.exclude leave no host of --hosts or node of Slurm.
+    Correct the names in the two options: they must be written as in --hosts, without user and port, or as in sinfo.
 launch.no_ray: The Ray launcher cannot connect to a Ray cluster.
     Run it on a node of the cluster (ray start), correct RAY_ADDRESS or the token of Ray, or use ray job submit.
 launch.no_run_folder: The folder given to a command is not a run folder.

@@ -37,13 +37,14 @@ def variables_of_agent() -> list[str]:
     return [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
 
 
-def check_containers(slurm: SlurmConfig, *, has_shared_agents: bool) -> None:
-    """ConfigError when a launcher other than Slurm cannot start the containers. Shared agents start all roles."""
-    if image_of(slurm, None) and slurm.container_type == "pyxis":
+def check_containers(slurm: SlurmConfig, *, has_srun: bool, has_shared_agents: bool) -> None:
+    """ConfigError when a launcher cannot start the containers. Shared agents start all roles."""
+    if image_of(slurm, None) and slurm.container_type == "pyxis" and not has_srun:
         message = "launcher.slurm.container_type=pyxis: only Slurm has it; use apptainer, or none for no container"
         raise ConfigError(message, code="config.unsupported")
     if has_shared_agents and image_of(slurm, "server") != image_of(slurm, "trainer"):
         why = "differs from trainer_image: one agent per node starts both, so use one image"
+        why += " or launcher.slurm.separate_jobs=true" if has_srun else ""
         raise ConfigError(f"launcher.slurm.inference_server_image {why}", code="config.conflict")
 
 

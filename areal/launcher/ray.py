@@ -364,7 +364,7 @@ def _text(resources: Mapping[str, float]) -> str:
 def run_command(words: Sequence[str]) -> int:
     """Run the words of a command line; returns the exit status."""
     request = read_command_line(words, usage=USAGE, on_one_machine=False)
-    check_containers(request.config.launcher.slurm, has_shared_agents=False)
+    check_containers(request.config.launcher.slurm, has_srun=False, has_shared_agents=False)
     return launch(request, RayCluster(request.config.cluster, request.config.launcher))
 
 

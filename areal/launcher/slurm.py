@@ -11,6 +11,7 @@ from areal.api.config import BaseExperimentConfig
 from areal.api.config.load import save_config
 from areal.api.config.redaction import is_secret
 from areal.api.errors import ConfigError, LaunchError
+from areal.launcher.agent_command import check_containers
 from areal.launcher.job import parse_env_vars
 from areal.launcher.local import Launch, checked_plan, read_command_line
 from areal.launcher.preflight import check_run_folder, make_run_folder
@@ -56,18 +57,23 @@ def submit(requests: Sequence[Launch], paths: RunPaths, *, at_once: int, detach:
     line, slurm, first = StatusLine(), SlurmClient(), requests[0]
     runs = [RunPaths.of(request.config) for request in requests]
     is_sweep = runs != [paths]
+    for request in requests:
+        options = request.config.launcher.slurm
+        check_containers(options, has_srun=True, has_shared_agents=not options.separate_jobs)
     plans = [checked_plan(request, machines_of(request.config), line) for request in requests]
     needs = greatest([resources_of(plan, request.config) for plan, request in zip(plans, requests, strict=True)])
+    exclude = slurm.excluded(first.config.launcher)
     script = run_script(
         first.config,
         needs,
         folder=paths.slurm,
         script=first.script,
+        exclude=exclude,
         runs=[run.root for run in runs] if is_sweep else (),
         at_once=at_once,
     )
     if first.dry_run:
-        sys.stdout.write(_dry_run_text(first, needs, script))
+        sys.stdout.write(_dry_run_text(first, needs, script, exclude))
         return 0
     if first.as_json:
         message = "--json prints the plan of --dry-run; the facts of a run are printed by `areal watch RUN --json`"
@@ -108,13 +114,13 @@ def _secret_variables(config: BaseExperimentConfig) -> dict[str, str]:
     return {name: value for given in lists for name, value in given.items() if is_secret(name, value)}
 
 
-def _dry_run_text(request: Launch, needs: Resources, script: str) -> str:
+def _dry_run_text(request: Launch, needs: Resources, script: str, exclude: str) -> str:
     """GPU hours and scripts; for --json one line after those of the plans."""
     config, folder = request.config, RunPaths.of(request.config).slurm
     others = components_of(config)[1:] if config.launcher.slurm.separate_jobs else []
     hours = gpu_hours([needs, *(component.needs for component in others)], config.launcher.slurm.time_limit)
     most = "unknown without launcher.slurm.time_limit" if hours is None else f"at most {hours:g} until the time limit"
-    texts = [component_script(config, one, folder=folder, main_job="JOB") for one in others]
+    texts = [component_script(config, one, folder=folder, main_job="JOB", exclude=exclude) for one in others]
     if request.as_json:
         return json.dumps({"max_gpu_hours": hours, "job_scripts": [script, *texts]}) + "\n"
     return f"GPU hours: {most}\n" + "\n".join(f"job script:\n{text}" for text in (script, *texts))

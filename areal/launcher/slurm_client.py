@@ -5,7 +5,9 @@ import subprocess
 import time
 from pathlib import Path
 
+from areal.api.config import LauncherConfig
 from areal.api.errors import LaunchError
+from areal.launcher.placement import node_names
 from areal.launcher.slurm_states import JobFacts
 from areal.observe.log import get_logger
 
@@ -71,6 +73,27 @@ class SlurmClient:
         if done.returncode:
             raise LaunchError(f"scontrol show hostnames {nodes}: {_error(done)}", code="launch.slurm_silent")
         return done.stdout.split()
+
+    def excluded(self, options: LauncherConfig) -> str:
+        """The nodes that a job must not use, so that Slurm chooses among those of `launcher.nodelist`.
+
+        A job with --nodelist would use all nodes of the list, and others too. LaunchError with code
+        `launch.no_node_chosen` when the list has an unknown node, or none that is not excluded.
+        """
+        if not options.nodelist:
+            return options.exclude
+        done = _run("sinfo", "--all", "--noheader", "--Node", "--format=%N")
+        if done.returncode:
+            raise LaunchError(f"sinfo: {_error(done)}", code="launch.slurm_silent")
+        known, wanted = set(done.stdout.split()), node_names(options.nodelist)
+        if unknown := wanted - known:
+            message = f"launcher.nodelist={options.nodelist}: Slurm has no node {', '.join(sorted(unknown))}"
+            raise LaunchError(message, code="launch.no_node_chosen")
+        chosen = wanted - node_names(options.exclude)
+        if not chosen:
+            message = f"launcher.nodelist={options.nodelist} and launcher.exclude={options.exclude} leave no node"
+            raise LaunchError(message, code="launch.no_node_chosen")
+        return ",".join(sorted(known - chosen))
 
 
 def facts_of(line: str) -> JobFacts:

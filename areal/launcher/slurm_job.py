@@ -132,16 +132,19 @@ def run_script(
     *,
     folder: Path,
     script: str | None,
+    exclude: str,
     runs: Sequence[Path] = (),
     at_once: int = 0,
 ) -> str:
     """The script of the job in which the launcher runs. `folder`: RUN/slurm. `script`: of the user.
 
+    `exclude`: `SlurmClient.excluded`.
     `runs`: the run folders of a sweep, an array of such jobs; at most `at_once` of them run together (0 = all).
     """
     requeues = is_requeued(config)
     log = folder / ("job-%A_%a.log" if runs else "job-%j.log")
-    more = {"signal": f"B:USR1@{config.launcher.slurm.signal_s}" if requeues else "", "open-mode": "append"}
+    signal = f"B:USR1@{config.launcher.slurm.signal_s}" if requeues else ""
+    more = {"exclude": exclude, "signal": signal, "open-mode": "append"}
     lines = _directives(config, needs, name=config.trial_name, log=log, requeues=requeues, more=more)
     words = [] if script is None else [str(Path(script).absolute())]
     launcher = [sys.executable, "-m", _MODULE, "--inside", *words, "--config"]
@@ -169,15 +172,20 @@ def run_script(
     )
 
 
-def component_script(config: BaseExperimentConfig, component: Component, *, folder: Path, main_job: str) -> str:
-    """The script of the job of one component: it holds the resources while the job of the launcher runs."""
+def component_script(
+    config: BaseExperimentConfig, component: Component, *, folder: Path, main_job: str, exclude: str
+) -> str:
+    """The script of the job of one component: it holds the resources while the job of the launcher runs.
+
+    `exclude`: `SlurmClient.excluded`.
+    """
     log = folder / f"{component.name}-%j.log"
     name = f"{config.trial_name}:{component.name}"
     return "\n".join(
         [
             "#!/bin/bash",
             f"# The nodes of {component.name} of the run {config.experiment_name}/{config.trial_name} of areal.",
-            *_directives(config, component.needs, name=name, log=log, requeues=False, more={}),
+            *_directives(config, component.needs, name=name, log=log, requeues=False, more={"exclude": exclude}),
             "",
             f"# The launcher in job {main_job} starts the processes here with srun, and cancels this job at its end.",
             "# Should it be killed, this script ends some seconds after its job. An unreachable controller is no end.",
@@ -204,8 +212,6 @@ def _directives(
         "qos": slurm.qos,
         "reservation": slurm.reservation,
         "nodes": needs.nodes,
-        "nodelist": config.launcher.nodelist,
-        "exclude": config.launcher.exclude,
         "ntasks-per-node": 1,
         "cpus-per-task": needs.cpus,
         "gpus-per-node": needs.gpus,

@@ -116,7 +116,8 @@ class JobsCluster:
 
     def _submit(self, component: Component) -> None:
         file = self._folder / f"{component.name}.sh"
-        text = component_script(self._config, component, folder=self._folder, main_job=self._main_job)
+        exclude = self._slurm.excluded(self._config.launcher)
+        text = component_script(self._config, component, folder=self._folder, main_job=self._main_job, exclude=exclude)
         write_atomic(file, text.encode(), mode=0o700)
         hidden = foreign_variables(self._environ)
         environment = {name: value for name, value in self._environ.items() if name not in hidden}

@@ -79,7 +79,7 @@ def run_command(argv: Sequence[str]) -> int:
     python = take_option(words, "--python") or [sys.executable]
     request = read_command_line(words, usage=USAGE, on_one_machine=False)
     launcher = request.config.launcher
-    check_containers(launcher.slurm, has_shared_agents=True)
+    check_containers(launcher.slurm, has_srun=False, has_shared_agents=True)
     named = nodes_of(",".join(hosts), options, agent_command(launcher.slurm, None, python[-1]))
     nodes = [node for node in named if is_chosen([node.name], launcher.nodelist, launcher.exclude)]
     if not nodes:

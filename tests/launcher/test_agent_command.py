@@ -5,8 +5,8 @@ import subprocess
 import pytest
 
 from areal.api.config.launcher import SlurmConfig
-from areal.launcher import local, ray, ssh
-from areal.launcher.agent_command import agent_command, image_of
+from areal.launcher import local, ray, slurm, ssh
+from areal.launcher.agent_command import agent_command, check_containers, image_of
 from tests.expect import raises_code
 
 CONFIG = ["--config", "examples/quickstart/sft.yaml", "launcher.slurm.trainer_image=t.sif"]
@@ -50,10 +50,26 @@ def test_a_container_of_srun_is_refused_by_the_other_launchers(launcher, hosts):
         launcher.run_command([*hosts, *CONFIG, "launcher.slurm.container_type=pyxis"])
 
 
-def test_two_images_are_refused_by_ssh_whose_agents_start_all_roles():
-    words = ["launcher.slurm.inference_server_image=s.sif", "launcher.slurm.separate_jobs=true"]
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [(ssh, ["--hosts", "node1", "launcher.slurm.separate_jobs=true"]), (slurm, ["--dry-run"])],
+)
+def test_two_images_are_refused_where_one_agent_starts_all_roles(launcher, words):
     with raises_code("config.conflict", "launcher.slurm.inference_server_image"):
-        ssh.run_command(["--hosts", "node1", *CONFIG, *words])
+        launcher.run_command([*CONFIG, *words, "launcher.slurm.inference_server_image=s.sif"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"has_srun": False, "has_shared_agents": False},  # Ray: an actor for each process
+        {"has_srun": True, "has_shared_agents": False},  # Slurm with separate jobs
+    ],
+)
+def test_two_images_where_each_role_has_its_own_agents(options):
+    config = SlurmConfig(trainer_image="t.sif", inference_server_image="s.sif")
+    assert list(config.problems()) == []
+    check_containers(config, **options)
 
 
 def test_the_local_launcher_says_that_it_uses_no_image(monkeypatch, capsys):

@@ -64,7 +64,8 @@ def directives_in(script):
 
 
 def directives(config, **options):
-    script = run_script(config, NEEDS, folder=Path("/runs/e/t u/slurm"), script=None, **options)
+    folder = Path("/runs/e/t u/slurm")
+    script = run_script(config, NEEDS, folder=folder, script=None, **({"exclude": ""} | options))
     return directives_in(script), script
 
 
@@ -101,6 +102,13 @@ def test_a_signal_that_comes_while_the_launcher_starts_is_held_back_for_it() -> 
     held = "\n".join([*script[:place], shlex.join([*words[1:], sys.executable, "-c", launcher])])
     done = subprocess.run(["bash", "-c", held], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[1]\n"), done.stderr
+
+
+def test_a_job_excludes_nodes_and_requests_none_by_name() -> None:
+    config = dataclasses.replace(config_of(), launcher=LauncherConfig(nodelist="n[1-3]", exclude="n3"))
+    found, _ = directives(config, exclude="n0,n3")
+    assert (found["--exclude"], "--nodelist" in found) == ("n0,n3", False)
+    assert "--exclude" not in directives(config_of())[0]
 
 
 def test_a_run_that_does_not_recover_is_not_requeued() -> None:
@@ -204,10 +212,11 @@ def test_each_process_is_placed_in_the_job_of_its_component(allocation, gpus) ->
 def test_the_job_of_a_component_watches_the_job_of_the_launcher() -> None:
     config = components("sglang:d2t2+fsdp:d12", 8)
     trainers = components_of(config)[-1]
-    script = component_script(config, trainers, folder=Path("/runs/slurm"), main_job="7")
+    script = component_script(config, trainers, folder=Path("/runs/slurm"), main_job="7", exclude="n1,n2")
     found = directives_in(script)
     assert (found["--nodes"], found["--gpus-per-node"], found["--mem"]) == ("2", "6", f"{6 * 32768}M")
     assert "--no-requeue" in found
+    assert (found["--exclude"], "--nodelist" in found) == ("n1,n2", False)
     assert "--jobs=7 " in script
 
 
@@ -227,12 +236,9 @@ def test_a_sweep_is_an_array_of_jobs_with_a_configuration_each() -> None:
         assert done.stdout.splitlines()[-2:] == ["--config", f"/runs/a {index}/slurm/config.yaml"]
 
 
-def test_two_images_and_a_wrong_time_limit_are_refused() -> None:
-    assert [path for path, _ in SlurmConfig(trainer_image="a", inference_server_image="b").problems()] == [
-        "inference_server_image"
-    ]
+def test_a_wrong_time_limit_is_refused() -> None:
     assert [path for path, _ in SlurmConfig(time_limit="tomorrow").problems()] == ["time_limit"]
-    assert not list(SlurmConfig(time_limit="2-00:00:00", trainer_image="a", inference_server_image="a").problems())
+    assert not list(SlurmConfig(time_limit="2-00:00:00").problems())
 
 
 def test_when_a_job_is_requeued() -> None:

@@ -91,7 +91,7 @@ class SlurmConfig:
     trainer_image: str | None = None
     """Container image in which the agent of a node and its processes start; null = inference_server_image, or none."""
     inference_server_image: str | None = None
-    """The image for servers, if it differs; it needs separate_jobs, and not ssh. null = trainer_image."""
+    """Image for servers, if it differs: with Ray, or with Slurm and separate_jobs. null = trainer_image."""
 
     def problems(self) -> Problems:
         if self.time_limit and not _TIME_LIMIT.fullmatch(self.time_limit):
@@ -111,10 +111,6 @@ class SlurmConfig:
                     "contains a secret, which the job script and the list of processes would show: export it before "
                     "the launch, or read it from a file",
                 )
-        images = {self.trainer_image, self.inference_server_image} - {None}
-        if len(images) > 1 and self.container_type != "none" and not self.separate_jobs:
-            why = "differs from trainer_image: one agent per node starts both, so use one image or separate_jobs=true"
-            yield "inference_server_image", why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +124,11 @@ class ElasticConfig:
     add_above: float = number(64.0, above=0, relevant=_ELASTIC)
     """Requests per server above which a server is added; at least twice remove_below."""
     busy_s: float = number(30.0, low=0, relevant=_ELASTIC)
-    """Seconds for which this bound must be exceeded."""
+    """Seconds for which the requests per server must exceed add_above."""
     remove_below: float = number(8.0, low=0, relevant=_ELASTIC)
     """Requests per server below which a server is removed."""
     idle_s: float = number(120.0, low=0, relevant=_ELASTIC)
-    """Seconds for which the load must be below this bound."""
+    """Seconds for which the requests per server must be below remove_below."""
 
     def problems(self) -> Problems:
         if self.max is not None and self.max < self.min:
@@ -155,15 +151,15 @@ class LauncherConfig:
     inference_server_mem_per_gpu: int = number(32768, low=1)
     """Memory in MiB for each GPU of a server (Slurm: also for a server on the CPU): Slurm and Ray reserve it."""
     trainer_mem_per_gpu: int = number(32768, low=1)
-    """The same for each trainer rank."""
+    """Memory in MiB for each trainer rank: Slurm and Ray reserve it."""
     inference_server_env_vars: str = ""
     """Additional environment variables of servers: K=V pairs separated by commas (\\, is a comma inside a value)."""
     trainer_env_vars: str = ""
     """Additional environment variables of trainer ranks, in the same syntax."""
     nodelist: str = ""
-    """Nodes to use, in the form node[1-3],node7: of --hosts, Ray (also addresses) or the partition; empty = any."""
+    """Nodes to use, in the form node[1-3],node7: of --hosts, Ray (also addresses) or Slurm; empty = any."""
     exclude: str = ""
-    """Nodes not to use, in the same form."""
+    """Nodes not to use, in the form of nodelist."""
     ready_timeout_s: float = number(300.0, above=0)
     """Maximum seconds from the start of a process until it reports ready; the default grows with the checkpoint."""
     stop_grace_s: float = number(10.0, low=0)
