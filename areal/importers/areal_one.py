@@ -11,7 +11,6 @@ _KEEP = {
     "loss_type": "dpo.loss_type",
     "actor.beta": "dpo.beta",
     "actor.loss_type": "dpo.loss_type",
-    "memory_profiler.profile_steps": "perf_tracer.profile_steps",
     "teacher.rl_loss_weight": "teacher.rl_weight",
 }
 _AGENT = {
@@ -32,7 +31,7 @@ _DROPPED = {
     "sequences are packed, first those with most tokens": ("MODEL.mb_spec.packing_algorithm",),
     "rows are read once, before the first step": ("*_dataset.num_dataset_workers",),
     "options of another train engine": ("MODEL.archon.*",),
-    "the snapshot has all events of its steps": ("memory_profiler.max_entries",),
+    "a snapshot has the newest 100,000 events": ("memory_profiler.max_entries",),
     "`recover.async_save` covers every engine": ("saver.mode",),
     "areal sets it where it is needed": ("sglang.enable_return_routed_experts",),
     "answers are token ids": ("*gconfig.skip_special_tokens",),
@@ -82,6 +81,7 @@ def take_new_keys(draft: Draft) -> None:
         draft.keep(key, option)
     _agent(draft)
     _teacher(draft)
+    _profile(draft)
     for role in _MODELS:
         key = f"{role}.fsdp.per_layer_optim_step"
         if draft.values.get(key):
@@ -89,7 +89,9 @@ def take_new_keys(draft: Draft) -> None:
         draft.drop("it is switched off", key)
     _rollout(draft)
     mode = draft.values.get("recover.mode")
-    if mode in ("on", "off") or isinstance(mode, bool):
+    if mode is None:
+        draft.set("recover.mode", "disabled", "AReaL's default; auto is the one here", "recover.mode")
+    elif mode in ("on", "off") or isinstance(mode, bool):
         draft.set("recover.mode", _MODES[mode], "AReaL: recover.mode", "recover.mode")
     for why, patterns in _DROPPED.items():
         draft.drop(why, *_of_models(patterns))
@@ -139,6 +141,14 @@ def _teacher(draft: Draft) -> None:
     else:
         draft.set("teacher.advantage_coef", 0.0, "AReaL: the teacher is a term of the loss", key)
         draft.set("teacher.loss_coef", weight, f"AReaL: {key}", key)
+
+
+def _profile(draft: Draft) -> None:
+    """Steps of profiles, which AReaL counts from 0."""
+    keys = [key for key in ("perf_tracer.profile_steps", "memory_profiler.profile_steps") if draft.values.get(key)]
+    if keys:
+        steps = sorted({step + 1 for key in keys for step in draft.values[key]})
+        draft.set("perf_tracer.profile_steps", steps, f"AReaL: {', '.join(keys)}, which count from 0", *keys)
 
 
 def _rollout(draft: Draft) -> None:

@@ -1,4 +1,4 @@
-"""Configurations of AReaL, v0.5 and 1.x: most keys are options here, others have rules in `areal.api.config.legacy`."""
+"""Configurations of AReaL, v0.5 and 1.x: most keys are options here, others have rules in `api.config.legacy_rules`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from areal.api.config.experiment import PPOConfig
 from areal.api.config.kinds import kind_of
-from areal.api.config.legacy import LegacyRule, legacy_rule
+from areal.api.config.legacy_rules import LegacyRule, legacy_rule
 from areal.api.config.load import read
 from areal.api.config.schema import find_field
 from areal.importers.areal_one import take_new_keys, with_old_sections

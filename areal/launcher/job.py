@@ -358,6 +358,10 @@ def _run_numbers(config: BaseExperimentConfig, num_rows: int | None) -> RunNumbe
         if asked := [f"{name}={limits[name]}" for name in limits if name.endswith("steps") and limits[name] > total]:
             by = next(name for name, steps in limits.items() if steps == total)
             get_logger("launcher").warning("%s is more than %s allows: the run has %d train steps", asked[0], by, total)
+        profiled = config.perf_tracer.profile_steps if config.perf_tracer is not None else None
+        if late := [step for step in profiled or () if step > total]:
+            text = "perf_tracer.profile_steps=%s are after the last of %d train steps: no profile is written of them"
+            get_logger("launcher").warning(text, late, total)
     return RunNumbers(
         episodes_per_step=data.batch_size,
         samples_per_step=data.batch_size * samples,

@@ -10,7 +10,7 @@ import yaml
 from areal.api.config import GRPOConfig, PPOConfig, SFTConfig
 from areal.api.config.docs import is_of_areal
 from areal.api.config.kinds import KINDS
-from areal.api.config.legacy import legacy_rule
+from areal.api.config.legacy_rules import legacy_rule
 from areal.api.config.legacy_scheduling import WITHOUT_OPTION, launcher_options
 from areal.api.config.load import read
 from areal.api.config.schema import fields_of, sections_in, with_defaults
@@ -138,6 +138,29 @@ def test_a_scheduling_spec_becomes_options_of_the_launcher() -> None:
     assert (given.launcher.trainer_cpus_per_gpu, given.launcher.trainer_mem_per_gpu) == (9, 3072)
 
 
+def test_specs_of_servers_and_trainers_with_one_value_agree() -> None:
+    tree, _ = grpo()
+    tree["actor"]["scheduling_spec"] = [{"partition": "p", "nodelist": "n1", "mem": 4}]
+    tree["rollout"]["scheduling_spec"] = [{"partition": "q", "nodelist": "n1", "mem": 8}]
+    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert found == [("rollout.scheduling_spec", "config.conflict")]
+    assert {"'p'", "'q'", "actor.scheduling_spec"} <= set(problems_of(GRPOConfig, tree)[0][1].replace(":", "").split())
+    tree["launcher"]["slurm"]["partition"] = "mine"
+    reading = read(GRPOConfig, tree)
+    assert reading.problems == []
+    assert reading.config is not None
+    assert (reading.config.launcher.slurm.partition, reading.config.launcher.nodelist) == ("mine", "n1")
+
+
+def test_a_notice_names_specs_of_models_that_share_the_ranks_of_the_actor() -> None:
+    tree, _ = grpo()
+    tree["actor"]["scheduling_spec"] = [{"cpu": 4, "port_count": 2}]
+    tree["critic"]["scheduling_spec"] = [{"cpu": 4, "port_count": 3}]
+    tree["ref"]["scheduling_spec"] = [{"cpu": 8}]
+    found = read(GRPOConfig, tree).ignored
+    assert [path for path in found if path.endswith("scheduling_spec")] == ["ref.scheduling_spec"]
+
+
 def test_every_key_of_a_spec_has_an_option_or_a_reason() -> None:
     values = {"cpu": 1, "mem": 1, "env_vars": {"A": 1}}
     for key in OPTIONS["SchedulingSpec"]:
@@ -158,11 +181,24 @@ def test_every_key_of_a_spec_has_an_option_or_a_reason() -> None:
         ("actor", "scheduling_strategy", {"type": "colocation", "target": "rollout"},
          "actor.scheduling_strategy", "config.unsupported"),
         ("actor", "scheduling_strategy", {"type": "anywhere"}, "actor.scheduling_strategy", "config.unsupported"),
+        ("actor", "scheduling_strategy", {"type": "colocation", "target": "rolout"},
+         "actor.scheduling_strategy.target", "config.not_a_choice"),
+        ("actor", "scheduling_strategy", {"tpye": "separation"},
+         "actor.scheduling_strategy.tpye", "config.unknown_key"),
+        ("actor", "scheduling_strategy", "separation", "actor.scheduling_strategy", "config.wrong_type"),
+        ("actor", "scheduling_strategy", None, "", ""),
+        ("", "scheduler", {"tpye": "slurm"}, "scheduler.tpye", "config.unknown_key"),
+        ("", "scheduler", "slurm", "scheduler", "config.wrong_type"),
+        ("", "scheduler", {"type": None}, "", ""),
+        ("", "memory_profiler", {"profile_step": [1]}, "memory_profiler.profile_step", "config.unknown_key"),
+        ("", "memory_profiler", {"profile_steps": "1"}, "memory_profiler.profile_steps", "config.wrong_type"),
+        ("", "memory_profiler", {"profile_steps": [-1]}, "perf_tracer.profile_steps", "config.out_of_range"),
+        ("", "dynamic_bs", "often", "rollout.dynamic_bs", "config.wrong_type"),
     ],
 )  # fmt: skip
 def test_what_no_launcher_can_do_is_refused(section, key, value, path, code) -> None:
     tree, _ = grpo()
-    tree[section][key] = value
+    (tree[section] if section else tree)[key] = value
     found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
     assert found == ([(path, code)] if path else [])
 
@@ -182,6 +218,73 @@ def test_the_switches_of_offloading_become_options_of_the_engine() -> None:
     assert (config.actor.fsdp.offload_optimizer, config.actor.fsdp.offload_params) == (True, False)
     assert config.critic.fsdp.offload_params
     assert config.ref.fsdp.offload_params
+
+
+def test_the_switches_of_offloading_with_megatron() -> None:
+    tree, _ = grpo("sglang:d1+megatron:d1")
+    for model in ("actor", "critic", "ref"):
+        del tree[model]["fsdp"]
+    tree["actor"]["optimizer"]["offload"] = True
+    reading = read(GRPOConfig, copy.deepcopy(tree))
+    assert reading.problems == []
+    assert reading.config is not None
+    actor = reading.config.actor
+    assert (actor.megatron.offload_optimizer, actor.fsdp.offload_optimizer) == (True, False)
+    tree["actor"]["offload"] = True
+    found = [(problem.path, problem.code) for problem in read(GRPOConfig, copy.deepcopy(tree)).problems]
+    assert found == [("actor.offload", "config.unsupported")]
+    del tree["allocation_mode"]
+    tree["rollout"]["backend"], tree["actor"]["backend"] = "sglang:d1", "megatron:d1"
+    tree["actor"]["offload"] = False
+    backend = read(GRPOConfig, tree).config
+    assert backend is not None
+    assert backend.actor.megatron.offload_optimizer
+
+
+@pytest.mark.parametrize("is_script", [False, True])
+def test_top_level_keys_of_areal_1_move_to_their_sections(is_script: bool) -> None:
+    tree, _ = grpo()
+    del tree["perf_tracer"]
+    tree |= {"dynamic_bs": True, "memory_profiler": {"profile_steps": [0, 4], "max_entries": 100000}}
+    reading = read(GRPOConfig, copy.deepcopy(tree), allow_unknown_top_level=is_script)
+    assert reading.problems == []
+    assert reading.config is not None
+    assert reading.config.rollout.dynamic_bs
+    assert reading.config.perf_tracer is not None
+    assert (reading.config.perf_tracer.profile_steps, reading.config.perf_tracer.enabled) == ([1, 5], False)
+    tree["perf_tracer"] = {"profile_steps": [4]}
+    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert found == [("memory_profiler.profile_steps", "config.conflict")]
+
+
+def test_a_key_of_statistics_without_effect_is_named() -> None:
+    tree, _ = grpo()
+    assert "actor.log_agent_stats_keys" not in read(GRPOConfig, copy.deepcopy(tree)).ignored
+    tree["actor"]["log_agent_stats_keys"] = ["turns"]
+    assert "actor.log_agent_stats_keys" in read(GRPOConfig, tree).ignored
+
+
+def test_checkpoints_of_megatron_are_written_by_a_thread_either_way() -> None:
+    tree, _ = grpo()
+    tree["actor"]["megatron"]["async_save"] = True
+    assert problems_of(GRPOConfig, tree) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "path"),
+    [
+        ({"profile_steps": [0]}, "perf_tracer.profile_steps"),
+        ({"profile_steps": [1], "profile_ranks": [0, 2]}, "perf_tracer.profile_ranks"),
+        ({"profile_steps": [1], "profile_ranks": [0, 1]}, ""),
+    ],
+)
+def test_profiled_steps_and_ranks_exist(values, path) -> None:
+    tree, _ = grpo("sglang:d1+d2")
+    tree["train_dataset"]["batch_size"] = 2
+    tree["rollout"]["consumer_batch_size"] = 2
+    tree["perf_tracer"] |= values
+    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert found == ([(path, "config.out_of_range")] if path else [])
 
 
 def test_the_launcher_of_areal_1_is_chosen_by_the_type_of_its_scheduler() -> None:

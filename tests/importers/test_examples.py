@@ -203,12 +203,24 @@ def test_a_file_of_areal_1_gets_the_backends_of_its_roles(files, tmp_path, capsy
 def test_an_agent_of_areal_1_becomes_the_workflow_agent(files, tmp_path, capsys):
     options, fates = options_of("areal_v1_agent", files, tmp_path, capsys)
     assert (options["workflow"], options["agent.cut"], options["agent.inline"]) == ("agent", "per_turn", True)
-    assert (options["agent.turn_discount"], options["perf_tracer.profile_steps"]) == (0.9, [2, 3])
+    assert (options["agent.turn_discount"], options["perf_tracer.profile_steps"]) == (0.9, [3, 4])
     assert options["actor.fsdp.offload_optimizer"] is True
     assert options["recover.mode"] == "auto"
     assert options["server_defaults"] == "areal"
     assert {fates[f"rollout.{key}"] for key in ("_version", "poll_interval", "agent.tool_call_parser")} == {"dropped"}
     assert "missing" not in fates.values()
+
+
+def test_an_absent_recover_mode_is_areals_default(tmp_path, capsys):
+    source = tmp_path / "c.yaml"
+    source.write_text(
+        "perf_tracer: {profile_steps: [0, 2]}\nmemory_profiler: {profile_steps: [2, 5]}\nactor: {path: m}\n"
+    )
+    assert run_command(["config", "import", "areal", str(source), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["options"]["recover.mode"]["value"] == "disabled"
+    assert "AReaL" in report["options"]["recover.mode"]["origin"]
+    assert report["options"]["perf_tracer.profile_steps"]["value"] == [1, 3, 6]
 
 
 def test_the_agent_of_older_files_is_their_workflow(tmp_path, capsys):

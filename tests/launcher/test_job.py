@@ -14,6 +14,7 @@ from areal.api.config import (
     LauncherConfig,
     NativeServerConfig,
     OptimizerConfig,
+    PerfTracerConfig,
     PPOActorConfig,
     RWConfig,
     ScoreModelConfig,
@@ -342,6 +343,15 @@ def test_the_text_of_a_plan_leaves_out_the_search_path_of_programs(tmp_path):
     text = plan_text(dataclasses.replace(plan, processes=tuple(servers)), None)
     assert "/home/bin" not in text
     assert "CUDA_VISIBLE_DEVICES" in text
+
+
+@pytest.mark.parametrize(("steps", "late"), [([1, 12], []), ([13, 12, 40], [13, 40])])
+def test_profiles_of_steps_after_the_last_one_are_named(tmp_path, caplog, steps, late):
+    config = rl_config(tmp_path, perf_tracer=PerfTracerConfig(profile_steps=steps))
+    plan = make_plan(config, [Machine(cores=8)], num_rows=100)
+    assert plan.numbers.total_steps == 12
+    found = [record.args for record in caplog.records if "profile_steps" in record.getMessage()]
+    assert found == ([(late, 12)] if late else [])
 
 
 def test_gpu_hours_need_the_steps_and_the_seconds_of_a_step(tmp_path):

@@ -12,7 +12,7 @@ from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import OptimizerConfig, TrainEngineConfig
-from areal.api.config.legacy import LEGACY
+from areal.api.config.legacy_rules import LEGACY
 from areal.api.config.megatron import DistributedDataParallelConfig, MegatronEngineConfig
 from areal.system.mesh_rules import package_problem
 

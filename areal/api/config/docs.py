@@ -7,7 +7,7 @@ from typing import Any
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.api.config.help import default_text
 from areal.api.config.kinds import KINDS
-from areal.api.config.legacy import LEGACY
+from areal.api.config.legacy_rules import LEGACY
 from areal.api.config.legacy_scheduling import NODES, SBATCH, SLURM, WITHOUT_OPTION
 from areal.api.config.relevance import relevance_of
 from areal.api.config.schema import FieldSpec, fields_of, type_text
@@ -101,7 +101,9 @@ Files of AReaL v0.5 load unchanged. A key of this table takes the values of the 
 |---|---|---|"""
 _SPEC = """
 The first entry of `actor.scheduling_spec` (or `model.scheduling_spec`) and of `rollout.scheduling_spec` sets these
-options of `launcher`, where the file does not set them. ROLE is `trainer` or `inference_server`.
+options of `launcher`, where the file does not set them. ROLE is `trainer` or `inference_server`. The options without
+ROLE apply to the whole run: two entries with different values are an error. The models share the ranks of the trainer,
+so that entries of `critic`, `ref` and `teacher` have no effect; a notice names those that differ from the actor's.
 
 | key | option or reason |
 |---|---|

@@ -137,6 +137,12 @@ class BaseExperimentConfig:
         if rows < dims.dp:
             text = f"{rows} is below the {dims.dp} data-parallel ranks of {self.allocation_mode}: raise it"
             yield "train_dataset.batch_size", text
+        size = self.allocation.train[0].parallel.world_size
+        if self.perf_tracer is not None and (
+            absent := [rank for rank in self.perf_tracer.profile_ranks if rank >= size]
+        ):
+            text = f"{absent} are not among the {size} trainer ranks, which are counted from 0"
+            yield Problem("perf_tracer.profile_ranks", text, "config.out_of_range")
         for key, model in self.models.items():
             if model.router_replay and not (self._wants_servers and self.models["actor"].router_replay):
                 yield f"{key}.router_replay", "replays what servers record for actor.router_replay: remove it"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
-from areal.api.config.legacy import legacy_rule
+from areal.api.config.legacy_rules import legacy_rule
 from areal.api.config.offline import DPOConfig, RWConfig, SFTConfig
 from areal.api.config.schema import fields_of
 from areal.api.errors import ConfigError, ConfigProblem

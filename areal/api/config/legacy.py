@@ -1,185 +1,22 @@
-"""Keys of AReaL files (v0.5 and 1.0) that have no field here: which values they may hold, and where they go.
-
-A file written for AReaL loads when such a key has an equivalent here, or requires nothing that this version lacks.
-Any other value is refused, because an option that nothing reads must not look as if it worked.
-"""
+"""Applies the rules for keys of AReaL files to the values of a file."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from areal.api.allocation import AllocationError, AllocationMode
-from areal.api.config.algorithm import PPOActorConfig
 from areal.api.config.fields import choice, number
-from areal.api.config.legacy_scheduling import launcher_options, spec_problems, strategy_problem
-from areal.api.config.schema import fields_of, sections_in
+from areal.api.config.legacy_rules import LegacyRule, legacy_rule, moved_to
+from areal.api.config.legacy_scheduling import (
+    SCHEDULER,
+    launcher_options,
+    spec_problems,
+    strategy_problems,
+    unknown_keys,
+)
+from areal.api.config.observe import PerfTracerConfig
+from areal.api.config.schema import fields_of, sections_in, with_defaults
 from areal.api.config.validate import shown, validated
 from areal.api.errors import ConfigProblem
-
-
-@dataclass(frozen=True, slots=True)
-class LegacyRule:
-    """What happens to the value of one key."""
-
-    action: Literal[
-        "accept", "ignore", "copy", "move", "turn_on", "rejection_sampling", "backend", "lora", "scheduling",
-        "strategy", "scheduler",
-    ]  # fmt: skip
-    """accept: only `values`, without effect. ignore: any value, without effect. copy: null, empty or equal to `path`.
-    move: the value of the option `path`. turn_on: true means true at `path`, false means nothing. rejection_sampling,
-    backend, lora: keys that belong to `rollout_correction`, `allocation_mode` and `lora`. scheduling, strategy,
-    scheduler: keys of AReaL's launchers, see legacy_scheduling.
-    """
-    path: str = ""
-    """copy: the other key. move: the other option, dotted below the section of the key; `../` = the section above."""
-    values: tuple[Any, ...] = ()
-    why: str = ""
-    """Why there is no option of this name, for docs/config.md and for errors."""
-    is_silent: bool = False
-    """ignore: the user is not notified."""
-    only_with: str = ""
-    """copy, not empty: the switch of the same section without which the value does not matter."""
-    switches_to: str = ""
-    """move, not empty: the key is a switch; true means this value at `path`, false any other."""
-
-
-def _accept(*values: Any, why: str) -> LegacyRule:
-    return LegacyRule("accept", values=values, why=why)
-
-
-def _ignore(why: str, *, is_silent: bool = True) -> LegacyRule:
-    return LegacyRule("ignore", why=why, is_silent=is_silent)
-
-
-def _copy(path: str) -> LegacyRule:
-    return LegacyRule("copy", path, why=f"a copy of `{path}`")
-
-
-def _turn_on(path: str) -> LegacyRule:
-    return LegacyRule("turn_on", path, why=f"true is `{path.removeprefix('../')}`=true")
-
-
-def _move(path: str, *, switches_to: str = "") -> LegacyRule:
-    why = f"becomes `{path}`" + (f"={shown(switches_to)}" if switches_to else "")
-    return LegacyRule("move", path, switches_to=switches_to, why=why)
-
-
-_NAMES: dict[str, LegacyRule] = {"experiment_name": _copy("experiment_name"), "trial_name": _copy("trial_name")}
-_PLACE: dict[str, LegacyRule] = {**_NAMES, "fileroot": _copy("cluster.fileroot")}
-_ADAPTERS = dict.fromkeys(
-    ("use_lora", "lora_rank", "lora_alpha", "target_modules"), LegacyRule("lora", why="becomes the section `lora`")
-)
-_BACKEND = LegacyRule("backend", why="becomes a part of `allocation_mode`")
-_SCHEDULING: dict[str, LegacyRule] = {
-    "scheduling_spec": LegacyRule("scheduling", why="becomes options of `launcher`, see below"),
-    "scheduling_strategy": LegacyRule("strategy", why="models share the ranks of the trainer, servers have their own"),
-}
-_NO_FLOAT16 = _ignore("there is no training in float16, which needs loss scales; AReaL does not read it")
-_NO_KIND = "this kind of training has no servers"
-_SERVICES = "AReaL does not read it either"
-_LOADER = "rows are read once, before the first step; there is no loader process"
-_IN_MEMORY = "AReaL does not read it either; batches are copied to the device while it computes"
-
-_OF_ACTOR = _ignore("an option of the actor, which a frozen model does not read")
-
-LEGACY: dict[str, dict[str, LegacyRule]] = {
-    "BaseExperimentConfig": {
-        "enable_offload": _ignore(
-            "servers and trainers have separate GPUs, so nothing has to leave them; `fsdp.offload_params` keeps a "
-            "model on the host",
-            is_silent=False,
-        ),
-        "async_training": _accept(True, why="`rollout.max_head_offpolicyness=0` makes training synchronous"),
-        "sglang": _ignore(_NO_KIND, is_silent=False),
-        "vllm": _ignore(_NO_KIND, is_silent=False),
-        "scheduler": LegacyRule("scheduler", why="`type` becomes `launcher.type`; AReaL v0.5 reads none of the others"),
-    },
-    "TrainEngineConfig": {
-        **_NAMES,
-        **_SCHEDULING,
-        **_ADAPTERS,
-        "backend": _BACKEND,
-        "offload": _turn_on("fsdp.offload_params"),
-        "pad_to_maximum": _ignore(
-            "sequences are packed without padding, and `mb_spec` limits the tokens; results do not depend on it",
-            is_silent=False,
-        ),
-        "peft_type": _accept("lora", why="lora is the only kind of adapter"),
-        "is_critic": _accept(False, why="the section decides the kind of model"),
-        "weight_update_mode": _ignore("only the weights of the actor are published"),
-    },
-    "MegatronEngineConfig": {
-        "wrap_with_ddp": _accept(True, why="Megatron's data parallelism reduces the gradients"),
-        "use_torch_fsdp2": _accept(False, why="`fsdp` in `allocation_mode` does it"),
-        "use_custom_fsdp": _accept(False, why="`fsdp` in `allocation_mode` does it"),
-        "async_save": _accept(False, why="`recover.async_save` does it for every engine"),
-        "use_checkpoint_opt_param_scheduler": _accept(
-            True, why="the learning rate is a function of the options and of the steps done, which checkpoints contain"
-        ),
-    },
-    "ScoreModelConfig": {"is_critic": _accept(False, True, why="the section decides the kind of model")},
-    "PPOCriticConfig": {
-        "is_critic": _accept(False, True, why="the section decides the kind of model"),
-        "mask_no_eos_with_zero": _ignore("the critic of AReaL only logs it"),
-    },
-    "PPOActorConfig": {
-        "max_new_tokens": LegacyRule(
-            "copy",
-            "gconfig.max_new_tokens",
-            only_with="overlong_reward_penalty",
-            why="a copy of `gconfig.max_new_tokens`",
-        ),
-        "log_agent_stats": _ignore("statistics of sessions are always recorded: `rollout/episode/...`"),
-        "log_agent_stats_keys": _ignore("a workflow records more with `log_metric` (docs/workflows.md)"),
-        "use_sapo_loss": _move("policy_loss", switches_to="sapo"),
-        "sapo_tau_pos": _move("sapo.tau_pos"),
-        "sapo_tau_neg": _move("sapo.tau_neg"),
-        "rejection_sampling": LegacyRule("rejection_sampling", why="becomes `rollout_correction`"),
-    },
-    "OptimizerConfig": {
-        "offload": _turn_on("../fsdp.offload_optimizer"),
-        **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _NO_FLOAT16),
-    },
-    "GenerationHyperparameters": {
-        "lora_name": _ignore("requests name the adapter of their policy version", is_silent=False),
-    },
-    "InferenceEngineConfig": {
-        **_PLACE,
-        **_SCHEDULING,
-        "backend": _BACKEND,
-        "use_lora": LegacyRule("lora", why="must agree with `actor.lora`"),
-        "tokenizer_path": _copy("tokenizer_path"),
-        "dump_to_file": _ignore("the ledger keeps every trajectory"),
-    },
-    "DatasetConfig": {"pin_memory": _ignore(_IN_MEMORY), "num_workers": _ignore(_LOADER)},
-    "ClusterSpecConfig": {"cluster_name": _ignore("AReaL does not use it either")},
-    "NameResolveConfig": {
-        "ray_actor_name": _accept("ray_kv_store", why="the actor of `type: ray` is named after the run"),
-    },
-    "EvaluatorConfig": _PLACE,
-    "RecoverConfig": _PLACE,
-    "SaverConfig": _PLACE,
-    "StatsLoggerConfig": _PLACE,
-    "PerfTracerConfig": _PLACE,
-}
-
-
-def legacy_rule(cls: type[Any], key: str, path: str) -> LegacyRule | None:
-    """The rule for `key`, for which section class `cls` (at dotted `path`) has no field; None = an unknown key."""
-    for base in cls.__mro__:
-        rule = LEGACY.get(base.__name__, {}).get(key)
-        if rule is not None:
-            return rule
-    if path == "ref" and (key in PPOActorConfig.__dataclass_fields__ or key in LEGACY["PPOActorConfig"]):
-        return _OF_ACTOR  # AReaL's ref has the fields of an actor, which a model without a loss never reads
-    return None
-
-
-def moved_to(path: str, rule: LegacyRule) -> str:
-    """The dotted path of the option that a key at `path` with a rule `move` becomes."""
-    sections, other = path.split(".")[:-1], rule.path
-    while other.startswith("../"):
-        sections, other = sections[:-1], other.removeprefix("../")
-    return ".".join([*sections, other])
 
 
 @dataclass
@@ -196,6 +33,10 @@ class LegacyKeys:
     _backends: dict[str, str] = field(default_factory=dict[str, str])
     _lora: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """The keys about adapters by section."""
+    _switches: dict[str, LegacyRule] = field(default_factory=dict[str, LegacyRule])
+    """The keys of rules `turn_on` that are true."""
+    _specs: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """The first scheduling spec by section."""
 
     def apply(self, cls: type[Any]) -> None:
         for section_class, values, path in list(sections_in(cls, self.tree)):
@@ -207,13 +48,15 @@ class LegacyKeys:
                 else:
                     self._apply(rule, value, values, f"{path}.{key}" if path else str(key))
         self._set_allocation()
+        self._set_switches()
+        self._set_schedule()
         self._set_lora()
 
     def _apply(self, rule: LegacyRule, value: Any, tree: dict[str, Any], path: str) -> None:
         other = rule.path
         match rule.action:
             case "ignore":
-                self.ignored += [] if rule.is_silent or value in (None, False, "") else [path]
+                self.ignored += [] if rule.is_silent or value in (None, False, "", []) else [path]
             case "accept":
                 if value not in rule.values:
                     why = rule.why.replace("`", "")
@@ -223,26 +66,27 @@ class LegacyKeys:
                 if matters and value not in (None, "", copied := _below(self.tree, other)):
                     self._differs(path, value, other, copied)
             case "move":
-                other = moved_to(path, rule)
+                other = moved_to(path, other)
                 found = _below(self.tree, other)
                 if not rule.switches_to or value is True:
                     self._move(path, value, other, rule.switches_to or value)
                 elif value is not False or found == rule.switches_to:
                     self._differs(path, value, other, found)
             case "turn_on":
-                section, _, name = moved_to(path, rule).rpartition(".")
                 if value not in (None, False, True):
                     self._unsupported(path, f"{shown(value)} is no switch: use true or false")
-                elif value and isinstance(place := _below(self.tree, section), dict):
-                    place[name] = True
+                elif value:
+                    self._switches[path] = rule
             case "rejection_sampling":
                 self._rejection_sampling(value, tree, path)
             case "scheduling":
                 self._schedule(value, path)
             case "strategy":
-                if problem := strategy_problem(path.rpartition(".")[0], value):
-                    self._unsupported(path, problem)
+                self.problems += strategy_problems(path, value)
+            case "memory_profiler":
+                self._profile(value, path)
             case "scheduler":
+                self.problems += unknown_keys(path, value, SCHEDULER)
                 scheduler = cast("dict[str, Any]", value if isinstance(value, dict) else {})
                 if launcher := scheduler.get("type"):
                     self._move(f"{path}.type", launcher, "launcher.type", launcher)
@@ -266,22 +110,70 @@ class LegacyKeys:
             cast("dict[str, Any]", place)[name] = new
 
     def _schedule(self, value: Any, path: str) -> None:
-        """The options of `launcher` that are equal to the first spec of a role, unless the user gave them.
-
-        Models other than the actor share its ranks.
-        """
-        section = path.rpartition(".")[0]
         if value in (None, [], {}):
             return
         problems = list(spec_problems(path, value))
         self.problems += problems
-        if problems or section not in ("actor", "model", "rollout"):
+        if not problems:
+            specs = cast("list[dict[str, Any]]", value if isinstance(value, list) else [value])
+            self._specs[path.rpartition(".")[0]] = specs[0]
+
+    def _set_schedule(self) -> None:
+        """The options of `launcher` that are equal to the first spec of a role, unless the user gave them.
+
+        Specs that differ in an option of all roles are a problem. Models other than the actor share its ranks.
+        """
+        origins: dict[str, tuple[str, Any]] = {}
+        of_trainer = launcher_options(self._specs.get("actor", self._specs.get("model", {})), is_server=False)
+        for section, spec in sorted(self._specs.items(), key=lambda item: item[0] == "rollout"):
+            path = f"{section}.scheduling_spec"
+            options = launcher_options(spec, is_server=section == "rollout")
+            if section not in ("actor", "model", "rollout"):
+                self.ignored += [path] if options != of_trainer else []
+                continue
+            for name, new in options.items():
+                place, _, key = f"launcher.{name}".rpartition(".")
+                other, old = origins.setdefault(name, (path, new))
+                if _below(self.given, f"{place}.{key}") is not None:
+                    continue
+                if old != new:
+                    message = f"{shown(new)} in launcher.{name} differs from {shown(old)} of {other}: use one value"
+                    self.problems.append(ConfigProblem(path, message))
+                elif isinstance(found := _below(self.tree, place), dict):
+                    cast("dict[str, Any]", found)[key] = new
+
+    def _set_switches(self) -> None:
+        """Options of the engine that AReaL has for all engines. All models have the engine of the trainer."""
+        try:
+            trainers = AllocationMode.parse(str(self.tree.get("allocation_mode"))).train
+            is_megatron = any(trainer.backend == "megatron" for trainer in trainers)
+        except AllocationError:
+            is_megatron = False
+        for path, rule in self._switches.items():
+            if is_megatron and not rule.with_megatron:
+                self._unsupported(path, "true needs fsdp in allocation_mode: remove it")
+                continue
+            section, _, name = moved_to(path, rule.with_megatron if is_megatron else rule.path).rpartition(".")
+            if isinstance(place := _below(self.tree, section), dict):
+                cast("dict[str, Any]", place)[name] = True
+
+    def _profile(self, value: Any, path: str) -> None:
+        """`perf_tracer.profile_steps` from the section `memory_profiler`."""
+        if value is None:
             return
-        spec = cast("list[dict[str, Any]]", value)[0] if isinstance(value, list) else cast("dict[str, Any]", value)
-        for name, new in launcher_options(spec, is_server=section == "rollout").items():
-            place, _, key = f"launcher.{name}".rpartition(".")
-            if _below(self.given, f"{place}.{key}") is None and isinstance(found := _below(self.tree, place), dict):
-                cast("dict[str, Any]", found)[key] = new
+        problems = unknown_keys(path, value, ("profile_steps", "max_entries"))
+        self.problems += problems
+        steps = None if problems else cast("dict[str, Any]", value).get("profile_steps")
+        if not steps:
+            return
+        if not isinstance(steps, list) or not all(type(step) is int for step in cast("list[Any]", steps)):
+            problem = ConfigProblem(f"{path}.profile_steps", "is not a list of integers", "config.wrong_type")
+            self.problems.append(problem)
+            return
+        if self.tree.get("perf_tracer") is None:
+            self.tree["perf_tracer"] = with_defaults(PerfTracerConfig, {})
+        counted = [step + 1 for step in cast("list[int]", steps)]
+        self._move(f"{path}.profile_steps", steps, "perf_tracer.profile_steps", counted)
 
     def _rejection_sampling(self, value: Any, tree: dict[str, Any], path: str) -> None:
         if value is None:

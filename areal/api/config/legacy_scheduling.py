@@ -1,6 +1,6 @@
 """Options of `launcher` that are equal to AReaL's `scheduling_spec`, and its `scheduling_strategy`. Pure rules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 from areal.api.errors import ConfigProblem
@@ -8,6 +8,13 @@ from areal.api.errors import ConfigProblem
 SLURM = ("partition", "time_limit", "srun_additional_args", "additional_bash_cmds", "container_type", "mount")
 NODES = ("nodelist", "exclude")
 SBATCH = ("begin", "deadline")
+ROLES = ("actor", "critic", "ref", "teacher", "model", "rollout")
+"""Targets of a strategy."""
+SCHEDULER = (
+    "type", "endpoint", "deploy_mode", "functioncall_service_domain", "reward_functioncall_config", "reward_model_path",
+    "reward_model_service_url",
+)  # fmt: skip
+"""Keys of `scheduler`."""
 WITHOUT_OPTION = {
     "gpu": "`allocation_mode` decides the GPUs of a process",
     "port_count": "processes choose free ports",
@@ -54,14 +61,27 @@ def spec_problems(path: str, value: Any) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{path}.env_vars", "is not a mapping", "config.wrong_type")
 
 
-def strategy_problem(section: str, value: Any) -> str:
-    """Why a `scheduling_strategy` cannot be followed; empty when it is how areal places the models."""
-    if not isinstance(value, dict):
-        return ""
+def strategy_problems(path: str, value: Any) -> list[ConfigProblem]:
+    """What is wrong with a `scheduling_strategy`, or why it cannot be followed."""
+    if value is None:
+        return []
+    if problems := unknown_keys(path, value, ("type", "target", "fork")):
+        return problems
     given = cast("dict[str, Any]", value)
-    shares = given.get("type") == "colocation"
-    if given.get("type") not in (None, "separation", "colocation"):
-        return f"has the type {given['type']!r}: use separation or colocation"
-    if shares and (section == "rollout" or given.get("target") == "rollout"):
-        return "shares GPUs between servers and trainers: allocation_mode gives each its own; use type: separation"
-    return ""
+    kind, target = given.get("type"), given.get("target")
+    if kind not in (None, "separation", "colocation"):
+        return [ConfigProblem(path, f"has the type {kind!r}: use separation or colocation", "config.unsupported")]
+    if target not in (None, "", *ROLES):
+        return [ConfigProblem(f"{path}.target", f"{target!r} is none of {', '.join(ROLES)}", "config.not_a_choice")]
+    if kind == "colocation" and (path.startswith("rollout.") or target == "rollout"):
+        text = "shares GPUs between servers and trainers: allocation_mode gives each its own; use type: separation"
+        return [ConfigProblem(path, text, "config.unsupported")]
+    return []
+
+
+def unknown_keys(path: str, value: Any, known: Collection[str]) -> list[ConfigProblem]:
+    """The keys of a section that are not `known`, or that `value` is no section."""
+    if not isinstance(value, dict):
+        return [ConfigProblem(path, "is not a section", "config.wrong_type")]
+    keys = sorted(str(key) for key in cast("dict[Any, Any]", value))
+    return [ConfigProblem(f"{path}.{key}", "unknown key", "config.unknown_key") for key in keys if key not in known]

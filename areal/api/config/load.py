@@ -24,7 +24,8 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, completed
 from areal.api.config.help import help_text
 from areal.api.config.kinds import KINDS, help_of_kinds, kind_of, kind_of_section
-from areal.api.config.legacy import LegacyKeys, legacy_rule
+from areal.api.config.legacy import LegacyKeys
+from areal.api.config.legacy_rules import legacy_rule
 from areal.api.config.redaction import public, public_text, without_secrets
 from areal.api.config.schema import MISSING, fields_of, find_field
 from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
