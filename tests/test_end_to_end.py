@@ -315,7 +315,16 @@ def taken(found: Run, stream: PromptStream[dict[str, Any]]) -> list[dict[str, An
 @pytest.mark.parametrize("mode", ["disk", "http"])
 def test_two_servers_two_ranks_and_weights_by_folder(folder, tmp_path, monkeypatch, mode):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    found = run(folder, "allocation_mode=native:d2+fsdp:d2", f"actor.weight_update_mode={mode}", *RECOVER)
+    traces = [
+        "perf_tracer.session_tracer.enabled=true",
+        "perf_tracer.profile_steps=[2]",
+        "perf_tracer.profile_ranks=[1]",
+    ]
+    found = run(folder, "allocation_mode=native:d2+fsdp:d2", f"actor.weight_update_mode={mode}", *traces, *RECOVER)
+    assert [path.name for path in (found.folder / "profile").iterdir()] == ["trainer-1-step-000002.json.gz"]
+    sessions = (found.folder / "trace" / "sessions.ndjson").read_text().splitlines()
+    assert len(sessions) >= 4 * BATCH
+    assert all(json.loads(line) for line in sessions)
     assert [event["kind"] for event in found.events if event["event"] == "published"] == [mode] * 4
     assert (found.folder / "weights").is_dir() == (mode == "disk")
     assert list(tmp_path.glob("areal-*/*")) == [], "copies of weights are left on the disk of a machine"

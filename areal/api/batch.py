@@ -72,17 +72,17 @@ class TrainBatch:
     session_ids: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
     """[S] int64, unique on this rank: sequences with one id are rows of one session; None = each is a session."""
     session_tokens: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
-    """[S] int64, trained tokens of the whole session in the minibatch; None = without session_ids."""
+    """[S] int64, trained tokens of the whole session in the mini-batch; None = without session_ids."""
     turns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] int64, order of the answers of a session
     turn_rewards: Tensor | None = field(default=None, metadata=PER_TOKEN)
     """[T] float32, reward of a token's turn and those after it; None = the reward of the session."""
     version: int = 0
     """Policy version at the start of the update with this batch."""
     update_progress: float = 0.0
-    """Fraction of that update's optimiser steps before this minibatch, below 1."""
+    """Fraction of that update's optimiser steps before this mini-batch, below 1."""
     shares_first_pass: bool = False
-    """The first minibatch makes its prox_logprobs in training: its part of the column is rollout_logprobs until then.
-    The column is None if there is one minibatch only."""
+    """The first mini-batch makes its prox_logprobs in training: its part of the column is rollout_logprobs until then.
+    The column is None if there is one mini-batch only."""
     routed_experts: Tensor | None = field(default=None, metadata=PER_TOKEN)
     """[T, layers, k] int16, experts that the server chose for token t (not t+1) in each decoder layer; -1 = unknown."""
     images: tuple[ImageRef, ...] = ()

@@ -1,4 +1,4 @@
-"""The metric record: a number with the reduction that merges it over micro-batches, minibatches and ranks."""
+"""The metric record: a number with the reduction that merges it over micro-batches, mini-batches and ranks."""
 
 from __future__ import annotations
 

@@ -152,5 +152,5 @@ def allocation(
 
 
 def minibatches(batch: int, size: int) -> int:
-    """A number of minibatches from their size."""
+    """A number of mini-batches from their size."""
     return max(1, -(-batch // max(1, size)))

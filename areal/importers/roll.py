@@ -122,7 +122,7 @@ def _batches(draft: Draft) -> None:
         option = "actor.optimizer.warmup_steps_proportion"
         draft.set(option, warmup / total, f"ROLL: warmup_steps {warmup} / max_steps {total}", f"{args}.warmup_steps")
     draft.drop("micro-batches are filled by tokens", "*.infer_batch_size", "*per_device_train_batch_size")
-    draft.drop("gradients are accumulated over a minibatch", "*.gradient_accumulation_steps")
+    draft.drop("gradients are accumulated over a mini-batch", "*.gradient_accumulation_steps")
 
 
 def _loss(draft: Draft) -> None:

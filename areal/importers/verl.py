@@ -377,7 +377,7 @@ def _dropped(draft: Draft) -> None:
     )
     draft.drop("FSDP2 shards each block over all ranks", *(f"*.fsdp_config.{name}" for name in _OF_FSDP), "*.strategy")
     draft.drop("chosen by the engine: actor.compile", "*.use_torch_compile")
-    draft.drop("of the loader of minibatches", f"{_A}.data_loader_seed", f"{_A}.shuffle")
+    draft.drop("of the loader of mini-batches", f"{_A}.data_loader_seed", f"{_A}.shuffle")
     draft.drop("paths of checkpoints and of Ray", "trainer.default_hdfs_dir", "trainer.resume_from_path", "ray_*")
     draft.drop(
         "how verl's trainer works", "trainer.val_only", "trainer.device", "trainer.use_legacy_*", "global_profiler.*"

@@ -20,6 +20,7 @@ from areal.api.config import BaseExperimentConfig, MlflowConfig, SwanlabConfig, 
 from areal.api.config.redaction import public, public_text
 from areal.api.errors import ConfigError
 from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow
+from areal.system.durable import write_atomic
 from areal.system.image_codec import colours_of
 from areal.system.image_files import ImageFiles
 from areal.system.run_paths import RunPaths
@@ -66,6 +67,16 @@ class TensorBoardTracker:
         self._writer.close()
 
 
+def _suffix(settings: WandBConfig, folder: Path) -> str | None:
+    """The suffix of the run id: `timestamp` is the time of the first start, so that a resumed run continues its run."""
+    if settings.id_suffix != "timestamp":
+        return settings.id_suffix
+    record = folder / "wandb_start"
+    if not record.exists():
+        write_atomic(record, time.strftime("%Y_%m_%d_%H_%M_%S").encode())
+    return record.read_text()
+
+
 class WandBTracker:
     """A Weights & Biases run. The x axis is a metric, `train_step`, so that steps can repeat after a recovery."""
 
@@ -82,7 +93,7 @@ class WandBTracker:
             self._run = wandb.init(
                 mode=settings.mode,  # pyright: ignore[reportArgumentType] - the choices are checked with the config
                 dir=str(folder),
-                id="_".join([*names, *filter(None, [settings.id_suffix])]),
+                id="_".join([*names, *filter(None, [_suffix(settings, folder)])]),
                 resume="allow",
                 entity=settings.entity,
                 project=settings.project or config.experiment_name,

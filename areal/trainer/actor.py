@@ -53,7 +53,7 @@ class PPOActor:
         order of sequences in later epochs. The first `frozen_steps` train steps change no weight. `critic_lambda`: of
         the critic's targets; None = that of the advantages. A custom loss and a custom estimator are called once
         without tokens: their errors are raised here, ConfigError when they return what is no loss or advantage.
-        `shares_first_pass`: the first minibatch makes its proximal log-probabilities in training where it can."""
+        `shares_first_pass`: the first mini-batch makes its proximal log-probabilities in training where it can."""
         self._shares_first_pass = shares_first_pass
         self._first_pass: FirstPass | None = None
         """Of the running update."""
@@ -111,7 +111,7 @@ class PPOActor:
         return bool(self._engine.all_reduce(has_sessions, "max").item())
 
     def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add the proximal log-probabilities of all sequences but those of the first minibatch."""
+        """Add the proximal log-probabilities of all sequences but those of the first mini-batch."""
         batch, in_loss = replace(batch, shares_first_pass=True), sequences_in_loss(batch)
         cut = Passes(num_minibatches=self._config.ppo_n_minibatches).rows(without_filtered(batch), epoch=0)
         first = [in_loss[row] for row in cut[0]]
@@ -123,7 +123,7 @@ class PPOActor:
         return replace(batch, prox_logprobs=without_first(logprobs, batch, others))
 
     def with_first_pass(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
-        """After `update`: add the proximal log-probabilities that the first minibatch made, and the metrics of
+        """After `update`: add the proximal log-probabilities that the first mini-batch made, and the metrics of
         `with_correction`; a collective. Other batches are unchanged."""
         if not batch.shares_first_pass or self._first_pass is None:
             return batch, {}

@@ -52,11 +52,11 @@ class Critic:
             return prefixed("critic", train_on_minibatches(self._engine, batch, passes, self))
 
     def with_weights(self, mini: TrainBatch) -> TrainBatch:
-        """The minibatch with the numbers of trained tokens of whole sessions."""
+        """The mini-batch with the numbers of trained tokens of whole sessions."""
         return with_session_tokens(mini, mini.loss_mask)
 
     def local_denominators(self, mini: TrainBatch) -> Tensor:
-        """This rank's part of the denominator of a minibatch, [1] float64."""
+        """This rank's part of the denominator of a mini-batch, [1] float64."""
         return local_denominator(
             mini.loss_mask,
             mini.sequence_index,
@@ -67,7 +67,7 @@ class Critic:
         )
 
     def loss_fn(self, denominators: list[float]) -> LossFn:
-        """The loss of the micro-batches of a minibatch with this global denominator."""
+        """The loss of the micro-batches of a mini-batch with this global denominator."""
         scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
         return partial(self._loss, scale=scale)
 

@@ -1,4 +1,4 @@
-"""The proximal log-probabilities of the first minibatch, which its own forward pass in training gives."""
+"""The proximal log-probabilities of the first mini-batch, which its own forward pass in training gives."""
 
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,7 @@ from areal.trainer.off_policy import correction_of, drops, is_around_prox
 def may_share_first_pass(run: PPOConfig) -> bool:
     """Whether only the loss of a sequence reads its proximal log-probabilities.
 
-    Then the first minibatch, which computes with the weights before the update, needs no pass before it.
+    Then the first mini-batch, which computes with the weights before the update, needs no pass before it.
     """
     config = run.actor
     options = correction_of(config)
@@ -39,11 +39,11 @@ def may_share_first_pass(run: PPOConfig) -> bool:
 
 @dataclass(slots=True)
 class FirstPass:
-    """What the losses of the first minibatch compute in place of the proximal pass."""
+    """What the losses of the first mini-batch compute in place of the proximal pass."""
 
     config: PPOActorConfig
     rows: list[int]
-    """The sequences of the batch that are in the minibatch, in order."""
+    """The sequences of the batch that are in the mini-batch, in order."""
     _found: list[tuple[list[int], Tensor]] = field(default_factory=list[tuple[list[int], Tensor]])
 
     def filled(self, micro: MicroBatch, logprobs: Tensor) -> TrainBatch:

@@ -73,7 +73,7 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
     """Add the weights and rejections of the whole batch, and report the distance of the policies; a collective.
 
     Without a forward pass before the update (ratio to the rollout policy, loglinear, bypass mode) nothing happens
-    here: see `late_correction`, and `FirstPass` for the first minibatch. With apply_weights=false and no bound the
+    here: see `late_correction`, and `FirstPass` for the first mini-batch. With apply_weights=false and no bound the
     batch is only measured. A session that was cut into several sequences counts as one.
     """
     if not needs_prox_logprobs(config) or (batch.shares_first_pass and batch.prox_logprobs is None):

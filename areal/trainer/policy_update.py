@@ -46,7 +46,7 @@ class PolicyUpdate:
     loss = sum over tokens of w (behaviour weight x policy loss - entropy_coef H + kl_loss_coef KL
                                  + teacher.loss_coef KL to the teacher) / D
            + positive_nll_coef sum over tokens of good answers of -log pi / their number,
-    with the weights w and the denominator D of `loss_aggregation`; both counts are of the minibatch on all ranks.
+    with the weights w and the denominator D of `loss_aggregation`; both counts are of the mini-batch on all ranks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PolicyUpdate:
         first_pass: FirstPass | None = None,
     ) -> None:
         """`entropy_coef`: of this train step. `teacher` None: there is none. `first_pass` None: the proximal
-        log-probabilities of every minibatch are in the batch."""
+        log-probabilities of every mini-batch are in the batch."""
         self._first_pass = first_pass
         self._config = config
         self._teacher = teacher

@@ -60,7 +60,7 @@ def prepare_process(context: ProcessContext, seed: int) -> None:
 def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iterator[TrainingRank]:
     """Set up this trainer rank and connect it to the other ranks, until the block ends."""
     from areal.engine.mesh import TrainerMesh
-    from areal.trainer.profiler import TorchProfiler
+    from areal.trainer.profiler import open_profiler
     from areal.weights.fast_products import fast_products
 
     prepare_process(context, config.seed)
@@ -70,9 +70,8 @@ def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iter
         stack.enter_context(fast_products())
         heartbeat = stack.enter_context(beating_thread(launched_heartbeat()))
         has_cuda = context.device.startswith("cuda")
-        chosen, profiler = config.perf_tracer, None
-        if chosen and chosen.profile_steps and context.index in chosen.profile_ranks:
-            profiler = TorchProfiler(RunPaths.of(config).profile, context.name, chosen.profile_steps, has_cuda=has_cuda)
+        paths = RunPaths.of(config)
+        profiler = open_profiler(config.perf_tracer, paths, context.name, rank=context.index, has_cuda=has_cuda)
         clock = PhaseClock(tracer, heartbeat, CudaClock() if has_cuda else None, profiler)
         stack.enter_context(clock.active())
         heartbeat.doing("meets the other ranks")

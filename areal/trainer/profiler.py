@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from areal.api.config import PerfTracerConfig
+from areal.system.run_paths import RunPaths
+
 _MAX_ALLOCATIONS = 100_000
 """Of a memory snapshot; older ones are left out."""
 
@@ -50,3 +53,12 @@ class TorchProfiler:
         if self._has_cuda:
             torch.cuda.memory._dump_snapshot(f"{path}.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def open_profiler(
+    options: PerfTracerConfig | None, paths: RunPaths, name: str, *, rank: int, has_cuda: bool
+) -> TorchProfiler | None:
+    """The profiler of a trainer rank as configured, None when it is off for this rank."""
+    if options is None or not options.profile_steps or rank not in options.profile_ranks:
+        return None
+    return TorchProfiler(paths.profile, name, options.profile_steps, has_cuda=has_cuda)

@@ -195,6 +195,18 @@ def test_every_option_of_wandb_reaches_its_run(tmp_path, monkeypatch):
     assert given["settings"]["api_key"] == "my-wandb_api_key"
 
 
+def test_a_timestamp_in_the_id_of_wandb_is_that_of_the_first_start(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", fake_package(calls))
+    times = iter(["first", "second"])
+    monkeypatch.setattr(trackers.time, "strftime", lambda form: next(times))
+    config = config_with(wandb=WandBConfig(mode="online", id_suffix="timestamp"))
+    for folder in ("a", "a", "b"):
+        build_trackers(config, RunPaths(tmp_path / folder))
+    ids = [given["id"] for name, _, given in calls if name == "init"]
+    assert ids == ["exp_trial_first", "exp_trial_first", "exp_trial_second"]
+
+
 def test_every_option_of_swanlab_reaches_its_run(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setitem(sys.modules, "swanlab", fake_package(calls))

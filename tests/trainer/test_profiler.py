@@ -4,8 +4,10 @@ import json
 import pytest
 import torch
 
+from areal.api.config import PerfTracerConfig
 from areal.observe.phase import PhaseClock, phase
-from areal.trainer.profiler import TorchProfiler
+from areal.system.run_paths import RunPaths
+from areal.trainer.profiler import TorchProfiler, open_profiler
 
 
 def test_the_chosen_step_has_a_trace_with_phases_and_operations(tmp_path):
@@ -22,6 +24,20 @@ def test_the_chosen_step_has_a_trace_with_phases_and_operations(tmp_path):
     names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
     assert {"update-1", "aten::mm"} <= names
     assert not {"update-0", "update-2"} & names
+
+
+@pytest.mark.parametrize(("ranks", "rank", "is_profiled"), [([0], 0, True), ([0], 1, False), ([1, 2], 2, True)])
+def test_only_the_chosen_ranks_have_a_profile(tmp_path, ranks, rank, is_profiled):
+    options = PerfTracerConfig(profile_steps=[1], profile_ranks=ranks)
+    profiler = open_profiler(options, RunPaths(tmp_path), f"trainer-{rank}", rank=rank, has_cuda=False)
+    clock = PhaseClock(profiler=profiler)
+    with clock.active():
+        clock.begin_step(0)
+        clock.end_step()
+    files = [path.name for path in tmp_path.rglob("*.gz")]
+    assert files == ([f"trainer-{rank}-step-000001.json.gz"] if is_profiled else [])
+    assert open_profiler(None, RunPaths(tmp_path), "trainer-0", rank=0, has_cuda=False) is None
+    assert open_profiler(PerfTracerConfig(), RunPaths(tmp_path), "trainer-0", rank=0, has_cuda=False) is None
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -49,13 +49,13 @@ class PPOCriticConfig(TrainEngineConfig):
     ppo_n_minibatches: int = number(4, low=1, also="verl: critic.ppo_mini_batch_size (a size, not a count)")
     """Optimiser steps per pass over a train batch."""
     ppo_epochs: int = number(1, low=1, also="verl: critic.ppo_epochs")
-    """Passes over a train batch; every pass after the first assigns sequences to minibatches at random."""
+    """Passes over a train batch; every pass after the first assigns sequences to mini-batches at random."""
     eps_clip: float | None = number(0.5, above=0, also="verl: critic.cliprange_value")
     """Clip range of a value around its old value; null = no clipping."""
     huber_delta: float | None = number(None, above=0)
     """Error above which the value loss is linear (Huber loss); null = squared error everywhere."""
     loss_aggregation: str = choice("token-mean", *AGGREGATIONS, also="verl: critic.loss_agg_mode")
-    """How the token losses of a minibatch over all ranks become one number; see docs/algorithms.md."""
+    """How the token losses of a mini-batch over all ranks become one number; see docs/algorithms.md."""
     loss_scale_tokens: int | None = number(None, low=1, relevant=HAS_SCALE)
     """Divisor in tokens, required by seq-mean-token-sum-norm; null = 1 for token-sum."""
     gae_lambda: float | None = number(None, low=0, high=1, relevant=REWARDS)

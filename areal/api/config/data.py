@@ -53,7 +53,7 @@ class DatasetConfig:
     )
     """Folder that keeps the numbers of tokens of all prompts between runs (not of images); empty = none."""
     max_rows: int | None = number(None, low=1, also="verl: data.train_max_samples, data.val_max_samples")
-    """Number of rows to use, from the start of the mix, before any shuffle of an epoch; null = all rows."""
+    """Number of rows to use: the first of the mix, in valid_dataset with shuffle random ones; null = all rows."""
     max_characters: int | None = number(1_000_000, low=1)
     """Maximum characters of a text of a row, null = no limit; longer rows are dropped or refused, see truncation."""
 
@@ -77,7 +77,7 @@ class TrainDatasetConfig(DatasetConfig):
     """The training set."""
 
     weights: list[float] = section(list[float], relevant=_SEVERAL)
-    """Part of each dataset of `path` in the mix, any scale; small ones are repeated, none is cut; [] = by size."""
+    """Sampling weight of each dataset of `path`, any scale; small ones repeat, none is shortened; [] = by size."""
     curriculum: str = ""
     """Function f(rows) -> rows of an epoch in the order of training (file.py:function); empty = as in the data."""
     batch_size: int = number(1, low=1, also="verl: data.train_batch_size; ROLL: rollout_batch_size")
@@ -107,7 +107,7 @@ class ValidDatasetConfig(DatasetConfig):
     """The held-out set; every evaluation reads the same rows."""
 
     shuffle: bool = option(False, relevant=given("max_rows") | when("drop_last", True), also="verl: validation_shuffle")
-    """Choose these rows at random, the same ones in every run, in place of those from the start."""
+    """Choose the rows of max_rows and drop_last at random, equal in every run, not from the start."""
     batch_size: int | None = number(None, low=1, also="verl: data.val_batch_size")
     """Rows that sft, rw and dpo evaluate at once, and the unit of drop_last; null = train_dataset.batch_size."""
     drop_last: bool = False

@@ -29,7 +29,7 @@ class GenerationHyperparameters:
     temperature: float = number(1.0, low=1e-6, high=1e6, also="verl: rollout.temperature")
     """Sampling temperature: logits are divided by it, also for the reported log-probabilities."""
     temperature_key: str = option("", relevant=_SAMPLED)
-    """Column of the dataset with the temperature of a row, which training then uses; null or no column: temperature."""
+    """Dataset column with the temperature of each row, in place of `temperature` where it has a value; empty = none."""
     stop_token_ids: list[int] = section(list[int])
     """Token ids that end an answer, in addition to the tokenizer's end token."""
     stop: list[str] | None = None

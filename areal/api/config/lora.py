@@ -17,7 +17,7 @@ class LoRAConfig:
     alpha: float = number(16.0, above=0, also="peft: lora_alpha; AReaL: lora_alpha; verl: model.lora_alpha")
     """The product of the adapter is multiplied by alpha / rank."""
     rslora: bool = option(False, also="peft: use_rslora")
-    """Multiply by alpha / sqrt(rank) instead."""
+    """Scale adapters by alpha / sqrt(rank), not alpha / rank."""
     dropout: float = number(0.0, low=0, below=1, also="peft: lora_dropout")
     """Dropout probability of the adapters' input while training."""
     target_modules: str | list[str] = option(ALL_LINEAR)

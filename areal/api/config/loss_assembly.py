@@ -1,4 +1,4 @@
-"""Options that turn token losses into one update: aggregation, additional terms, filters, minibatches."""
+"""Options that turn token losses into one update: aggregation, additional terms, filters, mini-batches."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +69,11 @@ class AssemblyOptions:
     ppo_n_minibatches: int = number(4, low=1, also="verl: actor.ppo_mini_batch_size (a size, not a count)")
     """Optimiser steps per pass over a train batch."""
     ppo_epochs: int = number(1, low=1, also="verl: actor.ppo_epochs; ROLL: ppo_epochs")
-    """Passes over a train batch; every pass after the first assigns sequences to minibatches at random."""
+    """Passes over a train batch; every pass after the first assigns sequences to mini-batches at random."""
     target_kl: float | None = number(None, above=0, relevant=above("ppo_n_minibatches", 1) | above("ppo_epochs", 1))
-    """Skip the rest of a train step once a minibatch's approximate KL to the old policy exceeds this; null = off."""
+    """Skip the rest of a train step once a mini-batch's approximate KL to the old policy exceeds this; null = off."""
     loss_aggregation: str = choice("token-mean", *AGGREGATIONS, also="verl: actor.loss_agg_mode")
-    """How the token losses of a minibatch over all ranks become one number; see docs/algorithms.md."""
+    """How the token losses of a mini-batch over all ranks become one number; see docs/algorithms.md."""
     loss_scale_tokens: int | None = number(None, low=1, relevant=HAS_SCALE, also="cosmos-rl: unbiased_loss_max_tokens")
     """Divisor in tokens, required by seq-mean-token-sum-norm; null = 1 for token-sum."""
     loss_unit: str = choice("session", "session", "row", relevant=satisfies("/", _has_sessions, "workflow is agent"))

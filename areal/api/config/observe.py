@@ -88,7 +88,7 @@ class EvaluatorConfig(Cadence):
     answer_fn: str = option("", relevant=_GENERATES)
     """Final answer of a completion for the majority vote: number, choice, text or a function; empty = by reward_fn."""
     stop_at: dict[str, float] = section(dict[str, float], relevant=_GENERATES)
-    """End training at these mean rewards by mode ({greedy: 0.95}); {} = never. Use 1000 answers: noise stops early."""
+    """End training at these mean rewards by mode ({greedy: 0.95}); {} = never. Few answers are noisy: use 1000."""
 
     def goals_reached(self, rewards: Mapping[str, float]) -> bool:
         """Whether there are goals in stop_at, and `rewards` by mode reach all of them."""
@@ -124,7 +124,7 @@ class RecoverConfig(Cadence):
     freq_secs: int | None = number(600, low=1)
     """Interval in seconds, which bounds the share of time for checkpoints; null = no interval in seconds."""
     mode: str = choice("auto", "auto", "disabled", "fault", "resume", also="verl: trainer.resume_mode")
-    """disabled = off; auto = recover if possible; fault = only trainers that failed; resume = require a checkpoint."""
+    """disabled = off; auto = recover if possible; fault = after a failure in the run; resume = needs a checkpoint."""
     async_save: bool = option(True, relevant=unless("mode", "disabled"), also="verl: actor.checkpoint.async_save")
     """Training waits only for the copy of a checkpoint to host memory, while a thread writes it; false = for all."""
     retries: int = number(3, low=0)
@@ -166,7 +166,7 @@ class WandBConfig:
     config: dict[str, Any] | None = option(None, relevant=_TRACKS)
     """More entries of the run's configuration there; null = none."""
     id_suffix: str | None = option("train", relevant=_TRACKS)
-    """Suffix of the run id; null = none."""
+    """Suffix of the run id; timestamp = the time of the first start, which a resumed run keeps; null = none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class StatsLoggerConfig:
     """Metric trackers; metrics.jsonl in the run folder is always written."""
 
     samples_freq_steps: int | None = number(10, low=1, relevant=_GENERATES, also="verl: trainer.log_val_generations")
-    """Train steps between two tables of samples in samples/ and the trackers, also after the first; null = none."""
+    """Interval in train steps of tables of samples, in samples/ and the trackers; step 1 has one too; null = none."""
     samples: int = number(4, low=1, relevant=_GENERATES)
     """Trajectories in a table of samples."""
     wandb: WandBConfig = field(default_factory=WandBConfig)
@@ -278,7 +278,8 @@ class PerfTracerConfig:
             ("profile_ranks", self.profile_ranks, 0),
         ):
             if any(value < low for value in values):
-                yield Problem(name, f"{values} has a number below {low}", "config.out_of_range")
+                why = ": train steps are counted from 1, in AReaL from 0" if low else ""
+                yield Problem(name, f"{values} has a number below {low}{why}", "config.out_of_range")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ class InferenceEngineConfig:
     """How the rollout controller runs episodes and talks to the inference servers."""
 
     max_concurrent_rollouts: int | None = number(None, low=1)
-    """Maximum episodes in flight; null = consumer_batch_size x (max_head_offpolicyness + 1)."""
+    """Maximum episodes in flight; null = train_dataset.batch_size x (max_head_offpolicyness + 1)."""
     queue_size: int | None = number(None, low=1)
     """Maximum episodes that run or wait for a train step, at least train_dataset.batch_size; null = no such limit."""
     consumer_batch_size: int | None = number(None, low=1)
@@ -21,11 +21,11 @@ class InferenceEngineConfig:
     max_head_offpolicyness: int = number(0, low=0, also="ROLL: async_generation_ratio")
     """Maximum staleness, in policy versions, that the admission gate allows; 0 = synchronous RL."""
     on_stale: str = choice("train", "train", "mask", "drop", "wait")
-    """Episodes above that staleness: train = use, mask = exclude old tokens, drop; wait = use in admission order."""
+    """Above max_head_offpolicyness: train, mask = exclude old tokens, drop = reject; wait = in admission order."""
     weight_update: str = choice("interrupt", "interrupt", "keep", "keep_cache")
     """Requests at a weight update: interrupt = sent again, keep = KV cache recomputed, keep_cache = KV cache kept."""
     canary: str = choice("on", "on", "off")
-    """After each weight update compare the replicas' answers to a fixed probe; restart a replica that differs."""
+    """After each weight update compare the servers' answers to a fixed probe; restart a server that differs."""
     schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded", "prefix_affinity")
     """Server of a request: in turn, fewest running requests, or longest cached prefix; groups stay on one server."""
     check_trajectory_format: bool = False
@@ -37,29 +37,29 @@ class InferenceEngineConfig:
     max_rejected_per_step: int | None = number(None, low=1)
     """Maximum rejected groups per train step; the run fails above it; null = no limit."""
     dynamic_bs: bool = option(False, also="AReaL 1.0: dynamic_bs")
-    """A train step begins when batch_size groups were accepted or rejected, with those accepted, one per data rank."""
+    """Start a step once batch_size groups are accepted or rejected; train on those accepted, one or more per rank."""
     batch_transfer: str = choice("auto", "auto", "files", "http")
     """Source of the batches of a rank: files = the ledger folder, http = the controller, auto = files if readable."""
     keep_rejected: int = number(32, low=0)
     """Newest rejected and failed episodes whose answers are kept in the ledger for `areal show`; 0 = none."""
     keep_payloads: str = option("all")
-    """Trajectories that stay: all; recover = since the second newest recovery checkpoint; N = and newest N steps."""
+    """Trajectories kept: all; recover = since the second newest recovery checkpoint; N = also of the newest N steps."""
     server_addrs: list[str] = field(default_factory=list[str])
     """Running servers to use (host:port or http://host:port), one per server of allocation_mode; [] = start servers."""
     setup_timeout: float = number(300.0, above=0)
     """Maximum seconds until all servers are healthy; the default grows with the checkpoint."""
     stream_interval: int = number(32, low=1)
-    """Tokens per event of a streamed answer; a request whose replica fails loses at most this many tokens."""
+    """Tokens per event of a streamed answer; a request whose server fails loses at most this many tokens."""
     request_timeout: float = number(3600.0, above=0)
-    """Maximum seconds of a generation request on one replica; it then continues on another."""
+    """Maximum seconds of a generation request on one server; it then continues on another."""
     request_retries: int = number(3, low=1)
-    """Maximum replica failures of one request before its episode fails."""
+    """Maximum server failures of one request before its episode fails."""
     pause_grace_period: float = number(0.0, low=0)
     """Seconds between pausing the servers and the weight update."""
     health_check_interval_s: float = number(1.0, above=0)
-    """Seconds between two health checks of a replica; a hung replica is detected within eleven intervals."""
+    """Seconds between two health checks of a server; a hung server is detected within eleven intervals."""
     weight_update_timeout_s: float = number(300.0, above=0)
-    """Maximum seconds of a weight update on one replica before the replica is treated as failed."""
+    """Maximum seconds of a weight update on one server before the server is treated as failed."""
 
     def problems(self) -> Problems:
         if not re.fullmatch(r"all|recover|[1-9]\d*", self.keep_payloads):

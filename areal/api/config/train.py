@@ -121,7 +121,7 @@ class TrainEngineConfig:
     )
     """Recompute activations in the backward pass: less memory, more computation."""
     checkpointing: str = choice("full", "full", "selective", "offload", relevant=when("gradient_checkpointing", True))
-    """Kept of a block: full = its input, selective = also products of matrices, offload = its input, on the CPU."""
+    """The forward pass keeps: full = input of a block, selective = also matrix products, offload = input on the CPU."""
     compile: bool = option(False, also="verl: actor.use_torch_compile, which is true by default")
     """Compile each block with torch.compile: some minutes at the start, then faster; needs g++ on the CPU."""
     dtype: str = choice("bfloat16", "bfloat16", "float32")
@@ -147,7 +147,7 @@ class TrainEngineConfig:
     router_bias_update_rate: float = number(
         0.0, low=0, relevant=given("optimizer"), also="Megatron: moe_router_bias_update_rate"
     )
-    """Change per step of the bias of experts above or below the mean load; for routers with one, as of DeepSeek-V3."""
+    """Change per optimiser step of the router bias of an expert, up below the mean load, down above (DeepSeek-V3)."""
     freeze: list[str] = section(
         list[str], relevant=given("optimizer"), also="verl: freeze_vision_tower; cosmos-rl: freeze_pattern"
     )
