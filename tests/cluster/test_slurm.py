@@ -219,11 +219,12 @@ def test_separate_jobs_run_a_component_each_and_a_lost_server_gets_a_new_one(run
         return json.loads((run.folder / "slurm" / "jobs.json").read_text())
 
     words = ("launcher.slurm.separate_jobs=true", "total_train_steps=100000", "cluster.node_silence_s=3")
-    follower = run.launch(*words, "allocation_mode=native:d2+fsdp:d2")
+    follower = run.launch(*words, "allocation_mode=native:d2+fsdp:d2", "launcher.nodelist=node[2-3]")
     run.await_step(3)
     before = jobs()
     assert list(before) == ["server-0", "server-1", "trainers"]
     assert len(slurm.queue().splitlines()) == 4
+    assert set(slurm.command("squeue", "--noheader", "--format=%N").stdout.split()) == {"node2", "node3"}
     ready = run.folder / "names" / "ready" / "server-1.json"
     ready_ns = ready.stat().st_mtime_ns
     slurm.command("scancel", before["server-1"])
