@@ -189,11 +189,11 @@ data.map_fn_failed: The map_fn of a dataset raised an error on a row.
 data.missing_column: A dataset row lacks the columns that its type needs.
     Set columns or a map_fn that creates them, or add them to the data.
 data.no_datasets_library: A hub dataset or a saved folder needs the `datasets` library, which is not installed.
-    Run pip install 'areal[hub]', or convert the dataset to .jsonl.
+    Run pip install -e '.[hub]', or convert the dataset to .jsonl.
 data.no_pillow: A run with images needs the package pillow, which is not installed.
-    Run pip install 'areal[vision]'.
+    Run pip install -e '.[vision]'.
 data.no_pyarrow: A dataset in Parquet or Arrow format needs the package pyarrow, which is not installed.
-    Run pip install 'areal[parquet]', or convert the dataset to .jsonl.
+    Run pip install -e '.[parquet]', or convert the dataset to .jsonl.
 data.no_rows: A dataset has no usable rows.
     Check its path, split, map_fn and max_length.
 data.no_tokenizer: There is no tokenizer at the given path or hub name, or it cannot be loaded.

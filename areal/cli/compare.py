@@ -185,7 +185,7 @@ def _write_png(found: Comparison, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        message = "--png needs the package matplotlib: pip install 'areal[plot]'; --html needs no package"
+        message = "--png needs the package matplotlib: pip install -e '.[plot]'; --html needs no package"
         raise ConfigError(message, code="launch.package_missing") from None
     columns = min(3, len(found.curves))
     rows = -(-len(found.curves) // columns)

@@ -28,7 +28,7 @@ from areal.system.run_paths import RunPaths
 WINDOW = 20
 """Steps over which rates, phases and staleness are averaged."""
 NUM_SAMPLES = 3
-_EVALUATION = re.compile(r"eval/([^/]+(?:/[^/]+)?)/reward|(eval_loss)")
+_EVALUATION = re.compile(r"eval/([^/]+(?:/[^/]+)?)/reward|eval/(loss)")
 _NOT_EVALUATION = "/episode"
 _CURVES = {
     "reward": ("rollout/reward",),

@@ -175,7 +175,7 @@ def _hub_rows(path: str, config: DatasetConfig, split: str) -> list[Row]:
     except ImportError as error:
         message = (
             f"dataset {path!r} is no file of type {', '.join(READERS)}: it needs the datasets library: "
-            "pip install 'areal[hub]'"
+            "pip install -e '.[hub]'"
         )
         raise ConfigError(message, code="data.no_datasets_library") from error
     try:

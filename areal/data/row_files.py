@@ -62,7 +62,7 @@ def _columns(path: Path) -> Iterator[Row]:
         import pyarrow as pa  # pyright: ignore[reportMissingImports] - optional
         import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports] - optional
     except ImportError:
-        message = f"{path} needs the package pyarrow: pip install 'areal[parquet]'"
+        message = f"{path} needs the package pyarrow: pip install -e '.[parquet]'"
         raise ConfigError(message, code="data.no_pyarrow") from None
     try:
         if path.suffix == ".parquet":

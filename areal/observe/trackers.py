@@ -1,7 +1,6 @@
 """Trackers of metrics: metrics.jsonl always, dashboards when configured.
 
-Dashboards are TensorBoard, Weights & Biases, SwanLab, MLflow and Trackio. A dashboard that cannot start ends the
-start; one that cannot be reached later does not end training.
+Dashboards are TensorBoard, Weights & Biases, SwanLab, MLflow and Trackio; `areal.observe.chosen_trackers` makes them.
 """
 
 import dataclasses
@@ -19,11 +18,10 @@ from typing import Any, Protocol
 from areal.api.config import BaseExperimentConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandBConfig
 from areal.api.config.redaction import public, public_text
 from areal.api.errors import ConfigError
-from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow
+from areal.observe.step_files import SAMPLE_COLUMNS, SampleRow
 from areal.system.durable import write_atomic
 from areal.system.image_codec import colours_of
 from areal.system.image_files import ImageFiles
-from areal.system.run_paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +40,8 @@ class Tracker(Protocol):
 
 class TensorBoardTracker:
     def __init__(self, folder: Path, images: ImageFiles, *, first_step: int) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise _missing("stats_logger.tensorboard.path", "tensorboardX", "tensorboard") from None
+        from tensorboardX import SummaryWriter
+
         purge_step = first_step if first_step > 1 else None
         self._writer = SummaryWriter(logdir=str(folder), purge_step=purge_step)
         self._images = images
@@ -81,10 +77,8 @@ class WandBTracker:
     """A Weights & Biases run. The x axis is a metric, `train_step`, so that steps can repeat after a recovery."""
 
     def __init__(self, settings: WandBConfig, config: BaseExperimentConfig, folder: Path, images: ImageFiles) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise _missing("stats_logger.wandb.mode", "wandb", "wandb") from None
+        import wandb
+
         folder.mkdir(parents=True, exist_ok=True)
         given = {"base_url": settings.wandb_base_url, "api_key": settings.wandb_api_key}
         connection: dict[str, Any] = {name: value for name, value in given.items() if value}
@@ -135,10 +129,8 @@ class WandBTracker:
 
 class SwanLabTracker:
     def __init__(self, settings: SwanlabConfig, config: BaseExperimentConfig, folder: Path, images: ImageFiles) -> None:
-        try:
-            import swanlab
-        except ImportError:
-            raise _missing("stats_logger.swanlab.mode", "swanlab", "swanlab") from None
+        import swanlab
+
         folder = folder if settings.logdir is None else Path(settings.logdir)
         folder.mkdir(parents=True, exist_ok=True)
         if settings.api_key:
@@ -186,12 +178,10 @@ class MlflowTracker:
         *,
         first_step: int,
     ) -> None:
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric
-            from mlflow.exceptions import MlflowException
-        except ImportError:
-            raise _missing("stats_logger.mlflow.mode", "mlflow-skinny", "mlflow") from None
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+
         self._metric, self._images = Metric, images
         is_local = settings.mode == "local"
         uri = f"sqlite:///{folder.absolute()}/mlflow.db" if is_local else settings.tracking_uri or None
@@ -301,10 +291,8 @@ class TrackioTracker:
     """A Trackio run in its local database (TRACKIO_DIR), or in a Space of Hugging Face."""
 
     def __init__(self, settings: TrackioConfig, config: BaseExperimentConfig, images: ImageFiles) -> None:
-        try:
-            import trackio
-        except ImportError:
-            raise _missing("stats_logger.trackio.mode", "trackio", "trackio") from None
+        import trackio
+
         self._run = trackio.init(
             project=settings.project or config.experiment_name,
             name=settings.name or config.trial_name,
@@ -330,28 +318,6 @@ class TrackioTracker:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step: int = 0) -> list[Tracker]:
-    """All configured trackers, for rank 0. `first_step` is the first step that will be logged."""
-    trackers: list[Tracker] = [JsonlTracker(paths.metrics, first_step=first_step)]
-    chosen, images = config.stats_logger, ImageFiles(paths.images)
-    if chosen.tensorboard.path is not None:
-        trackers.append(TensorBoardTracker(Path(chosen.tensorboard.path), images, first_step=first_step))
-    if chosen.wandb.mode != "disabled":
-        trackers.append(WandBTracker(chosen.wandb, config, paths.root, images))
-    if chosen.swanlab.mode not in (None, "disabled"):
-        trackers.append(SwanLabTracker(chosen.swanlab, config, paths.root / "swanlog", images))
-    if chosen.mlflow.mode != "disabled":
-        trackers.append(MlflowTracker(chosen.mlflow, config, paths.root, images, first_step=first_step))
-    if chosen.trackio.mode != "disabled":
-        trackers.append(TrackioTracker(chosen.trackio, config, images))
-    return trackers
-
-
-def _missing(key: str, package: str, extra: str) -> ConfigError:
-    message = f"{key} needs the package {package}: pip install 'areal[{extra}]'"
-    return ConfigError(message, code="launch.package_missing")
 
 
 def _markdown_table(rows: Sequence[SampleRow]) -> str:

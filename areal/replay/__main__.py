@@ -45,9 +45,11 @@ class Request(argparse.Namespace):
     overrides: list[str]
 
 
-def read_command_line(argv: Sequence[str], *, prog: str = "python -m areal.replay") -> Request:
+def read_command_line(
+    argv: Sequence[str], *, prog: str = "python -m areal.replay", usage: str | None = None
+) -> Request:
     parser = argparse.ArgumentParser(
-        prog=prog, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, usage=usage
     )
     parser.add_argument("--run", type=run_folder, required=True, help="folder of the recorded run")
     parser.add_argument("--until", type=int, metavar="STEP", help="last train step (default: all)")
@@ -133,7 +135,12 @@ def replay(request: Request) -> int:
 def run_command(words: Sequence[str]) -> int:
     """`areal replay RUN [key=value ...]`, or `areal replay --run RUN`; returns the exit status."""
     is_run = bool(words) and not words[0].startswith("-")
-    return replay(read_command_line(["--run", *words] if is_run else words, prog="areal replay"))
+    request = read_command_line(
+        ["--run", *words] if is_run else words,
+        prog="areal replay",
+        usage="areal replay RUN [options] [key=value ...]",
+    )
+    return replay(request)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def _members(addresses: str) -> "list[Etcd3Client]":
     try:
         from etcd3gw import Etcd3Client  # pyright: ignore[reportMissingImports]
     except ImportError:
-        message = "cluster.name_resolve.type=etcd needs the package etcd3gw: pip install 'areal[etcd]'"
+        message = "cluster.name_resolve.type=etcd needs the package etcd3gw: pip install -e '.[etcd]'"
         raise ConfigError(message, code="launch.package_missing") from None
     members: list[Etcd3Client] = []
     for address in addresses.split(","):

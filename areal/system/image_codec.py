@@ -177,6 +177,6 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        text = "images need the package pillow: pip install 'areal[vision]'"
+        text = "images need the package pillow: pip install -e '.[vision]'"
         raise ConfigError(text, code="data.no_pillow") from error
     return Image

@@ -96,7 +96,7 @@ def package_problem(backend: str, options: MegatronEngineConfig) -> str | None:
     if backend != "megatron":
         return None
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        return "megatron needs the package megatron-core: pip install 'areal[megatron]'"
+        return "megatron needs the package megatron-core: pip install -e '.[megatron]'"
     if (wanted := options.needing_transformer_engine()) and importlib.util.find_spec("transformer_engine") is None:
         return f"megatron.{wanted[0]} needs the package transformer-engine, which is not installed: leave it out"
     if options.moe_token_dispatcher_type == "flex" and importlib.util.find_spec("deep_ep") is None:

@@ -29,7 +29,7 @@ def connect_ray() -> Any:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
-        message = "the Ray launcher and name_resolve.type=ray need the package ray: pip install 'areal[ray]'"
+        message = "the Ray launcher and name_resolve.type=ray need the package ray: pip install -e '.[ray]'"
         raise ConfigError(message, code="launch.package_missing") from error
     if ray.is_initialized():
         return ray

@@ -16,8 +16,9 @@ from areal.api.config import BaseExperimentConfig, Cadence, ChosenAlarm
 from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine
 from areal.api.metrics import Metrics, metric_values
+from areal.observe.chosen_trackers import build_trackers
 from areal.observe.step_files import SampleRow
-from areal.observe.trackers import Tracker, build_trackers
+from areal.observe.trackers import Tracker
 from areal.system.heartbeat import read_beats
 from areal.system.run_paths import RunPaths
 from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore

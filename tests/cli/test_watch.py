@@ -48,7 +48,7 @@ def run(tmp_path):
     rows += [
         row(1),
         row(2),
-        row(3, **{"eval/greedy/reward": 0.4, "batch/ref_kl": 0.01}),
+        row(3, **{"eval/greedy/reward": 0.4, "eval/loss": 2.5, "batch/ref_kl": 0.01}),
         row(4, **{"actor/entropy": None}),
     ]
     paths.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
@@ -75,7 +75,8 @@ def test_a_dead_run_is_described_from_its_files(run, capsys):
     assert (found["state"], found["step"], found["total_steps"], found["eta_s"]) == ("dead", 4, 10, None)
     assert found["curves"]["reward"] == {"steps": [1, 2, 3, 4], "values": [0.1, 0.2, 0.3, 0.4]}
     assert found["curves"]["entropy"]["steps"] == [1, 2, 3]
-    assert found["held_out"] == {"greedy": {"steps": [0, 3], "values": [0.1, 0.4]}}
+    loss = {"steps": [3], "values": [2.5]}  # of supervised training
+    assert found["held_out"] == {"greedy": {"steps": [0, 3], "values": [0.1, 0.4]}, "loss": loss}
     assert found["staleness"] == {"0": 0.25, "1": 0.75}
     assert list(found["seconds_by_phase"]) == ["update", "rollout", "publish_weights"]
     assert found["waits"]["the trainer waits for answers"] == 0.25

@@ -111,7 +111,7 @@ def test_a_function_may_make_the_rows(tmp_path):
 def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "rows.parquet").write_bytes(b"")
-    with raises_code("data.no_pyarrow", "areal[parquet]"):
+    with raises_code("data.no_pyarrow", ".[parquet]"):
         load(str(tmp_path / "rows.parquet"))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.observe.metric_table import METRICS, entry_of, metrics_page
+from areal.observe.metric_table import MAIN_METRICS, METRICS, entry_of, metrics_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -34,6 +34,11 @@ def test_the_page_is_up_to_date():
 )
 def test_the_entry_of_a_key(key, entry):
     assert entry_of(key).key == entry
+
+
+@pytest.mark.parametrize("pattern", MAIN_METRICS)
+def test_the_main_metrics_exist(pattern):
+    assert entry_of(pattern.replace("*", "greedy")) is not None
 
 
 @pytest.mark.parametrize("key", ["actor/unknown", "rollout/staleness_frac/x", "NAME", "batch/mismatch"])

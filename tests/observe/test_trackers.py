@@ -1,4 +1,3 @@
-import builtins
 import contextlib
 import io
 import json
@@ -23,13 +22,12 @@ from areal.api.config import (
     StatsLoggerConfig,
     SwanlabConfig,
     TensorBoardConfig,
-    TrackioConfig,
     WandBConfig,
 )
 from areal.api.errors import ConfigError
 from areal.observe import trackers
+from areal.observe.chosen_trackers import build_trackers
 from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow
-from areal.observe.trackers import build_trackers
 from areal.system.image_codec import png_of
 from areal.system.image_files import ImageFiles
 from areal.system.run_paths import RunPaths
@@ -172,7 +170,14 @@ def fake_package(calls):
         calls.append(("login", (), given))
 
     return SimpleNamespace(
-        init=init, login=login, Settings=lambda **given: given, Table=None, Text=None, Image=None, Error=RuntimeError
+        __spec__=object(),
+        init=init,
+        login=login,
+        Settings=lambda **given: given,
+        Table=None,
+        Text=None,
+        Image=None,
+        Error=RuntimeError,
     )
 
 
@@ -334,7 +339,7 @@ def test_training_waits_a_limited_time_for_an_mlflow_server(tmp_path, caplog, mo
             received.append(what)
 
     entities = SimpleNamespace(Metric=lambda *fields: fields, Param=lambda *fields: fields)
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(__spec__=object(), MlflowClient=Client))
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     monkeypatch.setitem(sys.modules, "mlflow.exceptions", SimpleNamespace(MlflowException=OSError))
     monkeypatch.setattr(trackers, "_WAIT_S", 0.01)
@@ -358,7 +363,8 @@ def test_training_waits_a_limited_time_for_an_mlflow_server(tmp_path, caplog, mo
 def test_trackio_writes_to_its_folder(tmp_path):
     pytest.importorskip("trackio")
     program = (
-        "import sys\nfrom pathlib import Path\nfrom tests.observe.test_trackers import *\n"
+        "import sys\nfrom pathlib import Path\nfrom areal.api.config import TrackioConfig\n"
+        "from tests.observe.test_trackers import *\n"
         "config = config_with(trackio=TrackioConfig(mode='local'))\n"
         "folder = Path(sys.argv[1])\nlog_three(build_trackers(config, RunPaths(folder)), with_pictures(folder))\n"
     )
@@ -369,29 +375,3 @@ def test_trackio_writes_to_its_folder(tmp_path):
     assert [step for step, metrics in lines if "loss" in json.loads(metrics)] == [1, 2, 3]
     assert sum(b"wrong-answer" in bytes(metrics) for _, metrics in lines) == 3
     assert colours_below(tmp_path / "trackio") == {199, 7}
-
-
-@pytest.mark.parametrize(
-    ("stats", "package", "extra"),
-    [
-        ({"wandb": WandBConfig(mode="offline")}, "wandb", "wandb"),
-        ({"swanlab": SwanlabConfig(mode="local")}, "swanlab", "swanlab"),
-        ({"tensorboard": TensorBoardConfig(path="tb")}, "tensorboardX", "tensorboard"),
-        ({"mlflow": MlflowConfig(mode="online")}, "mlflow", "mlflow"),
-        ({"trackio": TrackioConfig(mode="local")}, "trackio", "trackio"),
-    ],
-)
-def test_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, stats, package, extra):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.split(".")[0] == package:
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError) as error:
-        build_trackers(config_with(**stats), RunPaths(tmp_path))
-    assert error.value.code == "launch.package_missing"
-    assert package in str(error.value)
-    assert f"areal[{extra}]" in str(error.value)
