@@ -18,7 +18,7 @@ from areal.observe.metric_table import MAIN_METRICS, matching
 from areal.observe.step_files import read_step_lines
 from areal.replay.recorded import read_metrics
 from areal.system.durable import write_atomic
-from areal.system.run_paths import RunPaths, run_folder
+from areal.system.run_paths import RunPaths, existing_run
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
@@ -54,7 +54,7 @@ class Comparison:
 def compare(words: Sequence[str]) -> int:
     """Compare the runs that the words name; returns the exit status."""
     parser = argparse.ArgumentParser(prog="areal compare", description="Compare the options and the curves of runs.")
-    parser.add_argument("runs", metavar="RUN", type=run_folder, nargs="+", help="folders, or experiment/trial")
+    parser.add_argument("runs", metavar="RUN", type=existing_run, nargs="+", help="folders, or experiment/trial")
     parser.add_argument("--metric", action="append", default=[], help="name or pattern; several are possible")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one HTML file that needs no network")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture (needs areal[plot])")

@@ -15,7 +15,7 @@ from areal.api.config.megatron import MegatronEngineConfig
 from areal.api.engine import ModelRole
 from areal.api.errors import InputError
 from areal.system.durable import damage_of, publish_folder, writing_folder
-from areal.system.run_paths import RunPaths, run_folder
+from areal.system.run_paths import RunPaths, existing_run
 
 _STEP = re.compile(r"step-(\d{6,})")
 
@@ -25,7 +25,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         prog="areal export",
         description="Write a model of a run as a Hugging Face folder: weights, configuration, tokenizer.",
     )
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or experiment/trial")
+    parser.add_argument("run", metavar="RUN", type=existing_run, help="folder of the run, or experiment/trial")
     parser.add_argument("--step", type=int, metavar="N", help="after N train steps (default: the newest checkpoint)")
     parser.add_argument("--recover", action="store_true", help="from a recovery checkpoint, not from an export")
     parser.add_argument(

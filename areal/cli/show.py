@@ -20,7 +20,7 @@ from areal.ledger.audit import ledger_folder
 from areal.ledger.samples import EpisodeRecord, Sample, Samples
 from areal.ledger.show import show_episode, show_step
 from areal.system.image_files import ImageFiles
-from areal.system.run_paths import RunPaths, run_folder
+from areal.system.run_paths import RunPaths, existing_run
 
 _LIMIT = 10
 Found = tuple[EpisodeRecord, Sample | None]
@@ -32,7 +32,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         prog="areal show",
         description="Print prompts, answers and rewards of a run, the newest first; without a choice the last ones.",
     )
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or experiment/trial")
+    parser.add_argument("run", metavar="RUN", type=existing_run, help="folder of the run, or experiment/trial")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--episode", type=int, metavar="N", help="one episode with its history")
     what.add_argument("--step", type=int, metavar="N", help="the batch of a train step, counted from 0")

@@ -12,7 +12,7 @@ from rich.live import Live
 
 from areal.cli.watch_facts import Watched
 from areal.cli.watch_view import view
-from areal.system.run_paths import run_folder
+from areal.system.run_paths import existing_run
 
 
 def watch(words: Sequence[str]) -> int:
@@ -22,7 +22,7 @@ def watch(words: Sequence[str]) -> int:
         description="Show reward, held-out results, waits, phases, failures, samples and processes of a run. A running "
         "run is shown until it ends or Ctrl-C, which does not affect it; another one, or without a terminal, once.",
     )
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or experiment/trial")
+    parser.add_argument("run", metavar="RUN", type=existing_run, help="folder of the run, or experiment/trial")
     parser.add_argument("--once", action="store_true", help="print the view once")
     parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (default 1)")
     parser.add_argument("--json", action="store_true", help="print the facts once as JSON")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import orjson
 
-from areal.api.errors import LedgerError
+from areal.api.errors import LaunchError, LedgerError
 from areal.ledger.audit import audit, ledger_folder
 from areal.ledger.stats import ledger_stats
-from areal.system.run_paths import run_folder
+from areal.system.run_paths import existing_run
 
 
 def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
@@ -23,9 +23,12 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print the complete result as one JSON object")
     run = argparse.ArgumentParser(add_help=False)
-    run.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or its ledger folder")
-    commands.add_parser("audit", parents=[run, as_json], help="check that no episode was lost or trained on twice")
-    commands.add_parser("stats", parents=[run, as_json], help="histograms, reasons of rejections and failures, rates")
+    run.add_argument("run", metavar="RUN", type=existing_run, help="folder of the run, or its ledger folder")
+    for name, text in (
+        ("audit", "check that no episode was lost or trained on twice"),
+        ("stats", "histograms, reasons of rejections and failures, rates"),
+    ):
+        commands.add_parser(name, parents=[run, as_json], help=text, description=f"{text.capitalize()}.")
     return parser.parse_args(argv)
 
 
@@ -43,10 +46,9 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def main(argv: Sequence[str], *, prog: str = "python -m areal.ledger") -> int:
-    arguments = _parse(argv, prog)
     try:
-        text, status = _run(arguments)
-    except LedgerError as error:
+        text, status = _run(_parse(argv, prog))
+    except (LaunchError, LedgerError) as error:
         sys.stderr.write(f"areal: error: {error} [{error.code}]\n")
         return 2
     try:

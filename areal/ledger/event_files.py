@@ -193,7 +193,7 @@ def open_reader(folder: Path) -> LedgerReader:
         raise LedgerError(f"{folder} is not a ledger folder: name the folder of a run", code="ledger.not_found")
     reader = LedgerReader(folder)
     if not reader.numbers:
-        message = f"{folder} holds no events: name the folder of a run whose controller has started"
+        message = f"{folder} has no events: its controller has not started, or the training needs none (sft, dpo, rw)"
         raise LedgerError(message, code="ledger.not_found")
     return reader
 

@@ -26,6 +26,15 @@ from areal.system.run_paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
+_PACKAGES = {
+    "tensorboard.path": ("tensorboardX", "tensorboardX", "tensorboard"),
+    "wandb.mode": ("wandb", "wandb", "wandb"),
+    "swanlab.mode": ("swanlab", "swanlab", "swanlab"),
+    "mlflow.mode": ("mlflow", "mlflow-skinny", "mlflow"),
+    "trackio.mode": ("trackio", "trackio", "trackio"),
+}
+"""The module, the package and the extra of areal for each option that turns a dashboard on."""
+
 
 class GuardedTracker:
     """A dashboard whose errors do not end the training: metrics.jsonl has everything that it lacks."""
@@ -59,36 +68,54 @@ class GuardedTracker:
 
 
 def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step: int = 0) -> list[Tracker]:
-    """All configured trackers, for rank 0. `first_step` is the first step that will be logged."""
+    """All configured trackers, for rank 0. `first_step` is the first step that will be logged.
+
+    ConfigError when a package is missing or a dashboard does not start.
+    """
     if missing := missing_packages(config):
         raise ConfigError("; ".join(missing), code="launch.package_missing")
-    trackers: list[Tracker] = []
     chosen, images = config.stats_logger, ImageFiles(paths.images)
-    if chosen.tensorboard.path is not None:
-        trackers.append(TensorBoardTracker(Path(chosen.tensorboard.path), images, first_step=first_step))
-    if chosen.wandb.mode != "disabled":
-        trackers.append(WandBTracker(chosen.wandb, config, paths.root, images))
-    if chosen.swanlab.mode not in (None, "disabled"):
-        trackers.append(SwanLabTracker(chosen.swanlab, config, paths.root / "swanlog", images))
-    if chosen.mlflow.mode != "disabled":
-        trackers.append(MlflowTracker(chosen.mlflow, config, paths.root, images, first_step=first_step))
-    if chosen.trackio.mode != "disabled":
-        trackers.append(TrackioTracker(chosen.trackio, config, images))
-    return [JsonlTracker(paths.metrics, first_step=first_step), *map(GuardedTracker, trackers)]
+    makers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard.path": partial(
+            TensorBoardTracker, Path(chosen.tensorboard.path or ""), images, first_step=first_step
+        ),
+        "wandb.mode": partial(WandBTracker, chosen.wandb, config, paths.root, images),
+        "swanlab.mode": partial(SwanLabTracker, chosen.swanlab, config, paths.root / "swanlog", images),
+        "mlflow.mode": partial(MlflowTracker, chosen.mlflow, config, paths.root, images, first_step=first_step),
+        "trackio.mode": partial(TrackioTracker, chosen.trackio, config, images),
+    }
+    dashboards = [GuardedTracker(_started(key, makers[key])) for key in _keys_on(config)]
+    return [JsonlTracker(paths.metrics, first_step=first_step), *dashboards]
 
 
 def missing_packages(config: BaseExperimentConfig) -> list[str]:
-    """For each tracker that is on and has no package here: its option and how to install the package."""
-    chosen = config.stats_logger
-    needed = [
-        (chosen.tensorboard.path is not None, "tensorboard.path", "tensorboardX", "tensorboardX", "tensorboard"),
-        (chosen.wandb.mode != "disabled", "wandb.mode", "wandb", "wandb", "wandb"),
-        (chosen.swanlab.mode not in (None, "disabled"), "swanlab.mode", "swanlab", "swanlab", "swanlab"),
-        (chosen.mlflow.mode != "disabled", "mlflow.mode", "mlflow", "mlflow-skinny", "mlflow"),
-        (chosen.trackio.mode != "disabled", "trackio.mode", "trackio", "trackio", "trackio"),
-    ]
+    """For each dashboard that is on and has no package here: its option and how to install the package."""
     return [
         f"stats_logger.{key} needs the package {package}: pip install -e '.[{extra}]' in the repository of areal"
-        for is_on, key, module, package, extra in needed
-        if is_on and find_spec(module) is None
+        for key in _keys_on(config)
+        for module, package, extra in [_PACKAGES[key]]
+        if find_spec(module) is None
     ]
+
+
+def _keys_on(config: BaseExperimentConfig) -> list[str]:
+    """The options that turn a dashboard on in this configuration."""
+    chosen = config.stats_logger
+    modes = {
+        "tensorboard.path": "disabled" if chosen.tensorboard.path is None else "on",
+        "wandb.mode": chosen.wandb.mode,
+        "swanlab.mode": chosen.swanlab.mode,
+        "mlflow.mode": chosen.mlflow.mode,
+        "trackio.mode": chosen.trackio.mode,
+    }
+    return [key for key, mode in modes.items() if mode not in (None, "disabled")]
+
+
+def _started(key: str, make: Callable[[], Tracker]) -> Tracker:
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of one dashboard
+        reason = public_text(f"{type(error).__name__}: {error}")
+        raise ConfigError(f"stats_logger.{key}: did not start: {reason}", code="launch.tracker_failed") from None

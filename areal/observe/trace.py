@@ -18,7 +18,7 @@ from areal.api.config import PerfTracerConfig
 from areal.api.errors import InputError
 from areal.observe.trace_table import time_tables
 from areal.system.process import run_main
-from areal.system.run_paths import RunPaths, run_folder
+from areal.system.run_paths import RunPaths, existing_run
 
 _FLUSH_EVENTS = 1000
 _FLUSH_S = 2.0
@@ -119,7 +119,7 @@ def run_command(words: Sequence[str]) -> int:
         description="Print where the time of train steps, episodes and server requests went, and join the traces of "
         "all processes in one file for chrome://tracing. The run needs perf_tracer.enabled=true.",
     )
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or its trace folder")
+    parser.add_argument("run", metavar="RUN", type=existing_run, help="folder of the run, or its trace folder")
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="default: trace.json")
     parser.add_argument("--json", action="store_true", help="print the tables as JSON")
     arguments = parser.parse_args(words)

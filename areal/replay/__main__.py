@@ -19,7 +19,7 @@ from areal.replay.regrade import regrade
 from areal.replay.report import Report
 from areal.replay.runner import plan_ranks, run_ranks
 from areal.system.process import interrupts_notice, run_main
-from areal.system.run_paths import run_folder
+from areal.system.run_paths import existing_run
 
 DESCRIPTION = """Train again from the recorded batches of a run: no server, no controller, the same update.
 
@@ -51,7 +51,7 @@ def read_command_line(
     parser = argparse.ArgumentParser(
         prog=prog, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, usage=usage
     )
-    parser.add_argument("--run", type=run_folder, required=True, help="folder of the recorded run")
+    parser.add_argument("--run", type=existing_run, required=True, help="folder of the recorded run")
     parser.add_argument("--until", type=int, metavar="STEP", help="last train step (default: all)")
     parser.add_argument(
         "--from-checkpoint",

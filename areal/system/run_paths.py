@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from areal.api.config import BaseExperimentConfig, ClusterSpecConfig
+from areal.api.errors import LaunchError
 
 
 class _Below:
@@ -28,6 +29,15 @@ def run_folder(text: str) -> Path:
     given = Path(text).expanduser()
     named = [root / text for root in (DEFAULT_FILEROOT, Path("runs"))]
     return given if given.exists() else next(filter(Path.is_dir, named), given)
+
+
+def existing_run(text: str) -> Path:
+    """`run_folder`, which must exist. Raises LaunchError: argparse would replace the message of a ValueError."""
+    found = run_folder(text)
+    if not found.exists():
+        text = f"there is no folder {text}, and no run of this name below {DEFAULT_FILEROOT} or runs"
+        raise LaunchError(text, code="launch.no_run_folder")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.errors import ArealError, ConfigError
+from areal.api.errors import ArealError, ConfigError, LaunchError
 from areal.cli.main import COMMANDS, help_text, run_command
 from areal.launcher.__main__ import launcher_of
 from areal.system.run_paths import run_folder
@@ -98,6 +98,15 @@ def test_a_run_is_a_folder_or_a_name_below_the_default_fileroot(tmp_path, monkey
     (tmp_path / "runs" / "own" / "trial").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert run_folder("own/trial") == Path("runs/own/trial")
+
+
+@pytest.mark.parametrize("command", ["show", "watch", "trace", "export", "compare", "replay"])
+def test_every_command_names_a_run_that_does_not_exist(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError) as error:
+        run_command([command, "no/such"])
+    assert error.value.code == "launch.no_run_folder"
+    assert "no/such" in str(error.value)
 
 
 @pytest.mark.parametrize(

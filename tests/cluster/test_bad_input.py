@@ -67,7 +67,7 @@ class Site:
 def site(request: Any, can_have_ssh: None, data: Path, tmp_path_factory: Any) -> Iterator[Site]:
     launcher = request.param
     if launcher == "ray":
-        pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
+        pytest.importorskip("ray", reason="needs the package ray: pip install -e '.[ray]'")
     if launcher == "slurm":
         assert not (problem := slurm_missing()), problem
     folder = tmp_path_factory.mktemp(launcher)

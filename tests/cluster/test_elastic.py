@@ -82,7 +82,7 @@ def elastic(request, make_nodes, can_have_ssh, data, tmp_path):
     """With Slurm each server has a separate job, and a node for it."""
     launcher, keeps, options = request.param, (), OPTIONS
     if launcher == "ray":
-        pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
+        pytest.importorskip("ray", reason="needs the package ray: pip install -e '.[ray]'")
     if launcher == "slurm":
         assert not (problem := slurm_missing()), problem
         keeps, options = ("trainer-0",), (*OPTIONS, "launcher.slurm.separate_jobs=true")

@@ -21,7 +21,7 @@ from tests.cluster.nodes import RAY_OPTIONS, start_ray, urgent_children, wait_fo
 from tests.launcher.fake_apptainer import path_with_apptainer
 from tests.launcher.fake_backend import planned_process
 
-ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
+ray = pytest.importorskip("ray", reason="needs the package ray: pip install -e '.[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -10,7 +10,7 @@ from tests.cluster.nodes import ray_command, start_ray, wait_for
 from tests.faults.driver import ROOT
 from tests.faults.ledger_proof import check_episodes, raw_events
 
-pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
+pytest.importorskip("ray", reason="needs the package ray: pip install -e '.[ray]'")
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 LIMIT_S = 600.0

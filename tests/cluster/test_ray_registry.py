@@ -15,7 +15,7 @@ from tests.cluster.nodes import RAY_OPTIONS, urgent_children, wait_for
 from tests.expect import raises_code
 from tests.system.registry_cases import RegistryCases
 
-ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
+ray = pytest.importorskip("ray", reason="needs the package ray: pip install -e '.[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -57,12 +57,17 @@ def test_exit_status_of_clean_broken_and_missing_ledgers(forge, capsys, tmp_path
     (tmp_path / "aside").rename(payload_path(forge.folder, 1))
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in forge.folder.iterdir()}
     (tmp_path / "empty").mkdir()
-    for nothing in (tmp_path / "none", tmp_path / "empty", events_path(forge.folder, 1)):
+    missing = {
+        tmp_path / "none": "launch.no_run_folder",
+        tmp_path / "empty": "ledger.not_found",
+        events_path(forge.folder, 1): "ledger.not_found",
+    }
+    for nothing, code in missing.items():
         for command in ("audit", "stats"):
             status, out, err = run(capsys, command, nothing)
             assert (status, out) == (2, "")
             assert err.startswith("areal: error: ")
-            assert err.endswith("[ledger.not_found]\n")
+            assert err.endswith(f"[{code}]\n")
             assert err.count("\n") == 1
 
 

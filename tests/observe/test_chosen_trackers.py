@@ -35,6 +35,15 @@ def test_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, stats, p
     assert f".[{extra}]" in str(error.value)
 
 
+def test_a_dashboard_that_cannot_start_is_an_error_of_its_option(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    stats = StatsLoggerConfig(tensorboard=TensorBoardConfig(path=str(tmp_path / "file" / "tb")))
+    with pytest.raises(ConfigError) as error:
+        build_trackers(SFTConfig(stats_logger=stats), RunPaths(tmp_path))
+    assert error.value.code == "launch.tracker_failed"
+    assert "stats_logger.tensorboard.path" in str(error.value)
+
+
 class FailingTracker:
     """Every call fails while `is_down`."""
 

@@ -42,7 +42,7 @@ def test_a_run_has_its_files_in_the_run_folder_or_below_the_given_root(tmp_path)
 def test_a_missing_etcd_client_is_named(monkeypatch, kind):
     monkeypatch.setitem(__import__("sys").modules, "etcd3gw", None)
     cluster = ClusterSpecConfig(name_resolve=NameResolveConfig(type=kind))
-    with raises_code("launch.package_missing", "cluster.name_resolve.type", "etcd3gw", "areal[etcd]"):
+    with raises_code("launch.package_missing", "cluster.name_resolve.type", "etcd3gw", ".[etcd]"):
         registry_of(SFTConfig(experiment_name="e", trial_name="t", cluster=cluster))
 
 
