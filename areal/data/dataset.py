@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.config.data import is_row_function
@@ -149,6 +149,9 @@ def _raw_rows(config: DatasetConfig, split: str, first: int | None) -> list[Row]
         return list(islice(_made_rows(name), first))
     files = dataset_files(name)
     if len(files) == 1 and files[0].suffix not in READERS:
+        if files[0].is_file():
+            message = f"{name}: a dataset file is named {', '.join(READERS)}: convert, unpack or rename it"
+            raise InputError(message, code="data.invalid_file")
         return _hub_rows(str(files[0]) if files[0].exists() else name, config, split)
     if not files or not all(file.is_file() for file in files):
         raise InputError(f"there is no dataset file {name}: correct the dataset's path", code="data.not_found")
@@ -223,11 +226,19 @@ def _mapped_rows(config: DatasetConfig, default_split: str, first: int | None = 
 
 
 def _renamed(row: Row, config: DatasetConfig, index: int) -> Row:
-    missing = [column for column in config.columns if column not in row]
-    if missing:
-        message = f"{config.path}, row {index} has no column {missing[0]!r}, only {sorted(row)}: correct columns"
-        raise InputError(message, code="data.missing_column")
-    return {config.columns.get(column, column): value for column, value in row.items()}
+    """The row with the new names of its columns, and with values inside columns (`a.b`) as columns of their own."""
+    renamed = {config.columns.get(column, column): value for column, value in row.items()}
+    for source, name in config.columns.items():
+        if source in row:
+            continue
+        value: Any = row
+        for part in source.split("."):
+            if not isinstance(value, dict) or part not in value:
+                message = f"{config.path}, row {index} has no column {source!r}, only {sorted(row)}: correct columns"
+                raise InputError(message, code="data.missing_column")
+            value = cast("Row", value)[part]
+        renamed[name] = value
+    return renamed
 
 
 def _without_long_texts(rows: list[Row], config: DatasetConfig) -> list[Row]:

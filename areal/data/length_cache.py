@@ -17,21 +17,21 @@ def cached_lengths(folder: str, rows: Sequence[Row], tokenizer: Tokenizer, count
     """The numbers of tokens of all prompts: those in `folder`, or the result of `count`, which is then kept there.
 
     The name of the file is a hash of the rows, the tokenizer and its template, so a change of one of them counts again.
-    An incomplete file counts as missing. Raises InputError when the folder cannot be written.
+    A file that cannot be read or is damaged counts as missing. Raises InputError when the folder cannot be written.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not folder or backend is None:  # a tokenizer in Python has no text that identifies it
         return count()
     digest = hashlib.sha256(backend.to_str().encode())
-    digest.update(orjson.dumps(tokenizer.chat_template))
+    digest.update(repr(tokenizer.chat_template).encode())
     for row in rows:
-        digest.update(orjson.dumps(row, default=repr, option=orjson.OPT_NON_STR_KEYS))
+        digest.update(repr(row).encode())  # JSON has no lone surrogates and no integers of more than 64 bits
     path = Path(folder).expanduser() / f"lengths-{digest.hexdigest()}.json"
     try:
         found = orjson.loads(path.read_bytes()) if path.is_file() else None
-    except orjson.JSONDecodeError:
+    except (OSError, orjson.JSONDecodeError):
         found = None
-    if isinstance(found, list) and len(found) == len(rows):
+    if isinstance(found, list) and len(found) == len(rows) and all(type(length) is int for length in found):
         return found
     lengths = count()
     try:

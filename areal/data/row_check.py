@@ -1,5 +1,6 @@
 """Cheap checks of all rows of a dataset before anything is tokenised: columns, types, number of characters."""
 
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,6 +120,7 @@ def _problem_of_file(path: Path, data: DatasetConfig, kind: str) -> str:
 def _first_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         for line in file:
+            line = line.removeprefix(BOM_UTF8) if file.tell() == len(line) else line
             if line.strip():
                 yield line
             if file.tell() > MAX_FILE_BYTES:

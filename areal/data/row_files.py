@@ -3,6 +3,7 @@
 import csv
 import glob
 import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ Row = dict[str, Any]
 def _json_lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            line = line.removeprefix(BOM_UTF8) if number == 1 else line
             if not line.strip():
                 continue
             try:
@@ -29,7 +31,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _json(path: Path) -> Iterator[Row]:
     try:
-        rows = orjson.loads(path.read_bytes())
+        rows = orjson.loads(path.read_bytes().removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
         message = f"{path} is not JSON ({error}); a file with one object per line must be called .jsonl"
         raise InputError(message, code="data.invalid_file") from error
@@ -41,14 +43,17 @@ def _json(path: Path) -> Iterator[Row]:
 
 def _separated(path: Path) -> Iterator[Row]:
     """Every value is text: an answer such as 007 stays as it is."""
+    csv.field_size_limit(2**31 - 1)  # of the process; a dataset's max_characters limits the text of a row
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         try:
+            names = list(reader.fieldnames or ())
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                message = f"{path}:1 names the column {repeated[0]!r} more than once: rename one of them"
+                raise InputError(message, code="data.invalid_file")
             for row in reader:
                 if None in row or None in row.values():
-                    message = (
-                        f"{path}:{reader.line_num} has not the {len(reader.fieldnames or ())} values of the header"
-                    )
+                    message = f"{path}:{reader.line_num} has not the {len(names)} values of the header"
                     raise InputError(f"{message}: fix or remove that line", code="data.invalid_file")
                 yield row
         except (csv.Error, UnicodeDecodeError) as error:

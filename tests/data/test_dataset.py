@@ -36,6 +36,10 @@ def load(path, **fields):
     return load_rows(DatasetConfig(path=path, **fields), default_split="train", tokenizer=tokenizer)
 
 
+def refuse(path):
+    raise PermissionError(13, "Permission denied", str(path))
+
+
 def load_sft(path, tokenizer, *, train_on="last", **fields):
     config = DatasetConfig(path=path, type="sft", **fields)
     return load_sft_rows(config, tokenizer, default_split="train", train_on=train_on)
@@ -78,6 +82,33 @@ def test_rows_of_columns(tmp_path, name):
     path.write_bytes(b"no such format")
     with raises_code("data.invalid_file", name):
         load(str(path))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_a_byte_order_mark_belongs_to_no_row(tmp_path, name):
+    text = {"rows.jsonl": '{"a": "1"}\n', "rows.json": '[{"a": "1"}]', "rows.csv": "a\n1\n"}[name]
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert load(str(tmp_path / name)) == [{"a": "1"}]
+    assert file_problem(TrainDatasetConfig(path=str(tmp_path / name)), kind="") == ""
+
+
+def test_a_separated_value_may_be_long(tmp_path):
+    (tmp_path / "rows.csv").write_text("a\n" + "x" * 200_000 + "\n")
+    (row,) = load(str(tmp_path / "rows.csv"))
+    assert len(row["a"]) == 200_000
+
+
+def test_a_repeated_column_name_is_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text("a,b,a\n1,2,3\n")
+    with raises_code("data.invalid_file", "rows.csv:1", "'a'"):
+        load(str(tmp_path / "rows.csv"))
+
+
+@pytest.mark.parametrize("name", ["rows.JSONL", "rows.jsonl.gz", "rows"])
+def test_a_local_file_of_another_name_is_no_hub_dataset(tmp_path, name):
+    (tmp_path / name).write_text("{}\n")
+    with raises_code("data.invalid_file", name, ".jsonl"):
+        load(str(tmp_path / name))
 
 
 def test_a_pattern_names_several_files_in_their_order(tmp_path):
@@ -175,14 +206,28 @@ def test_numbers_of_tokens_may_be_kept_for_the_next_run(jsonl, tmp_path, tokeniz
     assert load(path, **how) == [{"prompt": "a"}]
     assert len(load(path, **how | {"max_length": 50})) == 2
     monkeypatch.undo()
-    kept.write_bytes(b"[1,")
-    assert len(load(path, **how)) == 1
+    for damage in (b"[1,", b'["a",1]', b"\xff"):
+        kept.write_bytes(damage)
+        assert len(load(path, **how)) == 1
+    with monkeypatch.context() as others_file:
+        others_file.setattr(Path, "read_bytes", refuse)
+        assert len(load(path, **how)) == 1
     monkeypatch.setattr(tokenizer, "chat_template", "another")
     load(path, **how)
     load(jsonl({"prompt": "b"}), **how)
     assert len(list(cache.iterdir())) == 3
     with raises_code("data.cache_dir"):
         load(path, **how | {"cache_dir": path})
+
+
+def test_rows_that_json_cannot_hold_are_counted_once_too(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "rows.py").write_text(
+        "def rows():\n    return [{'prompt': 'a', 'id': 2**70}, {'prompt': 'b', 'raw': chr(0xD800)}]\n"
+    )
+    how = {"max_length": 10, "tokenizer": tokenizer, "cache_dir": str(tmp_path / "cache")}
+    assert len(load(f"{tmp_path}/rows.py:rows", **how)) == 2
+    monkeypatch.setattr(dataset, "encode_prompt", None)
+    assert len(load(f"{tmp_path}/rows.py:rows", **how)) == 2
 
 
 def test_validation_rows_may_be_limited(jsonl):
@@ -220,6 +265,15 @@ def test_bad_files_are_named_with_their_line(jsonl):
         load("nowhere.jsonl")
     with raises_code("data.no_rows"):
         load(jsonl(""))
+
+
+def test_a_column_may_be_inside_another_one(jsonl):
+    path = jsonl({"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "4"}, "a.b": 1})
+    (row,) = load(path, columns={"reward_model.ground_truth": "answer", "a.b": "c"})
+    assert row == {"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "4"}, "c": 1, "answer": "4"}
+    for absent in ("reward_model.truth", "prompt.x", "reward_model.style.x"):
+        with raises_code("data.missing_column", absent):
+            load(path, columns={absent: "answer"})
 
 
 def test_missing_columns_are_named_with_the_row(jsonl, tokenizer):

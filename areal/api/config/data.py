@@ -39,7 +39,7 @@ class DatasetConfig:
     revision: str = option("", relevant=_FROM_LIBRARY, also="cosmos-rl: dataset.revision")
     """Branch, tag or commit of a hub dataset; empty = its main branch."""
     columns: dict[str, str] = section(dict[str, str], also="verl: data.prompt_key, data.response_key")
-    """New names of columns of the raw rows, {question: prompt}, before map_fn; {} = all names stay."""
+    """New names of columns of the raw rows, {question: prompt}; a.b is a value inside column a; {} = none."""
     map_fn: str = option("", also="verl: data.custom_cls")
     """Function that converts raw rows: a registered name (gsm8k) or module:function; empty = no conversion."""
     max_length: int | None = number(None, low=1, also="verl: data.max_prompt_length; ROLL: prompt_length")
