@@ -145,7 +145,7 @@ config.required: An option that has no default is not given.
     Give it in the file or on the command line.
 config.unknown_key: There is no option of this name.
     Correct the spelling, or remove the key; --help lists all options.
-config.unreadable_file: The file given with --config is missing, not UTF-8, not YAML, or holds no mapping.
+config.unreadable_file: The given file is missing, not UTF-8, not YAML, has no mapping, or is of another system.
     Give a YAML file with a mapping of keys to values, and fix the place that the message names.
 config.unresolved_interpolation: An interpolation ${...} names itself, or an option or variable without a value.
     Correct the name, set the environment variable, or write the value.
@@ -289,7 +289,7 @@ launch.no_common_transport: Trainers and servers have no common library for coll
 launch.no_gpu: The configuration asks for a GPU, and none is available.
     Use the device auto or cpu, or make a GPU visible.
 launch.no_launcher: A script was run without a launcher.
-    Run it with python -m areal.launcher.local SCRIPT --config CONFIG.yaml.
+    Run it with areal run SCRIPT --config CONFIG.yaml.
 launch.no_node_chosen: launcher.nodelist and launcher.exclude leave no host of --hosts or node of Slurm.
     Correct the names in the two options: they must be written as in --hosts, without user and port, or as in sinfo.
 launch.no_ray: The Ray launcher cannot connect to a Ray cluster.

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, InputError
 from areal.importers.cosmos import from_cosmos
 from areal.importers.draft import Draft, flat
 from areal.importers.hydra import composed
@@ -50,16 +50,27 @@ def import_config(words: Sequence[str]) -> int:
     for word in given.overrides:
         _put(tree, word)
     draft = SYSTEMS[given.system](_resolved(tree, given.file))
+    if all(note.fate in ("dropped", "missing") for note in draft.notes.values()):
+        keys = ", ".join(list(draft.values)[:3]) or "no keys"
+        raise _unreadable(given.file, f"it is no configuration of {draft.system}; it has {keys}")
     draft.refer({key: found[1] for key, value in flat(tree).items() if (found := _REFERENCE.fullmatch(str(value)))})
     text = yaml_text(draft, given.file.name)
     if given.output is not None:
-        write_atomic(given.output, text.encode())
+        _write(given.output, text)
     if given.json:
         sys.stdout.write(json.dumps(report_json(draft), indent=1, default=str) + "\n")
         return 0
     sys.stdout.write("" if given.output is not None else text)
     sys.stderr.write("\n".join(report_lines(draft)) + "\n")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomic(path, text.encode())
+    except OSError as error:
+        message = f"--output {path} cannot be written: {error.strerror or error}"
+        raise InputError(message, code="command.not_written") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -73,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise _unreadable(path, " ".join(str(error).split())) from error
     if not isinstance(found, dict):
-        raise _unreadable(path, "it is no mapping of keys to values")
+        raise _unreadable(path, "it is empty" if found is None else "it is no mapping of keys to values")
     return cast("dict[str, Any]", found)
 
 
@@ -108,7 +119,10 @@ def _put(tree: dict[str, Any], word: str) -> None:
     for section in sections:
         below = place.get(section)
         place[section] = place = cast("dict[str, Any]", below) if isinstance(below, dict) else {}
-    place[name] = text if text.startswith("$") else yaml.safe_load(text)
+    try:
+        place[name] = text if text.startswith("$") else yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{word}: the value is no YAML", code="config.bad_override") from error
 
 
 def _resolved(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:

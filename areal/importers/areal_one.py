@@ -145,9 +145,10 @@ def _teacher(draft: Draft) -> None:
 
 def _profile(draft: Draft) -> None:
     """Steps of profiles, which AReaL counts from 0."""
-    keys = [key for key in ("perf_tracer.profile_steps", "memory_profiler.profile_steps") if draft.values.get(key)]
+    names = ("perf_tracer.profile_steps", "memory_profiler.profile_steps")
+    keys = [key for key in names if draft.values.get(key)]
     if keys:
-        steps = sorted({step + 1 for key in keys for step in draft.values[key]})
+        steps = sorted({step + 1 for key in keys for step in draft.listed(key) if isinstance(step, int)})
         draft.set("perf_tracer.profile_steps", steps, f"AReaL: {', '.join(keys)}, which count from 0", *keys)
 
 

@@ -64,6 +64,9 @@ def from_cosmos(values: Mapping[str, Any]) -> Draft:
     _devices(draft)
     _rewards(draft)
     _dropped(draft)
+    draft.defaults({"gconfig.n_samples": 16, "actor.gradient_checkpointing": True, "actor.optimizer.eps": 1e-6})
+    if draft.options["actor.policy_loss"].value == "ppo":
+        draft.defaults({"actor.c_clip": 3.0})
     draft.finish()
     return draft
 
@@ -86,34 +89,35 @@ def _switches(draft: Draft) -> None:
     if draft.get(f"{_T}.use_decoupled_loss", False):
         draft.keep(f"{_T}.behav_imp_weight_cap", "actor.behav_imp_weight_cap")
     draft.drop("the loss is not decoupled", f"{_T}.behav_imp_weight_cap")
-    if draft.get("rollout.sampling_config.top_k", -1) > 0:
+    if draft.whole("rollout.sampling_config.top_k", -1, least=-1) > 0:
         draft.keep("rollout.sampling_config.top_k", "gconfig.top_k")
     draft.drop("all tokens, as here", "*.sampling_config.top_k")
 
 
 def _batches(draft: Draft) -> None:
     group, replicas = (
-        int(draft.get("rollout.n_generation", 16)),
-        int(draft.get("policy.parallelism.n_init_replicas", 1)),
+        draft.whole("rollout.n_generation", 16),
+        draft.whole("policy.parallelism.n_init_replicas", 1),
     )
-    answers = int(draft.get("train.train_batch_per_replica", 8)) * replicas
+    answers = draft.whole("train.train_batch_per_replica", 8) * replicas
     prompts = max(1, answers // group)
     why = f"cosmos-rl: train_batch_per_replica x {replicas} replicas = {answers} answers / {group} per prompt"
     draft.set("train_dataset.batch_size", prompts, why, "train.train_batch_per_replica")
-    size = draft.get(f"{_T}.batch_size_per_optimize")
-    count = minibatches(answers // replicas, int(size)) if size else 1
+    size = draft.whole(f"{_T}.batch_size_per_optimize", 0, least=0)
+    count = minibatches(answers // replicas, size) if size else 1
     why = "cosmos-rl: train_batch_per_replica / batch_size_per_optimize"
     draft.set("actor.ppo_n_minibatches", count, why, f"{_T}.batch_size_per_optimize")
-    longest = int(draft.get("policy.model_max_length", 4096))
+    longest = draft.whole("policy.model_max_length", 4096)
     draft.set("gconfig.max_tokens", longest, "cosmos-rl: policy.model_max_length", "policy.model_max_length")
-    answer = int(draft.get("rollout.max_response_length", 2048))
+    answer = draft.whole("rollout.max_response_length", 2048)
     draft.set("gconfig.max_new_tokens", answer, "cosmos-rl: rollout.max_response_length")
-    micro = int(draft.get(f"{_T}.mini_batch", 2))
+    micro = draft.whole(f"{_T}.mini_batch", 2)
     if f"{_T}.max_token_len_per_mini_batch" not in draft.notes:
         why = f"cosmos-rl: mini_batch of {micro} sequences of {longest} tokens"
         draft.set("actor.mb_spec.max_tokens_per_mb", micro * longest, why)
     draft.drop("micro-batches are filled by tokens", f"{_T}.mini_batch", f"{_T}.max_token_len_per_mini_batch")
-    draft.drop("packed without padding", "train.sequence_packing", f"{_T}.balance_dp_token", "rollout.batch_size")
+    draft.drop("packed without padding", "train.sequence_packing", f"{_T}.balance_dp_token")
+    draft.drop("a server batches the requests that it has", "rollout.batch_size")
 
 
 def _loss(draft: Draft) -> None:
@@ -153,12 +157,13 @@ def _loss(draft: Draft) -> None:
     warmup = draft.get("train.optm_warmup_steps", 0)
     if isinstance(warmup, float) and warmup <= 1:
         draft.keep("train.optm_warmup_steps", "actor.optimizer.warmup_steps_proportion")
-    elif warmup and (total := draft.get("train.max_num_steps")):
+    elif warmup and (total := draft.number("train.max_num_steps", 0)):
+        warmup = draft.number("train.optm_warmup_steps", 0)
         why = f"cosmos-rl: optm_warmup_steps {warmup} / max_num_steps {total}"
         option = "actor.optimizer.warmup_steps_proportion"
         draft.set(option, warmup / total, why, "train.optm_warmup_steps")
     draft.lack("give actor.optimizer.warmup_steps_proportion", "train.optm_warmup_steps")
-    for number, beta in enumerate(draft.get("train.optm_betas", ()), start=1):
+    for number, beta in enumerate(draft.listed("train.optm_betas"), start=1):
         draft.set(f"actor.optimizer.beta{number}", beta, "cosmos-rl: optm_betas", "train.optm_betas")
     ratio = draft.get("train.optm_min_lr_factor")
     if ratio is not None:
@@ -167,7 +172,7 @@ def _loss(draft: Draft) -> None:
 
 def _devices(draft: Draft) -> None:
     def size(role: str, name: str) -> int:
-        return max(1, int(draft.get(f"{role}.parallelism.{name}", 1)))
+        return max(1, draft.whole(f"{role}.parallelism.{name}", 1, least=-1))
 
     replicas, tensor = size("rollout", "n_init_replicas"), size("rollout", "tp_size")
     backend = str(draft.get("rollout.backend", "vllm"))
@@ -217,9 +222,9 @@ def _rewards(draft: Draft) -> None:
     else:
         draft.set("reward_fn", "math", "cosmos-rl: its reward function is unknown here: write one (docs/rewards.md)")
     draft.lack("write a reward function (docs/rewards.md)", *values, off=(None,))
-    names = draft.get(f"{_T}.filter_reward_metric")
+    names = [name for name in draft.listed(f"{_T}.filter_reward_metric") if name]
     if names:
-        chosen = [_REWARDS.get(name, name) for name in ([names] if isinstance(names, str) else names)]
+        chosen = [_REWARDS.get(str(name), name) for name in names]
         draft.set("reward.filter_on", chosen, "cosmos-rl: filter_reward_metric", f"{_T}.filter_reward_metric")
         draft.set("rollout.should_accept_fn", "mixed_rewards", "cosmos-rl: filter_reward_metric")
     draft.drop("no filter", f"{_T}.filter_reward_metric")
@@ -236,17 +241,16 @@ def _rewards(draft: Draft) -> None:
 
 def _columns(draft: Draft) -> None:
     ours = {f"{_T}.prompt_column_name": "prompt", f"{_T}.response_column_name": "answer"}
-    columns = {draft.get(key): name for key, name in ours.items() if draft.get(key) not in (None, "", name)}
+    columns = {str(draft.get(key)): name for key, name in ours.items() if draft.get(key) not in (None, "", name)}
     if columns:
-        keys = [key for key in ours if draft.get(key) in columns]
+        keys = [key for key in ours if str(draft.get(key)) in columns]
         draft.set("train_dataset.columns", columns, "cosmos-rl: prompt_column_name, response_column_name", *keys)
     draft.drop("a column that is read as it is", *ours)
     draft.lack("write valid_dataset.columns", "validation.*_column_name")
 
 
 def _dropped(draft: Draft) -> None:
-    loggers = draft.get("logging.logger", [])
-    if "wandb" in loggers:
+    if "wandb" in draft.listed("logging.logger"):
         draft.set("stats_logger.wandb.mode", "online", "cosmos-rl: logging.logger", "logging.logger")
     names = ("logger", "report_mfu", "group_name", "entity")
     draft.drop("metrics.jsonl and the status line always exist", *(f"logging.{name}" for name in names))
@@ -284,8 +288,10 @@ def _dropped(draft: Draft) -> None:
     draft.drop("chosen by the model and the engine", "train.compile", "train.async_tp_enabled", "train.optm_impl")
     if str(draft.get("train.optm_name", "AdamW")).lower() in ("adam", "adamw"):
         draft.set("actor.optimizer.type", "adam", "cosmos-rl: optm_name", "train.optm_name")
-    draft.drop("seeds follow from seed; workers from reward.workers", "rollout.seed", "train.deterministic", "redis*")
-    draft.drop("how cosmos-rl profiles", "profiler.*", "eth_ips", "train.fsdp_reshard_after_forward")
+    draft.drop("seeds follow from seed; workers from reward.workers", "rollout.seed", "train.deterministic")
+    draft.drop("how cosmos-rl profiles", "profiler.*")
+    draft.drop("how processes of cosmos-rl find each other", "redis*", "eth_ips")
+    draft.drop("FSDP2 shards each block over all ranks", "train.fsdp_reshard_after_forward")
     draft.drop(
         "checkpoints are exported in Hugging Face format", "train.ckpt.export_safetensors", "train.ckpt.save_mode"
     )

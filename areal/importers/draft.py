@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from math import isfinite, isnan
 from typing import Any, Literal, cast
+
+from areal.api.errors import ConfigError
 
 Fate = Literal["kept", "computed", "server", "dropped", "missing"]
 """kept: an option with the same meaning. computed: from this and other keys. server: a flag of the inference server.
@@ -54,6 +57,34 @@ class Draft:
         value = self.values.get(key)
         return default if value is None else value
 
+    def number(self, key: str, default: float, *, least: float = 0) -> float:
+        """A number of at least `least`. Raises ConfigError for another value, which may be a variable of a shell."""
+        value = self.get(key, default)
+        try:
+            found = float("nan") if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            found = float("nan")
+        if not (isfinite(found) and found >= least):
+            message = f"{key}: {value!r} is no number of at least {least}: give {key}=NUMBER after the file"
+            raise ConfigError(message, code="config.wrong_type" if isnan(found) else "config.out_of_range")
+        return found
+
+    def whole(self, key: str, default: int, *, least: int = 1) -> int:
+        """The same for a whole number."""
+        found = self.number(key, default, least=least)
+        if found != int(found):
+            message = f"{key}: {found} is no whole number: give {key}=NUMBER after the file"
+            raise ConfigError(message, code="config.wrong_type")
+        return int(found)
+
+    def listed(self, key: str, default: Sequence[Any] = ()) -> list[Any]:
+        """The values of a list; one text is a list of one."""
+        value = self.get(key, default)
+        if not isinstance(value, str | list | tuple):
+            message = f"{key}: {value!r} is no list: give {key}=[VALUE,...] after the file"
+            raise ConfigError(message, code="config.wrong_type")
+        return [value] if isinstance(value, str) else list(cast("list[Any]", value))
+
     def keep(self, key: str, *options: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
         """The key means the same as each of `options`. A null is left out: the default is used."""
         if key not in self.values or key in self.notes or not options:
@@ -76,6 +107,12 @@ class Draft:
         for key in keys:
             if key in self.values:
                 self.notes[key] = Note("computed", f"{option}={value}")
+
+    def defaults(self, values: Mapping[str, Any]) -> None:
+        """Defaults of the source that differ from ours, by option: for the options that no key has set."""
+        for option, value in values.items():
+            if option not in self.options:
+                self.set(option, value, f"{self.system}: its default")
 
     def server(self, prefix: str, section: str, names: Mapping[str, str] | None = None) -> None:
         """The keys below `prefix` are flags of the server. `names`: only these, with the names of the flags."""

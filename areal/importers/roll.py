@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
+from areal.api.errors import ConfigError
 from areal.importers.draft import Draft, allocation
 
 _SAME = {
@@ -30,7 +32,6 @@ _SAME = {
     "gamma": "actor.discount",
     "lambd": "actor.gae_lambda",
     "max_grad_norm": "actor.optimizer.gradient_clipping",
-    "async_generation_ratio": "rollout.max_head_offpolicyness",
     "actor_train.training_args.learning_rate": "actor.optimizer.lr",
     "actor_train.training_args.weight_decay": "actor.optimizer.weight_decay",
     "actor_train.training_args.lr_scheduler_type": "actor.optimizer.lr_scheduler_type",
@@ -67,6 +68,10 @@ def from_roll(values: Mapping[str, Any]) -> Draft:
     draft = Draft("ROLL", dict(values))
     draft.set("experiment_name", draft.get("logger_project", "roll"), "ROLL: the name of its project")
     _sampling(draft)
+    if draft.get("use_pg_clip_range", False):
+        draft.drop("pg_clip_low and pg_clip_high are used", "use_pg_clip_range", "pg_clip")
+    else:
+        draft.drop("pg_clip is used", "use_pg_clip_range", "pg_clip_low", "pg_clip_high")
     draft.keep_all(_SAME)
     _batches(draft)
     _loss(draft)
@@ -78,38 +83,42 @@ def from_roll(values: Mapping[str, Any]) -> Draft:
 
 
 def _sampling(draft: Draft) -> None:
-    answer, prompt = int(draft.get("response_length", 1024)), int(draft.get("prompt_length", 1024))
+    answer, prompt = draft.whole("response_length", 1024), draft.whole("prompt_length", 1024)
     draft.set("gconfig.max_tokens", prompt + answer, "ROLL: prompt_length + response_length")
     draft.set("gconfig.max_new_tokens", answer, "ROLL: response_length", "actor_infer.generating_args.max_new_tokens")
-    if draft.get("actor_infer.generating_args.top_k", 0) > 0:
+    if draft.whole("actor_infer.generating_args.top_k", -1, least=-1) > 0:
         draft.keep("actor_infer.generating_args.top_k", "gconfig.top_k")
-    draft.drop("all tokens, or one beam, as here", "*generating_args.top_k", "*generating_args.num_beams")
     draft.drop("set by num_return_sequences_in_group", "actor_infer.generating_args.num_return_sequences")
     if "validation.data_args.file_name" in draft.values:
         for name in ("temperature", "top_p"):
             draft.keep(f"validation.generating_args.{name}", f"eval_gconfig.{name}")
+        if draft.whole("validation.generating_args.top_k", -1, least=-1) > 0:
+            draft.keep("validation.generating_args.top_k", "eval_gconfig.top_k")
         if any(option.startswith("eval_gconfig.") for option in draft.options):
             draft.set("eval_gconfig.max_new_tokens", answer, "ROLL: response_length")
             draft.set("eval_gconfig.max_tokens", prompt + answer, "ROLL: prompt_length + response_length")
         draft.drop("the limit of training counts", "validation.generating_args.max_new_tokens")
     else:
         draft.drop("there is no held-out set", "validation.*")
-    draft.drop("all tokens, as here", "validation.generating_args.top_k", "validation.generating_args.num_beams")
+    draft.drop("all tokens, or one beam, as here", "*generating_args.top_k", "*generating_args.num_beams")
 
 
 def _batches(draft: Draft) -> None:
-    prompts, group = int(draft.get("rollout_batch_size", 64)), int(draft.get("num_return_sequences_in_group", 1))
+    ratio, option = draft.number("async_generation_ratio", 0), "rollout.max_head_offpolicyness"
+    draft.set(option, ceil(ratio), "ROLL: async_generation_ratio, rounded up", "async_generation_ratio")
+    prompts, group = draft.whole("rollout_batch_size", 64), draft.whole("num_return_sequences_in_group", 1)
     if "train_dataset.batch_size" not in draft.options:
         draft.set("train_dataset.batch_size", prompts, "ROLL: its default")
     args = "actor_train.training_args"
     micro, steps = (
-        int(draft.get(f"{args}.per_device_train_batch_size", 1)),
-        int(draft.get(f"{args}.gradient_accumulation_steps", 1)),
+        draft.whole(f"{args}.per_device_train_batch_size", 1),
+        draft.whole(f"{args}.gradient_accumulation_steps", 1),
     )
     config = "actor_train.strategy_args.strategy_config"
-    sizes = [draft.get(f"{config}.{name}_model_parallel_size", 1) for name in ("tensor", "pipeline")]
-    context = int(draft.get(f"{config}.context_parallel_size", draft.get("actor_train.model_args.ulysses_size", 1)))
-    ranks = _num_devices(draft, "actor_train") // (int(sizes[0]) * int(sizes[1]) * context) or 1
+    sizes = [draft.whole(f"{config}.{name}_model_parallel_size", 1) for name in ("tensor", "pipeline")]
+    ulysses = draft.whole("actor_train.model_args.ulysses_size", 1)
+    context = draft.whole(f"{config}.context_parallel_size", ulysses)
+    ranks = _num_devices(draft, "actor_train") // (sizes[0] * sizes[1] * context) or 1
     size = micro * steps * ranks
     count = max(1, prompts * group // size)
     why = f"ROLL: {prompts} x {group} answers / global batch of {size}"
@@ -117,8 +126,8 @@ def _batches(draft: Draft) -> None:
     tokens = micro * draft.options["gconfig.max_tokens"].value
     why = f"ROLL: {micro} sequences of prompt_length + response_length"
     draft.set("actor.mb_spec.max_tokens_per_mb", tokens, why, f"{args}.per_device_train_batch_size")
-    total, warmup = draft.get("max_steps"), draft.get(f"{args}.warmup_steps")
-    if total and warmup is not None:
+    total, warmup = draft.number("max_steps", 0), draft.number(f"{args}.warmup_steps", -1, least=-1)
+    if total and warmup >= 0:
         option = "actor.optimizer.warmup_steps_proportion"
         draft.set(option, warmup / total, f"ROLL: warmup_steps {warmup} / max_steps {total}", f"{args}.warmup_steps")
     draft.drop("micro-batches are filled by tokens", "*.infer_batch_size", "*per_device_train_batch_size")
@@ -128,8 +137,8 @@ def _batches(draft: Draft) -> None:
 def _loss(draft: Draft) -> None:
     for role, option in (("actor_train", "actor.dtype"), ("reference", "ref.dtype")):
         key = f"{role}.model_args.dtype"
-        if (dtype := draft.get(key)) in _DTYPES and (role == "actor_train" or _has_reference(draft)):
-            draft.set(option, _DTYPES[str(dtype)], f"ROLL: {key}", key)
+        if (dtype := str(draft.get(key))) in _DTYPES and (role == "actor_train" or _has_reference(draft)):
+            draft.set(option, _DTYPES[dtype], f"ROLL: {key}", key)
     key = "actor_train.model_args.disable_gradient_checkpointing"
     draft.set("actor.gradient_checkpointing", not draft.get(key, False), f"ROLL: not {key}", key)
     if draft.get("use_kl_loss", False):
@@ -141,22 +150,22 @@ def _loss(draft: Draft) -> None:
     )
     if _has_reference(draft):
         draft.set("ref.path", draft.get("pretrain"), "ROLL: the reference is the initial policy")
-        draft.keep("reward_pretrain", "ref.path")
     else:
         draft.drop("there is no reference", "reference.*")
     draft.drop("this KL term is off", "use_kl_loss", "kl_loss_coef", "target_kl", "kl_horizon")
     draft.drop("the reference has the options of the actor", *(f"reference.{name}" for name in _OF_ROLES))
-    draft.drop("no critic, or the one of pretrain", "reward_pretrain")
-    if draft.get("dual_clip_loss", True):
-        draft.set("actor.c_clip", 3.0, "ROLL: dual_clip_loss", "dual_clip_loss")
+    if draft.get("dual_clip_loss", False):
+        bound = 1 + 2 * float(draft.get("pg_clip", 0.2))
+        draft.set("actor.c_clip", bound, "ROLL: dual_clip_loss, 1 + 2 x pg_clip", "dual_clip_loss")
     draft.drop("no limit of negative advantages", "dual_clip_loss")
-    if draft.get("use_pg_clip_range", False) is False and "pg_clip" in draft.values:
-        draft.drop("pg_clip is used", "pg_clip_low", "pg_clip_high")
-    draft.drop("pg_clip_low and pg_clip_high are used when they are given", "use_pg_clip_range")
+    draft.defaults({"actor.loss_aggregation": "seq-mean-token-mean", "total_train_steps": 500})
     if draft.get("adv_estimator", "gae") == "gae":
-        draft.set("critic.path", draft.get("pretrain"), "ROLL: the critic begins as the policy")
+        path = draft.get("reward_pretrain", draft.get("pretrain"))
+        draft.set("critic.path", path, "ROLL: reward_pretrain, else pretrain", "reward_pretrain")
+        draft.defaults({"actor.gae_lambda": 0.95})
         for name, option in _OF_CRITIC.items():
             draft.keep(name, option)
+        draft.defaults({"critic.eps_clip": None})
         draft.drop("the critic has the options of the actor", *(f"critic.{name}" for name in _OF_ROLES))
     elif draft.get("adv_estimator") == "reinforce":
         draft.set("actor.adv_estimator", "gae", "ROLL: reinforce with normalised rewards, written with reward_norm")
@@ -172,7 +181,7 @@ def _loss(draft: Draft) -> None:
         draft.set("actor.adv_norm", white, "ROLL: whiten_advantages", "whiten_advantages")
     draft.drop("the advantage estimator fixes the normalisation", "norm_*_type", "reward_norm", "reward_s*", "whiten_*")
     if "critic.path" not in draft.options:
-        draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup")
+        draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup", "reward_pretrain")
     draft.set("actor.recompute_logprob", True, "ROLL recomputes the log-probabilities of the old policy")
 
 
@@ -184,25 +193,31 @@ def _num_devices(draft: Draft, role: str) -> int:
     """The number of entries of `list(range(0,16))`, or of a list."""
     given = draft.get(f"{role}.device_mapping", [0])
     if isinstance(given, list):
-        return len(given)
+        return len(given) or 1
     ranges = [tuple(map(int, pair)) for pair in re.findall(r"range\((\d+),\s*(\d+)\)", str(given))]
-    return sum(end - first for first, end in ranges) or 1
+    count = sum(end - first for first, end in ranges)
+    if count < 1:
+        message = (
+            f"{role}.device_mapping: {given!r} is no list of GPUs: give {role}.device_mapping=[0,1,...] after the file"
+        )
+        raise ConfigError(message, code="config.wrong_type")
+    return count
 
 
 def _devices(draft: Draft) -> None:
     strategy = str(draft.get("actor_infer.strategy_args.strategy_name", "vllm"))
     server = _SERVERS.get(strategy, "native")
-    size = int(draft.get("actor_infer.num_gpus_per_worker", 1))
+    size = draft.whole("actor_infer.num_gpus_per_worker", 1)
     config = "actor_infer.strategy_args.strategy_config"
-    size = int(draft.get(f"{config}.tensor_parallel_size", size))
+    size = draft.whole(f"{config}.tensor_parallel_size", size)
     trained, served = _num_devices(draft, "actor_train"), _num_devices(draft, "actor_infer")
     is_shared = draft.get("actor_train.device_mapping") == draft.get("actor_infer.device_mapping")
     if is_shared and served > 1:
         served, trained = served // 2, trained - trained // 2
     batch = int(draft.options["train_dataset.batch_size"].value)
-    context = max(1, int(draft.get("actor_train.model_args.ulysses_size", 1)))
+    context = max(1, draft.whole("actor_train.model_args.ulysses_size", 1))
     mode = allocation(server, max(1, served // size), size, trained, batch, context=context)
-    per_node = int(draft.get("num_gpus_per_node", 8))
+    per_node = draft.whole("num_gpus_per_node", 8)
     nodes = -(-(max(1, served // size) * size + trained) // per_node)
     draft.set("cluster.n_nodes", nodes, "ROLL: the GPUs of device_mapping / num_gpus_per_node")
     shared = "shared by both roles, here about half for each" if is_shared else "as in the file"
@@ -236,8 +251,10 @@ def _devices(draft: Draft) -> None:
 def _rewards(draft: Draft) -> None:
     names = {key.split(".")[1] for key in draft.values if key.startswith("rewards.")}
     known = {"math_rule": "math", "code_sandbox": "code"}
-    chosen = [known[name] for name in sorted(names) if name in known] or ["math"]
-    why = f"ROLL: rewards {', '.join(sorted(names)) or 'of the pipeline'}; reward.by_source chooses by a column"
+    chosen = [known[name] for name in sorted(names) if name in known]
+    why = f"ROLL: rewards {', '.join(sorted(names))}; reward.by_source chooses by a column"
+    if not chosen:
+        chosen, why = ["math"], "ROLL: its rewards are unknown here: write one (docs/rewards.md)"
     draft.set("reward_fn", chosen[0], why)
     for name in names:
         if known.get(name) == chosen[0]:
@@ -268,14 +285,19 @@ def _dropped(draft: Draft) -> None:
         )
         draft.set(f"stats_logger.{value[0]}", value[1], "ROLL: track_with", "track_with")
     draft.drop("names and keys of a tracker are in its own variables", "tracker_kwargs.*", "track_with", "logging_*")
-    draft.drop("checkpoints are in Hugging Face format", "checkpoint_config.*", "system_envs.*", "hydra.*", "resume_*")
-    if int(draft.get("actor_train.model_args.lora_rank", 0)) > 0:
+    if isinstance(resume := draft.get("resume_from_checkpoint"), bool):
+        why = "ROLL: resume_from_checkpoint"
+        draft.set("recover.mode", "auto" if resume else "disabled", why, "resume_from_checkpoint")
+    draft.lack("actor.path: the folder of exported weights", "resume_from_checkpoint")
+    draft.drop("checkpoints are in the run's folder, exports in Hugging Face format", "checkpoint_config.*")
+    draft.drop("options of Hydra itself", "hydra.*")
+    if draft.whole("actor_train.model_args.lora_rank", 0, least=0) > 0:
         for name, option in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_target", "target_modules")):
             draft.keep(f"actor_train.model_args.{name}", f"actor.lora.{option}", convert=_listed)
     draft.drop("there are no adapters, or those of actor_train", "*.model_args.lora_*", "lora_*")
     names = ("device_map", "attn_implementation", "dtype", "model_type", "disable_gradient_checkpointing", "flash_attn")
     draft.drop("models have the attention and dtype of their role", *(f"*.model_args.{name}" for name in names))
-    draft.drop("the environment of processes is in launcher", "model_name", "*.system_envs.*")
+    draft.drop("the environment of processes is in launcher", "model_name", "*system_envs.*")
     draft.drop("rejected groups are replaced while the run lasts", "is_use_additional_prompts", "max_running_requests")
     draft.drop("the sizes of a queue follow from the staleness", "is_num_return_sequences_expand", "generate_opt_level")
     draft.drop("epochs follow from max_steps", "actor_train.training_args.num_train_epochs")

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from areal.api.config.redaction import public
 from areal.importers.draft import Draft, Fate, Option
 
 _TITLES: dict[Fate, str] = {
@@ -27,7 +28,9 @@ def yaml_text(draft: Draft, source: str) -> str:
             place = place.setdefault(section, {})
         place[name] = option
     head = [f"# Translated from {source} ({draft.system}) by `areal config import`. Read the comments before a run."]
-    missing = [f"# missing: {key}={_short(draft.values[key])}: {why}" for key, why in _of(draft, "missing")]
+    missing = [
+        f"# missing: {key}={_short(public(draft.values[key], key))}: {why}" for key, why in _of(draft, "missing")
+    ]
     return "\n".join([*head, *missing, *_lines(tree, "")]) + "\n"
 
 
@@ -63,13 +66,13 @@ def report_lines(draft: Draft) -> Iterator[str]:
     yield f"{len(draft.values)} keys of {draft.system}: {counts}"
     for fate, title in _TITLES.items():
         for key, text in _of(draft, fate):
-            yield f"  {title}: {key}={_short(draft.values[key])} -> {text}"
+            yield f"  {title}: {key}={_short(public(draft.values[key], key))} -> {text}"
 
 
 def report_json(draft: Draft) -> dict[str, Any]:
     """The same, JSON-ready."""
     keys = [
-        {"key": key, "value": draft.values[key], "fate": note.fate, "text": note.text}
+        {"key": key, "value": public(draft.values[key], key), "fate": note.fate, "text": note.text}
         for key, note in draft.notes.items()
     ]
     options = {path: {"value": option.value, "origin": option.origin} for path, option in draft.options.items()}

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from areal.importers.draft import Draft, minibatches, split_gpus
+from areal.importers.draft import Draft, minibatches
+from areal.importers.verl_rollout import ACTOR, ROLLOUT, take_sampling, take_servers
 
-_A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_A, _R, _M = ACTOR, ROLLOUT, "actor_rollout_ref.model"
 _SAME = {
     "data.train_files": "train_dataset.path",
     "data.shuffle": "train_dataset.shuffle",
@@ -17,6 +18,7 @@ _SAME = {
     f"{_M}.path": "actor.path",
     f"{_M}.enable_gradient_checkpointing": "actor.gradient_checkpointing",
     f"{_A}.grad_clip": "actor.optimizer.gradient_clipping",
+    f"{_A}.optim.clip_grad": "actor.optimizer.gradient_clipping",
     f"{_A}.optim.lr": "actor.optimizer.lr",
     f"{_A}.optim.weight_decay": "actor.optimizer.weight_decay",
     f"{_A}.optim.min_lr_ratio": "actor.optimizer.min_lr_ratio",
@@ -59,23 +61,6 @@ _CRITIC = {
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full"}
 _ESTIMATORS = {"grpo": "grpo", "gae": "gae", "remax": "remax", "rloo": "rloo", "opo": "opo", "gpg": "gpg"}
 _RECOVER = {"auto": "auto", "disable": "disabled", "resume_path": "resume"}
-_VLLM_FLAGS = {
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "max_model_len": "max_model_len",
-    "enforce_eager": "enforce_eager",
-    "enable_chunked_prefill": "enable_chunked_prefill",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "dtype": "dtype",
-}
-_SGLANG_FLAGS = {
-    "gpu_memory_utilization": "mem_fraction_static",
-    "max_num_seqs": "max_running_requests",
-    "max_model_len": "context_length",
-    "dtype": "dtype",
-}
-
 _OF_FSDP = (
     "wrap_policy.*", "fsdp_size", "reshard_after_forward", "offload_policy", "forward_prefetch", "model_dtype", "dtype",
     "use_orig_params", "mixed_precision", "mixed_precision.*_dtype", "forward_only", "seed", "full_determinism",
@@ -86,7 +71,6 @@ _OF_REFERENCE = ("strategy", "log_prob_*", "use_torch_compile", "entropy_*", "ro
 def from_verl(values: dict[str, Any]) -> Draft:
     """The draft of a verl file, with the defaults of its trainer where they differ from ours."""
     draft = Draft("verl", {_without_plus(key): value for key, value in values.items()})
-    backend = str(draft.get(f"{_R}.name", "vllm"))
     _data(draft)
     draft.keep_all(_SAME)
     _batches(draft)
@@ -94,8 +78,10 @@ def from_verl(values: dict[str, Any]) -> Draft:
     _algorithm(draft)
     _loss_scale(draft)
     _rewards(draft)
-    _sampling(draft)
-    _servers(draft, "sglang" if backend == "sglang" else "vllm")
+    take_sampling(draft)
+    take_servers(draft)
+    _saving(draft)
+    _defaults(draft)
     _trackers(draft)
     _dropped(draft)
     draft.finish()
@@ -107,7 +93,7 @@ def _without_plus(key: str) -> str:
 
 
 def _data(draft: Draft) -> None:
-    prompt, answer = int(draft.get("data.max_prompt_length", 512)), int(draft.get("data.max_response_length", 512))
+    prompt, answer = draft.whole("data.max_prompt_length", 512), draft.whole("data.max_response_length", 512)
     draft.keep("data.max_prompt_length", "train_dataset.max_length")
     if draft.get("data.val_files"):
         draft.set("valid_dataset.max_length", prompt, "verl: data.max_prompt_length")
@@ -121,10 +107,11 @@ def _data(draft: Draft) -> None:
         "data.filter_overlong_prompts",
         *(["data.truncation"] if is_filtered or draft.get("data.truncation", "error") == "error" else []),
     )
-    columns = {str(draft.get("data.prompt_key", "prompt")): "messages"}
-    draft.set("train_dataset.columns", columns, "verl: data.prompt_key has messages", "data.prompt_key")
+    columns = {str(draft.get("data.prompt_key", "prompt")): "messages", "reward_model.ground_truth": "answer"}
+    why = "verl: data.prompt_key has messages, and reward_model.ground_truth the answer"
+    draft.set("train_dataset.columns", columns, why, "data.prompt_key")
     if draft.get("data.val_files"):
-        draft.set("valid_dataset.columns", columns, "verl: data.prompt_key has messages")
+        draft.set("valid_dataset.columns", columns, why)
     for name, section in (("train", "train_dataset"), ("val", "valid_dataset")):
         if draft.get(f"data.{name}_max_samples", -1) != -1:
             draft.keep(f"data.{name}_max_samples", f"{section}.max_rows")
@@ -147,8 +134,8 @@ def _data(draft: Draft) -> None:
 
 
 def _batches(draft: Draft) -> None:
-    batch, tokens = int(draft.get("data.train_batch_size", 1024)), draft.options["gconfig.max_tokens"].value
-    size = int(draft.get(f"{_A}.ppo_mini_batch_size", 256))
+    batch, tokens = draft.whole("data.train_batch_size", 1024), draft.options["gconfig.max_tokens"].value
+    size = draft.whole(f"{_A}.ppo_mini_batch_size", 256)
     count = minibatches(batch, size)
     draft.set("train_dataset.batch_size", batch, "verl: data.train_batch_size, prompts")
     why = f"verl: train_batch_size {batch} / ppo_mini_batch_size {size}, both in prompts"
@@ -156,10 +143,10 @@ def _batches(draft: Draft) -> None:
     if draft.get(f"{_A}.use_dynamic_bsz", False) and draft.get(f"{_A}.ppo_max_token_len_per_gpu"):
         draft.keep(f"{_A}.ppo_max_token_len_per_gpu", "actor.mb_spec.max_tokens_per_mb")
         draft.drop("micro-batches are always filled by tokens", f"{_A}.use_dynamic_bsz")
-    elif micro := draft.get(f"{_A}.ppo_micro_batch_size_per_gpu"):
+    elif micro := draft.whole(f"{_A}.ppo_micro_batch_size_per_gpu", 0, least=0):
         why = f"verl: {micro} sequences of at most {tokens} tokens"
         keys = (f"{_A}.ppo_micro_batch_size_per_gpu", f"{_A}.use_dynamic_bsz")
-        draft.set("actor.mb_spec.max_tokens_per_mb", int(micro) * tokens, why, *keys)
+        draft.set("actor.mb_spec.max_tokens_per_mb", micro * tokens, why, *keys)
     draft.drop(
         "sequences are packed and micro-batches filled by tokens: actor.mb_spec",
         *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*use_remove_padding"),
@@ -171,7 +158,8 @@ def _schedule(draft: Draft) -> None:
     style = draft.get(f"{_A}.optim.lr_scheduler_type") or draft.get(f"{_A}.optim.warmup_style", "constant")
     keys = [f"{_A}.optim.warmup_style", f"{_A}.optim.lr_scheduler_type"]
     draft.set("actor.optimizer.lr_scheduler_type", style, "verl: actor.optim.warmup_style", *keys)
-    steps, total = draft.get(f"{_A}.optim.lr_warmup_steps", -1), draft.get("trainer.total_training_steps")
+    steps = draft.number(f"{_A}.optim.lr_warmup_steps", -1, least=-1)
+    total = draft.number("trainer.total_training_steps", 0)
     share = draft.get(f"{_A}.optim.lr_warmup_steps_ratio", 0.0)
     if steps > 0 and total:
         share, why = steps / total, f"verl: lr_warmup_steps {steps} / total_training_steps {total}"
@@ -181,9 +169,8 @@ def _schedule(draft: Draft) -> None:
         draft.set("actor.optimizer.warmup_steps_proportion", share, why, f"{_A}.optim.lr_warmup_steps_ratio")
     draft.lack("give actor.optimizer.warmup_steps_proportion: the length of the run is not known", "*.lr_warmup_steps")
     draft.drop("replaced by lr_warmup_steps", "*.lr_warmup_steps_ratio")
-    if (betas := draft.get(f"{_A}.optim.betas")) is not None:
-        for number, beta in enumerate(betas, start=1):
-            draft.set(f"actor.optimizer.beta{number}", beta, "verl: actor.optim.betas", f"{_A}.optim.betas")
+    for number, beta in enumerate(draft.listed(f"{_A}.optim.betas"), start=1):
+        draft.set(f"actor.optimizer.beta{number}", beta, "verl: actor.optim.betas", f"{_A}.optim.betas")
     draft.drop("verl's trainer replaces it", f"{_A}.optim.total_training_steps", "critic.optim.total_training_steps")
     if draft.get(f"{_A}.optim.num_cycles", 0.5) == 0.5:
         draft.drop("half a cosine, as here", "*.optim.num_cycles")
@@ -199,7 +186,7 @@ def _algorithm(draft: Draft) -> None:
     if name == "gae":
         draft.set("critic.path", draft.get("critic.model.path", draft.get(f"{_M}.path")), "verl: critic.model.path")
         draft.keep_all(_CRITIC)
-        size = int(draft.get("critic.ppo_mini_batch_size", draft.get(f"{_A}.ppo_mini_batch_size", 256)))
+        size = draft.whole("critic.ppo_mini_batch_size", draft.whole(f"{_A}.ppo_mini_batch_size", 256))
         count = minibatches(draft.options["train_dataset.batch_size"].value, size)
         draft.set("critic.ppo_n_minibatches", count, "verl: critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
         draft.set("actor.adv_norm", {"mean_level": "batch", "std_level": "batch"}, "verl whitens the advantages of GAE")
@@ -241,7 +228,7 @@ def _algorithm(draft: Draft) -> None:
 
 def _loss_scale(draft: Draft) -> None:
     if draft.get(f"{_A}.loss_agg_mode") == "seq-mean-token-sum-norm":
-        length = int(draft.get("data.max_response_length", 512))
+        length = draft.whole("data.max_response_length", 512)
         draft.set("actor.loss_scale_tokens", length, "verl divides by data.max_response_length")
 
 
@@ -280,65 +267,29 @@ def _rewards(draft: Draft) -> None:
     draft.drop("a copy of the length limit", "reward_model.reward_kwargs.max_resp_len", "reward_model.max_length")
 
 
-def _sampling(draft: Draft) -> None:
-    if draft.get(f"{_R}.top_k", -1) > 0:
-        draft.keep(f"{_R}.top_k", "gconfig.top_k")
-    draft.drop("all tokens, as here", f"{_R}.top_k")
-    if draft.get(f"{_R}.do_sample", True) is False:
-        draft.set("gconfig.greedy", True, "verl: rollout.do_sample=false", f"{_R}.do_sample")
-    draft.drop("answers are sampled", f"{_R}.do_sample")
-    own = f"{_R}.val_kwargs"
-    if draft.get("data.val_files"):
-        sampled = bool(draft.get(f"{own}.do_sample", False))
-        mode = "sampled" if sampled else "greedy"
-        draft.set("evaluator.modes", [mode], "verl: rollout.val_kwargs.do_sample", f"{own}.do_sample")
-        if sampled:
-            draft.keep(f"{own}.n", "evaluator.n_samples")
-            for name in ("temperature", "top_p"):
-                draft.keep(f"{own}.{name}", f"eval_gconfig.{name}")
-            if draft.get(f"{own}.top_k", -1) > 0:
-                draft.keep(f"{own}.top_k", "eval_gconfig.top_k")
-            if any(option.startswith("eval_gconfig.") for option in draft.options):
-                for name in ("max_new_tokens", "max_tokens"):
-                    found = draft.options.get(f"gconfig.{name}")
-                    if found:
-                        draft.set(f"eval_gconfig.{name}", found.value, found.origin)
-    names = ("temperature", "top_p", "top_k", "n", "do_sample") if draft.get("data.val_files") else ("*",)
-    draft.drop("no effect on greedy evaluation, or none at all", *(f"{own}.{name}" for name in names))
-    draft.drop(
-        "set by data.max_prompt_length and data.max_response_length", f"{_R}.prompt_length", f"{_R}.response_length"
-    )
-    draft.lack("write a workflow (docs/workflows.md) or workflow: agent", f"{_R}.multi_turn.enable")
-    if draft.get(f"{_R}.multi_turn.enable", False):
-        draft.lack("an option of your workflow or agent", f"{_R}.multi_turn.*", f"{_R}.agent.*", off=(None,))
-    if draft.get(f"{_R}.multi_turn.enable", False) is False:
-        draft.drop("there are no tools", f"{_R}.multi_turn.*", f"{_R}.agent.*")
-
-
-def _servers(draft: Draft, backend: str) -> None:
-    total = int(draft.get("trainer.nnodes", 1)) * int(draft.get("trainer.n_gpus_per_node", 8))
-    size = int(draft.get(f"{_R}.tensor_model_parallel_size", 2))
-    batch = int(draft.options["train_dataset.batch_size"].value)
-    keys = (f"{_R}.name", f"{_R}.tensor_model_parallel_size")
-    why = f"verl uses all {total} GPUs in turn; here about half generate while the others train"
-    context = max(1, int(draft.get(f"{_A}.ulysses_sequence_parallel_size", 1)))
-    mode = split_gpus(total, size, batch, backend, context=context)
-    draft.set("allocation_mode", mode, why, *keys, f"{_A}.strategy", f"{_A}.ulysses_sequence_parallel_size")
-    draft.server(f"{_R}.", backend, _VLLM_FLAGS if backend == "vllm" else _SGLANG_FLAGS)
-    draft.server(f"{_R}.engine_kwargs.{backend}.", backend)
-    draft.drop("flags of another server", f"{_R}.engine_kwargs.*", *(f"{_R}.{name}" for name in _VLLM_FLAGS))
-    draft.drop("all models of a trainer are divided like the actor", "*ulysses_sequence_parallel_size")
+def _saving(draft: Draft) -> None:
     for key, option in (("save_freq", "saver.freq_steps"), ("test_freq", "evaluator.freq_steps")):
-        if draft.get(f"trainer.{key}", -1) > 0:
+        if draft.whole(f"trainer.{key}", -1, least=-1) > 0:
             draft.keep(f"trainer.{key}", option)
     draft.drop("never", "trainer.save_freq", "trainer.test_freq")
     mode = str(draft.get("trainer.resume_mode", "auto"))
     draft.set("recover.mode", _RECOVER.get(mode, "auto"), "verl: trainer.resume_mode", "trainer.resume_mode")
 
 
+def _defaults(draft: Draft) -> None:
+    draft.defaults({"total_train_epochs": 30, "actor.gradient_checkpointing": True})
+    if draft.options["actor.policy_loss"].value == "ppo":
+        draft.defaults({"actor.c_clip": 3.0})
+    if draft.get(f"{_A}.use_kl_loss"):
+        draft.defaults({"actor.kl_loss_coef": 0.001})
+    if "critic.path" in draft.options:
+        draft.defaults({"critic.gradient_checkpointing": True})
+    if draft.get("data.val_files"):
+        draft.defaults({"evaluator.eval_before_train": True})
+
+
 def _trackers(draft: Draft) -> None:
-    loggers = draft.get("trainer.logger", ["console", "wandb"])
-    names = [loggers] if isinstance(loggers, str) else list(loggers)
+    names = draft.listed("trainer.logger", ["console", "wandb"])
     if "wandb" in names:
         draft.set("stats_logger.wandb.mode", "online", "verl: trainer.logger", "trainer.logger")
     if "swanlab" in names:
@@ -375,6 +326,7 @@ def _dropped(draft: Draft) -> None:
         "a recovery checkpoint has everything, an export is in Hugging Face format",
         *(f"*.checkpoint.{name}" for name in names),
     )
+    draft.lack("offload parameters or the optimiser state: actor.fsdp", "*.grad_offload")
     draft.drop("FSDP2 shards each block over all ranks", *(f"*.fsdp_config.{name}" for name in _OF_FSDP), "*.strategy")
     draft.drop("chosen by the engine: actor.compile", "*.use_torch_compile")
     draft.drop("of the loader of mini-batches", f"{_A}.data_loader_seed", f"{_A}.shuffle")
@@ -386,7 +338,7 @@ def _dropped(draft: Draft) -> None:
     if draft.get("trainer.critic_warmup", 0) == 0:
         draft.drop("no warm-up of the critic", "trainer.critic_warmup")
     draft.keep("trainer.critic_warmup", "critic.warmup_steps")
-    if int(draft.get(f"{_M}.lora_rank", 0)) > 0:
+    if draft.whole(f"{_M}.lora_rank", 0, least=0) > 0:
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
             draft.keep(f"{_M}.{name}", f"actor.lora.{name.removeprefix('lora_')}")
     draft.drop("there are no adapters", f"{_M}.lora_*", f"{_M}.target_modules", f"{_M}.exclude_modules")

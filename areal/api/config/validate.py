@@ -169,7 +169,7 @@ def _problem_of_value(path: str, value: Any, spec: FieldSpec, kind: str) -> Conf
         hint = ": put it in quotes" if "text" in expected else ""
     elif "list" in expected and not isinstance(value, list):
         hint = ", for example " + ("[{...}, {...}]" if spec.item_section else "[a, b]")
-    return ConfigProblem(path, f"{shown(value)} was given where {expected} is expected{hint}", "config.wrong_type")
+    return ConfigProblem(path, f"{shown(value)} is not allowed: expected {expected}{hint}", "config.wrong_type")
 
 
 def shown(value: Any, path: str = "") -> str:

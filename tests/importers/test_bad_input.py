@@ -1,0 +1,108 @@
+"""Imports of files that cannot be read, are of another system, or have values that cannot be used."""
+
+import tomllib
+from pathlib import Path
+from random import Random
+
+import pytest
+import yaml
+
+from areal.api.errors import ConfigError
+from areal.cli.import_config import SYSTEMS
+from areal.cli.main import run_command
+from areal.importers.draft import Draft, flat
+from areal.importers.text import report_json, report_lines, yaml_text
+from tests.expect import raises_code
+
+FILES = [path for path in sorted((Path(__file__).parent / "examples").iterdir()) if path.suffix != ".sh"]
+VALUES = ["many", "", ["a"], [1, 2], {}, {"x": 1}, None, -1, 0, 1.5, True, 10**20, float("nan"), "$NODES"]
+UNUSABLE = {"config.wrong_type", "config.out_of_range"}
+
+
+def translated(system: str, tree: dict) -> Draft | ConfigError:
+    try:
+        return SYSTEMS[system](tree)
+    except ConfigError as error:
+        return error
+
+
+def with_value(tree: dict, key: str, value: object) -> dict:
+    section, _, rest = key.partition(".")
+    return tree | {section: with_value(tree[section], rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_any_value_of_any_key_is_translated_or_refused_by_its_name(path):
+    text = path.read_text()
+    tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    random, refused = Random(path.stem), 0
+    for key in flat(tree):
+        value = random.choice(VALUES)
+        changed = with_value(tree, key, value)
+        draft = translated(path.name.partition("_")[0], changed)
+        if isinstance(draft, ConfigError):
+            assert (draft.code in UNUSABLE, str(draft).partition(": ")[0]) == (True, key)
+            assert repr(value) in str(draft)
+            refused += 1
+            continue
+        assert draft.notes.keys() == flat(changed).keys()
+        assert len(list(report_lines(draft))) == len(draft.notes) + 1
+        assert len(report_json(draft)["keys"]) == len(draft.notes)
+        assert isinstance(yaml.safe_load(yaml_text(draft, path.name)), dict)
+    assert refused or path.name.startswith("areal")  # whose values are checked when the result is loaded
+
+
+@pytest.mark.parametrize(
+    ("system", "key", "value", "code"),
+    [
+        ("verl", "trainer.nnodes", "$NODES", "config.wrong_type"),
+        ("verl", "data.train_batch_size", 0, "config.out_of_range"),
+        ("verl", "data.train_batch_size", 1.5, "config.wrong_type"),
+        ("verl", "trainer.logger", 3, "config.wrong_type"),
+        ("roll", "actor_train.device_mapping", "list(range(0,x))", "config.wrong_type"),
+        ("cosmos", "rollout.n_generation", True, "config.wrong_type"),
+    ],
+)
+def test_an_unusable_value_is_named_with_its_key(system, key, value, code):
+    tree: dict = {key.rpartition(".")[2]: value}
+    for section in reversed(key.split(".")[:-1]):
+        tree = {section: tree}
+    with raises_code(code, key, value):
+        SYSTEMS[system](tree)
+
+
+def test_numbers_that_are_text_are_numbers():
+    draft = SYSTEMS["verl"]({"data": {"train_batch_size": "64", "train_files": "d"}, "trainer": {"nnodes": 2.0}})
+    assert draft.options["train_dataset.batch_size"].value == 64
+    assert draft.options["allocation_mode"].value == "vllm:d4t2+fsdp:d8"
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "data: [1\n", "\x00"])
+def test_a_file_without_a_mapping_is_named(text, tmp_path):
+    path = tmp_path / "f.yaml"
+    path.write_text(text)
+    with raises_code("config.unreadable_file", path):
+        run_command(["config", "import", "verl", str(path)])
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_file_without_a_key_of_the_system_is_refused(system, tmp_path):
+    path = tmp_path / "f.yaml"
+    path.write_text("other: {key: 1}\n")
+    with raises_code("config.unreadable_file", path, "other.key"):
+        run_command(["config", "import", system, str(path)])
+
+
+def test_an_override_that_is_no_yaml_is_named(tmp_path):
+    path = tmp_path / "f.yaml"
+    path.write_text("data: {train_batch_size: 8}\n")
+    with raises_code("config.bad_override"):
+        run_command(["config", "import", "verl", str(path), "data.train_batch_size=[1"])
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path):
+    path = tmp_path / "f.yaml"
+    path.write_text("data: {train_batch_size: 8}\n")
+    for output in (tmp_path, path / "below.yaml"):
+        with raises_code("command.not_written", output):
+            run_command(["config", "import", "verl", str(path), "-o", str(output)])
