@@ -28,7 +28,8 @@ def config(words: Sequence[str]) -> int:
         prog="areal config",
         usage="%(prog)s (--config FILE.yaml | RUN) [key.sub=value ...] [--json]\n       %(prog)s OPTION [--json]\n"
         "       %(prog)s import verl|roll|cosmos|areal FILE [key.sub=value ...] [-o OUT.yaml] [--json]",
-        description="Print the effective configuration of a file or of a run, without secrets, or explain an option.",
+        description="Print the effective configuration of a file or of a run, without secrets, explain an option, or "
+        "import a configuration of another system.",
     )
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")
     parser.add_argument("--json", action="store_true", help="print JSON instead of YAML or text")

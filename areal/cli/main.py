@@ -41,7 +41,7 @@ COMMANDS = (
         "prove-template", "prove what a chat template keeps between answers", "areal.cli.prove_template:prove_template"
     ),
     Command("rehearse", "play failures against an agent, without a model", "areal.cli.rehearse:rehearse"),
-    Command("config", "print the effective configuration, or explain an option", "areal.cli.config:config"),
+    Command("config", "print a configuration, explain an option, import a file", "areal.cli.config:config"),
 )
 """All subcommands in the order of the help. A new one is one row."""
 

@@ -39,7 +39,7 @@ def join_run() -> ProcessContext:
     """Return this process's context and configure its log. Raises LaunchError when no launcher started it."""
     context = ProcessContext.from_env()
     if context is None:
-        message = "start this script by a launcher: python -m areal.launcher.local SCRIPT --config CONFIG.yaml"
+        message = "start this script by a launcher: areal run SCRIPT --config CONFIG.yaml"
         raise LaunchError(message, code="launch.no_launcher")
     configure_logging(process_name=context.name)
     return context

@@ -1,6 +1,6 @@
 """GRPO on GSM8K: the script that every process of the run executes; PPOTrainer knows which one it is in.
 
-python -m areal.launcher.local examples/gsm8k/gsm8k_grpo.py --config examples/gsm8k/gsm8k_grpo.yaml
+areal run examples/gsm8k/gsm8k_grpo.py --config examples/gsm8k/gsm8k_grpo.yaml
 """
 
 import sys
