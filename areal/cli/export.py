@@ -118,7 +118,7 @@ def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, fina
     # The initial checkpoint of a critic has no head, so that the weights of the run are loaded into random ones.
     options = {"fsdp": FSDPEngineConfig(), "megatron": MegatronEngineConfig()}
     model = dataclasses.replace(config.models[role], optimizer=None, init_from_scratch=True, **options)
-    build = TRAIN_ENGINES[config.allocation.train[0].backend]
+    build = TRAIN_ENGINES[config.train_backend]
     engine = build(model, role=_model_role(config, role), total_steps=0, mesh=mesh, seed=config.seed)
     engine.load(source)
     if adapter:

@@ -226,7 +226,7 @@ def memory_problems(
     per_step = config.actor.ppo_n_minibatches if isinstance(config, PPOConfig) else 1
     longest = config.gconfig.max_tokens if isinstance(config, PPOConfig) else 0
     accumulates = tokens * per_step < plan.numbers.samples_per_step * longest // dims.dp
-    backend, patches = config.allocation.train[0].backend, largest_images(config, tokens)
+    backend, patches = config.train_backend, largest_images(config, tokens)
     found = rank_memory(
         known,
         dims=dims,

@@ -53,7 +53,7 @@ def build_roles(
 ) -> PPORoles:
     """Load the models that the configuration names; a collective. `images`: of the batches, None = those of the run."""
     images = images or ImageFiles(RunPaths.of(config).images)
-    build = partial(TRAIN_ENGINES[config.allocation.train[0].backend], mesh=mesh, seed=config.seed, images=images)
+    build = partial(TRAIN_ENGINES[config.train_backend], mesh=mesh, seed=config.seed, images=images)
     build_frozen = partial(build, total_steps=0)
     trained: dict[str, TrainEngine] = {
         "actor": build(

@@ -86,7 +86,7 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
         config = self._config
         with contextlib.ExitStack() as stack:
             rank = stack.enter_context(training_rank(config, self._context))
-            factory = TRAIN_ENGINES[config.allocation.train[0].backend]
+            factory = TRAIN_ENGINES[config.train_backend]
             build = partial(factory, mesh=rank.mesh, seed=config.seed, images=self._images)
             task = self._build_task(build, total_steps=self._length.total_steps)
             announce_ready(registry_of(config), self._context)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from areal.api.config import GRPOConfig, PPOConfig, SFTConfig
+from areal.api.config import GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal.api.config.docs import is_of_areal
 from areal.api.config.kinds import KINDS
 from areal.api.config.legacy_rules import legacy_rule
 from areal.api.config.legacy_scheduling import WITHOUT_OPTION, launcher_options
 from areal.api.config.load import read
+from areal.api.config.relevance import options_without_effect
 from areal.api.config.schema import fields_of, sections_in, with_defaults
 from areal.fleet.backends import backend_named
 
@@ -84,17 +85,22 @@ def test_every_key_is_an_option_or_has_a_rule_with_a_reason() -> None:
                 assert rule.why, (path, key)
 
 
+@pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
-def test_a_file_with_every_option_at_its_default_loads(backend: str) -> None:
-    tree, _ = grpo(f"{backend}:d1+d1")
+def test_a_file_with_every_option_at_its_default_loads(backend: str, trainer: str) -> None:
+    tree, _ = grpo(f"{backend}:d1+{trainer}:d1")
     reading = read(GRPOConfig, tree)
     assert reading.problems == []
     assert reading.config is not None
     assert list(backend_named(backend).problems(reading.config)) == []
+    unused = {one.path for one in options_without_effect(reading.config)}
+    assert unused == {"sglang", "vllm", "launcher.slurm.mount"} - {backend}
 
 
-def test_so_does_one_of_supervised_training() -> None:
-    assert problems_of(SFTConfig, full("SFTConfig", "d1", "sft")[0]) == []
+@pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
+@pytest.mark.parametrize(("kind", "cls"), [("sft", SFTConfig), ("rw", RWConfig)])
+def test_so_does_one_of_supervised_training(kind: str, cls: type, trainer: str) -> None:
+    assert problems_of(cls, full(cls.__name__, f"{trainer}:d1", kind)[0]) == []
 
 
 def test_every_null_that_areal_accepts_is_accepted() -> None:

@@ -175,6 +175,19 @@ def test_one_file_serves_a_sweep_over_all_losses(load, loss):
     )
 
 
+@pytest.mark.parametrize(
+    ("trainer", "unused"),
+    [
+        ("fsdp", {"actor.megatron.fp8", "actor.megatron.ddp.bucket_size"}),
+        ("megatron", {"actor.fsdp.offload_params", "actor.megatron.ddp.bucket_size"}),
+    ],
+)
+def test_options_of_another_train_engine_are_listed(load, trainer, unused):
+    options = ["actor.megatron.fp8=e4m3", "actor.megatron.ddp.bucket_size=9", "actor.fsdp.offload_params=true"]
+    config = load(*options, "actor.fsdp.wrap_policy={}", f"allocation_mode=native:d1+{trainer}:d1")
+    assert {one.path for one in options_without_effect(config)} == unused
+
+
 def test_strict_config_refuses_what_has_no_effect(load):
     load("strict_config=true", "actor.eps_clip=0.3")
     with pytest.raises(ConfigError) as caught:

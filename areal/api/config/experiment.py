@@ -91,6 +91,19 @@ class BaseExperimentConfig:
         return AllocationMode.parse(self.allocation_mode)
 
     @property
+    def _backends(self) -> dict[bool, str]:
+        """The backend of the servers at True, of the trainers at False; empty if allocation_mode is invalid."""
+        try:
+            return {one.is_inference: one.backend for one in reversed(self.allocation.allocations)}
+        except AllocationError:
+            return {}
+
+    @property
+    def train_backend(self) -> str:
+        """Backend of the trainers: fsdp or megatron; empty if allocation_mode has no trainers or is invalid."""
+        return self._backends.get(False, "")
+
+    @property
     def models(self) -> dict[str, TrainEngineConfig]:
         """The models in the trainer by section name; empty for classes that do not define it."""
         return {}
@@ -146,7 +159,7 @@ class BaseExperimentConfig:
         for key, model in self.models.items():
             if model.router_replay and not (self._wants_servers and self.models["actor"].router_replay):
                 yield f"{key}.router_replay", "replays what servers record for actor.router_replay: remove it"
-            if self.allocation.train[0].backend == "megatron":
+            if self.train_backend == "megatron":
                 yield from below(key, model.megatron_problems(dims.pp))
                 continue
             if (size := model.fsdp.shard_size) is not None and (sharing := dims.dp * dims.cp) % size:
@@ -267,11 +280,7 @@ class PPOConfig(BaseExperimentConfig):
     @property
     def server_backend(self) -> str:
         """Backend of the servers: native, sglang or vllm; empty if allocation_mode has no servers or is invalid."""
-        try:
-            servers = self.allocation.inference
-        except AllocationError:
-            return ""
-        return "" if servers is None else servers.backend
+        return self._backends.get(True, "")
 
     @property
     def server_flags(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def options_without_effect(config: Any) -> list[NoEffect]:
     """Every option of `config` that differs from its default and has no effect, in the order of the fields.
 
     An option that equals its default is never listed, given by the user or not. A section that is null by default is
-    listed as a whole; of other sections each changed option is listed.
+    listed as a whole, unless it has only nulls; of other sections each changed option is listed.
     """
     return list(_without_effect((config,), "", ""))
 
@@ -127,7 +127,8 @@ def _without_effect(sections: tuple[Any, ...], prefix: str, because: str) -> Ite
         if not reason and condition is not None and not condition.holds(sections):
             reason = condition.words(prefix.rstrip("."))
         is_section = dataclasses.is_dataclass(value)
-        if reason and value != default and not (is_section and default is not None):
+        is_whole = not is_section or (default is None and any(part is not None for part in vars(value).values()))
+        if reason and value != default and is_whole:
             yield NoEffect(path, reason)
         elif is_section:
             yield from _without_effect((*sections, value), f"{path}.", reason)

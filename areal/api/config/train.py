@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
 from areal.api.config.lora import LoRAConfig
 from areal.api.config.megatron import MegatronEngineConfig
-from areal.api.config.relevance import given, when
+from areal.api.config.relevance import Condition, given, satisfies, when
 
 DEFAULT_TOKENS_PER_MB = 16384
 """Tokens of a forward pass without mb_spec.max_tokens_per_mb; a longer sequence has a pass for itself."""
@@ -93,6 +93,11 @@ class FSDPEngineConfig:
     """Ranks that share one copy of the weights (HSDP), a divisor of data x context ranks; null = all."""
 
 
+def _trained_by(backend: str) -> Condition:
+    trains = f"allocation_mode has {backend} trainers"
+    return satisfies("/", lambda config: config.train_backend in ("", backend), trains)
+
+
 _SAME_OUTPUTS = ("path", "temperature", "dtype", "head_dtype", "attn_impl", "logprob_kernel")
 """Options that decide what a frozen model computes."""
 NO_ADAPTERS = "adapts language models, and this model has a new head that is trained whole: remove it"
@@ -134,9 +139,9 @@ class TrainEngineConfig:
     """Data type in which gradients are summed over micro-batches and reduced over ranks."""
     optimizer: OptimizerConfig | None = None
     """Optimiser; null = the model is not trained (a reference)."""
-    fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    fsdp: FSDPEngineConfig = section(FSDPEngineConfig, relevant=_trained_by("fsdp"))
     """Options of the FSDP engine."""
-    megatron: MegatronEngineConfig = field(default_factory=MegatronEngineConfig)
+    megatron: MegatronEngineConfig = section(MegatronEngineConfig, relevant=_trained_by("megatron"))
     """Options of the Megatron-Core engine."""
     router_replay: bool = option(False, also="verl: actor.router_replay.mode=R3")
     """Models with experts: use the experts that the servers chose for each token, and own router weights for them."""
@@ -187,8 +192,6 @@ class TrainEngineConfig:
         if self.checkpointing != "full":
             text = f"{self.checkpointing} needs fsdp in allocation_mode: use megatron.recompute_granularity"
             yield Problem("checkpointing", text, "config.unsupported")
-        if self.fsdp != FSDPEngineConfig():
-            yield Problem("fsdp", "has no effect with megatron in allocation_mode: remove it", "config.no_effect")
 
     def problems(self) -> Problems:
         if not self.path:
