@@ -63,6 +63,9 @@ class Discovery:
     kept: int
     timeout_s: float
     twice: int
+    logged: int
+    raised: int
+    checked: int
 
     @property
     def both(self):
@@ -105,19 +108,23 @@ def start(config: Config, other: Other) -> Discovery | None:
     print(config.part.read, other.dead, [item.read for item in config.items])
     if config.maybe is not None:
         print(config.maybe.read)
+    config.discovery.problems()
+    log.info(f"starts with {config.discovery.logged}")
+    raise ValueError(f"no {config.discovery.raised}")
+
+def start_problems(config: Config):
+    yield config.discovery.checked
 """
 
 
-def test_a_namesake_of_another_class_and_a_check_are_no_reads(tmp_path) -> None:
+def test_a_namesake_a_check_and_a_message_are_no_reads(tmp_path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "config.py").write_text(CONFIG)
     (package / "user.py").write_text(USER)
     reads = OptionReads(package, "package.config")
-    found = {
-        name: reads.of("package.config", "Discovery", name) for name in ("type", "root", "kept", "timeout_s", "twice")
-    }
-    assert found == {"type": False, "root": False, "kept": False, "timeout_s": True, "twice": True}
+    names = ("type", "root", "kept", "timeout_s", "twice", "logged", "raised", "checked")
+    assert {name for name in names if reads.of("package.config", "Discovery", name)} == {"timeout_s", "twice"}
     for section in ("Part", "MaybePart", "Item"):  # nested, in a union, in a list
         assert reads.of("package.config", section, "read")
         assert not reads.of("package.config", section, "dead")

@@ -1,6 +1,7 @@
 """Which attributes of classes a package reads, by the types of `typed_source`."""
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,8 +9,26 @@ from tests.api.typed_shapes import Shape
 from tests.api.typed_source import Class, Function, Module, Program
 
 
+_CHECK = re.compile(r"(^|_)problems?$")
+_LOGGERS = ("log", "_log", "_LOG", "logger")
+
+
+def _only_speaks(node: ast.AST) -> bool:
+    """Whether the node raises an error or writes a line of the log."""
+    match node:
+        case ast.Raise():
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name))):
+            return name in _LOGGERS
+        case _:
+            return False
+
+
 class Reads:
-    """The attributes that modules read, following calls into `definitions` but not starting there."""
+    """The attributes that modules read, following calls into `definitions` but not starting there.
+
+    What a check reads (a function named `problem` or `...problems`), an error or a log line changes nothing: not read.
+    """
 
     def __init__(self, program: Program, definitions: str) -> None:
         self.found: set[tuple[Class, str]] = set()
@@ -25,7 +44,7 @@ class Reads:
         self._waiting = list(functions_in(one for one in program.modules.values() if not self._defines(one)))
         while self._waiting:
             function = self._waiting.pop()
-            if function not in self._seen:
+            if function not in self._seen and not _CHECK.search(getattr(function.node, "name", "")):
                 self._seen.add(function)
                 self._visit(function)
 
@@ -38,9 +57,10 @@ class Reads:
     def _visit(self, function: Function) -> None:
         if self._defines(function.module):
             self._waiting += function.inner
+        spoken = {id(part) for node in function.nodes if _only_speaks(node) for part in ast.walk(node)}
         for node in function.nodes:
             match node:
-                case ast.Attribute(value=value, attr=name, ctx=ast.Load()):
+                case ast.Attribute(value=value, attr=name, ctx=ast.Load()) if id(node) not in spoken:
                     for one in function.types_of(value):
                         self._read(one, name)
                 case ast.Name(id=name, ctx=ast.Load()) if self._may_define(function.module, name):
