@@ -80,7 +80,7 @@ def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step:
             TensorBoardTracker, Path(chosen.tensorboard.path or ""), images, first_step=first_step
         ),
         "wandb.mode": partial(WandBTracker, chosen.wandb, config, paths.root, images),
-        "swanlab.mode": partial(SwanLabTracker, chosen.swanlab, config, paths.root / "swanlog", images),
+        "swanlab.mode": partial(SwanLabTracker, chosen.swanlab, config, paths.root, images, first_step=first_step),
         "mlflow.mode": partial(MlflowTracker, chosen.mlflow, config, paths.root, images, first_step=first_step),
         "trackio.mode": partial(TrackioTracker, chosen.trackio, config, images),
     }

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
+from uuid import uuid4
 
 from areal.api.config import BaseExperimentConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandBConfig
 from areal.api.config.redaction import public, public_text
@@ -128,17 +129,32 @@ class WandBTracker:
 
 
 class SwanLabTracker:
-    def __init__(self, settings: SwanlabConfig, config: BaseExperimentConfig, folder: Path, images: ImageFiles) -> None:
+    """A SwanLab run. The first start creates it; a recovery continues it, without the steps that repeat."""
+
+    def __init__(
+        self,
+        settings: SwanlabConfig,
+        config: BaseExperimentConfig,
+        folder: Path,
+        images: ImageFiles,
+        *,
+        first_step: int,
+    ) -> None:
         import swanlab
 
-        folder = folder if settings.logdir is None else Path(settings.logdir)
-        folder.mkdir(parents=True, exist_ok=True)
+        record = folder / "swanlab_run"
+        if first_step <= 1 or not record.exists():
+            write_atomic(record, uuid4().hex.encode())
+        logs = Path(settings.logdir or folder / "swanlog")
+        logs.mkdir(parents=True, exist_ok=True)
         if settings.api_key:
             swanlab.login(api_key=settings.api_key)
         quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})  # pyright: ignore[reportArgumentType] - pydantic takes the mapping
         self._run = swanlab.init(
             mode="online" if settings.mode == "cloud" else settings.mode,  # pyright: ignore[reportArgumentType]
-            log_dir=str(folder),
+            log_dir=str(logs),
+            id=record.read_text(),
+            resume="allow",
             project=settings.project or config.experiment_name,
             name=settings.name or f"{config.trial_name}_train",
             config=public(dataclasses.asdict(config) | (settings.config or {})),

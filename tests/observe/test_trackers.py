@@ -225,6 +225,16 @@ def test_every_option_of_swanlab_reaches_its_run(tmp_path, monkeypatch):
     assert given["log_dir"] == str(tmp_path / "logs")
 
 
+def test_a_recovery_continues_the_run_of_swanlab(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setitem(sys.modules, "swanlab", fake_package(calls))
+    for first_step in (1, 5, 1):
+        build_trackers(config_with(swanlab=SwanlabConfig(mode="cloud")), RunPaths(tmp_path), first_step=first_step)
+    first, recovered, again = [given["id"] for name, _, given in calls if name == "init"]
+    assert first == recovered != again
+    assert {given["resume"] for name, _, given in calls if name == "init"} == {"allow"}
+
+
 def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "250")  # its own process gets half a minute to start otherwise
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "250")
