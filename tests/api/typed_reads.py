@@ -8,7 +8,6 @@ from typing import Any
 from tests.api.typed_shapes import Shape
 from tests.api.typed_source import Class, Function, Module, Program
 
-
 _CHECK = re.compile(r"(^|_)problems?$")
 _LOGGERS = ("log", "_log", "_LOG", "logger")
 
