@@ -73,7 +73,8 @@ def _named(words: Sequence[str]) -> tuple[str, list[str]]:
 def _configured(words: Sequence[str]) -> str:
     """The launcher of the configuration."""
     has_script = words[0].endswith(".py")
-    config = load_experiment(list(_configuring(words[has_script:])), allow_unknown_top_level=has_script)
+    options = list(_configuring(words[has_script:]))
+    config = load_experiment(options, allow_unknown_top_level=has_script, is_quiet=True)
     if config.launcher.type != "auto":
         return config.launcher.type
     if config.cluster.n_nodes > 1:

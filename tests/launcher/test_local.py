@@ -302,3 +302,12 @@ def test_seconds_per_step_reach_the_launch_and_every_launcher_skips_the_word():
     words = ["--config", "examples/quickstart/sft.yaml", "--dry-run", "--step-s=90"]
     assert read_command_line(words).step_s == 90.0
     assert launcher_of(words) == ("local", words)
+
+
+def test_one_line_names_the_keys_without_effect(caplog):
+    words = ["--config", "examples/quickstart/sft.yaml", "--dry-run", "enable_offload=true"]
+    assert launcher_of(words) == ("local", words)
+    assert caplog.records == []
+    read_command_line(words)
+    (line,) = caplog.messages
+    assert "enable_offload" in line

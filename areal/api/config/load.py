@@ -50,10 +50,13 @@ def load_config(argv: Sequence[str], cls: type[T]) -> T:
     return _build(cls, line, allow_unknown_top_level=False)
 
 
-def load_experiment(argv: Sequence[str], *, allow_unknown_top_level: bool = False) -> BaseExperimentConfig:
+def load_experiment(
+    argv: Sequence[str], *, allow_unknown_top_level: bool = False, is_quiet: bool = False
+) -> BaseExperimentConfig:
     """The same for a process that does not know the class: the sections of the file decide it, see kinds.py.
 
     `allow_unknown_top_level` is for runs with a user's script, whose own config class checks the keys it added.
+    `is_quiet`: no log line about keys without effect, because the process loads the configuration again.
     """
     line = _CommandLine.parse(argv)
     if line.help_section is not None:
@@ -63,7 +66,7 @@ def load_experiment(argv: Sequence[str], *, allow_unknown_top_level: bool = Fals
             sys.stdout.write(help_of_kinds())
         raise SystemExit(0)
     cls = line.kind(allow_unknown=allow_unknown_top_level)
-    return _build(cls, line, allow_unknown_top_level=allow_unknown_top_level)
+    return _build(cls, line, allow_unknown_top_level=allow_unknown_top_level, is_quiet=is_quiet)
 
 
 def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
@@ -297,13 +300,13 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, children), default=0)
 
 
-def _build(cls: type[T], line: _CommandLine, *, allow_unknown_top_level: bool) -> T:
+def _build(cls: type[T], line: _CommandLine, *, allow_unknown_top_level: bool, is_quiet: bool = False) -> T:
     given = line.given(cls)
     tree, broken = _resolved(cls, given) if _has_interpolation(given) else (deepcopy(completed(cls, given)), {})
     reading = read(cls, given, tree, unresolved=broken, allow_unknown_top_level=allow_unknown_top_level)
     unresolved = [ConfigProblem(path, text, "config.unresolved_interpolation") for path, text in broken.items() if text]
     raise_problems([*unresolved, *reading.problems], line.source, line.typed)
-    if reading.ignored:
+    if reading.ignored and not is_quiet:
         # The saved configuration lacks these keys, so that the children of a launcher do not repeat this.
         names = ", ".join(reading.ignored)
         logging.getLogger("areal.config").warning("these options have no effect in areal and are ignored: %s", names)
