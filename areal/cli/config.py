@@ -14,7 +14,7 @@ from areal.api.config.kinds import kind_of_section
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public
 from areal.api.config.relevance import relevance_of
-from areal.api.config.schema import find_field, type_text
+from areal.api.config.schema import find_field, nearest, type_text
 from areal.api.errors import ConfigError
 from areal.cli.import_config import import_config
 from areal.system.run_paths import RunPaths, run_folder
@@ -60,7 +60,14 @@ def _explained(option: str, *, as_json: bool) -> str:
     try:
         text = help_text(kind, option)
     except ConfigError as error:
-        message = f"{option}: there is no such run, option or section; `areal run --launcher local --help` lists all"
+        section, _, key = option.rpartition(".")
+        above = find_field(kind, section)
+        if above is not None and above.is_section:
+            guess = nearest(kind, section, above.hint, key)
+        else:
+            guess = nearest(kind, "", kind, option)
+        advice = f"did you mean {guess}?" if guess else "`areal run --launcher local --help` lists all"
+        message = f"{option}: there is no such run, option or section; {advice}"
         raise ConfigError(message, code="config.unknown_key") from error
     if not as_json:
         return text

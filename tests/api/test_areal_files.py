@@ -71,9 +71,9 @@ def test_the_keys_of_sapo_find_their_new_places(grpo) -> None:
     ("overrides", "path", "code", "values"),
     [
         (["actor.use_sapo_loss=true", "actor.policy_loss=gspo"],
-         "actor.use_sapo_loss", "config.conflict", ["True", "policy_loss='gspo'"]),
+         "actor.use_sapo_loss", "config.conflict", ["true", "policy_loss='gspo'"]),
         (["actor.use_sapo_loss=false", "actor.policy_loss=sapo"],
-         "actor.use_sapo_loss", "config.conflict", ["False", "policy_loss='sapo'"]),
+         "actor.use_sapo_loss", "config.conflict", ["false", "policy_loss='sapo'"]),
         (["actor.policy_loss=sapo", "actor.sapo.tau_pos=2", "actor.sapo_tau_pos=3"],
          "actor.sapo_tau_pos", "config.conflict", ["3", "sapo.tau_pos=2"]),
         (["actor.use_sapo_loss=maybe"], "actor.use_sapo_loss", "config.conflict", ["'maybe'", "policy_loss='ppo'"]),

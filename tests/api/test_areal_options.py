@@ -270,6 +270,14 @@ def test_a_key_of_statistics_without_effect_is_named() -> None:
     assert "actor.log_agent_stats_keys" in read(GRPOConfig, tree).ignored
 
 
+def test_strict_config_refuses_keys_that_are_ignored() -> None:
+    tree, _ = grpo()
+    tree |= {"strict_config": True, "enable_offload": True}
+    del tree["launcher"]["slurm"]["mount"], tree["vllm"], tree["scheduler"]
+    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert found == [("enable_offload", "config.no_effect")]
+
+
 def test_checkpoints_of_megatron_are_written_by_a_thread_either_way() -> None:
     tree, _ = grpo()
     tree["actor"]["megatron"]["async_save"] = True

@@ -42,6 +42,7 @@ def problem(tmp_path: Path):
         ("total_training_steps=3", "total_training_steps", "total_train_steps"),
         ("actor.lr=3", "actor.lr", "actor.optimizer.lr"),
         ("batch_size=3", "batch_size", "train_dataset.batch_size"),
+        ("rollout.n=4", "rollout.n", "gconfig.n_samples"),  # of verl
         ("rollout.max_head_offpolicynes=3", "rollout.max_head_offpolicynes", "rollout.max_head_offpolicyness"),
         ("zzzzqqqq=3", "zzzzqqqq", ""),
     ],
@@ -52,11 +53,27 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(problem, override: str, 
     assert suggestion in found.message
 
 
+@pytest.mark.parametrize(
+    ("override", "has_hint"),
+    [
+        ("gconfig.stop=[yes]", True),
+        ("gconfig.stop=[a, no]", True),
+        ("gconfig.stop=yes", False),  # quotes alone give no list
+        ("workflow_args=[1]", False),
+    ],
+)
+def test_quotes_are_advised_where_they_help(problem, override: str, has_hint: bool) -> None:
+    assert ("quotes" in problem(override).problems[0].message) == has_hint
+
+
 def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> None:
     """The command line for an override, the file for the rest; each line of several has its own place."""
     file = f"({tmp_path / 'x.yaml'})"
     assert str(problem("seeed=3")).endswith("(command line)")
     assert str(problem("actor.optimizer={lr: 1, lrr: 3}")).endswith("(command line)")
+    assert str(problem("actor.optim.lr=1")).endswith("(command line)")
+    assert str(problem("gconfig.stop_token_ids.0=1")).endswith("(command line)")
+    assert str(problem("alarms.rules=[{name: grad_norm, x: 1}]")).endswith("(command line)")
     assert str(problem("seed")).endswith("(command line)")
     assert str(problem(text=MINIMAL + "seeed: 3\n")).endswith(file)
     first, second = str(problem("rollout.x=1", text=MINIMAL + "seeed: 3\n")).splitlines()[1:]
@@ -71,12 +88,12 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         # what was given, and what is expected
         ("wrong_type", "actor.optimizer.lr=abc", "actor.optimizer.lr", ["'abc'", "number"]),
         ("wrong_type", "seed=1.5", "seed", ["1.5", "integer"]),
-        ("wrong_type", "seed=true", "seed", ["True", "integer"]),
+        ("wrong_type", "seed=true", "seed", ["true", "integer"]),
         ("wrong_type", "seed=null", "seed", ["null", "integer"]),
-        ("wrong_type", "actor.optimizer.lr=true", "actor.optimizer.lr", ["True", "number"]),
+        ("wrong_type", "actor.optimizer.lr=true", "actor.optimizer.lr", ["true", "number"]),
         ("wrong_type", "gconfig.greedy=1", "gconfig.greedy", ["1", "true or false"]),
         ("wrong_type", "gconfig.greedy=yes please", "gconfig.greedy", ["'yes please'", "true or false"]),
-        ("wrong_type", "gconfig.stop_token_ids=5", "gconfig.stop_token_ids", ["5", "list of integer", "[a, b]"]),
+        ("wrong_type", "gconfig.stop_token_ids=5", "gconfig.stop_token_ids", ["5", "list of integer", "[1, 2]"]),
         ("wrong_type", "gconfig.stop_token_ids=[true]", "gconfig.stop_token_ids", ["[True]", "list of integer"]),
         ("wrong_type", "gconfig.stop=[yes]", "gconfig.stop", ["[True]", "quotes"]),
         ("wrong_type", "evaluator.stop_at=[1]", "evaluator.stop_at", ["[1]", "mapping of text to number"]),

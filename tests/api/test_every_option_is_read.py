@@ -14,7 +14,6 @@ AREAL = Path(__file__).resolve().parents[2] / "areal"
 
 CHECKED_ONLY = {
     "rollout.consumer_batch_size": "AReaL repeats train_dataset.batch_size here; experiment.py checks that they agree",
-    "strict_config": "a switch of the check itself; experiment.py refuses options without effect when it is true",
     "actor.group_size": "AReaL repeats gconfig.n_samples here; experiment.py checks that they agree",
 }
 """Options that only a check of the config classes reads, and why that is enough."""

@@ -170,9 +170,23 @@ def test_config_explains_an_option(capsys):
     assert run_command(["config", "rollout.on_stale", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["default"], found["choices"]) == ("train", ["train", "mask", "drop", "wait"])
+
+
+@pytest.mark.parametrize(
+    ("option", "suggestion"),
+    [
+        ("rollout.on_stail", "rollout.on_stale?"),
+        ("actor.lr", "actor.optimizer.lr?"),
+        ("rollout.n", "gconfig.n_samples?"),
+        ("seed.", "seed?"),
+        ("zzzz.qqqq", ""),
+    ],
+)
+def test_config_suggests_an_option_for_an_unknown_one(option, suggestion):
     with pytest.raises(ConfigError) as error:
-        run_command(["config", "rollout.on_stail"])
+        run_command(["config", option])
     assert error.value.code == "config.unknown_key"
+    assert suggestion in str(error.value)
 
 
 def test_a_run_without_a_ledger_is_one_error_of_each_reader(tmp_path, capsys):

@@ -143,6 +143,9 @@ def read(
         # A conflict with a value that is not what the user meant would only confuse.
         suspects = {*unresolved, *(p.path for p in problems), *(p.suggestion for p in problems)} - {""}
         problems += [problem for problem in conflicts(config) if not _is_about(problem, suspects)]
+    if isinstance(config, BaseExperimentConfig) and config.strict_config:
+        text = "has no effect in areal: remove it"
+        problems += [ConfigProblem(path, text, "config.no_effect") for path in legacy.ignored]
     return Reading(config, problems, legacy.ignored)
 
 

@@ -52,10 +52,14 @@ class FieldSpec:
         return " and ".join(f"{words} {limits[name]:g}" for name, words in _BOUNDS.items() if name in limits)
 
     @property
+    def other_paths(self) -> frozenset[str]:
+        """Its names in other systems, dotted where a section matters."""
+        return frozenset(re.findall(r"[\w.]+(?![\w.:])", self.entry.metadata.get("also", "")))
+
+    @property
     def other_names(self) -> frozenset[str]:
-        """The last parts of its names in other systems."""
-        names = re.findall(r"[\w.]+(?![\w.:])", self.entry.metadata.get("also", ""))
-        return frozenset(name.rpartition(".")[2] for name in names)
+        """The last parts of them."""
+        return frozenset(path.rpartition(".")[2] for path in self.other_paths)
 
     @property
     def sentence(self) -> str:
@@ -126,10 +130,10 @@ def leaf_paths(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, FieldSpe
 
 def find_field(cls: type[Any], path: str) -> FieldSpec | None:
     """The field at dotted `path` below `cls`, or None when there is no such field."""
-    name, _, rest = path.partition(".")
+    name, dot, rest = path.partition(".")
     name, bracket, _ = name.partition("[")
     spec = fields_of(cls).get(name)
-    if spec is None or (bracket and spec.item_section is None):
+    if spec is None or (bracket and spec.item_section is None) or (dot and not rest):
         return None
     if not rest:
         return spec
@@ -145,6 +149,9 @@ def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
     renamed = [name for name, spec in fields_of(below).items() if key in spec.other_names]
     if renamed:
         return f"{section}.{renamed[0]}" if section else renamed[0]
+    moved = [path for path, spec in leaf_paths(root) if section and f"{section}.{key}" in spec.other_paths]
+    if moved:
+        return moved[0]
     paths = [path for path, _ in leaf_paths(root)]
     same_name = [path for path in paths if path.rpartition(".")[2] == key]
     inside = [path for path in same_name if path.startswith(f"{section}.")]

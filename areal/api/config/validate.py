@@ -1,6 +1,7 @@
 """The checks of config values: types and limits of each field by pydantic, then `problems()` of each section."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -68,8 +69,11 @@ def raise_problems(problems: Sequence[ConfigProblem], source: str = "", typed: C
         return
 
     def is_typed(problem: ConfigProblem) -> bool:
-        path = f"{problem.path}."
-        return problem.code == "config.bad_override" or any(path.startswith(f"{name}.") for name in typed)
+        # An override of a.b.c may make an a.b that is no option, or that is of another type.
+        is_of_section = problem.code in ("config.unknown_key", "config.wrong_type")
+        return problem.code == "config.bad_override" or any(
+            _is_below(problem.path, name) or (is_of_section and _is_below(name, problem.path)) for name in typed
+        )
 
     places = [COMMAND_LINE if is_typed(problem) else source for problem in problems]
     if len(set(places)) == 1:
@@ -81,6 +85,10 @@ def raise_problems(problems: Sequence[ConfigProblem], source: str = "", typed: C
         raise ConfigError(lines[0] + (f" ({where})" if where else ""), problems=problems)
     where = f" in {'the ' * (where == COMMAND_LINE)}{where}" if where else ""
     raise ConfigError("\n  ".join([f"{len(lines)} problems{where}:", *lines]), problems=problems)
+
+
+def _is_below(path: str, section: str) -> bool:
+    return path == section or path.startswith((f"{section}.", f"{section}["))
 
 
 def validated(cls: type[T], tree: dict[str, Any]) -> tuple[T | None, list[ConfigProblem]]:
@@ -165,18 +173,25 @@ def _problem_of_value(path: str, value: Any, spec: FieldSpec, kind: str) -> Conf
     expected, hint = spec.type_text, ""
     if path.endswith("]") or spec.is_section:
         expected = "a section with its own keys"
-    elif isinstance(value, bool) or value == [True] or value == [False]:
-        hint = ": put it in quotes" if "text" in expected else ""
+    elif _holds_bool(value) and ("list of text" in expected if isinstance(value, list) else expected[:4] == "text"):
+        hint = ": put it in quotes"
     elif "list" in expected and not isinstance(value, list):
-        hint = ", for example " + ("[{...}, {...}]" if spec.item_section else "[a, b]")
+        plain = "[a, b]" if "text" in expected else "[1, 2]"
+        hint = f", for example {'[{...}, {...}]' if spec.item_section else plain}"
     return ConfigProblem(path, f"{shown(value)} is not allowed: expected {expected}{hint}", "config.wrong_type")
+
+
+def _holds_bool(value: Any) -> bool:
+    """Whether YAML read a bare word such as yes as true or false."""
+    values = cast("list[Any]", value if isinstance(value, list) else [value])
+    return any(isinstance(one, bool) for one in values)
 
 
 def shown(value: Any, path: str = "") -> str:
     """The value of the option at `path` as the user may recognise it: cut to about 80 characters, without secrets."""
     value = public(value, path)
-    if value is None:
-        return "null"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
