@@ -224,7 +224,7 @@ def _directives(
     }
     lines = [f"#SBATCH --{option}={_quoted(str(value))}" for option, value in options.items() if value]
     lines.append("#SBATCH --requeue" if requeues else "#SBATCH --no-requeue")
-    return lines + [f"#SBATCH {word}" for word in shlex.split(slurm.sbatch_additional_args)]
+    return lines + [f"#SBATCH {_quoted(word)}" for word in shlex.split(slurm.sbatch_additional_args)]
 
 
 def _quoted(text: str) -> str:

@@ -69,6 +69,11 @@ def directives(config, **options):
     return directives_in(script), script
 
 
+def test_a_further_option_of_sbatch_may_have_spaces() -> None:
+    found, _ = directives(config_of(sbatch_additional_args="'--begin=2027-01-01 10:00' --constraint=a100"))
+    assert (found["--begin"], found["--constraint"]) == ("2027-01-01 10:00", "a100")
+
+
 def test_the_script_names_everything_that_the_job_needs(tmp_path, monkeypatch) -> None:
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")

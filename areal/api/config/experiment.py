@@ -31,7 +31,7 @@ from areal.api.config.reward import RewardConfig, score_weight_problems, selecti
 from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.schema import with_defaults
-from areal.api.config.train import TrainEngineConfig
+from areal.api.config.train import TrainEngineConfig, no_optimizer
 from areal.api.errors import ConfigError
 
 
@@ -150,19 +150,16 @@ class BaseExperimentConfig:
         if rows < dims.dp:
             text = f"{rows} is below the {dims.dp} data-parallel ranks of {self.allocation_mode}: raise it"
             yield "train_dataset.batch_size", text
-        size = self.allocation.train[0].parallel.world_size
-        if self.perf_tracer is not None and (
-            absent := [rank for rank in self.perf_tracer.profile_ranks if rank >= size]
-        ):
-            text = f"{absent} are not among the {size} trainer ranks, which are counted from 0"
+        profiled = self.perf_tracer.profile_ranks if self.perf_tracer is not None else []
+        if absent := [rank for rank in profiled if rank >= dims.world_size]:
+            text = f"{absent} are not among the {dims.world_size} trainer ranks, which are counted from 0"
             yield Problem("perf_tracer.profile_ranks", text, "config.out_of_range")
         for key, model in self.models.items():
             if model.router_replay and not (self._wants_servers and self.models["actor"].router_replay):
                 yield f"{key}.router_replay", "replays what servers record for actor.router_replay: remove it"
             if self.train_backend == "megatron":
                 yield from below(key, model.megatron_problems(dims.pp))
-                continue
-            if (size := model.fsdp.shard_size) is not None and (sharing := dims.dp * dims.cp) % size:
+            elif (size := model.fsdp.shard_size) is not None and (sharing := dims.dp * dims.cp) % size:
                 works = " or ".join(str(count) for count in range(1, sharing + 1) if sharing % count == 0)
                 text = f"{size} does not divide the {sharing} data and context ranks of {dims}: use {works}"
                 yield f"{key}.fsdp.shard_size", text
@@ -384,12 +381,6 @@ class GRPOConfig(PPOConfig):
 
 def _unequal(path: str, value: object, other: str, expected: object) -> tuple[str, str]:
     return path, f"{value} differs from {other}={expected}: remove it or make them equal"
-
-
-def no_optimizer(model: str) -> Problem:
-    """The problem of a trained model without an optimiser."""
-    text = "is null, so the model would not be trained: set at least {lr: 1e-5}"
-    return Problem(f"{model}.optimizer", text, "config.missing_requirement")
 
 
 def completed(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Options of `launcher` that are equal to AReaL's `scheduling_spec`, and its `scheduling_strategy`. Pure rules."""
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ def launcher_options(spec: Mapping[str, Any], *, is_server: bool) -> dict[str, A
         ),
         f"slurm.{role}_image": spec.get("image"),
         **{name: spec.get(name) for name in NODES},
-        "slurm.sbatch_additional_args": " ".join(f"--{name}={spec[name]}" for name in SBATCH if spec.get(name)),
+        "slurm.sbatch_additional_args": shlex.join(f"--{name}={spec[name]}" for name in SBATCH if spec.get(name)),
         **{f"slurm.{name}": spec.get(name) for name in SLURM},
     }
     return {path: value for path, value in found.items() if value not in (None, "", 0, [])}

@@ -29,6 +29,7 @@ from areal.api.config.legacy_rules import legacy_rule
 from areal.api.config.redaction import public, public_text, without_secrets
 from areal.api.config.schema import MISSING, fields_of, find_field
 from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
+from areal.api.config.yaml_text import override_value, with_quotes
 from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
@@ -198,7 +199,7 @@ class _CommandLine:
 
     def given(self, cls: type[Any]) -> dict[str, Any]:
         """What the user wrote for a `cls`, files and overrides merged, interpolations unresolved."""
-        files = [_read_yaml(Path(name)) for name in self.files]
+        files = [_read_yaml(Path(name), cls) for name in self.files]
         try:
             merged = OmegaConf.merge(*files) if len(files) > 1 else files[0]
         except TypeError:
@@ -220,7 +221,7 @@ def _unreadable(path: Path | str, message: str) -> ConfigError:
     return ConfigError(str(problem), problems=[problem])
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def _read_yaml(path: Path, cls: type[Any]) -> DictConfig:
     if path.is_dir():
         raise _unreadable(path, "is a directory: give the YAML file in it")
     if not path.is_file():
@@ -229,7 +230,7 @@ def _read_yaml(path: Path) -> DictConfig:
         text = path.read_text(encoding="utf-8")
         root = cast("Any", yaml).compose(text, Loader=yaml.SafeLoader)
         if isinstance(root, yaml.MappingNode):
-            return cast("DictConfig", OmegaConf.load(StringIO(text)))
+            return cast("DictConfig", OmegaConf.load(StringIO(with_quotes(text, root, cls))))
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
     except (*_UNREADABLE, OSError) as error:
@@ -252,7 +253,7 @@ def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str
     if not all((*parents, last)):
         return word, "has an empty name in its key: write key.sub=value"
     try:
-        value = _override_value(text, find_field(cls, path)) if equals else None
+        value = override_value(text, find_field(cls, path)) if equals else None
     except _UNREADABLE as error:
         reason = _reason(error) if public(text, path) == text else "quote it"
         return path, f"{shown(text, path)} is not readable as a YAML value: {reason}"
@@ -274,15 +275,6 @@ def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str
     else:
         node.pop(last, None)
     return None
-
-
-def _override_value(text: str, spec: Any) -> Any:
-    """Text fields take their text unchanged (007, 1e-3, yes); everything else is read as YAML."""
-    text = text.strip()
-    takes_text = spec is not None and (spec.hint is str or (spec.hint == str | list[str] and text[:1] != "["))
-    is_text = takes_text and text != "null" and text[:1] not in ("'", '"')
-    loaded = OmegaConf.create({"value": text} if is_text else f"value: {text}")
-    return cast("dict[str, Any]", OmegaConf.to_container(loaded, resolve=False))["value"]
 
 
 def _not_storable(tree: dict[str, Any]) -> Iterator[ConfigProblem]:
@@ -366,7 +358,7 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
 
 def _number_or_text(text: str) -> Any:
     try:
-        return _override_value(text, None)
+        return override_value(text, None)
     except _UNREADABLE:
         return text
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from areal.api.config.data import misplaced_data
-from areal.api.config.experiment import BaseExperimentConfig, no_optimizer
+from areal.api.config.experiment import BaseExperimentConfig
 from areal.api.config.fields import Problem, Problems, choice, number, option
 from areal.api.config.loss_assembly import scale_problems
 from areal.api.config.relevance import when
-from areal.api.config.train import ScoreModelConfig, TrainEngineConfig
+from areal.api.config.train import ScoreModelConfig, TrainEngineConfig, no_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -223,3 +223,9 @@ class ScoreModelConfig(TrainEngineConfig):
             yield "logprob_kernel", "applies to language models, and a score has no log-probabilities: remove it"
         if self.lora is not None:
             yield Problem("lora", NO_ADAPTERS, "config.unsupported")
+
+
+def no_optimizer(model: str) -> Problem:
+    """The problem of a trained model without an optimiser."""
+    text = "is null, so the model would not be trained: set at least {lr: 1e-5}"
+    return Problem(f"{model}.optimizer", text, "config.missing_requirement")

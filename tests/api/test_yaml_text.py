@@ -1,0 +1,49 @@
+"""Numbers of YAML that are text, or times, to their reader."""
+
+import pytest
+
+from areal.api.config import GRPOConfig, load_config
+from areal.api.errors import ConfigError
+
+MINIMAL = """
+allocation_mode: native:d1+fsdp:d1
+train_dataset: {path: rows.jsonl, batch_size: 8}
+actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
+"""
+NAMES = "experiment_name: e\ntrial_name: t\n"
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_text(text: str) -> GRPOConfig:
+        (tmp_path / "x.yaml").write_text(text, encoding="utf-8")
+        return load_config(["--config", str(tmp_path / "x.yaml")], GRPOConfig)
+
+    return load_text
+
+
+@pytest.mark.parametrize("text", ["007", "1.50", "2024_01_02", "1e3", "0x1F", "12:30", "-1", ".5", "2024-01-02"])
+def test_a_text_field_keeps_a_number_as_it_is_written(load, text):
+    config = load(f"experiment_name: {text}  # name\ntrial_name: '{text}'{MINIMAL}")
+    assert (config.experiment_name, config.trial_name) == (text, text)
+
+
+def test_a_time_limit_is_no_number_in_base_60(load):
+    slurm = "launcher: {slurm: {time_limit: 12:30:00}}\n"
+    assert load(NAMES + MINIMAL + slurm).launcher.slurm.time_limit == "12:30:00"
+    spec = "  scheduling_spec: [{time_limit: 1:00:00, begin: 2027-01-01 10:00}]\n"
+    found = load(f"{NAMES}{MINIMAL}rollout:\n{spec}").launcher.slurm
+    assert (found.time_limit, found.sbatch_additional_args) == ("1:00:00", "'--begin=2027-01-01 10:00'")
+
+
+def test_numbers_elsewhere_stay_numbers(load):
+    more = "gconfig: {stop: [007, &a 1.50, *a, b], top_p: .5}\nseed: 1_000\nworkflow_args: {a: 1.50, b: [1e3]}\n"
+    config = load(NAMES + MINIMAL + more)
+    assert config.gconfig.stop == ["007", "1.5", "1.5", "b"]  # an anchor is of the number
+    assert (config.gconfig.top_p, config.seed) == (0.5, 1000)
+    assert config.workflow_args == {"a": 1.5, "b": [1000.0]}
+
+
+def test_lines_of_errors_are_those_of_the_file(load):
+    with pytest.raises(ConfigError, match="line 2"):
+        load("experiment_name: 007\n  trial_name: 1:30: 4\n" + MINIMAL)
