@@ -22,7 +22,7 @@ def plan_text(plan: LaunchPlan, step_s: float | None, *, given_step_s: float | N
         memory = "" if process.memory_bytes == 0 else f", model state {bytes_text(process.memory_bytes)}"
         lines.append(f"  {process.name}: {where}, CPU threads {process.num_threads}{memory}")
         lines.append(f"    {shlex.join(public_command(process.argv))}")
-        if process.role == "server":
+        if process.role != "controller":
             lines.append(f"    with {_variables(process.env)}")
     lines += [f"  server-{index}: already runs at {url}" for index, url in enumerate(plan.attached)]
     if plan.weight_path is not None:
@@ -68,7 +68,7 @@ def bytes_text(count: int | None) -> str:
 
 
 def _variables(env: Mapping[str, str]) -> str:
-    """In shell syntax, to start such a server by hand. Secrets and PATH are not shown."""
+    """In shell syntax, as a start by hand needs them. Secrets and PATH are not shown."""
     shown = {name: value for name, value in public_environment(env).items() if name not in (AREAL_PROCESS, "PATH")}
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items()))
 

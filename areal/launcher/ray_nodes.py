@@ -15,10 +15,10 @@ def demands(
 ) -> list[tuple[PlannedProcess, dict[str, float]]]:
     """The CPUs, GPUs and bytes of memory that Ray reserves for each process.
 
-    A process with GPUs gets the CPUs of its threads and its memory (`launcher.*_mem_per_gpu`), others one CPU; less
-    when the processes of a node exceed what it has.
+    A process with GPUs gets for each the CPUs of its threads and its memory (`launcher.*_mem_per_gpu`), others one CPU;
+    less when the processes of a node exceed what it has.
     """
-    cpus = {planned.name: float(planned.num_threads if planned.gpus else 1) for planned in plan.processes}
+    cpus = {planned.name: float(planned.num_threads * len(planned.gpus) or 1) for planned in plan.processes}
     memory = {planned.name: memory_demand(planned.role, len(planned.gpus), options) for planned in plan.processes}
     has = {machine.host.node: (float(machine.cores), float(machine.memory_bytes or 0)) for machine in machines}
     shares: dict[str, tuple[float, ...]] = {}

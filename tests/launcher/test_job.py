@@ -337,6 +337,18 @@ def test_the_text_of_a_plan_over_nodes_shows_each_node_with_its_processes_and_fr
     }
 
 
+def test_the_text_of_a_plan_shows_the_variables_of_servers_and_trainers(tmp_path):
+    launcher = LauncherConfig(inference_server_env_vars="A=1", trainer_env_vars="B=2\\,3")
+    config = dataclasses.replace(rl_config(tmp_path), launcher=launcher)
+    lines = plan_text(make_plan(config, [Machine(cores=8, gpus=tuple("01234567"))]), None).splitlines()
+    shown = {
+        line.split(":")[0].strip(): lines[index + 2].split() for index, line in enumerate(lines) if ", CPU" in line
+    }
+    assert "A=1" in shown["server-0"]
+    assert "B=2,3" in shown["trainer-0"]
+    assert not {"A=1", "B=2,3"} & {*shown["controller"]}
+
+
 def test_the_text_of_a_plan_leaves_out_the_search_path_of_programs(tmp_path):
     plan = make_plan(rl_config(tmp_path), [Machine(cores=8, gpus=tuple("01234567"))])
     servers = [dataclasses.replace(one, env={**one.env, "PATH": "/home/bin"}) for one in plan.processes]

@@ -20,7 +20,7 @@ def test_processes_with_gpus_reserve_their_threads_and_memory():
     plan = SimpleNamespace(
         processes=(
             planned("controller", "a"),
-            planned("server-0", "a", ("0", "1"), 8),
+            planned("server-0", "a", ("0", "1"), 4),  # of each of its two workers
             planned("trainer-0", "b", ("0",), 4),
             planned("trainer-1", "b", ("1",), 4),
         )

@@ -145,9 +145,9 @@ class LauncherConfig:
     type: str = choice("auto", "auto", "local", "ray", "slurm", "ssh")
     """Launcher of `areal run`; auto = local, or ssh if the command line has --hosts."""
     inference_server_cpus_per_gpu: int = number(4, low=1)
-    """Maximum CPU threads of a server; on a machine without GPUs the cores are divided between the processes."""
+    """Maximum CPU threads for each GPU of a server, which Slurm and Ray reserve; without GPUs all share the cores."""
     trainer_cpus_per_gpu: int = number(4, low=1)
-    """Maximum CPU threads of a trainer rank; on a machine without GPUs the cores are divided between the processes."""
+    """Maximum CPU threads of a trainer rank, which Slurm and Ray reserve; without GPUs all share the cores."""
     inference_server_mem_per_gpu: int = number(32768, low=1)
     """Memory in MiB for each GPU of a server (Slurm: also for a server on the CPU): Slurm and Ray reserve it."""
     trainer_mem_per_gpu: int = number(32768, low=1)
