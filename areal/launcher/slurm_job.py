@@ -15,12 +15,13 @@ from areal.launcher.job import LaunchPlan
 from areal.launcher.nodes import Node
 from areal.launcher.placement import Machine
 from areal.launcher.restart_rules import Role
-from areal.system.device import cpu_count
 from areal.system.network import Host
 from areal.system.run_paths import RunPaths
 
 _MODULE = "areal.launcher.slurm"
 _CONTROLLER_MIB = 4096
+_ENOUGH_CORES = 2**16
+"""Of a node before Slurm chooses it: the job requests what its processes want, however few this machine has."""
 _HOLD_SIGNAL = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); "
     "signal.signal(signal.SIGUSR1, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
@@ -116,7 +117,7 @@ def machines_of(config: BaseExperimentConfig) -> list[Machine]:
     if config.launcher.slurm.separate_jobs:
         wanted = [(name, one.needs.gpus, one.role) for one in components_of(config) for name in one.node_names]
     return [
-        Machine(cores=cpu_count(), gpus=tuple(map(str, range(gpus))), host=Host(node=name), role=role)
+        Machine(cores=_ENOUGH_CORES, gpus=tuple(map(str, range(gpus))), host=Host(node=name), role=role)
         for name, gpus, role in wanted
     ]
 

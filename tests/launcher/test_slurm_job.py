@@ -214,6 +214,13 @@ def test_each_process_is_placed_in_the_job_of_its_component(allocation, gpus) ->
         assert process.host.node.startswith(expected)
 
 
+def test_the_cores_of_this_machine_do_not_limit_the_processes_of_a_job() -> None:
+    config = components("sglang:d2t2+fsdp:d12", 8)
+    plan = make_plan(config, machines_of(config))
+    assert {process.num_threads for process in plan.processes if process.role != "controller"} == {4}
+    assert plan.warning == ""
+
+
 def test_the_job_of_a_component_watches_the_job_of_the_launcher() -> None:
     config = components("sglang:d2t2+fsdp:d12", 8)
     trainers = components_of(config)[-1]
