@@ -1,6 +1,6 @@
 """The trackers that a configuration turns on.
 
-A dashboard that cannot start ends the start; one that fails later does not end training.
+A dashboard that cannot start ends the start of a run; one that fails later, or at a restart, does not end training.
 """
 
 import logging
@@ -67,10 +67,13 @@ class GuardedTracker:
             self._is_failing = True
 
 
-def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step: int = 0) -> list[Tracker]:
+def build_trackers(
+    config: BaseExperimentConfig, paths: RunPaths, *, first_step: int = 0, after_failure: bool = False
+) -> list[Tracker]:
     """All configured trackers, for rank 0. `first_step` is the first step that will be logged.
 
-    ConfigError when a package is missing or a dashboard does not start.
+    ConfigError when a package is missing or a dashboard does not start; `after_failure`, which is a restart within a
+    run, it is left out.
     """
     if missing := missing_packages(config):
         raise ConfigError("; ".join(missing), code="launch.package_missing")
@@ -84,7 +87,8 @@ def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step:
         "mlflow.mode": partial(MlflowTracker, chosen.mlflow, config, paths.root, images, first_step=first_step),
         "trackio.mode": partial(TrackioTracker, chosen.trackio, config, images),
     }
-    dashboards = [GuardedTracker(_started(key, makers[key])) for key in _keys_on(config)]
+    started = [_started(key, makers[key], after_failure=after_failure) for key in _keys_on(config)]
+    dashboards = [tracker for tracker in started if tracker is not None]
     return [JsonlTracker(paths.metrics, first_step=first_step), *dashboards]
 
 
@@ -111,11 +115,15 @@ def _keys_on(config: BaseExperimentConfig) -> list[str]:
     return [key for key, mode in modes.items() if mode not in (None, "disabled")]
 
 
-def _started(key: str, make: Callable[[], Tracker]) -> Tracker:
+def _started(key: str, make: Callable[[], Tracker], *, after_failure: bool) -> GuardedTracker | None:
     try:
-        return make()
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001 - of one dashboard
-        reason = public_text(f"{type(error).__name__}: {error}")
-        raise ConfigError(f"stats_logger.{key}: did not start: {reason}", code="launch.tracker_failed") from None
+        return GuardedTracker(make())
+    except ConfigError as found:
+        error = found
+    except Exception as found:  # noqa: BLE001 - of one dashboard
+        reason = public_text(f"{type(found).__name__}: {found}")
+        error = ConfigError(f"stats_logger.{key}: did not start: {reason}", code="launch.tracker_failed")
+    if not after_failure:
+        raise error from None
+    logger.warning("%s; training continues without it", error)
+    return None

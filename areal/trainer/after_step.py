@@ -118,7 +118,9 @@ class AfterStep:
         source = recover.start_from(after_failure=after_failure, newest_step=newest_step)
         point = recover.load(source) if source else None
         first_step = point.step + 1 if point else 1
-        trackers = build_trackers(config, paths, first_step=first_step) if ranks.rank == 0 else []
+        trackers: list[Tracker] = []
+        if ranks.rank == 0:
+            trackers = build_trackers(config, paths, first_step=first_step, after_failure=after_failure)
         found = cls(
             config,
             engines,

@@ -13,6 +13,7 @@ from areal.api.config import (
 )
 from areal.api.errors import ConfigError
 from areal.observe.chosen_trackers import GuardedTracker, build_trackers
+from areal.observe.step_files import JsonlTracker
 from areal.system.run_paths import RunPaths
 
 
@@ -42,6 +43,16 @@ def test_a_dashboard_that_cannot_start_is_an_error_of_its_option(tmp_path):
         build_trackers(SFTConfig(stats_logger=stats), RunPaths(tmp_path))
     assert error.value.code == "launch.tracker_failed"
     assert "stats_logger.tensorboard.path" in str(error.value)
+
+
+def test_a_restart_leaves_out_a_dashboard_that_does_not_start(tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    stats = StatsLoggerConfig(tensorboard=TensorBoardConfig(path=str(tmp_path / "file" / "tb")))
+    config = SFTConfig(stats_logger=stats)
+    trackers = build_trackers(config, RunPaths(tmp_path), first_step=5, after_failure=True)
+    assert [type(one) for one in trackers] == [JsonlTracker]
+    (record,) = caplog.records
+    assert "stats_logger.tensorboard.path" in record.getMessage()
 
 
 class FailingTracker:
