@@ -53,6 +53,13 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(problem, override: str, 
     assert suggestion in found.message
 
 
+@pytest.mark.parametrize("path", ["actor.optimizer.beta2", "gconfig.top_p"])
+def test_a_key_with_dots_in_a_file_is_told_from_a_misspelt_one(problem, path: str) -> None:
+    (found,) = problem(text=MINIMAL + f"{path}: 0.9\n").problems
+    assert (found.path, found.code) == (path, "config.unknown_key")
+    assert "nested" in found.message
+
+
 @pytest.mark.parametrize(
     ("override", "has_hint"),
     [

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from areal.api.config.fields import Problems
 from areal.api.config.redaction import public
-from areal.api.config.schema import MISSING, FieldSpec, fields_of, nearest, sections_in, with_defaults
+from areal.api.config.schema import MISSING, FieldSpec, fields_of, find_field, nearest, sections_in, with_defaults
 from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
@@ -137,6 +137,8 @@ def _problem(
         if step not in fields:
             guess = nearest(root, section, cls, step)
             text = f"unknown key; did you mean {guess}?" if guess else "unknown key: remove it"
+            if find_field(cls, step) is not None:
+                text = "has dots, which separate sections in overrides only: write nested sections"
             return tuple(location[:i]), ConfigProblem(path, text, "config.unknown_key", guess)
         spec, value = fields[step], value.get(step, MISSING)
         below = spec.item_section or spec.hint
