@@ -178,12 +178,16 @@ def test_one_file_serves_a_sweep_over_all_losses(load, loss):
 @pytest.mark.parametrize(
     ("trainer", "unused"),
     [
-        ("fsdp", {"actor.megatron.fp8", "actor.megatron.ddp.bucket_size"}),
-        ("megatron", {"actor.fsdp.offload_params", "actor.megatron.ddp.bucket_size"}),
+        ("fsdp", {"actor.megatron.fp8", "actor.megatron.ddp.bucket_size", "actor.megatron.recompute_num_layers"}),
+        (
+            "megatron",
+            {"actor.fsdp.offload_params", "actor.megatron.ddp.bucket_size", "actor.megatron.recompute_num_layers"},
+        ),
     ],
 )
 def test_options_of_another_train_engine_are_listed(load, trainer, unused):
     options = ["actor.megatron.fp8=e4m3", "actor.megatron.ddp.bucket_size=9", "actor.fsdp.offload_params=true"]
+    options.append("actor.megatron.recompute_num_layers=2")  # gradient_checkpointing is off
     config = load(*options, "actor.fsdp.wrap_policy={}", f"allocation_mode=native:d1+{trainer}:d1")
     assert {one.path for one in options_without_effect(config)} == unused
 

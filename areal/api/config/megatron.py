@@ -11,6 +11,8 @@ _WITH_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 """Parts whose outputs are freed before they are recomputed."""
 _RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", *_WITH_TRANSFORMER_ENGINE)
 _PRECISION = when("use_precision_aware_optimizer", True)
+_RECOMPUTES = when("../gradient_checkpointing", True)
+_WHOLE_LAYERS = _RECOMPUTES & when("recompute_granularity", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +54,19 @@ class MegatronEngineConfig:
     """Parts of the layers on each pipeline stage (interleaved schedule); needs p of at least 2."""
     use_deterministic_algorithms: bool = False
     """Only kernels with equal results in each run; slower on a GPU."""
-    recompute_granularity: str | None = choice("full", "full", "selective")
-    """With gradient_checkpointing: recompute whole layers (full) or parts of them (selective); null = nothing."""
-    recompute_method: str | None = choice("uniform", "uniform", "block", relevant=when("recompute_granularity", "full"))
+    recompute_granularity: str | None = choice("full", "full", "selective", relevant=_RECOMPUTES)
+    """Recompute whole layers (full) or parts of them (selective); null = nothing."""
+    recompute_method: str | None = choice("uniform", "uniform", "block", relevant=_WHOLE_LAYERS)
     """uniform = units of recompute_num_layers layers, block = the first recompute_num_layers layers of a stage."""
-    recompute_num_layers: int | None = number(1, low=1, relevant=when("recompute_granularity", "full"))
+    recompute_num_layers: int | None = number(1, low=1, relevant=_WHOLE_LAYERS)
     """Layers of a unit (uniform) or layers that are recomputed (block)."""
-    recompute_modules: list[str] | None = option(None, relevant=when("recompute_granularity", "selective"))
+    recompute_modules: list[str] | None = option(
+        None, relevant=_RECOMPUTES & when("recompute_granularity", "selective")
+    )
     """Recomputed: core_attn (null), mlp, moe, shared_experts; by Transformer Engine layernorm, moe_act, mla_up_proj."""
-    distribute_saved_activations: bool | None = option(None, relevant=unless("recompute_granularity", None))
+    distribute_saved_activations: bool | None = option(
+        None, relevant=_RECOMPUTES & unless("recompute_granularity", None)
+    )
     """Split the saved inputs of layers over tensor ranks; replaces sequence parallelism."""
     moe_token_dispatcher_type: str = choice("alltoall", "alltoall", "allgather", "flex")
     """How tokens reach the ranks of their experts; allgather: each gets all tokens; flex needs the package deep_ep."""
