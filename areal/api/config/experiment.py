@@ -90,18 +90,17 @@ class BaseExperimentConfig:
         """The parsed allocation_mode."""
         return AllocationMode.parse(self.allocation_mode)
 
-    @property
-    def _backends(self) -> dict[bool, str]:
-        """The backend of the servers at True, of the trainers at False; empty if allocation_mode is invalid."""
+    def _backend(self, *, of_servers: bool) -> str:
+        """Backend of the servers, or of the trainers; empty if allocation_mode has none of them or is invalid."""
         try:
-            return {one.is_inference: one.backend for one in reversed(self.allocation.allocations)}
+            return next((one.backend for one in self.allocation.allocations if one.is_inference == of_servers), "")
         except AllocationError:
-            return {}
+            return ""
 
     @property
     def train_backend(self) -> str:
         """Backend of the trainers: fsdp or megatron; empty if allocation_mode has no trainers or is invalid."""
-        return self._backends.get(False, "")
+        return self._backend(of_servers=False)
 
     @property
     def models(self) -> dict[str, TrainEngineConfig]:
@@ -277,7 +276,7 @@ class PPOConfig(BaseExperimentConfig):
     @property
     def server_backend(self) -> str:
         """Backend of the servers: native, sglang or vllm; empty if allocation_mode has no servers or is invalid."""
-        return self._backends.get(True, "")
+        return self._backend(of_servers=True)
 
     @property
     def server_flags(self) -> dict[str, Any]:
