@@ -153,6 +153,7 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         ("conflict", "ref={path: a, router_replay: true}", "ref.router_replay", []),
         ("conflict", "ref={path: a, temperature: 2}", "ref.temperature", ["2.0", "gconfig.temperature"]),
         ("missing_requirement", "critic.path=a", "critic.optimizer", []),
+        ("conflict", "critic={path: a, optimizer: {}, temperature: 2}", "critic.temperature", []),
         ("missing_requirement", "actor.optimizer=null", "actor.optimizer", []),
         ("conflict", "gconfig={n_samples: 4, greedy: true}", "gconfig.greedy", ["n_samples=4"]),
         ("conflict", "gconfig={min_new_tokens: 9, max_new_tokens: 8}", "gconfig.min_new_tokens", ["max_new_tokens=8"]),

@@ -175,6 +175,13 @@ def test_one_file_serves_a_sweep_over_all_losses(load, loss):
     )
 
 
+def test_intervals_of_recovery_checkpoints_are_listed_when_recovery_is_off(load):
+    options = ["recover.freq_steps=5", "recover.freq_epochs=1", "recover.freq_secs=60", "recover.retries=1"]
+    assert not options_without_effect(load(*options))
+    listed = {one.path for one in options_without_effect(load(*options, "recover.mode=disabled"))}
+    assert listed == {"recover.freq_steps", "recover.freq_epochs", "recover.freq_secs"}
+
+
 @pytest.mark.parametrize(
     ("trainer", "unused"),
     [

@@ -66,6 +66,8 @@ class PPOCriticConfig(TrainEngineConfig):
     def problems(self) -> Problems:
         yield from TrainEngineConfig.problems(self)
         yield from scale_problems(self.loss_aggregation, self.loss_scale_tokens)
+        if self.temperature != 1.0:
+            yield "temperature", "applies to the logits of language models, and a critic has none: remove it"
         if self.logprob_kernel != "torch":
             yield "logprob_kernel", "applies to language models, and a critic has no log-probabilities: remove it"
         if self.lora is not None:

@@ -114,6 +114,9 @@ class EvaluatorConfig(Cadence):
                 yield Problem("stop_at", f"{goal} for {mode!r} is not a finite number", "config.out_of_range")
 
 
+_RECOVERS = unless("mode", "disabled")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecoverConfig(Cadence):
     """Recovery checkpoints: all state that a restarted run needs. The newest two are kept.
@@ -121,11 +124,15 @@ class RecoverConfig(Cadence):
     One is also written at the end of a run and after the first Ctrl-C; without an interval, only then.
     """
 
-    freq_secs: int | None = number(600, low=1)
+    freq_epochs: int | None = number(None, low=1, relevant=_RECOVERS)
+    """Interval in epochs; null = no interval in epochs."""
+    freq_steps: int | None = number(None, low=1, relevant=_RECOVERS)
+    """Interval in train steps; null = no interval in steps."""
+    freq_secs: int | None = number(600, low=1, relevant=_RECOVERS | when("freq_secs", None))
     """Interval in seconds, which bounds the share of time for checkpoints; null = no interval in seconds."""
     mode: str = choice("auto", "auto", "disabled", "fault", "resume", also="verl: trainer.resume_mode")
     """disabled = off; auto = recover if possible; fault = after a failure in the run; resume = needs a checkpoint."""
-    async_save: bool = option(True, relevant=unless("mode", "disabled"), also="verl: actor.checkpoint.async_save")
+    async_save: bool = option(True, relevant=_RECOVERS, also="verl: actor.checkpoint.async_save")
     """Training waits only for the copy of a checkpoint to host memory, while a thread writes it; false = for all."""
     retries: int = number(3, low=0)
     """Maximum restarts of one process (all trainer ranks count as one) without a new train step in between."""
