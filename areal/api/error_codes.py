@@ -144,7 +144,7 @@ config.out_of_range: A number is outside the range of its option, or not finite.
 config.required: An option that has no default is not given.
     Give it in the file or on the command line.
 config.unknown_key: There is no option of this name.
-    Correct the spelling, or remove the key; --help lists all options.
+    Correct the spelling, or remove the key; `areal config SECTION` lists the options of a section.
 config.unreadable_file: The given file is missing, not UTF-8, not YAML, has no mapping, or is of another system.
     Give a YAML file with a mapping of keys to values, and fix the place that the message names.
 config.unresolved_interpolation: An interpolation ${...} names itself, or an option or variable without a value.

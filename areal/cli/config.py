@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from areal.api.config.help import default_text, help_text
-from areal.api.config.kinds import kind_of_section
+from areal.api.config.kinds import kind_of_section, sections
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public
 from areal.api.config.relevance import relevance_of
@@ -30,6 +30,7 @@ def config(words: Sequence[str]) -> int:
         "       %(prog)s import verl|roll|cosmos|areal FILE [key.sub=value ...] [-o OUT.yaml] [--json]",
         description="Print the effective configuration of a file or of a run, without secrets, explain an option, or "
         "import a configuration of another system.",
+        epilog=f"Sections: {', '.join(sections())}. docs/config.md lists all options.",
     )
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")
     parser.add_argument("--json", action="store_true", help="print JSON instead of YAML or text")
@@ -66,7 +67,7 @@ def _explained(option: str, *, as_json: bool) -> str:
             guess = nearest(kind, section, above.hint, key)
         else:
             guess = nearest(kind, "", kind, option)
-        advice = f"did you mean {guess}?" if guess else "`areal run --launcher local --help` lists all"
+        advice = f"did you mean {guess}?" if guess else f"sections are {', '.join(sections())}"
         message = f"{option}: there is no such run, option or section; {advice}"
         raise ConfigError(message, code="config.unknown_key") from error
     if not as_json:

@@ -10,7 +10,7 @@ from areal.system.process import run_main
 
 LAUNCHERS = ("local", "ray", "slurm", "ssh")
 USAGE = """usage: areal run [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
-                 [--launcher local|ray|slurm|ssh] [options of the launcher]
+                 [--launcher local|ray|slurm|ssh] [flags of the launcher]
        areal run --attach RUN --add-replica | --remove-replica NAME [--json]
 
 Runs a configuration and waits for the end of the run. SCRIPT.py runs in the
@@ -19,21 +19,24 @@ parts. Exit status: 0 the run completed, 1 it failed, 2 it could not start as
 configured, 130 it was interrupted.
 
   --config FILE    configuration; several files are merged in order
-  key.sub=value    replaces an option of the file; `areal config KEY` explains it
+  key.sub=value    replaces an option; `areal config KEY` explains it
   --dry-run        checks everything, prints the plan, starts nothing
-  --json           prints the plan, or at the end of the run its summary, as JSON
-  --step-s=SECONDS with --dry-run: for the GPU hours, if no earlier run measured it
+  --json           prints the plan, or the summary after the run, as JSON
+  --step-s=SECONDS of a train step: --dry-run computes the GPU hours with it
   --overwrite      deletes an earlier run of this name
-  --launcher NAME  default: launcher.type; if that is auto, ssh with --hosts, else
-                   local. `areal run --launcher NAME --help` lists more options
+  --launcher NAME  default: ssh with --hosts, else launcher.type, else local.
+                   `areal run --launcher NAME --help` lists its own flags
   --hosts A,B      machines for ssh
   --attach RUN     changes a running run; `areal run --attach --help`
+
+`areal config SECTION` explains the options of the configuration.
 """
+_CHOOSE = ("--launcher", "--hosts", "--attach")
 
 
 def run_command(words: Sequence[str]) -> int:
     """Run the launcher on the words of a command line; returns its exit status."""
-    if list(words) in (["--help"], ["-h"], []):
+    if not words or ({"--help", "-h"} & {*words} and not any(word.startswith(_CHOOSE) for word in words)):
         (sys.stdout if words else sys.stderr).write(USAGE)
         return 0 if words else 2
     name, rest = launcher_of(words)

@@ -1,4 +1,4 @@
-"""Changes of a running run: the command `python -m areal.launcher.local --attach RUN ...`, and the files that it uses.
+"""Changes of a running run: the command `areal run --attach RUN ...`, and the files that it uses.
 
 The command writes a request, waits for the answers of the run's launcher, shows them, and gives up after a time limit.
 """

@@ -1,4 +1,4 @@
-"""The command `python -m areal.launcher.local`: runs a configuration on this machine and waits for its end."""
+"""The local launcher of `areal run`: runs a configuration on this machine and waits for its end."""
 
 import dataclasses
 import json
@@ -62,19 +62,19 @@ from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token
 from areal.system.process import interrupts_notice, run_main
 from areal.system.run_paths import RunPaths
 
-USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run] [--json]
-           [--step-s=SECONDS]
-       python -m areal.launcher.local --attach RUN --add-replica | --remove-replica NAME [--json]
+USAGE = """usage: areal run [--launcher local] [SCRIPT.py] --config FILE.yaml
+                 [key.sub=value ...]
 
-Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
-configuration names all parts. --dry-run prints the plan and the first prompt and starts nothing. --json prints the
-plan, or at the end of a run its summary, as one line of JSON. --step-s gives a dry run the seconds of a train step for
-its GPU hours. --overwrite deletes an earlier run in the run folder. --attach changes a running run (see its --help).
-AREAL_LLM_SERVER_ADDRS=host:port,... makes the run use servers that are already running, as rollout.server_addrs does;
-AREAL_SERVER_TOKEN contains their token or API key. The first Ctrl-C saves a recovery checkpoint where recover.mode
-allows; the second ends the run at once.
-Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
+Runs a configuration on this machine. The first Ctrl-C saves a recovery
+checkpoint where recover.mode allows; the second ends the run at once.
 
+Environment variables for servers that already run:
+  AREAL_LLM_SERVER_ADDRS=HOST:PORT,...  their addresses, as rollout.server_addrs
+  AREAL_SERVER_TOKEN=TEXT               their token or API key
+"""
+_FURTHER_HELP = """
+`areal run --help` lists the flags of all launchers, `areal config SECTION`
+explains the options of the configuration.
 """
 _ORPHANS_LIMIT_S = 10.0
 _NO_PROMPT = "no first prompt: the agent makes its prompts itself (areal rehearse, areal test-workflow show them)\n"
@@ -98,12 +98,12 @@ class Launch:
 
 
 def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine: bool = True) -> Launch:
-    """Read and check the whole configuration. ConfigError lists every problem; --help prints and exits."""
+    """Read and check the whole configuration. ConfigError lists every problem; --help prints `usage` and exits."""
+    if {"--help", "-h"} & {*argv}:
+        sys.stdout.write(usage + _FURTHER_HELP)
+        raise SystemExit(0)
     flags = ("--dry-run", "--overwrite", "--json")
     words = [word for word in argv if word not in flags and not word.startswith("--step-s=")]
-    if "--help" in words or "-h" in words:
-        sys.stdout.write(usage)
-        load_experiment(words)  # prints the options and exits
     script = words.pop(0) if words and words[0].endswith(".py") else None
     config = load_experiment(words, allow_unknown_top_level=script is not None)
     if on_one_machine and config.cluster.n_nodes > 1:

@@ -1,4 +1,4 @@
-"""The command `python -m areal.launcher.ray`: runs a configuration in the actors of a Ray cluster."""
+"""The Ray launcher of `areal run`: runs a configuration in the actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from areal.system.process import run_main
 from areal.system.ray_registry import connect_ray
 from areal.system.run_paths import RunPaths
 
-USAGE = """usage: python -m areal.launcher.ray [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
+USAGE = """usage: areal run --launcher ray [SCRIPT.py] --config FILE.yaml
+                 [key.sub=value ...]
 
-Runs a configuration on cluster.n_nodes nodes of the Ray cluster at RAY_ADDRESS (default: that of this machine). Start
-it on a node of the cluster, or with `ray job submit`. The working directory, cluster.fileroot and the Python
-environment must be at the same path on all nodes. Each process runs in an actor of one placement group.
-Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
-
+Runs a configuration on cluster.n_nodes nodes of the Ray cluster at RAY_ADDRESS
+(default: that of this machine). Start it on a node of the cluster, or with
+`ray job submit`. The working directory, cluster.fileroot and the Python
+environment must be at the same path on all nodes. Each process runs in an actor
+of one placement group.
 """
 _POLL_S = 0.2
 _RECEIVE_S = 5.0

@@ -1,4 +1,4 @@
-"""The command `python -m areal.launcher.slurm`: runs a configuration as one job of Slurm, and follows the job."""
+"""The Slurm launcher of `areal run`: runs a configuration as one job of Slurm, and follows the job."""
 
 import dataclasses
 import json
@@ -35,17 +35,23 @@ from areal.system.durable import write_atomic
 from areal.system.process import run_main
 from areal.system.run_paths import RunPaths
 
-USAGE = """usage: python -m areal.launcher.slurm [SCRIPT.py] --config FILE.yaml [key.sub=value ...]
-       [--sweep KEY=VALUE,VALUE... [--at-once N]] [--detach] [--dry-run]
-       python -m areal.launcher.slurm --attach RUN
+USAGE = """usage: areal run --launcher slurm [SCRIPT.py] --config FILE.yaml
+                 [key.sub=value ...] [--sweep KEY=A,B ... [--at-once N]]
+                 [--detach]
+       areal run --launcher slurm --attach RUN
 
-Submits a configuration as one job of cluster.n_nodes nodes, from a login node, and follows it. The options of the job
-are in launcher.slurm. The working directory, cluster.fileroot and the Python environment must be at the same path on
-all nodes. Ctrl-C cancels the job; a closed terminal leaves it, and --attach follows it again. --detach prints its id
-and leaves. --dry-run prints the plan and the script, and submits nothing. --sweep, once or more, submits an array of
-jobs: one run, named TRIAL_0, TRIAL_1, ..., for each combination of the values, at most N of them at a time.
-Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was cancelled.
+Submits a configuration as one job of cluster.n_nodes nodes, from a login node,
+and follows it. The options of the job are in launcher.slurm. The working
+directory, cluster.fileroot and the Python environment must be at the same path
+on all nodes. Ctrl-C cancels the job; a closed terminal does not.
 
+  --detach       prints the id of the job and does not follow it
+  --attach RUN   follows the job of a run folder again
+  --sweep KEY=A,B
+                 submits an array of jobs: one run, named TRIAL_0, TRIAL_1, ...,
+                 for each combination of the values; repeatable
+  --at-once N    maximum number of runs of a sweep at the same time
+  --dry-run      prints the plan and the job script, and submits nothing
 """
 
 
@@ -159,7 +165,7 @@ def _follow(slurm: SlurmClient, paths: RunPaths, line: StatusLine, *, from_start
 def run_command(words: Sequence[str]) -> int:
     match words:
         case ["--inside", *rest]:
-            return run_inside(rest, USAGE, os.environ)
+            return run_inside(rest, os.environ)
         case ["--attach", folder]:
             return _follow(
                 SlurmClient(), RunPaths(Path(folder).expanduser().absolute()), StatusLine(), from_start=False

@@ -88,12 +88,12 @@ def may_requeue(config: BaseExperimentConfig, *, has_progress: bool, restarts: i
     return is_requeued(config) and (has_progress or restarts < config.recover.retries)
 
 
-def run_inside(words: Sequence[str], usage: str, environ: Mapping[str, str]) -> int:
+def run_inside(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the configuration on the nodes of this job. Returns the exit status; requeues the job where that helps."""
     slurm, job = SlurmClient(), _job_of(environ)
     restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     words = [word for word in words if word != "--overwrite" or not restarts]  # for the first allocation only
-    request = read_command_line(words, usage=usage, on_one_machine=False)
+    request = read_command_line(words, on_one_machine=False)
     config, paths = request.config, RunPaths.of(request.config)
     names = slurm.hostnames(environ["SLURM_JOB_NODELIST"])
     if restarts:

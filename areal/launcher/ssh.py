@@ -1,4 +1,4 @@
-"""The command `python -m areal.launcher.ssh --hosts A,B`: runs a configuration on machines reached by ssh."""
+"""The ssh launcher of `areal run`: runs a configuration on machines reached by ssh."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from areal.launcher.nodes import Node, NodeCluster
 from areal.launcher.placement import is_chosen
 from areal.system.process import run_main
 
-USAGE = """usage: python -m areal.launcher.ssh --hosts [USER@]HOST[:PORT],... [SCRIPT.py] --config FILE.yaml
-       [key.sub=value ...] [--ssh-option OPTION ...] [--python PATH] [--dry-run]
+USAGE = """usage: areal run --hosts [USER@]HOST[:PORT],... [SCRIPT.py] --config FILE.yaml
+                 [key.sub=value ...] [--ssh-option OPTION ...] [--python PATH]
 
-Runs a configuration on the named machines; the controller runs on the first. ssh must log in without a password. The
-working directory, cluster.fileroot and the Python environment must be at the same path on all machines.
---ssh-option is passed to ssh -o, for example IdentityFile=KEY; --python is the interpreter there (default: this one).
-Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
+Runs a configuration on the named machines; the controller runs on the first.
+ssh must log in without a password. The working directory, cluster.fileroot and
+the Python environment must be at the same path on all machines.
 
+  --hosts A,B          the machines
+  --ssh-option OPTION  passed to ssh -o, such as IdentityFile=KEY; repeatable
+  --python PATH        the interpreter there; default: this one
 """
 _OPTIONS = ("BatchMode=yes", "ServerAliveInterval=5", "ServerAliveCountMax=2", "ConnectTimeout=10")
 

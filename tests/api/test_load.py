@@ -317,15 +317,6 @@ def test_help_prints_and_ends(argv: list[str], capsys) -> None:
     assert ("gconfig.top_p: number above 0 and at most 1; default 1.0" in printed) == ("rollout" not in argv)
 
 
-def test_the_launchers_help_knows_both_classes(capsys) -> None:
-    for section in ("model", "actor"):
-        with pytest.raises(SystemExit):
-            load_experiment(["--help", section])
-        assert f"{section}.optimizer.lr" in capsys.readouterr().out
-    with pytest.raises(ConfigError):
-        load_experiment(["--help", "nothing"])
-
-
 TEXTS = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=12) | st.sampled_from(
     ["1e-5", "null", "yes", "0x1", "~", "${a.b}", "a: b", "[x", "'", "007", " x ", "#", "\\n", "1_000", "12:30"]
 )

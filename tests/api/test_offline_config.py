@@ -181,24 +181,6 @@ def test_the_examples_load(name):
     assert isinstance(config, RWConfig if name == "reward_model" else DPOConfig)
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["--help", "dpo"], "dpo.beta: number above 0; default 0.1"),
-        (["--help", "rw"], "rw.center_coef"),
-        (["--help", "sft.train_on"], "last | assistant | all"),
-        (["--config", "examples/preference/dpo.yaml", "--help"], "dpo.label_smoothing"),
-        (["--help", "--config", "examples/preference/dpo.yaml"], "dpo.label_smoothing"),
-        (["--config", "examples/preference/reward_model.yaml", "--help", "model"], "model.optimizer.lr"),
-        (["--help"], "a reward model: [model], [rw]"),
-    ],
-)
-def test_help_of_each_kind(words, shown, capsys):
-    with pytest.raises(SystemExit):
-        load_experiment([str(EXAMPLES.parent / word) if word.endswith(".yaml") else word for word in words])
-    assert shown in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("section", "cls"), [("sft", SFTOptions), ("rw", RWOptions), ("dpo", DPOOptions)])
 def test_the_rows_of_the_algorithms_page_are_options(section, cls):
     page = (EXAMPLES.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -72,6 +72,43 @@ def test_the_plan_of_a_run_is_one_line_of_json(capsys):
     assert found["problems"]
 
 
+def test_the_help_of_a_run_fits_one_screen(capsys):
+    helps = [one_screen(["run", "--help"], capsys), one_screen(["run", "--config", QUICKSTART, "-h"], capsys)]
+    assert helps[0] == helps[1]
+    assert all(f" {flag}" in helps[0] for flag in ("--dry-run", "--json", "--overwrite", "--launcher"))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags"),
+    [
+        ("local", ["AREAL_SERVER_TOKEN"]),
+        ("ray", ["RAY_ADDRESS"]),
+        ("ssh", ["--hosts", "--ssh-option", "--python"]),
+        ("slurm", ["--sweep", "--at-once", "--detach", "--attach"]),
+    ],
+)
+def test_the_help_of_a_launcher_fits_one_screen_and_leads_to_the_options(launcher, flags, capsys):
+    text = one_screen(["run", "--launcher", launcher, "--help"], capsys)
+    assert [flag for flag in (*flags, "areal run --help", "areal config SECTION") if flag not in text] == []
+    with pytest.raises(SystemExit):
+        import_module(f"areal.launcher.{launcher}").run_command(["train.py", "--config", QUICKSTART, "--help"])
+    assert capsys.readouterr().out == text
+
+
+def one_screen(words, capsys):
+    """What a help prints: at most 24 lines of 80 columns that begin with the usage."""
+    try:
+        status = run_command(words)
+    except SystemExit as ended:
+        status = ended.code
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert (status, lines[0][:17]) == (0, "usage: areal run ")
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    return text
+
+
 def test_the_help_of_attach_names_the_command(capsys):
     with pytest.raises(SystemExit):
         run_command(["run", "--attach", "--help"])
@@ -166,6 +203,21 @@ def test_config_prints_what_a_run_would_use_without_secrets(capsys, tmp_path):
     assert (found["seed"], found["actor"]["eps_clip"]) == (7, 0.3)
 
 
+@pytest.mark.parametrize(
+    ("option", "shown"),
+    [
+        ("actor", "actor.optimizer.lr"),
+        ("model", "model.optimizer.lr"),
+        ("dpo", "dpo.beta: number above 0; default 0.1"),
+        ("rw", "rw.center_coef"),
+        ("sft.train_on", "last | assistant | all"),
+    ],
+)
+def test_config_explains_the_options_of_every_kind(option, shown, capsys):
+    assert run_command(["config", option]) == 0
+    assert shown in capsys.readouterr().out
+
+
 def test_config_explains_an_option(capsys):
     assert run_command(["config", "rollout.on_stale", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -179,7 +231,7 @@ def test_config_explains_an_option(capsys):
         ("actor.lr", "actor.optimizer.lr?"),
         ("rollout.n", "gconfig.n_samples?"),
         ("seed.", "seed?"),
-        ("zzzz.qqqq", ""),
+        ("zzzz.qqqq", "actor, "),
     ],
 )
 def test_config_suggests_an_option_for_an_unknown_one(option, suggestion):

@@ -1,4 +1,4 @@
-"""The text of `--help`: every option with its type, default, limits, sentence and when it has an effect."""
+"""The text of `areal config SECTION` and of a script's `--help`: type, default, limits and meaning of options."""
 
 import dataclasses
 from collections.abc import Iterator

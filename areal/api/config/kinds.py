@@ -48,14 +48,9 @@ def kind_of_section(path: str) -> Kind:
     return next(iter(_takers(path.split(".")[0])), GRPOConfig)
 
 
-def help_of_kinds() -> str:
-    """The sections of the other kinds, for `--help`."""
-    lines = ["Other kinds of training and their sections (--help SECTION, or --config FILE.yaml --help):"]
-    base = fields_of(BaseExperimentConfig)
-    for kind, words in KINDS.items():
-        if kind is not GRPOConfig:
-            lines.append(f"  {words}: {', '.join(f'[{name}]' for name in fields_of(kind) if name not in base)}")
-    return "\n".join(lines) + "\n"
+def sections() -> list[str]:
+    """The sections of all kinds."""
+    return list(dict.fromkeys(name for kind in KINDS for name, spec in fields_of(kind).items() if spec.is_section))
 
 
 def _takers(key: str) -> list[Kind]:

@@ -23,7 +23,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, completed
 from areal.api.config.help import help_text
-from areal.api.config.kinds import KINDS, help_of_kinds, kind_of, kind_of_section
+from areal.api.config.kinds import KINDS, kind_of
 from areal.api.config.legacy import LegacyKeys
 from areal.api.config.legacy_rules import legacy_rule
 from areal.api.config.redaction import public, public_text, without_secrets
@@ -44,11 +44,10 @@ def load_config(argv: Sequence[str], cls: type[T]) -> T:
     Overrides are written `key=value`, `+key=value` or `++key=value` (all the same); `~key` restores the default.
     Raises ConfigError with every problem. `--help [SECTION]` prints the options of `cls` and exits.
     """
-    line = _CommandLine.parse(argv)
-    if line.help_section is not None:
-        sys.stdout.write(help_text(cls, line.help_section))
+    if (section := _help_section(argv)) is not None:
+        sys.stdout.write(help_text(cls, section))
         raise SystemExit(0)
-    return _build(cls, line, allow_unknown_top_level=False)
+    return _build(cls, _CommandLine.parse(argv), allow_unknown_top_level=False)
 
 
 def load_experiment(
@@ -60,12 +59,6 @@ def load_experiment(
     `is_quiet`: no log line about keys without effect, because the process loads the configuration again.
     """
     line = _CommandLine.parse(argv)
-    if line.help_section is not None:
-        cls = line.kind(allow_unknown=True) if line.files else kind_of_section(line.help_section)
-        sys.stdout.write(help_text(cls, line.help_section))
-        if not line.help_section and not line.files:
-            sys.stdout.write(help_of_kinds())
-        raise SystemExit(0)
     cls = line.kind(allow_unknown=allow_unknown_top_level)
     return _build(cls, line, allow_unknown_top_level=allow_unknown_top_level, is_quiet=is_quiet)
 
@@ -158,11 +151,18 @@ def _is_about(problem: ConfigProblem, suspects: Collection[str]) -> bool:
     )
 
 
+def _help_section(argv: Sequence[str]) -> str | None:
+    """The section after --help, empty without one; None without --help."""
+    flag = next((index for index, word in enumerate(argv) if word in ("--help", "-h")), None)
+    if flag is None:
+        return None
+    return next((word for word in argv[flag + 1 : flag + 2] if "=" not in word and word[0] != "-"), "")
+
+
 @dataclass(frozen=True, slots=True)
 class _CommandLine:
     files: list[str] = field(default_factory=list[str])
     overrides: list[str] = field(default_factory=list[str])
-    help_section: str | None = None
 
     @property
     def source(self) -> str:
@@ -178,19 +178,16 @@ class _CommandLine:
         words = argv[1:] if argv and argv[0].endswith(".py") else argv
         parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("--config", action="append", default=[])
-        parser.add_argument("--help", "-h", nargs="?", const="")
         try:
             known, rest = parser.parse_known_args(words)
         except ArgumentError:
             raise _bad_word("--config", "needs a file: --config FILE.yaml") from None
-        if known.help is not None:
-            return _CommandLine(known.config, help_section="" if "=" in known.help else known.help)
         for word in rest:
             if word.startswith("-"):
                 advice = "unknown flag; options are written key.sub=value after --config FILE.yaml"
                 raise _bad_word(public_text(word), advice)
         if not known.config:
-            raise _bad_word("--config", "is missing: add --config FILE.yaml (--help lists every option)")
+            raise _bad_word("--config", "is missing: add --config FILE.yaml (docs/config.md lists its options)")
         return _CommandLine(known.config, rest)
 
     def kind(self, *, allow_unknown: bool) -> type[BaseExperimentConfig]:
