@@ -283,7 +283,7 @@ def run_real(args: argparse.Namespace) -> None:
         for eta in args.eta:
             trial = f"eta{eta}"
             command = [
-                *(sys.executable, "-m", "areal.launcher.local", "--config", args.config),
+                *(sys.executable, "-m", "areal", "run", "--config", args.config),
                 *(f"trial_name={trial}", "experiment_name=async_speedup", f"total_train_steps={args.steps}"),
                 *(f"cluster.fileroot={folder}", f"rollout.max_head_offpolicyness={eta}", *args.override),
             ]

@@ -188,7 +188,7 @@ def warm_up(seed: int, fileroot: Path) -> None:
         return
     shutil.rmtree(root, ignore_errors=True)
     prepare = [str(QUICKSTART / "prepare.py"), str(root / "quickstart" / "data"), "--seed", str(seed)]
-    sft = ["-m", "areal.launcher.local", "--config", str(QUICKSTART / "sft.yaml"), f"seed={seed}"]
+    sft = ["-m", "areal", "run", "--config", str(QUICKSTART / "sft.yaml"), f"seed={seed}"]
     for argv in (prepare, [*sft, f"cluster.fileroot={root}"]):
         subprocess.run([sys.executable, *argv], cwd=HERE, stdout=sys.stderr, check=True)
     done.touch()

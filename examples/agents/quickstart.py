@@ -28,7 +28,7 @@ CHANGES = {
 
 def run(*argv: str) -> None:
     """Run one stage from the repository's root. A stage that fails ends the quickstart."""
-    print("$ python " + " ".join(argv), file=sys.stderr, flush=True)
+    print("$ " + " ".join(("python", *argv)).replace("python -m areal ", "areal "), file=sys.stderr, flush=True)
     if code := run_to_its_end([sys.executable, *argv], cwd=REPOSITORY):
         sys.exit(code)
 
@@ -70,7 +70,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
     common = (f"seed={args.seed}", f"cluster.fileroot={args.fileroot}", f"experiment_name={experiment}")
-    launch = ("-m", "areal.launcher.local", "--config")
+    launch = ("-m", "areal", "run", "--config")
     run("examples/agents/prepare.py", str(folder / "data"), "--task", args.task, "--seed", str(args.seed))
     run(*launch, "examples/agents/warm_up.yaml", *common)
     run(*launch, "examples/agents/calculator.yaml", *common, *CHANGES[args.task], *args.overrides)

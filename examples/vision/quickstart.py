@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def run(*argv: str) -> float:
     """Run one stage from the repository's root; returns its seconds. A stage that fails ends the quickstart."""
-    print("$ python " + " ".join(argv), file=sys.stderr, flush=True)
+    print("$ " + " ".join(("python", *argv)).replace("python -m areal ", "areal "), file=sys.stderr, flush=True)
     began = time.monotonic()
     if code := run_to_its_end([sys.executable, *argv], cwd=REPOSITORY):
         sys.exit(code)
@@ -38,7 +38,7 @@ def main() -> None:
     folder = (REPOSITORY / args.fileroot / "vision").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     common = (f"seed={args.seed}", f"cluster.fileroot={args.fileroot}")
-    launch = ("-m", "areal.launcher.local", "--config")
+    launch = ("-m", "areal", "run", "--config")
     seconds = {
         "prepare": run("examples/vision/prepare.py", str(folder / "data"), "--seed", str(args.seed)),
         "sft": run(*launch, "examples/vision/sft.yaml", *common),

@@ -62,7 +62,7 @@ _HAS_IMAGE = given("trainer_image") | given("inference_server_image")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """The job of a run with areal.launcher.slurm. ssh and Ray read the last five options only."""
+    """The job of a run with the Slurm launcher. ssh and Ray read the last five options only."""
 
     partition: str = ""
     """Partition; empty = the default one."""
