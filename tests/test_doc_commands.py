@@ -220,6 +220,12 @@ def test_a_command_is_executed(line, request, monkeypatch, capsys):
         runpy.run_path(words[1], run_name="__main__")
 
 
+@pytest.mark.slow
+def test_every_file_of_a_real_run_is_on_the_page(runs):
+    page = (ROOT / "docs/files.md").read_text()
+    assert [path.name for path in (runs / "runs/docs/small").iterdir() if f"`{path.name}`" not in page] == []
+
+
 def test_what_no_command_begins_with_is_not_in_a_table():
     used = {begins(line, table) for line in commands() for table in (SHELL, ELSEWHERE, REFUSED)}
     assert {*SHELL, *ELSEWHERE, *REFUSED} - used == set()

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from areal.api.config import GRPOConfig, load_experiment
 from areal.api.config.load import read
 from areal.api.config.schema import fields_of
 from areal.data.tiny_model import character_tokenizer, tiny_model
+from areal.inference import generate_route, weight_routes
 from areal.ledger.state import LedgerState
 from areal.observe.metric_table import entry_of
+from areal.rollout import control_requests
 from areal.rollout.controller_routes import make_app
 from areal.system.run_paths import RunPaths
 from tests.importers.test_examples import dry_run
@@ -90,6 +93,32 @@ def test_every_request_of_controller_and_server_is_on_the_page():
     paths = re.findall(r'^ +"(/\w+)": self\.', source, re.M)
     assert controller <= named
     assert {path for _, path in named} == {path for _, path in controller} | set(paths)
+
+
+BODIES = {
+    "/attach": control_requests.AttachRequest,
+    "/batch": control_requests.BatchRequest,
+    "/publish": control_requests.PublishRequest,
+    "/compare": control_requests.CompareRequest,
+    "/consumed": control_requests.ConsumedRequest,
+    "/evaluate": control_requests.EvaluationRequest,
+    "/committed": control_requests.CommittedRequest,
+    "/finish": control_requests.FinishRequest,
+    "/generate": generate_route._GENERATE_FIELDS,
+    "/update_weights_from_disk": weight_routes._FROM_DISK,
+    "/init_weights_update_group": weight_routes._INIT_GROUP,
+    "/update_weights_from_distributed": weight_routes._DISTRIBUTED,
+}
+"""Request -> the fields that its body may have, or the record with them."""
+
+
+def test_the_bodies_of_requests_have_the_fields_on_the_page():
+    on_page = {row[0].strip("`").split()[1]: set(re.findall(r"`(\w+)`", row[1])) for row in rows_of("http.md")}
+    accepted = {
+        path: {field.name for field in fields(body)} if isinstance(body, type) else set(body)
+        for path, body in BODIES.items()
+    }
+    assert {path: on_page[path] for path in accepted} == accepted
 
 
 @pytest.mark.parametrize("page", ["data.md", "coming_from.md"])
