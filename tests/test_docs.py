@@ -116,18 +116,19 @@ def test_every_command_is_in_a_block_that_is_checked(page):
 
 @of_each_page
 def test_commands_have_flags_options_and_files_that_exist(page):
-    for text in blocks(page, "bash", "sh", "console"):
-        for line in text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True) if line.strip() else []
-            if words[:1] == ["make"]:
-                subprocess.run(["make", "--dry-run", words[1]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            if command := areal_words(words):
-                check_words(command, line)
-            for word in words:
-                if re.match(r"(\.venv/bin/)?python", words[0]) and re.match(r"(areal|tests)\.[\w.]+$", word):
-                    assert importlib.util.find_spec(word), line
-                if word.startswith(("examples/", "benchmark/", "tests/")):
-                    assert (ROOT / word.partition("::")[0]).exists(), line
+    blocks_text = "\n".join(blocks(page, "bash", "sh", "console")).replace("\\\n", " ")
+    inline = re.findall(r"`((?:areal [a-z]|make [a-z]|python )[^`]+)`", _BLOCK.sub("", page.read_text()))
+    for line in [*blocks_text.splitlines(), *inline]:
+        words = shlex.split(line.removeprefix("$ "), comments=True) if line.strip() else []
+        if words[:1] == ["make"]:
+            subprocess.run(["make", "--dry-run", words[1]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        if command := areal_words(words):
+            check_words(command, line)
+        for word in words:
+            if re.match(r"(\.venv/bin/)?python", words[0]) and re.match(r"(areal|tests)\.[\w.]+$", word):
+                assert importlib.util.find_spec(word), line
+            if word.startswith(("examples/", "benchmark/", "tests/")):
+                assert (ROOT / word.partition("::")[0]).exists(), line
 
 
 def areal_words(words: list[str]) -> list[str]:
