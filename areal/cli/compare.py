@@ -57,7 +57,7 @@ def compare(words: Sequence[str]) -> int:
     parser.add_argument("runs", metavar="RUN", type=existing_run, nargs="+", help="folders, or experiment/trial")
     parser.add_argument("--metric", action="append", default=[], help="name or pattern; several are possible")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one HTML file that needs no network")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture (needs areal[plot])")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture (needs the package matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(words)
     if len(given.runs) < 2:
