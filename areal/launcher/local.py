@@ -97,11 +97,15 @@ class Launch:
     """Seconds of a train step, for the GPU hours of a dry run; None = as an earlier run measured."""
 
 
-def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine: bool = True) -> Launch:
-    """Read and check the whole configuration. ConfigError lists every problem; --help prints `usage` and exits."""
-    if {"--help", "-h"} & {*argv}:
+def help_if_asked(words: Sequence[str], usage: str) -> None:
+    """Print the help of a launcher and exit, if a word asks for it."""
+    if {"--help", "-h"} & {*words}:
         sys.stdout.write(usage + _FURTHER_HELP)
         raise SystemExit(0)
+
+
+def read_command_line(argv: Sequence[str], *, on_one_machine: bool = True) -> Launch:
+    """Read and check the whole configuration. ConfigError lists every problem."""
     flags = ("--dry-run", "--overwrite", "--json")
     words = [word for word in argv if word not in flags and not word.startswith("--step-s=")]
     script = words.pop(0) if words and words[0].endswith(".py") else None
@@ -390,6 +394,7 @@ def run_command(words: Sequence[str]) -> int:
     """Run the words of a command line; returns the exit status."""
     if "--attach" in words:
         return attach.run_command(words)
+    help_if_asked(words, USAGE)
     request = read_command_line(words)
     if notice := unused_image(request.config.launcher.slurm):
         StatusLine().say(f"areal: warning: {notice}")

@@ -17,7 +17,7 @@ from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from areal.api.errors import LaunchError
 from areal.launcher.agent_command import agent_command, check_containers, image_of, variables_of_agent
 from areal.launcher.job import LaunchPlan, PlannedProcess, moved
-from areal.launcher.local import launch, read_command_line
+from areal.launcher.local import help_if_asked, launch, read_command_line
 from areal.launcher.node_link import NodeLink
 from areal.launcher.node_messages import Hello
 from areal.launcher.nodes import NodesBackend
@@ -364,7 +364,8 @@ def _text(resources: Mapping[str, float]) -> str:
 
 def run_command(words: Sequence[str]) -> int:
     """Run the words of a command line; returns the exit status."""
-    request = read_command_line(words, usage=USAGE, on_one_machine=False)
+    help_if_asked(words, USAGE)
+    request = read_command_line(words, on_one_machine=False)
     check_containers(request.config.launcher.slurm, has_srun=False, has_shared_agents=False)
     return launch(request, RayCluster(request.config.cluster, request.config.launcher))
 

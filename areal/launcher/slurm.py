@@ -13,7 +13,7 @@ from areal.api.config.redaction import is_secret
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.agent_command import check_containers
 from areal.launcher.job import parse_env_vars
-from areal.launcher.local import Launch, checked_plan, read_command_line
+from areal.launcher.local import Launch, checked_plan, help_if_asked, read_command_line
 from areal.launcher.preflight import check_run_folder, make_run_folder
 from areal.launcher.slurm_client import SlurmClient
 from areal.launcher.slurm_follow import Follower, SubmittedJob
@@ -163,6 +163,7 @@ def _follow(slurm: SlurmClient, paths: RunPaths, line: StatusLine, *, from_start
 
 
 def run_command(words: Sequence[str]) -> int:
+    help_if_asked(words, USAGE)
     match words:
         case ["--inside", *rest]:
             return run_inside(rest, os.environ)
@@ -172,7 +173,7 @@ def run_command(words: Sequence[str]) -> int:
             )
         case _:
             sweep = read_sweep([word for word in words if word != "--detach"])
-            request = read_command_line(sweep.words, usage=USAGE, on_one_machine=False)
+            request = read_command_line(sweep.words, on_one_machine=False)
             trial = request.config.trial_name
             requests = [
                 read_command_line([*sweep.words, *overrides, f"trial_name={trial}_{index}"], on_one_machine=False)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from areal.api.errors import ConfigError
 from areal.launcher.agent_command import agent_command, check_containers, variables_of_agent
-from areal.launcher.local import launch, read_command_line
+from areal.launcher.local import help_if_asked, launch, read_command_line
 from areal.launcher.nodes import Node, NodeCluster
 from areal.launcher.placement import is_chosen
 from areal.system.process import run_main
@@ -75,11 +75,12 @@ def _command(target: str, port: str, options: Sequence[str], agent: Sequence[str
 
 def run_command(argv: Sequence[str]) -> int:
     """Run the words of a command line; returns the exit status."""
+    help_if_asked(argv, USAGE)
     words = list(argv)
     hosts = take_option(words, "--hosts")
     options = take_option(words, "--ssh-option")
     python = take_option(words, "--python") or [sys.executable]
-    request = read_command_line(words, usage=USAGE, on_one_machine=False)
+    request = read_command_line(words, on_one_machine=False)
     launcher = request.config.launcher
     check_containers(launcher.slurm, has_srun=False, has_shared_agents=True)
     named = nodes_of(",".join(hosts), options, agent_command(launcher.slurm, None, python[-1]))

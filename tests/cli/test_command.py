@@ -90,9 +90,10 @@ def test_the_help_of_a_run_fits_one_screen(capsys):
 def test_the_help_of_a_launcher_fits_one_screen_and_leads_to_the_options(launcher, flags, capsys):
     text = one_screen(["run", "--launcher", launcher, "--help"], capsys)
     assert [flag for flag in (*flags, "areal run --help", "areal config SECTION") if flag not in text] == []
-    with pytest.raises(SystemExit):
-        import_module(f"areal.launcher.{launcher}").run_command(["train.py", "--config", QUICKSTART, "--help"])
-    assert capsys.readouterr().out == text
+    for words in (["train.py", "--config", QUICKSTART, "--help"], [flags[0], "--help"]):
+        with pytest.raises(SystemExit):
+            import_module(f"areal.launcher.{launcher}").run_command(words)
+        assert capsys.readouterr().out == text
 
 
 def one_screen(words, capsys):
