@@ -71,8 +71,8 @@ REFUSED = {
 CONFIGS = ["grpo", "my", "CONFIG", "FILE", "shared/grpo", "my/warehouse", "my/warm_up"]
 RUNS = [
     "RUN", "OTHER", "runs/quickstart/grpo", "runs/quickstart/rloo", "runs/quickstart/synchronous",
-    "runs/agents/calculator", "runs/my_task/first", "runs/warehouse/base", "runs/warehouse/lr1e-4",
-    "runs/warehouse/warm_up", "runs/EXPERIMENT/s0", "runs/EXPERIMENT/s4",
+    "runs/agents/calculator", "runs/calculator/grpo", "runs/my_task/first", "runs/warehouse/base",
+    "runs/warehouse/lr1e-4", "runs/warehouse/warm_up", "runs/EXPERIMENT/s0", "runs/EXPERIMENT/s4",
     "runs/EXPERIMENT/grpo", "runs/EXPERIMENT/rloo", "shared/runs/EXPERIMENT/TRIAL",
 ]  # fmt: skip
 IMPORTED = {

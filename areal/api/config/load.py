@@ -156,7 +156,7 @@ def _help_section(argv: Sequence[str]) -> str | None:
     flag = next((index for index, word in enumerate(argv) if word in ("--help", "-h")), None)
     if flag is None:
         return None
-    return next((word for word in argv[flag + 1 : flag + 2] if "=" not in word and word[0] != "-"), "")
+    return next((word for word in argv[flag + 1 : flag + 2] if "=" not in word and not word.startswith("-")), "")
 
 
 @dataclass(frozen=True, slots=True)
