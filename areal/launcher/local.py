@@ -54,6 +54,7 @@ from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import fetch_vision_layout, nccl_versions, notices, server_problems
 from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
+from areal.launcher.usage import help_if_asked
 from areal.observe.step_files import read_step_lines
 from areal.system.device import cpu_count, gpu_memory_bytes, host_memory_bytes, visible_gpus
 from areal.system.discovery import NameRegistry, registry_of
@@ -71,10 +72,6 @@ checkpoint where recover.mode allows; the second ends the run at once.
 Environment variables for servers that already run:
   AREAL_LLM_SERVER_ADDRS=HOST:PORT,...  their addresses, as rollout.server_addrs
   AREAL_SERVER_TOKEN=TEXT               their token or API key
-"""
-_FURTHER_HELP = """
-`areal run --help` lists the flags of all launchers, `areal config SECTION`
-explains the options of the configuration.
 """
 _ORPHANS_LIMIT_S = 10.0
 _NO_PROMPT = "no first prompt: the agent makes its prompts itself (areal rehearse, areal test-workflow show them)\n"
@@ -95,13 +92,6 @@ class Launch:
     """Print one JSON object: the plan of a dry run, else the summary of the run at its end."""
     step_s: float | None = None
     """Seconds of a train step, for the GPU hours of a dry run; None = as an earlier run measured."""
-
-
-def help_if_asked(words: Sequence[str], usage: str) -> None:
-    """Print the help of a launcher and exit, if a word asks for it."""
-    if {"--help", "-h"} & {*words}:
-        sys.stdout.write(usage + _FURTHER_HELP)
-        raise SystemExit(0)
 
 
 def read_command_line(argv: Sequence[str], *, on_one_machine: bool = True) -> Launch:

@@ -17,7 +17,7 @@ from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from areal.api.errors import LaunchError
 from areal.launcher.agent_command import agent_command, check_containers, image_of, variables_of_agent
 from areal.launcher.job import LaunchPlan, PlannedProcess, moved
-from areal.launcher.local import help_if_asked, launch, read_command_line
+from areal.launcher.local import launch, read_command_line
 from areal.launcher.node_link import NodeLink
 from areal.launcher.node_messages import Hello
 from areal.launcher.nodes import NodesBackend
@@ -27,6 +27,7 @@ from areal.launcher.ray_actor import AgentActor
 from areal.launcher.ray_nodes import demands, living_nodes, resources_of
 from areal.launcher.restart_rules import Role
 from areal.launcher.status import StatusLine
+from areal.launcher.usage import help_if_asked
 from areal.system.network import TRAINERS_VARIABLE
 from areal.system.process import run_main
 from areal.system.ray_registry import connect_ray

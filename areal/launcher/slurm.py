@@ -13,7 +13,7 @@ from areal.api.config.redaction import is_secret
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.agent_command import check_containers
 from areal.launcher.job import parse_env_vars
-from areal.launcher.local import Launch, checked_plan, help_if_asked, read_command_line
+from areal.launcher.local import Launch, checked_plan, read_command_line
 from areal.launcher.preflight import check_run_folder, make_run_folder
 from areal.launcher.slurm_client import SlurmClient
 from areal.launcher.slurm_follow import Follower, SubmittedJob
@@ -31,6 +31,7 @@ from areal.launcher.slurm_job import (
 from areal.launcher.slurm_states import meaning_of
 from areal.launcher.slurm_sweep import SweepRun, follow_sweep, read_sweep, runs_of_sweep, write_sweep
 from areal.launcher.status import StatusLine
+from areal.launcher.usage import help_if_asked
 from areal.system.durable import write_atomic
 from areal.system.process import run_main
 from areal.system.run_paths import RunPaths
