@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal.api.errors import ConfigError, InputError
 from areal.importers.cosmos import from_cosmos
-from areal.importers.draft import Draft, flat
+from areal.importers.draft import Draft, Note, flat
 from areal.importers.hydra import composed
 from areal.importers.own import from_areal
 from areal.importers.roll import from_roll
@@ -49,10 +49,13 @@ def import_config(words: Sequence[str]) -> int:
     tree = composed(_read(given.file), given.file, _read)
     for word in given.overrides:
         _put(tree, word)
-    draft = SYSTEMS[given.system](_resolved(tree, given.file))
+    known, unknown = _resolved(tree)
+    draft = SYSTEMS[given.system](known)
     if all(note.fate in ("dropped", "missing") for note in draft.notes.values()):
         keys = ", ".join(list(draft.values)[:3]) or "no keys"
         raise _unreadable(given.file, f"it is no configuration of {draft.system}; it has {keys}")
+    for key, (value, why) in unknown.items():
+        draft.values[key], draft.notes[key] = value, Note("missing", f"give {key}=VALUE after the file: {why}")
     draft.refer({key: found[1] for key, value in flat(tree).items() if (found := _REFERENCE.fullmatch(str(value)))})
     text = yaml_text(draft, given.file.name)
     if given.output is not None:
@@ -78,13 +81,13 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".sh":
             return _script_tree(text)
-        found: Any = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        found: Any = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     except (yaml.YAMLError, ValueError) as error:
         raise _unreadable(path, " ".join(str(error).split())) from error
-    if not isinstance(found, dict):
-        raise _unreadable(path, "it is empty" if found is None else "it is no mapping of keys to values")
+    if not isinstance(found, dict) or not found:
+        raise _unreadable(path, "it is no mapping of keys to values" if found else "it is empty")
     return cast("dict[str, Any]", found)
 
 
@@ -95,14 +98,9 @@ def _script_tree(text: str) -> dict[str, Any]:
     return tree
 
 
-def _with_numbers(value: Any) -> Any:
-    """YAML reads 1e-6 as text, other systems as a number."""
-    if isinstance(value, dict):
-        return {name: _with_numbers(below) for name, below in cast("dict[str, Any]", value).items()}
-    if isinstance(value, list):
-        return [_with_numbers(below) for below in cast("list[Any]", value)]
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-    return float(value) if is_number else value
+def _yaml(text: str) -> Any:
+    """The value of YAML as the other systems read it: 1e-6 is a number, and 2026-01-31 is text."""
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def _unreadable(path: Path, why: str) -> ConfigError:
@@ -120,15 +118,31 @@ def _put(tree: dict[str, Any], word: str) -> None:
         below = place.get(section)
         place[section] = place = cast("dict[str, Any]", below) if isinstance(below, dict) else {}
     try:
-        place[name] = text if text.startswith("$") else yaml.safe_load(text)
+        place[name] = _yaml(f"value: {text}")["value"]
     except yaml.YAMLError as error:
         raise ConfigError(f"{word}: the value is no YAML", code="config.bad_override") from error
 
 
-def _resolved(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The tree with the values of its interpolations."""
-    try:
-        found = OmegaConf.to_container(cast("DictConfig", OmegaConf.create(dict(tree))), resolve=True)
-    except OmegaConfBaseException as error:
-        raise _unreadable(path, " ".join(str(error).split())) from error
-    return _with_numbers(found)
+def _resolved(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:
+    """The tree with the values of its interpolations; and the keys whose interpolation has none, with the reason."""
+    unknown: dict[str, tuple[Any, str]] = {}
+
+    def visit(node: DictConfig, prefix: str) -> None:
+        for name in list(node):
+            key, is_section = f"{prefix}{name}", not OmegaConf.is_interpolation(node, name)
+            try:
+                value = node[name]
+                if isinstance(value, DictConfig) and value and is_section:
+                    visit(value, f"{key}.")
+                    if not value:  # all of it is unknown
+                        del node[name]
+                elif isinstance(value, DictConfig | ListConfig):
+                    OmegaConf.to_container(value, resolve=True)
+            except OmegaConfBaseException as error:
+                written = cast("dict[Any, Any]", OmegaConf.to_container(node, resolve=False))[name]
+                unknown[key] = written, str(error).partition("\n")[0]
+                del node[name]
+
+    config = cast("DictConfig", OmegaConf.create(dict(tree)))
+    visit(config, "")
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), unknown

@@ -1,5 +1,6 @@
 """Imports of files that cannot be read, are of another system, or have values that cannot be used."""
 
+import json
 import tomllib
 from pathlib import Path
 from random import Random
@@ -106,3 +107,22 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path):
     for output in (tmp_path, path / "below.yaml"):
         with raises_code("command.not_written", output):
             run_command(["config", "import", "verl", str(path), "-o", str(output)])
+
+
+def test_a_key_whose_interpolation_has_no_value_is_missing_and_the_others_are_imported(tmp_path, capsys):
+    path = tmp_path / "f.yaml"
+    path.write_text("pretrain: m\nreference: {strategy_args: {strategy_config: '${deepspeed_zero3}'}}\nseed: ${exp}\n")
+    assert run_command(["config", "import", "roll", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    fates = {entry["key"]: entry["fate"] for entry in report["keys"]}
+    lost = ("reference.strategy_args.strategy_config", "seed")
+    assert fates == {"pretrain": "kept", **dict.fromkeys(lost, "missing")}
+
+
+def test_numbers_and_dates_are_read_as_the_other_system_reads_them(tmp_path, capsys):
+    path = tmp_path / "f.yaml"
+    path.write_text("trainer: {experiment_name: 2026-01-31}\nactor_rollout_ref: {actor: {optim: {lr: 1e-6}}}\n")
+    assert run_command(["config", "import", "verl", str(path), "trainer.project_name=2026-02-01", "--json"]) == 0
+    found = {key: one["value"] for key, one in json.loads(capsys.readouterr().out)["options"].items()}
+    assert (found["trial_name"], found["experiment_name"]) == ("2026-01-31", "2026-02-01")
+    assert found["actor.optimizer.lr"] == 1e-6
