@@ -1,86 +1,96 @@
-"""Configurations of cosmos-rl with a GRPO policy."""
+"""Configurations of cosmos-rl: GRPO and supervised training."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from areal.importers.draft import Draft, allocation, minibatches
+from areal.importers.cosmos_model import POLICY, take_shared, trainer_of
+from areal.importers.devices import set_devices
+from areal.importers.draft import Draft, minibatches
 
-_T = "train.train_policy"
+_T = POLICY
 _SAME = {
-    "train.epoch": "total_train_epochs",
-    "train.max_num_steps": "total_train_steps",
-    "train.output_dir": "cluster.fileroot",
-    "train.seed": "seed",
-    "train.optm_lr": "actor.optimizer.lr",
-    "train.optm_weight_decay": "actor.optimizer.weight_decay",
-    "train.optm_grad_norm_clip": "actor.optimizer.gradient_clipping",
-    "train.epsilon": "actor.optimizer.eps",
-    "train.fsdp_offload": "actor.fsdp.offload_params",
-    f"{_T}.temperature": "gconfig.temperature",
     f"{_T}.epsilon_low": "actor.eps_clip",
     f"{_T}.epsilon_high": "actor.eps_clip_higher",
-    f"{_T}.lower_bound_ratio": "actor.c_clip",
     f"{_T}.mu_iterations": "actor.ppo_epochs",
     f"{_T}.entropy_coeff": "actor.entropy_coef",
-    f"{_T}.dataloader_shuffle": "train_dataset.shuffle",
     f"{_T}.allowed_outdated_steps": "rollout.max_head_offpolicyness",
     f"{_T}.use_decoupled_loss": "actor.use_decoupled_loss",
-    f"{_T}.max_token_len_per_mini_batch": "actor.mb_spec.max_tokens_per_mb",
-    f"{_T}.dataset.name": "train_dataset.path",
-    f"{_T}.dataset.subset": "train_dataset.name",
     f"{_T}.min_filter_prefix_tokens": "actor.shared_prefix_min_tokens",
     "rollout.n_generation": "gconfig.n_samples",
     "rollout.max_response_length": "gconfig.max_new_tokens",
     "rollout.sampling_config.temperature": "gconfig.temperature",
     "rollout.sampling_config.top_p": "gconfig.top_p",
     "rollout.sampling_config.repetition_penalty": "gconfig.repetition_penalty",
-    "policy.model_name_or_path": "actor.path",
-    "policy.model_gradient_checkpointing": "actor.gradient_checkpointing",
-    "logging.project_name": "experiment_name",
-    "logging.experiment_name": "trial_name",
-    "train.ckpt.max_keep": "saver.keep_last",
-    "train.ckpt.save_freq": "saver.freq_steps",
-    "validation.freq": "evaluator.freq_steps",
-    "validation.dataset.name": "valid_dataset.path",
-    "validation.dataset.subset": "valid_dataset.name",
 }
-_LORA = {
-    "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules",
-    "use_rslora": "rslora", "modules_to_save": "modules_to_save", "exclude_modules": "exclude_modules",
+_REWARDS = {
+    "boxed_math": "math", "direct_math": "math", "single_choice": "choice", "format": "format", "gsm8k": "gsm8k",
 }  # fmt: skip
-"""Options of adapters."""
-_REWARDS = {"boxed_math": "math", "single_choice": "choice", "format": "format", "gsm8k": "gsm8k"}
 
 
 def from_cosmos(values: Mapping[str, Any]) -> Draft:
     """The draft of a cosmos-rl file."""
     draft = Draft("cosmos-rl", dict(values))
-    draft.set("experiment_name", draft.get("logging.project_name", "cosmos_rl"), "cosmos-rl: logging.project_name")
-    draft.set("trial_name", draft.get("logging.experiment_name", "grpo"), "cosmos-rl: logging.experiment_name")
-    _switches(draft)
-    draft.keep_all(_SAME)
-    _batches(draft)
-    _loss(draft)
-    _devices(draft)
-    _rewards(draft)
-    _dropped(draft)
-    draft.defaults({"gconfig.n_samples": 16, "actor.gradient_checkpointing": True, "actor.optimizer.eps": 1e-6})
-    if draft.options["actor.policy_loss"].value == "ppo":
-        draft.defaults({"actor.c_clip": 3.0})
+    if draft.get(f"{_T}.type") == "sft":
+        _take_supervised(draft)
+    else:
+        _take_grpo(draft)
     draft.finish()
     return draft
 
 
-def _switches(draft: Draft) -> None:
-    """Keys whose value decides what they become."""
-    if draft.get("train.ckpt.enable_checkpoint", False) is False:
-        draft.drop("nothing is saved", "train.ckpt.*")
-    draft.drop("saver.freq_steps does it", "train.ckpt.enable_checkpoint")
-    if not draft.get("validation.enable", draft.get("train.enable_validation", False)):
-        draft.drop("there is no evaluation", "validation.*", "train.enable_validation")
-    draft.drop("evaluator.freq_steps does it", "validation.enable", "train.enable_validation")
-    if draft.get("train.ckpt.max_keep", 5) == -1:
-        draft.drop("all are kept", "train.ckpt.max_keep")
+def _take_supervised(draft: Draft) -> None:
+    take_shared(draft, "model")
+    batch = draft.whole("train.train_batch_per_replica", 8) * draft.whole("policy.parallelism.n_init_replicas", 1)
+    draft.set("train_dataset.batch_size", batch, "cosmos-rl: rows of all replicas", "train.train_batch_per_replica")
+    longest = draft.whole("policy.model_max_length", 4096)
+    column = draft.get(f"{_T}.conversation_column_name", "messages")
+    for section in ("train_dataset", "valid_dataset"):
+        if f"{section}.path" in draft.options or section == "train_dataset":
+            draft.set(f"{section}.type", "sft", "cosmos-rl: type", f"{_T}.type")
+            draft.set(f"{section}.max_length", longest, "cosmos-rl: model_max_length", "policy.model_max_length")
+            if column != "messages":
+                draft.set(f"{section}.columns", {column: "messages"}, "cosmos-rl: conversation_column_name")
+    draft.drop("train_dataset.columns has it", f"{_T}.conversation_column_name")
+    draft.lack("add the message to the rows with a map_fn", f"{_T}.system_prompt")
+    draft.defaults({"model.optimizer.lr": 1e-6})
+    _micro_batches(draft, "model", longest)
+    trainer, gpus, keys = trainer_of(draft)
+    set_devices(draft, "", (0, 0, gpus), trainer, "cosmos-rl: parallelism of the policy", keys)
+    draft.lack("give evaluator.stop_at or other options (docs/evaluation.md)", "validation.*", off=(None,))
+    draft.drop("supervised training generates nothing", "rollout.*")
+
+
+def _micro_batches(draft: Draft, role: str, longest: int) -> None:
+    option, size = f"{role}.mb_spec.max_tokens_per_mb", draft.whole(f"{_T}.mini_batch", 2)
+    if option not in draft.options:
+        why = f"cosmos-rl: mini_batch of {size} sequences of {longest} tokens"
+        draft.set(option, size * longest, why, f"{_T}.mini_batch")
+    draft.drop("micro-batches are filled by tokens", f"{_T}.mini_batch", f"{_T}.max_token_len_per_mini_batch")
+
+
+def _take_grpo(draft: Draft) -> None:
+    take_shared(draft, "actor")
+    _staleness(draft)
+    draft.keep_all(_SAME)
+    if draft.whole("rollout.sampling_config.top_k", -1, least=-1) > 0:
+        draft.keep("rollout.sampling_config.top_k", "gconfig.top_k")
+    draft.drop("all tokens, as here", "rollout.sampling_config.top_k")
+    _batches(draft)
+    _advantages(draft)
+    _loss(draft)
+    _devices(draft)
+    _rewards(draft)
+    _evaluation(draft)
+    _columns(draft)
+    same = draft.get("rollout.sampling_config.temperature", 1.0) == draft.get(f"{_T}.temperature", 1.0)
+    draft.lack("log-probabilities are those of gconfig.temperature", *([] if same else [f"{_T}.temperature"]), off=())
+    draft.drop("it is gconfig.temperature", f"{_T}.temperature")
+    draft.drop("always GRPO", f"{_T}.type", f"{_T}.rollout_as_token_ids", f"{_T}.max_retry_for_on_policy")
+    draft.drop("requests are never held back by batches", f"{_T}.outdated_rollout_fetch_batch_size")
+    draft.defaults({"gconfig.n_samples": 16})
+
+
+def _staleness(draft: Draft) -> None:
     draft.set("rollout.max_head_offpolicyness", draft.get(f"{_T}.allowed_outdated_steps", 4), "cosmos-rl: its default")
     if draft.get(f"{_T}.on_policy", False):
         keys = (f"{_T}.on_policy", f"{_T}.allowed_outdated_steps")
@@ -88,10 +98,9 @@ def _switches(draft: Draft) -> None:
     draft.drop("allowed_outdated_steps decides", f"{_T}.on_policy")
     if draft.get(f"{_T}.use_decoupled_loss", False):
         draft.keep(f"{_T}.behav_imp_weight_cap", "actor.behav_imp_weight_cap")
+    else:
+        draft.set("actor.recompute_logprob", True, "cosmos-rl: the old policy is the trainer's without decoupled loss")
     draft.drop("the loss is not decoupled", f"{_T}.behav_imp_weight_cap")
-    if draft.whole("rollout.sampling_config.top_k", -1, least=-1) > 0:
-        draft.keep("rollout.sampling_config.top_k", "gconfig.top_k")
-    draft.drop("all tokens, as here", "*.sampling_config.top_k")
 
 
 def _batches(draft: Draft) -> None:
@@ -109,33 +118,45 @@ def _batches(draft: Draft) -> None:
     draft.set("actor.ppo_n_minibatches", count, why, f"{_T}.batch_size_per_optimize")
     longest = draft.whole("policy.model_max_length", 4096)
     draft.set("gconfig.max_tokens", longest, "cosmos-rl: policy.model_max_length", "policy.model_max_length")
-    answer = draft.whole("rollout.max_response_length", 2048)
-    draft.set("gconfig.max_new_tokens", answer, "cosmos-rl: rollout.max_response_length")
-    micro = draft.whole(f"{_T}.mini_batch", 2)
-    if f"{_T}.max_token_len_per_mini_batch" not in draft.notes:
-        why = f"cosmos-rl: mini_batch of {micro} sequences of {longest} tokens"
-        draft.set("actor.mb_spec.max_tokens_per_mb", micro * longest, why)
-    draft.drop("micro-batches are filled by tokens", f"{_T}.mini_batch", f"{_T}.max_token_len_per_mini_batch")
-    draft.drop("packed without padding", "train.sequence_packing", f"{_T}.balance_dp_token")
+    draft.defaults({"gconfig.max_new_tokens": draft.whole("rollout.max_response_length", 2048)})
+    _micro_batches(draft, "actor", longest)
     draft.drop("a server batches the requests that it has", "rollout.batch_size")
 
 
+def _advantages(draft: Draft) -> None:
+    key = f"{_T}.unbiased_advantage"
+    if draft.get(key, False):
+        draft.set("actor.adv_estimator", "dr_grpo", "cosmos-rl: unbiased_advantage", key)
+        return
+    norm = {"mean_level": "group", "std_level": "group", "std_unbiased": False, "eps": 1e-6}
+    draft.set("actor.adv_estimator", "gae", "cosmos-rl: GRPO, written with reward_norm: it divides by n, not n - 1")
+    draft.set("actor.reward_norm", norm, "cosmos-rl: unbiased_advantage is false", key)
+
+
 def _loss(draft: Draft) -> None:
-    variant = str(draft.get(f"{_T}.variant", "grpo"))
-    draft.set("actor.policy_loss", "gspo" if variant == "gspo" else "ppo", "cosmos-rl: variant", f"{_T}.variant")
-    if variant == "dapo":
+    variant, is_gspo = f"{_T}.variant", draft.get(f"{_T}.variant") == "gspo"
+    draft.set("actor.policy_loss", "gspo" if is_gspo else "ppo", "cosmos-rl: variant", variant)
+    if is_gspo:
+        for option, value in (("advantage", "token"), ("max_log_ratio", 10.0)):
+            draft.set(f"actor.sequence_level.{option}", value, "cosmos-rl: its form of GSPO", variant)
+    if draft.get(variant) == "dapo":
         draft.set("rollout.should_accept_fn", "mixed_rewards", "cosmos-rl: variant dapo")
-    plain = bool(draft.get(f"{_T}.unbiased_advantage", False))
-    name = "dr_grpo" if plain else "grpo"
-    draft.set("actor.adv_estimator", name, "cosmos-rl: unbiased_advantage", f"{_T}.unbiased_advantage")
-    unbiased = draft.get(f"{_T}.unbiased_loss_max_tokens")
-    if unbiased:
+    if draft.get(f"{_T}.aipo_rho"):
+        draft.set("actor.policy_loss", "aipo", "cosmos-rl: aipo_rho")
+        draft.set("actor.aipo.truncation", "objective", "cosmos-rl: its form of AIPO")
+        draft.keep(f"{_T}.aipo_rho", "actor.aipo.rho")
+        if is_gspo:
+            draft.set("actor.importance_sampling_level", "sequence", "cosmos-rl: variant gspo", variant)
+    elif not is_gspo:
+        draft.keep(f"{_T}.lower_bound_ratio", "actor.c_clip")
+        draft.defaults({"actor.c_clip": 3.0})
+    draft.drop("this loss has no bound of negative advantages", f"{_T}.lower_bound_ratio")
+    if draft.get(f"{_T}.unbiased_loss_max_tokens"):
         draft.set("actor.loss_aggregation", "seq-mean-token-sum-norm", "cosmos-rl: unbiased_loss_max_tokens")
         draft.keep(f"{_T}.unbiased_loss_max_tokens", "actor.loss_scale_tokens")
         draft.drop("unbiased_loss_max_tokens decides", f"{_T}.loss_type")
     draft.keep(f"{_T}.loss_type", "actor.loss_aggregation")
-    beta = draft.get(f"{_T}.kl_beta", 0.0)
-    if beta:
+    if draft.get(f"{_T}.kl_beta", 0.0):
         draft.keep(f"{_T}.kl_beta", "actor.kl_loss_coef")
         draft.set("ref.path", draft.get("policy.model_name_or_path"), "cosmos-rl: the initial policy")
         if draft.get(f"{_T}.reference_reset_interval"):
@@ -146,76 +167,39 @@ def _loss(draft: Draft) -> None:
     if draft.get(f"{_T}.positive_nll_coef"):
         draft.keep(f"{_T}.positive_nll_coef", "actor.positive_nll_coef")
     draft.drop("it is switched off", f"{_T}.positive_nll_coef")
-    if draft.get(f"{_T}.aipo_rho"):
-        draft.set("actor.policy_loss", "aipo", "cosmos-rl: aipo_rho")
-        draft.set("actor.aipo.truncation", "objective", "cosmos-rl: its form of AIPO")
-        draft.keep(f"{_T}.aipo_rho", "actor.aipo.rho")
-    schedule = draft.get("train.optm_decay_type")
-    if schedule in (None, "linear", "cosine", "constant", "none"):
-        kind = "constant" if schedule in (None, "none") else schedule
-        draft.set("actor.optimizer.lr_scheduler_type", kind, "cosmos-rl: optm_decay_type", "train.optm_decay_type")
-    warmup = draft.get("train.optm_warmup_steps", 0)
-    if isinstance(warmup, float) and warmup <= 1:
-        draft.keep("train.optm_warmup_steps", "actor.optimizer.warmup_steps_proportion")
-    elif warmup and (total := draft.number("train.max_num_steps", 0)):
-        warmup = draft.number("train.optm_warmup_steps", 0)
-        why = f"cosmos-rl: optm_warmup_steps {warmup} / max_num_steps {total}"
-        option = "actor.optimizer.warmup_steps_proportion"
-        draft.set(option, warmup / total, why, "train.optm_warmup_steps")
-    draft.lack("give actor.optimizer.warmup_steps_proportion", "train.optm_warmup_steps")
-    for number, beta in enumerate(draft.listed("train.optm_betas"), start=1):
-        draft.set(f"actor.optimizer.beta{number}", beta, "cosmos-rl: optm_betas", "train.optm_betas")
-    ratio = draft.get("train.optm_min_lr_factor")
-    if ratio is not None:
-        draft.keep("train.optm_min_lr_factor", "actor.optimizer.min_lr_ratio")
 
 
 def _devices(draft: Draft) -> None:
-    def size(role: str, name: str) -> int:
-        return max(1, draft.whole(f"{role}.parallelism.{name}", 1, least=-1))
+    def size(name: str) -> int:
+        return max(1, draft.whole(f"rollout.parallelism.{name}", 1, least=-1))
 
-    replicas, tensor = size("rollout", "n_init_replicas"), size("rollout", "tp_size")
+    trainer, gpus, keys = trainer_of(draft)
     backend = str(draft.get("rollout.backend", "vllm"))
     server = backend if backend in ("vllm", "sglang") else "vllm"
-    shards = size("policy", "dp_shard_size") * size("policy", "dp_replicate_size") * size("policy", "n_init_replicas")
-    split, context = size("policy", "tp_size"), size("policy", "cp_size")
-    gpus, batch = shards * split * context, int(draft.options["train_dataset.batch_size"].value)
-    mode = allocation(server, replicas, tensor, gpus, batch, tensor=split, context=context)
     names = ("n_init_replicas", "tp_size", "cp_size", "dp_shard_size", "dp_replicate_size")
-    keys = [f"{role}.parallelism.{name}" for role in ("policy", "rollout") for name in names]
-    draft.set(
-        "allocation_mode",
-        mode,
-        "cosmos-rl: parallelism of policy and rollout",
-        *keys,
-        "rollout.backend",
-    )
-    draft.lack(
-        "choose p with megatron: in allocation_mode, or e with fsdp: (docs/train_engines.md)",
-        "*.parallelism.pp_*",
-        "*.parallelism.ep_*",
-        off=(1, 0),
-    )
+    keys += [*(f"rollout.parallelism.{name}" for name in names), "rollout.backend"]
+    parts = (size("n_init_replicas"), size("tp_size"), gpus)
+    set_devices(draft, server, parts, trainer, "cosmos-rl: parallelism of policy and rollout", keys)
+    draft.lack("a server has tensor ranks only", "rollout.parallelism.*", off=(1, 0, -1))
     flags = {"gpu_memory_utilization": "gpu_memory_utilization" if server == "vllm" else "mem_fraction_static"}
     if server == "vllm":
         flags |= {"enable_chunked_prefill": "enable_chunked_prefill", "enforce_eager": "enforce_eager"}
     draft.server("rollout.", server, flags)
-    names = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "n_init_replicas", "tp_method")
-    draft.drop("parallel sizes of the model decide", *(f"*.parallelism.{name}" for name in names))
 
 
 def _rewards(draft: Draft) -> None:
     key = f"{_T}.reward_function"
-    values = [name for name in draft.values if name == key or name.startswith(f"{key}.")]
     given: Any = draft.get(key)
+    values = [name for name in draft.values if name == key or name.startswith(f"{key}.")]
     weights = {name.removeprefix(f"{key}."): draft.values[name] for name in values if name != key}
-    if isinstance(given, str):
-        weights = {given: 1.0}
-    elif isinstance(given, list):
-        weights = dict.fromkeys(given, 1.0)
+    if given is not None:
+        weights |= dict.fromkeys(given if isinstance(given, list) else [str(given)], 1.0)
+    penalty, has_penalty = f"{_T}.overlong_reward", weights.pop("overlong", None) is not None
     known = {_REWARDS[name]: weight for name, weight in weights.items() if name in _REWARDS}
-    used = [name for name in values if name == key or name.removeprefix(f"{key}.") in _REWARDS]
-    if len(known) == 1 and len(weights) == 1:
+    used = [name for name in values if name.removeprefix(f"{key}.") in (*_REWARDS, "overlong")]
+    if weights.keys() <= _REWARDS.keys():
+        used = values
+    if len(known) == 1:
         draft.set("reward_fn", next(iter(known)), "cosmos-rl: reward_function", *used)
     elif known:
         draft.set("reward.fns", known, "cosmos-rl: reward_function with weights", *used)
@@ -228,15 +212,42 @@ def _rewards(draft: Draft) -> None:
         draft.set("reward.filter_on", chosen, "cosmos-rl: filter_reward_metric", f"{_T}.filter_reward_metric")
         draft.set("rollout.should_accept_fn", "mixed_rewards", "cosmos-rl: filter_reward_metric")
     draft.drop("no filter", f"{_T}.filter_reward_metric")
-    if draft.get(f"{_T}.overlong_reward.enable_overlong_penalty", False):
-        keys = [
-            f"{_T}.overlong_reward.{name}" for name in ("enable_overlong_penalty", "buffer_length", "penalty_factor")
-        ]
-        options = ("overlong_reward_penalty", "overlong_tokens", "overlong_penalty_factor")
-        for source, option in zip(keys, options, strict=True):
-            draft.keep(source, f"actor.{option}")
+    if has_penalty:
+        why = "cosmos-rl: reward_function has overlong"
+        draft.set("actor.overlong_reward_penalty", True, why, f"{penalty}.enable_overlong_penalty")
+        draft.keep(f"{penalty}.buffer_length", "actor.overlong_tokens")
+        draft.keep(f"{penalty}.penalty_factor", "actor.overlong_penalty_factor")
+        draft.defaults({"actor.overlong_tokens": 4096, "actor.overlong_penalty_factor": 1.0})
+    draft.drop("reward_function does not have overlong: there is no penalty for long answers", f"{penalty}.*")
+
+
+def _evaluation(draft: Draft) -> None:
+    """Evaluations of cosmos-rl are greedy unless they have a temperature."""
+    own = "validation"
+    if "valid_dataset.path" not in draft.options:
+        draft.lack("set valid_dataset", f"{own}.*", off=(None,))
+        return
+    if draft.number(f"{own}.temperature", 0):
+        draft.set("evaluator.modes", ["sampled"], "cosmos-rl: validation.temperature is above 0")
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            draft.keep(f"{own}.{name}", f"eval_gconfig.{name}")
+        if draft.whole(f"{own}.top_k", -1, least=-1) > 1:
+            draft.keep(f"{own}.top_k", "eval_gconfig.top_k")
+        draft.keep(f"{own}.n_generation", "evaluator.n_samples")
+        length = draft.whole(f"{own}.max_response_length", int(draft.options["gconfig.max_new_tokens"].value))
+        draft.set("eval_gconfig.max_new_tokens", length, "cosmos-rl: max_response_length", f"{own}.max_response_length")
+        longest = draft.options["gconfig.max_tokens"]
+        draft.set("eval_gconfig.max_tokens", longest.value, longest.origin)
     else:
-        draft.drop("there is no penalty for long answers", f"{_T}.overlong_reward.*")
+        draft.set("evaluator.modes", ["greedy"], "cosmos-rl: validation.temperature is 0", f"{own}.temperature")
+        draft.drop("evaluations are greedy, of the length of training", *(f"{own}.{name}" for name in _SAMPLING))
+    draft.drop("answers are evaluated as servers have room", f"{own}.batch_size")
+    if draft.get(f"{own}.reward_function") in (None, draft.get(f"{_T}.reward_function")):
+        draft.drop("that of training", f"{own}.reward_function")
+    draft.lack("evaluations have the reward function of training", f"{own}.reward_function*")
+
+
+_SAMPLING = ("top_p", "top_k", "repetition_penalty", "n_generation", "max_response_length")
 
 
 def _columns(draft: Draft) -> None:
@@ -247,58 +258,3 @@ def _columns(draft: Draft) -> None:
         draft.set("train_dataset.columns", columns, "cosmos-rl: prompt_column_name, response_column_name", *keys)
     draft.drop("a column that is read as it is", *ours)
     draft.lack("write valid_dataset.columns", "validation.*_column_name")
-
-
-def _dropped(draft: Draft) -> None:
-    if "wandb" in draft.listed("logging.logger"):
-        draft.set("stats_logger.wandb.mode", "online", "cosmos-rl: logging.logger", "logging.logger")
-    names = ("logger", "report_mfu", "group_name", "entity")
-    draft.drop("metrics.jsonl and the status line always exist", *(f"logging.{name}" for name in names))
-    dtype = {"bfloat16": "bfloat16", "float32": "float32"}.get(str(draft.get("train.param_dtype")))
-    if dtype:
-        draft.set("actor.dtype", dtype, "cosmos-rl: train.param_dtype", "train.param_dtype")
-    draft.drop(
-        "kept in float32 by the optimiser", "train.master_dtype", "train.fsdp_reduce_dtype", "train.transfer_dtype"
-    )
-    draft.keep(f"{_T}.dataset.split", "train_dataset.split", convert=_first)
-    draft.keep("validation.dataset.split", "valid_dataset.split", convert=_first)
-    _columns(draft)
-    draft.lack("split the file yourself, and set valid_dataset", "*.dataset.test_size")
-    draft.keep(f"{_T}.dataset.revision", "train_dataset.revision")
-    draft.keep("validation.dataset.revision", "valid_dataset.revision")
-    draft.drop("always GRPO", f"{_T}.type", f"{_T}.rollout_as_token_ids", f"{_T}.max_retry_for_on_policy")
-    draft.drop("how cosmos-rl's loader works", f"{_T}.dataloader_*", f"{_T}.enable_dataset_cache")
-    draft.drop("requests are never held back by batches", f"{_T}.outdated_rollout_fetch_batch_size")
-    draft.drop(
-        "weights are published after every step", "train.sync_weight_interval", "train.*_timeout", "train.timestamp"
-    )
-    draft.lack(
-        "low precision does not exist here", "train.fp8.*", "train.fp4.*", "rollout.quantization", off=(False, "none")
-    )
-    if not draft.get("train.fp8.enable_fp8", False):
-        draft.drop("it is switched off", "train.fp8.*")
-    if not draft.get("train.fp4.enable_fp4", False):
-        draft.drop("it is switched off", "train.fp4.*")
-    for name, option in _LORA.items():
-        draft.keep(f"policy.lora.{name}", f"actor.lora.{option}")
-    draft.lack("this option of adapters does not exist here", "policy.lora.*")
-    if draft.get("train.resume") is not None:
-        mode = "auto" if draft.get("train.resume") else "disabled"
-        draft.set("recover.mode", mode, "cosmos-rl: train.resume", "train.resume")
-    draft.drop("chosen by the model and the engine", "train.compile", "train.async_tp_enabled", "train.optm_impl")
-    if str(draft.get("train.optm_name", "AdamW")).lower() in ("adam", "adamw"):
-        draft.set("actor.optimizer.type", "adam", "cosmos-rl: optm_name", "train.optm_name")
-    draft.drop("seeds follow from seed; workers from reward.workers", "rollout.seed", "train.deterministic")
-    draft.drop("how cosmos-rl profiles", "profiler.*")
-    draft.drop("how processes of cosmos-rl find each other", "redis*", "eth_ips")
-    draft.drop("FSDP2 shards each block over all ranks", "train.fsdp_reshard_after_forward")
-    draft.drop(
-        "checkpoints are exported in Hugging Face format", "train.ckpt.export_safetensors", "train.ckpt.save_mode"
-    )
-    draft.lack("your own code reads it", "custom.*")
-    draft.lack("upload the export yourself", "train.ckpt.upload_*", "train.ckpt.hf_repo_name", "train.ckpt.s3_*")
-
-
-def _first(value: Any) -> Any:
-    """One split; several are written with a plus sign, as `datasets` reads them."""
-    return "+".join(value) if isinstance(value, list) else value

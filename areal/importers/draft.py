@@ -172,22 +172,6 @@ class Draft:
         return [key for key in self.values if key not in self.notes and any(fnmatchcase(key, one) for one in patterns)]
 
 
-def split_gpus(total: int, server_size: int, batch_size: int, server: str, *, context: int = 1) -> str:
-    """allocation_mode for systems that use all GPUs for both activities in turn: about half of them for each."""
-    replicas = max(1, total // 2 // server_size)
-    rest = max(1, total - replicas * server_size)
-    return allocation(server, replicas, server_size, rest, batch_size, context=context)
-
-
-def allocation(
-    server: str, replicas: int, server_size: int, gpus: int, batch_size: int, *, tensor: int = 1, context: int = 1
-) -> str:
-    """allocation_mode with `gpus` trainer ranks. There are at most as many data ranks as prompts in a batch."""
-    servers = f"{server}:d{replicas}" + (f"t{server_size}" if server_size > 1 else "")
-    split = "".join(f"{letter}{size}" for letter, size in (("t", tensor), ("c", context)) if size > 1)
-    return f"{servers}+fsdp:d{max(1, min(gpus // (tensor * context), batch_size))}{split}"
-
-
 def minibatches(batch: int, size: int) -> int:
     """A number of mini-batches from their size."""
     return max(1, -(-batch // max(1, size)))

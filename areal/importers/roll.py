@@ -5,24 +5,20 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from areal.api.allocation import ParallelDims
 from areal.api.errors import ConfigError
-from areal.importers.draft import Draft, allocation
+from areal.importers.devices import MEGATRON_OPTIONS, Trainer, halves, megatron_trainer, set_devices
+from areal.importers.draft import Draft
 
 _SAME = {
     "exp_name": "trial_name",
     "seed": "seed",
     "max_steps": "total_train_steps",
-    "save_steps": "saver.freq_steps",
-    "eval_steps": "evaluator.freq_steps",
     "output_dir": "cluster.fileroot",
     "num_gpus_per_node": "cluster.n_gpus_per_node",
-    "rollout_batch_size": "train_dataset.batch_size",
     "prompt_length": "train_dataset.max_length",
-    "response_length": "gconfig.max_new_tokens",
-    "num_return_sequences_in_group": "gconfig.n_samples",
     "pretrain": "actor.path",
     "ppo_epochs": "actor.ppo_epochs",
-    "adv_estimator": "actor.adv_estimator",
     "pg_clip": "actor.eps_clip",
     "pg_clip_low": "actor.eps_clip",
     "pg_clip_high": "actor.eps_clip_higher",
@@ -59,7 +55,13 @@ _OF_REWARDS = (
     "worker_cls", "tag_included", "world_size", "reward_type", "use_local", "name", "infer_batch_size",
     "data_args.template", "model_args.*", "strategy_args.*",
 )  # fmt: skip
+_REWARDS = {"math_rule": "math", "code_sandbox": "code"}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
+_TRAIN = "actor_train.strategy_args.strategy_config"
+_LEVELS = ("batch", "group")
+_OF_NORMS = ("reward_norm", "reward_shift", "reward_scale")
+_MAX_GPUS = 100_000
+"""Entries of one range that are counted."""
 _SERVERS = {"vllm": "vllm", "sglang": "sglang"}
 
 
@@ -75,6 +77,7 @@ def from_roll(values: Mapping[str, Any]) -> Draft:
     draft.keep_all(_SAME)
     _batches(draft)
     _loss(draft)
+    _advantages(draft)
     _devices(draft)
     _rewards(draft)
     _dropped(draft)
@@ -83,9 +86,17 @@ def from_roll(values: Mapping[str, Any]) -> Draft:
 
 
 def _sampling(draft: Draft) -> None:
-    answer, prompt = draft.whole("response_length", 1024), draft.whole("prompt_length", 1024)
-    draft.set("gconfig.max_tokens", prompt + answer, "ROLL: prompt_length + response_length")
-    draft.set("gconfig.max_new_tokens", answer, "ROLL: response_length", "actor_infer.generating_args.max_new_tokens")
+    prompt = draft.whole("prompt_length", 1024)
+    own = "actor_infer.generating_args.max_new_tokens"
+    answer = draft.whole("response_length" if "response_length" in draft.values else own, 1024)
+    longest, why = prompt + answer, "ROLL: prompt_length + response_length"
+    if draft.get("sequence_length"):
+        longest, why = draft.whole("sequence_length", longest), "ROLL: sequence_length"
+    else:
+        draft.defaults({"train_dataset.max_length": prompt})
+    draft.set("gconfig.max_tokens", longest, why, "sequence_length")
+    draft.keep("response_length", "gconfig.max_new_tokens")
+    draft.set("gconfig.max_new_tokens", answer, "ROLL: response_length, else max_new_tokens", own)
     if draft.whole("actor_infer.generating_args.top_k", -1, least=-1) > 0:
         draft.keep("actor_infer.generating_args.top_k", "gconfig.top_k")
     draft.drop("set by num_return_sequences_in_group", "actor_infer.generating_args.num_return_sequences")
@@ -96,35 +107,44 @@ def _sampling(draft: Draft) -> None:
             draft.keep("validation.generating_args.top_k", "eval_gconfig.top_k")
         if any(option.startswith("eval_gconfig.") for option in draft.options):
             draft.set("eval_gconfig.max_new_tokens", answer, "ROLL: response_length")
-            draft.set("eval_gconfig.max_tokens", prompt + answer, "ROLL: prompt_length + response_length")
+            draft.set("eval_gconfig.max_tokens", longest, why)
         draft.drop("the limit of training counts", "validation.generating_args.max_new_tokens")
     else:
         draft.drop("there is no held-out set", "validation.*")
-    draft.drop("all tokens, or one beam, as here", "*generating_args.top_k", "*generating_args.num_beams")
+    roles = ("actor_infer", "validation")
+    draft.drop("all tokens, or one beam, as here", *(f"{role}.generating_args.top_k" for role in roles))
+    beams = [f"{role}.generating_args.num_beams" for role in roles]
+    draft.lack("there is no beam search", *beams, off=(1,))
+    if (stops := draft.listed("actor_infer.generating_args.stop_strings")) or draft.get("stop_strings"):
+        draft.set("gconfig.stop", stops, "ROLL: stop_strings", "actor_infer.generating_args.stop_strings")
 
 
 def _batches(draft: Draft) -> None:
     ratio, option = draft.number("async_generation_ratio", 0), "rollout.max_head_offpolicyness"
     draft.set(option, ceil(ratio), "ROLL: async_generation_ratio, rounded up", "async_generation_ratio")
-    prompts, group = draft.whole("rollout_batch_size", 64), draft.whole("num_return_sequences_in_group", 1)
-    if "train_dataset.batch_size" not in draft.options:
-        draft.set("train_dataset.batch_size", prompts, "ROLL: its default")
+    if "train_env_manager.group_size" in draft.values:  # whose rollout_batch_size counts trajectories
+        group = draft.whole("train_env_manager.group_size", 1)
+        prompts = max(1, draft.whole("rollout_batch_size", 64) // group)
+        draft.set("train_dataset.batch_size", prompts, "ROLL: trajectories / group_size", "rollout_batch_size")
+        draft.keep("train_env_manager.group_size", "gconfig.n_samples")
+    else:
+        prompts, group = draft.whole("rollout_batch_size", 64), draft.whole("num_return_sequences_in_group", 1)
+        draft.keep("rollout_batch_size", "train_dataset.batch_size")
+        draft.keep("num_return_sequences_in_group", "gconfig.n_samples")
+        draft.defaults({"train_dataset.batch_size": prompts})
     args = "actor_train.training_args"
     micro, steps = (
         draft.whole(f"{args}.per_device_train_batch_size", 1),
         draft.whole(f"{args}.gradient_accumulation_steps", 1),
     )
-    config = "actor_train.strategy_args.strategy_config"
-    sizes = [draft.whole(f"{config}.{name}_model_parallel_size", 1) for name in ("tensor", "pipeline")]
-    ulysses = draft.whole("actor_train.model_args.ulysses_size", 1)
-    context = draft.whole(f"{config}.context_parallel_size", ulysses)
-    ranks = _num_devices(draft, "actor_train") // (sizes[0] * sizes[1] * context) or 1
+    sizes = _trainer(draft).sizes
+    ranks = len(_devices_of(draft, "actor_train")) // sizes.world_size or 1
     size = micro * steps * ranks
     count = max(1, prompts * group // size)
     why = f"ROLL: {prompts} x {group} answers / global batch of {size}"
     draft.set("actor.ppo_n_minibatches", count, why, f"{args}.gradient_accumulation_steps")
     tokens = micro * draft.options["gconfig.max_tokens"].value
-    why = f"ROLL: {micro} sequences of prompt_length + response_length"
+    why = f"ROLL: {micro} sequences of {draft.options['gconfig.max_tokens'].value} tokens"
     draft.set("actor.mb_spec.max_tokens_per_mb", tokens, why, f"{args}.per_device_train_batch_size")
     total, warmup = draft.number("max_steps", 0), draft.number(f"{args}.warmup_steps", -1, least=-1)
     if total and warmup >= 0:
@@ -152,13 +172,25 @@ def _loss(draft: Draft) -> None:
         draft.set("ref.path", draft.get("pretrain"), "ROLL: the reference is the initial policy")
     else:
         draft.drop("there is no reference", "reference.*")
-    draft.drop("this KL term is off", "use_kl_loss", "kl_loss_coef", "target_kl", "kl_horizon")
+    if draft.get("add_token_level_kl", False) and draft.get("target_kl"):
+        draft.set("actor.kl_control.type", "adaptive", "ROLL: target_kl is set")
+        draft.keep("target_kl", "actor.kl_control.target")
+        draft.keep("kl_horizon", "actor.kl_control.horizon")
+    draft.drop(
+        "this KL term is off, or its coefficient is fixed", "use_kl_loss", "kl_loss_coef", "target_kl", "kl_horizon"
+    )
     draft.drop("the reference has the options of the actor", *(f"reference.{name}" for name in _OF_ROLES))
     if draft.get("dual_clip_loss", False):
-        bound = 1 + 2 * float(draft.get("pg_clip", 0.2))
+        bound = 1 + 2 * draft.number("pg_clip", 0.2)
         draft.set("actor.c_clip", bound, "ROLL: dual_clip_loss, 1 + 2 x pg_clip", "dual_clip_loss")
     draft.drop("no limit of negative advantages", "dual_clip_loss")
     draft.defaults({"actor.loss_aggregation": "seq-mean-token-mean", "total_train_steps": 500})
+    draft.set("actor.recompute_logprob", True, "ROLL recomputes the log-probabilities of the old policy")
+
+
+def _advantages(draft: Draft) -> None:
+    if draft.get("adv_estimator", "gae") in ("gae", "grpo"):
+        draft.set("actor.adv_estimator", draft.get("adv_estimator", "gae"), "ROLL: adv_estimator", "adv_estimator")
     if draft.get("adv_estimator", "gae") == "gae":
         path = draft.get("reward_pretrain", draft.get("pretrain"))
         draft.set("critic.path", path, "ROLL: reward_pretrain, else pretrain", "reward_pretrain")
@@ -168,79 +200,99 @@ def _loss(draft: Draft) -> None:
         draft.defaults({"critic.eps_clip": None})
         draft.drop("the critic has the options of the actor", *(f"critic.{name}" for name in _OF_ROLES))
     elif draft.get("adv_estimator") == "reinforce":
-        draft.set("actor.adv_estimator", "gae", "ROLL: reinforce with normalised rewards, written with reward_norm")
+        why = "ROLL: reinforce with normalised rewards, written with reward_norm"
+        draft.set("actor.adv_estimator", "gae", why, "adv_estimator")
         draft.set("actor.gae_lambda", 1.0, "ROLL: no critic")
-    levels = {"batch": "batch", "group": "group"}
-    mean = levels.get(str(draft.get("norm_mean_type", draft.get("reward_norm"))))
-    std = levels.get(str(draft.get("norm_std_type", mean)))
-    if draft.options.get("actor.adv_estimator") and draft.options["actor.adv_estimator"].value == "gae":
-        keys = ("norm_mean_type", "norm_std_type", "reward_norm", "reward_shift", "reward_scale")
-        norm = {"mean_level": mean, "std_level": std} if mean else None
-        draft.set("actor.reward_norm", norm, "ROLL: norm_mean_type, norm_std_type", *keys)
+    if "actor.adv_estimator" not in draft.options:
+        draft.set("actor.adv_estimator", "grpo", f"ROLL: {draft.get('adv_estimator')} has no counterpart")
+    draft.lack("choose actor.adv_estimator (docs/algorithms.md)", "adv_estimator")
+    if draft.options["actor.adv_estimator"].value == "gae":
+        whole = draft.get("reward_norm")
+        keys = [key for key in ("norm_mean_type", "norm_std_type") if draft.get(key, whole) in (None, *_LEVELS)]
+        mean, std = (draft.get(key, whole) if key in keys else None for key in ("norm_mean_type", "norm_std_type"))
+        norm = {"mean_level": mean, "std_level": std} if mean or std else None
+        draft.set("actor.reward_norm", norm, "ROLL: norm_mean_type, norm_std_type", *keys, *_OF_NORMS)
+        draft.lack("levels are batch and group", "norm_*_type", off=())
         white = {"mean_level": "batch", "std_level": "batch"} if draft.get("whiten_advantages", False) else None
         draft.set("actor.adv_norm", white, "ROLL: whiten_advantages", "whiten_advantages")
-    draft.drop("the advantage estimator fixes the normalisation", "norm_*_type", "reward_norm", "reward_s*", "whiten_*")
+    draft.lack("grpo does not whiten its advantages again: use gae with reward_norm and adv_norm", "whiten_advantages")
+    draft.drop("the advantage estimator fixes the normalisation", "norm_*_type", "reward_norm", "reward_s*")
+    draft.keep("max_len_mask", "actor.mask_truncated")
+    draft.lack("answers have no weights or masks by difficulty or length", "difficulty_mask", "error_max_len_clip",
+               "difficulty_loss_weight", "length_loss_weight")  # fmt: skip
+    if not draft.get("difficulty_mask", False):
+        draft.drop("it is switched off", "difficulty_*_threshold")
     if "critic.path" not in draft.options:
         draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup", "reward_pretrain")
-    draft.set("actor.recompute_logprob", True, "ROLL recomputes the log-probabilities of the old policy")
 
 
 def _has_reference(draft: Draft) -> bool:
     return bool(draft.get("use_kl_loss", False) or draft.get("add_token_level_kl", False))
 
 
-def _num_devices(draft: Draft, role: str) -> int:
-    """The number of entries of `list(range(0,16))`, or of a list."""
+def _devices_of(draft: Draft, role: str) -> set[int]:
+    """The GPUs of `list(range(0,16))`, or of a list."""
     given = draft.get(f"{role}.device_mapping", [0])
     if isinstance(given, list):
-        return len(given) or 1
+        return {int(place) for place in given if isinstance(place, int)} or {0}
     ranges = [tuple(map(int, pair)) for pair in re.findall(r"range\((\d+),\s*(\d+)\)", str(given))]
-    count = sum(end - first for first, end in ranges)
-    if count < 1:
+    found = {place for first, end in ranges for place in range(first, min(end, first + _MAX_GPUS))}
+    if not found:
         message = (
             f"{role}.device_mapping: {given!r} is no list of GPUs: give {role}.device_mapping=[0,1,...] after the file"
         )
         raise ConfigError(message, code="config.wrong_type")
-    return count
+    return found
+
+
+def _trainer(draft: Draft) -> Trainer:
+    if draft.get("actor_train.strategy_args.strategy_name") == "megatron_train" and not _has_adapters(draft):
+        return megatron_trainer(draft, f"{_TRAIN}.")
+    ulysses = max(1, draft.whole("actor_train.model_args.ulysses_size", 1))
+    return Trainer(sizes=ParallelDims(cp=ulysses))
+
+
+def _has_adapters(draft: Draft) -> bool:
+    return draft.whole("actor_train.model_args.lora_rank", 0, least=0) > 0
 
 
 def _devices(draft: Draft) -> None:
     strategy = str(draft.get("actor_infer.strategy_args.strategy_name", "vllm"))
-    server = _SERVERS.get(strategy, "native")
-    size = draft.whole("actor_infer.num_gpus_per_worker", 1)
-    config = "actor_infer.strategy_args.strategy_config"
-    size = draft.whole(f"{config}.tensor_parallel_size", size)
-    trained, served = _num_devices(draft, "actor_train"), _num_devices(draft, "actor_infer")
-    is_shared = draft.get("actor_train.device_mapping") == draft.get("actor_infer.device_mapping")
-    if is_shared and served > 1:
-        served, trained = served // 2, trained - trained // 2
-    batch = int(draft.options["train_dataset.batch_size"].value)
-    context = max(1, draft.whole("actor_train.model_args.ulysses_size", 1))
-    mode = allocation(server, max(1, served // size), size, trained, batch, context=context)
-    per_node = draft.whole("num_gpus_per_node", 8)
-    nodes = -(-(max(1, served // size) * size + trained) // per_node)
-    draft.set("cluster.n_nodes", nodes, "ROLL: the GPUs of device_mapping / num_gpus_per_node")
+    server, config = _SERVERS.get(strategy, "native"), "actor_infer.strategy_args.strategy_config"
+    size = draft.whole(f"{config}.tensor_parallel_size", draft.whole("actor_infer.num_gpus_per_worker", 1))
+    trained, served = _devices_of(draft, "actor_train"), _devices_of(draft, "actor_infer")
+    trainer, is_shared = _trainer(draft), bool(trained & served)
+    parts = max(1, len(served) // size), size, len(trained)
+    if is_shared:
+        parts = halves(len(trained | served), size, trainer)
     shared = "shared by both roles, here about half for each" if is_shared else "as in the file"
     keys = [f"{role}.device_mapping" for role in ("actor_train", "actor_infer")]
     keys += ["actor_infer.num_gpus_per_worker", "actor_infer.strategy_args.strategy_name"]
     keys += ["actor_train.strategy_args.strategy_name"]
     keys += [f"{config}.tensor_parallel_size", "actor_train.model_args.ulysses_size"]
-    draft.set("allocation_mode", mode, f"ROLL: device_mapping, {shared}", *keys)
+    if trainer.backend == "megatron":
+        keys += [key for key in draft.values if key.startswith(f"{_TRAIN}.") and key.endswith("parallel_size")]
+        for name, option in MEGATRON_OPTIONS.items():
+            if trainer.sizes.pp > 1 or not name.startswith("virtual"):
+                draft.keep(f"{_TRAIN}.{name}", f"actor.megatron.{option}")
+    per_node = draft.whole("num_gpus_per_node", 8)
+    set_devices(draft, server, parts, trainer, f"ROLL: device_mapping, {shared}", keys, per_node=per_node)
+    draft.drop("the servers load the policy, then get its weights", f"{config}.load_format")
     if server != "native":
         draft.server(f"{config}.", server)
-    draft.drop("the servers load the policy, then get its weights", f"{config}.load_format")
     draft.drop("all models of a trainer are divided like the actor", "*.ulysses_size")
-    train = "actor_train.strategy_args.strategy_config"
-    draft.keep(f"{train}.offload_policy", "actor.fsdp.offload_params")
-    draft.drop("FSDP2 shards each block", f"{train}.fsdp_size", f"{train}.*_dtype", f"{train}.reshard_after_forward")
-    sizes = [f"{train}.{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert", "virtual_pipeline")]
+    draft.keep(f"{_TRAIN}.offload_policy", "actor.fsdp.offload_params")
+    draft.keep(f"{_TRAIN}.reshard_after_forward", "actor.fsdp.reshard_after_forward")
+    draft.drop("FSDP2 shards each block", f"{_TRAIN}.fsdp_size", f"{_TRAIN}.*_dtype")
+    sizes = [f"{_TRAIN}.{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert", "virtual_pipeline")]
     draft.lack(
         "choose sizes for megatron: or fsdp: in allocation_mode (docs/train_engines.md)",
         *sizes,
-        f"{train}.context_parallel_size",
+        f"{_TRAIN}.context_parallel_size",
         off=(1,),
     )
-    draft.lack("choose options of actor.megatron, or leave them out", f"{train}.*")
+    draft.drop("it follows from the tensor size", f"{_TRAIN}.sequence_parallel")
+    draft.lack("choose options of actor.megatron, or leave them out", f"{_TRAIN}.*")
     draft.drop(
         "placement of other roles",
         *("*.device_mapping", "*.num_gpus_per_worker", "*.strategy_args.strategy_name", "*.world_size"),
@@ -249,16 +301,24 @@ def _devices(draft: Draft) -> None:
 
 
 def _rewards(draft: Draft) -> None:
-    names = {key.split(".")[1] for key in draft.values if key.startswith("rewards.")}
-    known = {"math_rule": "math", "code_sandbox": "code"}
-    chosen = [known[name] for name in sorted(names) if name in known]
-    why = f"ROLL: rewards {', '.join(sorted(names))}; reward.by_source chooses by a column"
-    if not chosen:
-        chosen, why = ["math"], "ROLL: its rewards are unknown here: write one (docs/rewards.md)"
-    draft.set("reward_fn", chosen[0], why)
+    """ROLL chooses the reward function of a row by its column `tag`."""
+    names = sorted({key.split(".")[1] for key in draft.values if key.startswith("rewards.")})
+    known = {name: _REWARDS[name] for name in names if name in _REWARDS}
+    tags = {name: [str(tag) for tag in draft.listed(f"rewards.{name}.tag_included")] for name in known}
+    if len(names) == 1 and known:
+        draft.set("reward_fn", known[names[0]], f"ROLL: rewards.{names[0]}")
+    elif any(tags.values()):
+        for name, function in known.items():
+            for tag in tags[name]:
+                draft.set(f"reward.by_source.{tag}", {function: 1.0}, f"ROLL: rewards.{name}.tag_included")
+        draft.set("reward.source_key", "tag", "ROLL: its column of sources")
+    else:
+        function = next(iter(known.values()), "math")
+        draft.set("reward_fn", function, f"ROLL: rewards {', '.join(names)}: check it (docs/rewards.md)")
     for name in names:
-        if known.get(name) == chosen[0]:
-            draft.drop(f"reward_fn={chosen[0]}", *(f"rewards.{name}.{key}" for key in _OF_REWARDS))
+        if name in known and (tags[name] or "reward.source_key" not in draft.options):
+            keys = [f"rewards.{name}.{key}" for key in _OF_REWARDS]
+            draft.drop(f"the reward function {known[name]}", *keys)
         draft.lack("write a reward function (docs/rewards.md)", f"rewards.{name}.*", off=(None,))
 
 
@@ -271,6 +331,13 @@ def _dropped(draft: Draft) -> None:
     if str(draft.get("actor_train.data_args.template", "native")) in ("native", "qwen2_5", "qwen3", "qwen2-vl"):
         draft.drop("the chat template of the tokenizer", "*.data_args.template")
     draft.lack("the chat template of the tokenizer is used", "*.data_args.template")
+    for key, option in (("save_steps", "saver.freq_steps"), ("eval_steps", "evaluator.freq_steps")):
+        if draft.whole(key, 0, least=-1) > 0:
+            draft.keep(key, option)
+    draft.drop("never", "save_steps", "eval_steps")
+    draft.lack("write workflow: agent, or a workflow, and a dataset of its tasks (docs/agents.md)",
+               "train_env_manager.*", "val_env_manager.*", "custom_envs.*", "env_manager_cls", "max_actions_per_traj",
+               off=(None,))  # fmt: skip
     column = draft.get("actor_train.data_args.prompt") or draft.get("actor_train.data_args.messages")
     if column in (None, "prompt", "messages"):
         draft.drop("a column that is read as it is", "*.data_args.prompt", "*.data_args.messages")
@@ -291,7 +358,7 @@ def _dropped(draft: Draft) -> None:
     draft.lack("actor.path: the folder of exported weights", "resume_from_checkpoint")
     draft.drop("checkpoints are in the run's folder, exports in Hugging Face format", "checkpoint_config.*")
     draft.drop("options of Hydra itself", "hydra.*")
-    if draft.whole("actor_train.model_args.lora_rank", 0, least=0) > 0:
+    if _has_adapters(draft):
         for name, option in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_target", "target_modules")):
             draft.keep(f"actor_train.model_args.{name}", f"actor.lora.{option}", convert=_listed)
     draft.drop("there are no adapters, or those of actor_train", "*.model_args.lora_*", "lora_*")
@@ -302,3 +369,4 @@ def _dropped(draft: Draft) -> None:
     draft.drop("the sizes of a queue follow from the staleness", "is_num_return_sequences_expand", "generate_opt_level")
     draft.drop("epochs follow from max_steps", "actor_train.training_args.num_train_epochs")
     draft.lack("the length of the run is not known: warmup_steps_proportion", "*.training_args.warmup_steps")
+    draft.drop("eval_steps decides", "validation.eval_steps")

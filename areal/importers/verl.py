@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from areal.api.errors import ConfigError
 from areal.importers.draft import Draft, minibatches
-from areal.importers.verl_rollout import ACTOR, ROLLOUT, take_sampling, take_servers
+from areal.importers.verl_loss import take_advantages, take_correction, take_kl, take_loss
+from areal.importers.verl_rollout import ACTOR, MODEL, ROLLOUT, take_sampling, take_servers
 
-_A, _R, _M = ACTOR, ROLLOUT, "actor_rollout_ref.model"
+_A, _R, _M = ACTOR, ROLLOUT, MODEL
+_WRAP = "wrap_policy.transformer_layer_cls_to_wrap"
 _SAME = {
     "data.train_files": "train_dataset.path",
     "data.shuffle": "train_dataset.shuffle",
@@ -13,7 +16,6 @@ _SAME = {
     "data.seed": "seed",
     "data.tokenizer": "tokenizer_path",
     "data.val_files": "valid_dataset.path",
-    "data.max_response_length": "gconfig.max_new_tokens",
     "data.reward_fn_key": "reward.source_key",
     f"{_M}.path": "actor.path",
     f"{_M}.enable_gradient_checkpointing": "actor.gradient_checkpointing",
@@ -31,7 +33,8 @@ _SAME = {
     f"{_A}.ppo_epochs": "actor.ppo_epochs",
     f"{_A}.fsdp_config.param_offload": "actor.fsdp.offload_params",
     f"{_A}.fsdp_config.optimizer_offload": "actor.fsdp.offload_optimizer",
-    f"{_A}.megatron.optimizer_offload": "actor.megatron.offload_optimizer",
+    f"{_A}.fsdp_config.reshard_after_forward": "actor.fsdp.reshard_after_forward",
+    f"{_A}.fsdp_config.{_WRAP}": f"actor.fsdp.{_WRAP}",
     f"{_R}.n": "gconfig.n_samples",
     f"{_R}.temperature": "gconfig.temperature",
     f"{_R}.top_p": "gconfig.top_p",
@@ -48,21 +51,9 @@ _SAME = {
     "trainer.default_local_dir": "cluster.fileroot",
     "trainer.max_actor_ckpt_to_keep": "saver.keep_last",
 }
-_CRITIC = {
-    "critic.model.path": "critic.path",
-    "critic.optim.lr": "critic.optimizer.lr",
-    "critic.optim.weight_decay": "critic.optimizer.weight_decay",
-    "critic.grad_clip": "critic.optimizer.gradient_clipping",
-    "critic.cliprange_value": "critic.eps_clip",
-    "critic.ppo_epochs": "critic.ppo_epochs",
-    "critic.loss_agg_mode": "critic.loss_aggregation",
-    "critic.model.enable_gradient_checkpointing": "critic.gradient_checkpointing",
-}
-_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full"}
-_ESTIMATORS = {"grpo": "grpo", "gae": "gae", "remax": "remax", "rloo": "rloo", "opo": "opo", "gpg": "gpg"}
 _RECOVER = {"auto": "auto", "disable": "disabled", "resume_path": "resume"}
 _OF_FSDP = (
-    "wrap_policy.*", "fsdp_size", "reshard_after_forward", "offload_policy", "forward_prefetch", "model_dtype", "dtype",
+    "wrap_policy.*", "reshard_after_forward", "offload_policy", "model_dtype", "dtype",
     "use_orig_params", "mixed_precision", "mixed_precision.*_dtype", "forward_only", "seed", "full_determinism",
 )  # fmt: skip
 _OF_REFERENCE = ("strategy", "log_prob_*", "use_torch_compile", "entropy_*", "rollout_n", "ulysses_sequence_*")
@@ -71,12 +62,17 @@ _OF_REFERENCE = ("strategy", "log_prob_*", "use_torch_compile", "entropy_*", "ro
 def from_verl(values: dict[str, Any]) -> Draft:
     """The draft of a verl file, with the defaults of its trainer where they differ from ours."""
     draft = Draft("verl", {_without_plus(key): value for key, value in values.items()})
+    if "model.partial_pretrain" in values:
+        message = "model.partial_pretrain: supervised training of verl is not imported: write it by hand (docs/own_task.md)"
+        raise ConfigError(message, code="config.unsupported")
     _data(draft)
     draft.keep_all(_SAME)
     _batches(draft)
     _schedule(draft)
-    _algorithm(draft)
-    _loss_scale(draft)
+    take_advantages(draft)
+    take_kl(draft)
+    take_loss(draft)
+    take_correction(draft)
     _rewards(draft)
     take_sampling(draft)
     take_servers(draft)
@@ -95,18 +91,18 @@ def _without_plus(key: str) -> str:
 def _data(draft: Draft) -> None:
     prompt, answer = draft.whole("data.max_prompt_length", 512), draft.whole("data.max_response_length", 512)
     draft.keep("data.max_prompt_length", "train_dataset.max_length")
-    if draft.get("data.val_files"):
-        draft.set("valid_dataset.max_length", prompt, "verl: data.max_prompt_length")
+    draft.keep("data.max_response_length", "gconfig.max_new_tokens")
+    draft.defaults({"train_dataset.max_length": prompt, "gconfig.max_new_tokens": answer})
     draft.set("gconfig.max_tokens", prompt + answer, "verl: data.max_prompt_length + data.max_response_length")
     is_filtered = bool(draft.get("data.filter_overlong_prompts", False))
     how = "drop" if is_filtered else "error"
-    draft.set(
-        "train_dataset.truncation",
-        how,
-        "verl: filter_overlong_prompts; cut prompts do not exist here",
-        "data.filter_overlong_prompts",
-        *(["data.truncation"] if is_filtered or draft.get("data.truncation", "error") == "error" else []),
-    )
+    keys = ["data.filter_overlong_prompts"]
+    keys += ["data.truncation"] if is_filtered or draft.get("data.truncation", "error") == "error" else []
+    why = "verl: filter_overlong_prompts; cut prompts do not exist here"
+    draft.set("train_dataset.truncation", how, why, *keys)
+    if draft.get("data.val_files"):
+        draft.set("valid_dataset.max_length", prompt, "verl: data.max_prompt_length")
+        draft.set("valid_dataset.truncation", how, why)
     columns = {str(draft.get("data.prompt_key", "prompt")): "messages", "reward_model.ground_truth": "answer"}
     why = "verl: data.prompt_key has messages, and reward_model.ground_truth the answer"
     draft.set("train_dataset.columns", columns, why, "data.prompt_key")
@@ -126,6 +122,7 @@ def _data(draft: Draft) -> None:
     draft.lack("write train_dataset.map_fn, which converts rows", "data.custom_cls.*")
     draft.lack("code of a model or tokenizer is not run", "*trust_remote_code")
     draft.keep("data.image_key", "vision.image_key")
+    draft.keep(f"{_R}.limit_images", "vision.max_images")
     draft.lack("there is no video", "data.video_key", off=("videos", None, ""))
     draft.drop(
         "how verl's loader works", "data.return_*", "data.filter_overlong_prompts_workers", "data.val_batch_size"
@@ -141,7 +138,9 @@ def _batches(draft: Draft) -> None:
     why = f"verl: train_batch_size {batch} / ppo_mini_batch_size {size}, both in prompts"
     draft.set("actor.ppo_n_minibatches", count, why, f"{_A}.ppo_mini_batch_size")
     if draft.get(f"{_A}.use_dynamic_bsz", False) and draft.get(f"{_A}.ppo_max_token_len_per_gpu"):
-        draft.keep(f"{_A}.ppo_max_token_len_per_gpu", "actor.mb_spec.max_tokens_per_mb")
+        context = max(1, draft.whole(f"{_A}.ulysses_sequence_parallel_size", 1))
+        limit, why = draft.whole(f"{_A}.ppo_max_token_len_per_gpu", 1), f"verl: its limit x {context} context ranks"
+        draft.set("actor.mb_spec.max_tokens_per_mb", limit * context, why, f"{_A}.ppo_max_token_len_per_gpu")
         draft.drop("micro-batches are always filled by tokens", f"{_A}.use_dynamic_bsz")
     elif micro := draft.whole(f"{_A}.ppo_micro_batch_size_per_gpu", 0, least=0):
         why = f"verl: {micro} sequences of at most {tokens} tokens"
@@ -155,9 +154,15 @@ def _batches(draft: Draft) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    style = draft.get(f"{_A}.optim.lr_scheduler_type") or draft.get(f"{_A}.optim.warmup_style", "constant")
-    keys = [f"{_A}.optim.warmup_style", f"{_A}.optim.lr_scheduler_type"]
-    draft.set("actor.optimizer.lr_scheduler_type", style, "verl: actor.optim.warmup_style", *keys)
+    keys = [f"{_A}.optim.{name}" for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")]
+    style = next((draft.get(key) for key in keys if draft.get(key)), "constant")
+    if style in ("constant", "linear", "cosine"):
+        draft.set("actor.optimizer.lr_scheduler_type", style, "verl: actor.optim.warmup_style", *keys)
+    draft.lack("schedules are constant, linear and cosine", *keys)
+    if (lowest := draft.number(f"{_A}.optim.min_lr", 0)) and (peak := draft.number(f"{_A}.optim.lr", 1e-6)):
+        why = "verl: actor.optim.min_lr / actor.optim.lr"
+        draft.set("actor.optimizer.min_lr_ratio", lowest / peak, why, f"{_A}.optim.min_lr")
+    draft.drop("the schedule ends at 0", f"{_A}.optim.min_lr")
     steps = draft.number(f"{_A}.optim.lr_warmup_steps", -1, least=-1)
     total = draft.number("trainer.total_training_steps", 0)
     share = draft.get(f"{_A}.optim.lr_warmup_steps_ratio", 0.0)
@@ -176,75 +181,19 @@ def _schedule(draft: Draft) -> None:
         draft.drop("half a cosine, as here", "*.optim.num_cycles")
 
 
-def _algorithm(draft: Draft) -> None:
-    name = str(draft.get("algorithm.adv_estimator", "gae"))
-    if name == "grpo" and draft.get("algorithm.norm_adv_by_std_in_grpo", True) is False:
-        name = "dr_grpo"
-    why = "verl: algorithm.adv_estimator, norm_adv_by_std_in_grpo"
-    keys = ("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo")
-    draft.set("actor.adv_estimator", _ESTIMATORS.get(name, name), why, *keys)
-    if name == "gae":
-        draft.set("critic.path", draft.get("critic.model.path", draft.get(f"{_M}.path")), "verl: critic.model.path")
-        draft.keep_all(_CRITIC)
-        size = draft.whole("critic.ppo_mini_batch_size", draft.whole(f"{_A}.ppo_mini_batch_size", 256))
-        count = minibatches(draft.options["train_dataset.batch_size"].value, size)
-        draft.set("critic.ppo_n_minibatches", count, "verl: critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
-        draft.set("actor.adv_norm", {"mean_level": "batch", "std_level": "batch"}, "verl whitens the advantages of GAE")
-    else:
-        draft.drop("there is no critic", "critic.*", "trainer.critic_warmup")
-    in_loss, in_reward = bool(draft.get(f"{_A}.use_kl_loss")), bool(draft.get("algorithm.use_kl_in_reward"))
-    if in_loss:
-        draft.keep(f"{_A}.kl_loss_coef", "actor.kl_loss_coef")
-        kind = str(draft.get(f"{_A}.kl_loss_type", "low_var_kl"))
-        estimator = _KL.get(kind.rstrip("+"), kind) + ("+" if kind.endswith("+") else "")
-        draft.set("actor.kl_loss_estimator", estimator, "verl: actor.kl_loss_type", f"{_A}.kl_loss_type")
-    coefficient = draft.get("algorithm.kl_ctrl.kl_coef", 0.001) if in_reward else 0.0
-    why = "verl: algorithm.kl_ctrl.kl_coef" if in_reward else "verl: use_kl_in_reward is false"
-    draft.set("actor.kl_ctl", coefficient, why, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
-    if in_reward:
-        kind = str(draft.get("algorithm.kl_penalty", "kl"))
-        draft.set("actor.kl_estimator", _KL.get(kind, kind), "verl: algorithm.kl_penalty", "algorithm.kl_penalty")
-        draft.keep("algorithm.kl_ctrl.type", "actor.kl_control.type")
-        if draft.get("algorithm.kl_ctrl.type") == "adaptive":
-            draft.keep("algorithm.kl_ctrl.target_kl", "actor.kl_control.target")
-            draft.keep("algorithm.kl_ctrl.horizon", "actor.kl_control.horizon")
-    if in_loss or in_reward:
-        draft.set("ref.path", draft.get(f"{_M}.path"), "verl: the reference is the initial policy", f"{_A}.use_kl_loss")
-    off = [*([] if in_loss else [f"{_A}.use_kl_loss", f"{_A}.kl_loss_*"]), *([] if in_reward else ["algorithm.kl_*"])]
-    draft.drop("this KL term is off", *off)
-    draft.drop("of an adaptive coefficient", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
-    key = f"{_A}.policy_loss.loss_mode"
-    mode = str(draft.get(key, "vanilla"))
-    draft.set("actor.policy_loss", "ppo" if mode == "vanilla" else mode, "verl: policy_loss.loss_mode", key)
-    if mode == "vanilla":
-        draft.drop("options of other policy losses", f"{_A}.policy_loss.*")
-    if draft.get("algorithm.filter_groups.enable", False):
-        why = "verl: algorithm.filter_groups"
-        draft.set("rollout.should_accept_fn", "mixed_rewards", why, "algorithm.filter_groups.enable")
-    draft.drop("rejected groups are replaced while the run lasts", "algorithm.filter_groups.*", "data.gen_batch_size")
-    draft.set("actor.recompute_logprob", True, "verl recomputes the log-probabilities of the old policy")
-    draft.set("rollout.max_head_offpolicyness", 0, "verl trains on answers of the current policy; 2 is faster")
-
-
-def _loss_scale(draft: Draft) -> None:
-    if draft.get(f"{_A}.loss_agg_mode") == "seq-mean-token-sum-norm":
-        length = draft.whole("data.max_response_length", 512)
-        draft.set("actor.loss_scale_tokens", length, "verl divides by data.max_response_length")
-
-
 def _rewards(draft: Draft) -> None:
     path, name = draft.get("custom_reward_function.path"), draft.get("custom_reward_function.name", "compute_score")
     if path:
         why = "verl: custom_reward_function; here it is f(prompt, completion, prompt_ids, completion_ids, **row)"
         keys = ("custom_reward_function.path", "custom_reward_function.name")
         draft.set("reward_fn", f"{path}:{name}", why, *keys)
-    else:
+    elif not draft.get("reward_model.enable", False):
         files = str(draft.get("data.train_files", ""))
         guess = "gsm8k" if "gsm8k" in files else "math"
         draft.set(
             "reward_fn", guess, "verl chooses by the column data_source: check it; reward.by_source does the same"
         )
-        draft.drop("there is no custom reward function", "custom_reward_function.*")
+    draft.drop("there is no custom reward function", "custom_reward_function.*")
     enabled = next(
         (
             key
@@ -261,7 +210,11 @@ def _rewards(draft: Draft) -> None:
         draft.drop("a metric, always recorded", f"{prefix}log")
     else:
         draft.drop("there is no penalty for long answers", "*overlong_buffer*")
-    if draft.get("reward_model.enable", False) is False:
+    if draft.get("reward_model.enable", False):
+        draft.keep("reward_model.model.path", "reward_model.path")
+        draft.keep("reward_model.model.input_tokenizer", "reward_model.tokenizer_path")
+        draft.drop("reward_model.path does it", "reward_model.enable")
+    else:
         draft.drop("there is no reward model", "reward_model.model.*", "reward_model.enable")
     draft.drop("rewards run in reward.workers processes", "reward_model.reward_manager", "reward_model.launch_*")
     draft.drop("a copy of the length limit", "reward_model.reward_kwargs.max_resp_len", "reward_model.max_length")
@@ -278,10 +231,6 @@ def _saving(draft: Draft) -> None:
 
 def _defaults(draft: Draft) -> None:
     draft.defaults({"total_train_epochs": 30, "actor.gradient_checkpointing": True})
-    if draft.options["actor.policy_loss"].value == "ppo":
-        draft.defaults({"actor.c_clip": 3.0})
-    if draft.get(f"{_A}.use_kl_loss"):
-        draft.defaults({"actor.kl_loss_coef": 0.001})
     if "critic.path" in draft.options:
         draft.defaults({"critic.gradient_checkpointing": True})
     if draft.get("data.val_files"):
@@ -317,7 +266,13 @@ def _dropped(draft: Draft) -> None:
     draft.drop("log-probabilities of the servers are always recorded", f"{_R}.calculate_log_probs")
     draft.drop("generation is always asynchronous", f"{_R}.mode", f"{_R}.disable_log_stats", f"{_R}.log_prob_*")
     draft.keep("actor_rollout_ref.ref.fsdp_config.param_offload", *(["ref.fsdp.offload_params"] if has_ref else []))
+    draft.lack("with megatron weights stay on the GPU", f"{_A}.megatron.param_offload")
     draft.drop("a frozen model, or one with the options of the actor", "*.optimizer_offload", "*.param_offload")
+    draft.keep(f"{_A}.fsdp_config.forward_prefetch", "actor.fsdp.prefetch_blocks", convert=int)
+    if draft.get(f"{_A}.router_replay.mode") == "R3":
+        draft.set("actor.router_replay", True, "verl: router_replay.mode=R3", f"{_A}.router_replay.mode")
+    if draft.get(f"{_A}.router_replay.mode", "disabled") == "disabled":
+        draft.drop("it is switched off", f"{_A}.router_replay.*")
     draft.drop("the reference has the options of the actor", *(f"{ref}.{name}" for name in _OF_REFERENCE))
     if not has_ref:
         draft.drop("there is no reference", f"{ref}.*")
@@ -342,7 +297,16 @@ def _dropped(draft: Draft) -> None:
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
             draft.keep(f"{_M}.{name}", f"actor.lora.{name.removeprefix('lora_')}")
     draft.drop("there are no adapters", f"{_M}.lora_*", f"{_M}.target_modules", f"{_M}.exclude_modules")
-    draft.lack("choose sizes and options for megatron: in allocation_mode (docs/train_engines.md)", "*megatron*")
+    draft.drop("models are read in the format of Hugging Face", "*.use_mbridge", "*.use_dist_checkpointing")
+    draft.drop(
+        "it follows from the tensor size", "*.megatron.sequence_parallel", f"{ref}.megatron.*", "critic.megatron.*"
+    )
+    draft.lack("choose options of actor.megatron (docs/train_engines.md)", "*megatron*")
+    if draft.get(f"{_A}.freeze_vision_tower", False):
+        draft.set("actor.freeze", ["visual"], "verl: actor.freeze_vision_tower", f"{_A}.freeze_vision_tower")
+    draft.drop("all weights are trained", f"{_A}.freeze_vision_tower")
+    draft.drop("options of Hydra itself", "hydra.*")
+    draft.drop("entropies are computed with the log-probabilities", "*.entropy_*", "*.calculate_entropy")
     draft.lack("it changes the model's configuration", f"{_M}.override_config*", f"{_M}.external_lib")
     draft.drop(
         "nothing to trade: activations are recomputed",

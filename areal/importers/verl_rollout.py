@@ -1,8 +1,11 @@
-"""Sampling and inference servers of verl: the section actor_rollout_ref.rollout, and the division of the GPUs."""
+"""Sampling, inference servers and devices of verl: the section actor_rollout_ref.rollout and the GPUs."""
 
-from areal.importers.draft import Draft, split_gpus
+from areal.api.allocation import ParallelDims
+from areal.importers.devices import MEGATRON_OPTIONS, Trainer, halves, megatron_trainer, set_devices
+from areal.importers.draft import Draft
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_MEGATRON = f"{ACTOR}.megatron."
 _VLLM_FLAGS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "max_num_seqs": "max_num_seqs",
@@ -28,24 +31,7 @@ def take_sampling(draft: Draft) -> None:
     if draft.get(f"{ROLLOUT}.do_sample", True) is False:
         draft.set("gconfig.greedy", True, "verl: rollout.do_sample=false", f"{ROLLOUT}.do_sample")
     draft.drop("answers are sampled", f"{ROLLOUT}.do_sample")
-    own = f"{ROLLOUT}.val_kwargs"
-    if draft.get("data.val_files"):
-        sampled = bool(draft.get(f"{own}.do_sample", False))
-        mode = "sampled" if sampled else "greedy"
-        draft.set("evaluator.modes", [mode], "verl: rollout.val_kwargs.do_sample", f"{own}.do_sample")
-        if sampled:
-            draft.keep(f"{own}.n", "evaluator.n_samples")
-            for name in ("temperature", "top_p"):
-                draft.keep(f"{own}.{name}", f"eval_gconfig.{name}")
-            if draft.whole(f"{own}.top_k", -1, least=-1) > 0:
-                draft.keep(f"{own}.top_k", "eval_gconfig.top_k")
-            if any(option.startswith("eval_gconfig.") for option in draft.options):
-                for name in ("max_new_tokens", "max_tokens"):
-                    found = draft.options.get(f"gconfig.{name}")
-                    if found:
-                        draft.set(f"eval_gconfig.{name}", found.value, found.origin)
-    names = ("temperature", "top_p", "top_k", "n", "do_sample") if draft.get("data.val_files") else ("*",)
-    draft.drop("no effect on greedy evaluation, or none at all", *(f"{own}.{name}" for name in names))
+    _take_evaluation(draft, f"{ROLLOUT}.val_kwargs")
     draft.drop(
         "set by data.max_prompt_length and data.max_response_length",
         f"{ROLLOUT}.prompt_length",
@@ -54,21 +40,75 @@ def take_sampling(draft: Draft) -> None:
     draft.lack("write a workflow (docs/workflows.md) or workflow: agent", f"{ROLLOUT}.multi_turn.enable")
     if draft.get(f"{ROLLOUT}.multi_turn.enable", False):
         draft.lack("an option of your workflow or agent", f"{ROLLOUT}.multi_turn.*", f"{ROLLOUT}.agent.*", off=(None,))
-    if draft.get(f"{ROLLOUT}.multi_turn.enable", False) is False:
-        draft.drop("there are no tools", f"{ROLLOUT}.multi_turn.*", f"{ROLLOUT}.agent.*")
+    draft.drop("there are no tools", f"{ROLLOUT}.multi_turn.*", f"{ROLLOUT}.agent.*")
+
+
+def _take_evaluation(draft: Draft, own: str) -> None:
+    if not draft.get("data.val_files"):
+        draft.drop("there is no held-out set", f"{own}.*")
+        return
+    sampled = bool(draft.get(f"{own}.do_sample", False))
+    mode = "sampled" if sampled else "greedy"
+    draft.set("evaluator.modes", [mode], "verl: rollout.val_kwargs.do_sample", f"{own}.do_sample")
+    if sampled:
+        draft.keep(f"{own}.n", "evaluator.n_samples")
+        for name in ("temperature", "top_p"):
+            draft.keep(f"{own}.{name}", f"eval_gconfig.{name}")
+        if draft.whole(f"{own}.top_k", -1, least=-1) > 0:
+            draft.keep(f"{own}.top_k", "eval_gconfig.top_k")
+        if any(option.startswith("eval_gconfig.") for option in draft.options):
+            for name in ("max_new_tokens", "max_tokens"):
+                found = draft.options[f"gconfig.{name}"]
+                draft.set(f"eval_gconfig.{name}", found.value, found.origin)
+    names = ("temperature", "top_p", "top_k", "n")
+    draft.drop("all tokens, as here" if sampled else "no effect on greedy evaluation", *(f"{own}.{n}" for n in names))
 
 
 def take_servers(draft: Draft) -> None:
     backend = "sglang" if draft.get(f"{ROLLOUT}.name") == "sglang" else "vllm"
-    total = draft.whole("trainer.nnodes", 1) * draft.whole("trainer.n_gpus_per_node", 8)
+    nodes, per_node = draft.whole("trainer.nnodes", 1), draft.whole("trainer.n_gpus_per_node", 8)
+    total = nodes * per_node
     size = draft.whole(f"{ROLLOUT}.tensor_model_parallel_size", 2)
-    batch = int(draft.options["train_dataset.batch_size"].value)
-    keys = (f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size")
+    names = ("name", "tensor_model_parallel_size")
     why = f"verl uses all {total} GPUs in turn; here about half generate while the others train"
-    context = max(1, draft.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
-    mode = split_gpus(total, size, batch, backend, context=context)
-    draft.set("allocation_mode", mode, why, *keys, f"{ACTOR}.strategy", f"{ACTOR}.ulysses_sequence_parallel_size")
+    trainer, keys = _trainer(draft)
+    keys += [f"{ROLLOUT}.{name}" for name in names]
+    ranks = set_devices(
+        draft, backend, halves(total, size, trainer), trainer, why, keys, nodes=nodes, per_node=per_node
+    )
+    shard = f"{ACTOR}.fsdp_config.fsdp_size"
+    if draft.whole(shard, -1, least=-1) > 0 and not ranks.dp * ranks.cp % draft.whole(shard, 1):
+        draft.keep(shard, "actor.fsdp.shard_size")
+    draft.lack(f"it does not divide the {ranks.dp * ranks.cp} ranks of the trainer: actor.fsdp.shard_size", shard)
+    draft.drop("the reference has the options of the actor", "*.fsdp_size")
+    draft.lack("a server has tensor ranks only", f"{ROLLOUT}.*_parallel_size", off=(None, 1))
     draft.server(f"{ROLLOUT}.", backend, _VLLM_FLAGS if backend == "vllm" else _SGLANG_FLAGS)
     draft.server(f"{ROLLOUT}.engine_kwargs.{backend}.", backend)
     draft.drop("flags of another server", f"{ROLLOUT}.engine_kwargs.*", *(f"{ROLLOUT}.{name}" for name in _VLLM_FLAGS))
     draft.drop("all models of a trainer are divided like the actor", "*ulysses_sequence_parallel_size")
+
+
+def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
+    """The trainer, and the keys that decide it."""
+    is_megatron = draft.get(f"{ACTOR}.strategy") == "megatron" or (
+        f"{ACTOR}.strategy" not in draft.values
+        and any(key.startswith(_MEGATRON) and key.endswith("parallel_size") for key in draft.values)
+    )
+    if is_megatron and not draft.get(f"{MODEL}.lora_rank"):
+        trainer, keys = megatron_trainer(draft, _MEGATRON), [f"{ACTOR}.strategy"]
+        if trainer.sizes.pp > 1:
+            draft.keep(
+                f"{_MEGATRON}virtual_pipeline_model_parallel_size", "actor.megatron.virtual_pipeline_parallel_size"
+            )
+        for place in (_MEGATRON, f"{_MEGATRON}override_transformer_config."):
+            for name, option in MEGATRON_OPTIONS.items():
+                if name != "virtual_pipeline_model_parallel_size":
+                    draft.keep(f"{place}{name}", f"actor.megatron.{option}")
+        draft.keep(f"{_MEGATRON}optimizer_offload", "actor.megatron.offload_optimizer")
+        keys += [key for key in draft.values if key.startswith(_MEGATRON) and key.endswith("parallel_size")]
+        draft.drop(
+            "all models of a trainer are divided like the actor", "*ref.megatron.*_size", "critic.megatron.*_size"
+        )
+        return trainer, keys
+    context = max(1, draft.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
+    return Trainer(sizes=ParallelDims(cp=context)), [f"{ACTOR}.strategy", f"{ACTOR}.ulysses_sequence_parallel_size"]
