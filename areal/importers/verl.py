@@ -63,7 +63,7 @@ def from_verl(values: dict[str, Any]) -> Draft:
     """The draft of a verl file, with the defaults of its trainer where they differ from ours."""
     draft = Draft("verl", {_without_plus(key): value for key, value in values.items()})
     if "model.partial_pretrain" in values:
-        message = "model.partial_pretrain: supervised training of verl is not imported: write it by hand (docs/own_task.md)"
+        message = "model.partial_pretrain: supervised files of verl are not imported: write one (docs/choosing.md)"
         raise ConfigError(message, code="config.unsupported")
     _data(draft)
     draft.keep_all(_SAME)

@@ -35,7 +35,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     )
     tokenizer.save_pretrained(folder / "model")
     tiny_model(tokenizer, 1, num_heads=8, vocab_size=64).save_pretrained(folder / "model")
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "data_source": "sum"} for n in range(2000)]
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "data_source": "sum", "tag": "aime"} for n in range(2000)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "chats.jsonl").write_text("".join(json.dumps(verl_row(row)) + "\n" for row in rows))
     turns = [(f"{n}+1=", str(n + 1)) for n in range(64)]
