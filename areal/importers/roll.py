@@ -9,6 +9,7 @@ from areal.api.allocation import ParallelDims
 from areal.api.errors import ConfigError
 from areal.importers.devices import MEGATRON_OPTIONS, Trainer, halves, megatron_trainer, set_devices
 from areal.importers.draft import Draft
+from areal.importers.roll_loss import has_critic, take_advantages, take_loss, take_variant
 
 _SAME = {
     "exp_name": "trial_name",
@@ -30,7 +31,6 @@ _SAME = {
     "max_grad_norm": "actor.optimizer.gradient_clipping",
     "actor_train.training_args.learning_rate": "actor.optimizer.lr",
     "actor_train.training_args.weight_decay": "actor.optimizer.weight_decay",
-    "actor_train.training_args.lr_scheduler_type": "actor.optimizer.lr_scheduler_type",
     "actor_train.training_args.warmup_ratio": "actor.optimizer.warmup_steps_proportion",
     "actor_train.data_args.file_name": "train_dataset.path",
     "validation.data_args.file_name": "valid_dataset.path",
@@ -39,27 +39,12 @@ _SAME = {
     "actor_infer.generating_args.top_p": "gconfig.top_p",
     "actor_infer.generating_args.repetition_penalty": "gconfig.repetition_penalty",
 }
-_OF_CRITIC = {
-    "critic.training_args.learning_rate": "critic.optimizer.lr",
-    "critic.training_args.weight_decay": "critic.optimizer.weight_decay",
-    "critic.training_args.lr_scheduler_type": "critic.optimizer.lr_scheduler_type",
-    "critic.training_args.warmup_ratio": "critic.optimizer.warmup_steps_proportion",
-    "value_clip": "critic.eps_clip",
-    "critic_warmup": "critic.warmup_steps",
-}
-_OF_ROLES = (
-    "name", "data_args.template", "infer_batch_size", "training_args.num_train_epochs", "training_args.warmup_steps",
-    "training_args.per_device_train_batch_size", "training_args.gradient_accumulation_steps",
-)  # fmt: skip
 _OF_REWARDS = (
     "worker_cls", "tag_included", "world_size", "reward_type", "use_local", "name", "infer_batch_size",
     "data_args.template", "model_args.*", "strategy_args.*",
 )  # fmt: skip
 _REWARDS = {"math_rule": "math", "code_sandbox": "code"}
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
 _TRAIN = "actor_train.strategy_args.strategy_config"
-_LEVELS = ("batch", "group")
-_OF_NORMS = ("reward_norm", "reward_shift", "reward_scale")
 _MAX_GPUS = 100_000
 """Entries of one range that are counted."""
 _SERVERS = {"vllm": "vllm", "sglang": "sglang"}
@@ -76,8 +61,9 @@ def from_roll(values: Mapping[str, Any]) -> Draft:
         draft.drop("pg_clip is used", "use_pg_clip_range", "pg_clip_low", "pg_clip_high")
     draft.keep_all(_SAME)
     _batches(draft)
-    _loss(draft)
-    _advantages(draft)
+    take_loss(draft)
+    take_variant(draft)
+    take_advantages(draft)
     _devices(draft)
     _rewards(draft)
     _dropped(draft)
@@ -150,84 +136,13 @@ def _batches(draft: Draft) -> None:
     if total and warmup >= 0:
         option = "actor.optimizer.warmup_steps_proportion"
         draft.set(option, warmup / total, f"ROLL: warmup_steps {warmup} / max_steps {total}", f"{args}.warmup_steps")
+    for role, section in (("actor_train", "actor"), ("critic", "critic")):
+        key = f"{role}.training_args.lr_scheduler_type"
+        if draft.get(key) in ("constant", "linear", "cosine") and (role == "actor_train" or has_critic(draft)):
+            draft.keep(key, f"{section}.optimizer.lr_scheduler_type")
+    draft.lack("schedules are constant, linear and cosine", "actor_train.training_args.lr_scheduler_type")
     draft.drop("micro-batches are filled by tokens", "*.infer_batch_size", "*per_device_train_batch_size")
     draft.drop("gradients are accumulated over a mini-batch", "*.gradient_accumulation_steps")
-
-
-def _loss(draft: Draft) -> None:
-    for role, option in (("actor_train", "actor.dtype"), ("reference", "ref.dtype")):
-        key = f"{role}.model_args.dtype"
-        if (dtype := str(draft.get(key))) in _DTYPES and (role == "actor_train" or _has_reference(draft)):
-            draft.set(option, _DTYPES[dtype], f"ROLL: {key}", key)
-    key = "actor_train.model_args.disable_gradient_checkpointing"
-    draft.set("actor.gradient_checkpointing", not draft.get(key, False), f"ROLL: not {key}", key)
-    if draft.get("use_kl_loss", False):
-        draft.keep("kl_loss_coef", "actor.kl_loss_coef")
-        draft.drop("actor.kl_loss_coef above 0 does it", "use_kl_loss")
-    coefficient = draft.get("init_kl_coef", 0.2) if draft.get("add_token_level_kl", False) else 0.0
-    draft.set(
-        "actor.kl_ctl", coefficient, "ROLL: init_kl_coef, if add_token_level_kl", "init_kl_coef", "add_token_level_kl"
-    )
-    if _has_reference(draft):
-        draft.set("ref.path", draft.get("pretrain"), "ROLL: the reference is the initial policy")
-    else:
-        draft.drop("there is no reference", "reference.*")
-    if draft.get("add_token_level_kl", False) and draft.get("target_kl"):
-        draft.set("actor.kl_control.type", "adaptive", "ROLL: target_kl is set")
-        draft.keep("target_kl", "actor.kl_control.target")
-        draft.keep("kl_horizon", "actor.kl_control.horizon")
-    draft.drop(
-        "this KL term is off, or its coefficient is fixed", "use_kl_loss", "kl_loss_coef", "target_kl", "kl_horizon"
-    )
-    draft.drop("the reference has the options of the actor", *(f"reference.{name}" for name in _OF_ROLES))
-    if draft.get("dual_clip_loss", False):
-        bound = 1 + 2 * draft.number("pg_clip", 0.2)
-        draft.set("actor.c_clip", bound, "ROLL: dual_clip_loss, 1 + 2 x pg_clip", "dual_clip_loss")
-    draft.drop("no limit of negative advantages", "dual_clip_loss")
-    draft.defaults({"actor.loss_aggregation": "seq-mean-token-mean", "total_train_steps": 500})
-    draft.set("actor.recompute_logprob", True, "ROLL recomputes the log-probabilities of the old policy")
-
-
-def _advantages(draft: Draft) -> None:
-    if draft.get("adv_estimator", "gae") in ("gae", "grpo"):
-        draft.set("actor.adv_estimator", draft.get("adv_estimator", "gae"), "ROLL: adv_estimator", "adv_estimator")
-    if draft.get("adv_estimator", "gae") == "gae":
-        path = draft.get("reward_pretrain", draft.get("pretrain"))
-        draft.set("critic.path", path, "ROLL: reward_pretrain, else pretrain", "reward_pretrain")
-        draft.defaults({"actor.gae_lambda": 0.95})
-        for name, option in _OF_CRITIC.items():
-            draft.keep(name, option)
-        draft.defaults({"critic.eps_clip": None})
-        draft.drop("the critic has the options of the actor", *(f"critic.{name}" for name in _OF_ROLES))
-    elif draft.get("adv_estimator") == "reinforce":
-        why = "ROLL: reinforce with normalised rewards, written with reward_norm"
-        draft.set("actor.adv_estimator", "gae", why, "adv_estimator")
-        draft.set("actor.gae_lambda", 1.0, "ROLL: no critic")
-    if "actor.adv_estimator" not in draft.options:
-        draft.set("actor.adv_estimator", "grpo", f"ROLL: {draft.get('adv_estimator')} has no counterpart")
-    draft.lack("choose actor.adv_estimator (docs/algorithms.md)", "adv_estimator")
-    if draft.options["actor.adv_estimator"].value == "gae":
-        whole = draft.get("reward_norm")
-        keys = [key for key in ("norm_mean_type", "norm_std_type") if draft.get(key, whole) in (None, *_LEVELS)]
-        mean, std = (draft.get(key, whole) if key in keys else None for key in ("norm_mean_type", "norm_std_type"))
-        norm = {"mean_level": mean, "std_level": std} if mean or std else None
-        draft.set("actor.reward_norm", norm, "ROLL: norm_mean_type, norm_std_type", *keys, *_OF_NORMS)
-        draft.lack("levels are batch and group", "norm_*_type", off=())
-        white = {"mean_level": "batch", "std_level": "batch"} if draft.get("whiten_advantages", False) else None
-        draft.set("actor.adv_norm", white, "ROLL: whiten_advantages", "whiten_advantages")
-    draft.lack("grpo does not whiten its advantages again: use gae with reward_norm and adv_norm", "whiten_advantages")
-    draft.drop("the advantage estimator fixes the normalisation", "norm_*_type", "reward_norm", "reward_s*")
-    draft.keep("max_len_mask", "actor.mask_truncated")
-    draft.lack("answers have no weights or masks by difficulty or length", "difficulty_mask", "error_max_len_clip",
-               "difficulty_loss_weight", "length_loss_weight")  # fmt: skip
-    if not draft.get("difficulty_mask", False):
-        draft.drop("it is switched off", "difficulty_*_threshold")
-    if "critic.path" not in draft.options:
-        draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup", "reward_pretrain")
-
-
-def _has_reference(draft: Draft) -> bool:
-    return bool(draft.get("use_kl_loss", False) or draft.get("add_token_level_kl", False))
 
 
 def _devices_of(draft: Draft, role: str) -> set[int]:
@@ -235,8 +150,10 @@ def _devices_of(draft: Draft, role: str) -> set[int]:
     given = draft.get(f"{role}.device_mapping", [0])
     if isinstance(given, list):
         return {int(place) for place in given if isinstance(place, int)} or {0}
-    ranges = [tuple(map(int, pair)) for pair in re.findall(r"range\((\d+),\s*(\d+)\)", str(given))]
+    ranges = [(int(first or 0), int(end)) for first, end in re.findall(r"range\((?:(\d+),)?\s*(\d+)\)", str(given))]
     found = {place for first, end in ranges for place in range(first, min(end, first + _MAX_GPUS))}
+    if re.fullmatch(r"\[[\d,\s]+\]", str(given)):
+        found = set(map(int, re.findall(r"\d+", str(given))))
     if not found:
         message = (
             f"{role}.device_mapping: {given!r} is no list of GPUs: give {role}.device_mapping=[0,1,...] after the file"

@@ -146,6 +146,7 @@ def test_supervised_training_of_verl_is_refused():
         ("list(range(0,16))", "list(range(0,12))", "vllm:d8+fsdp:d8"),
         ("list(range(0,4))", "list(range(4,8))", "vllm:d4+fsdp:d4"),
         ([0, 1], [0, 1, 2, 3], "vllm:d2+fsdp:d2"),
+        ("[0, 1]", "list(range(2))", "vllm:d1+fsdp:d1"),
         ("list(range(0,8)) + list(range(16,24))", "list(range(8,16))", "vllm:d8+fsdp:d16"),
     ],
 )
@@ -185,13 +186,29 @@ def test_norms_of_rewards_of_roll(given, norm):
     assert lost == {key for key in given if given[key] == "running"}
 
 
+def test_losses_of_roll():
+    options = ("actor.policy_loss", "actor.topr.ratio", "actor.topr.negative_weight", "actor.rollout_correction.upper")
+    given = {"pg_variant": "topr", "topr_negative_weight": 0.5, "use_rollout_importance_sampling_ratio": True}
+    assert values(from_roll(ROLL | given), *options) == ("topr", "token", 0.5, 1.2)
+    other = from_roll(ROLL | given | {"pg_variant": "tis", "use_rollout_importance_sampling_ratio": False})
+    assert values(other, *options) == (None,) * 4
+    assert fates(other, "pg_variant", "topr_negative_weight") == ["missing", "dropped"]
+
+
+def test_a_schedule_that_does_not_exist_here_is_missing():
+    key = "actor_train.training_args.lr_scheduler_type"
+    assert fates(from_roll(ROLL | {key: "cosine_with_min_lr"}), key) == ["missing"]
+    assert fates(from_roll(ROLL | {key: "cosine"}), key) == ["kept"]
+
+
 def test_switches_of_roll():
     given = {"add_token_level_kl": True, "target_kl": 0.2, "kl_horizon": 100, "max_len_mask": True, "eval_steps": 0}
+    given["kl_penalty"] = "mse"
     given |= {"actor_infer.strategy_args.strategy_config.load_format": "dummy", "length_loss_weight": False}
     given |= {"actor_infer.generating_args.stop_strings": ["x"], "whiten_advantages": True}
     draft = from_roll(ROLL | given)
     options = ("actor.kl_control.type", "actor.kl_control.target", "actor.kl_control.horizon", "actor.mask_truncated")
-    assert values(draft, *options) == ("adaptive", 0.2, 100, True)
+    assert values(draft, *options, "actor.kl_estimator") == ("adaptive", 0.2, 100, True, "k2")
     assert values(draft, "evaluator.freq_steps", "vllm.load_format", "gconfig.stop") == (None, None, ["x"])
     assert fates(draft, "length_loss_weight", "eval_steps", "whiten_advantages") == ["dropped", "dropped", "missing"]
 

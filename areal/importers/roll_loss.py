@@ -1,0 +1,127 @@
+"""Losses, KL terms and advantages of ROLL."""
+
+from areal.importers.draft import Draft
+
+_OF_CRITIC = {
+    "critic.training_args.learning_rate": "critic.optimizer.lr",
+    "critic.training_args.weight_decay": "critic.optimizer.weight_decay",
+    "critic.training_args.warmup_ratio": "critic.optimizer.warmup_steps_proportion",
+    "value_clip": "critic.eps_clip",
+    "critic_warmup": "critic.warmup_steps",
+}
+_OF_ROLES = (
+    "name", "data_args.template", "infer_batch_size", "training_args.num_train_epochs", "training_args.warmup_steps",
+    "training_args.per_device_train_batch_size", "training_args.gradient_accumulation_steps",
+)  # fmt: skip
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
+_VARIANTS = {"vanilla": "ppo", "ppo": "ppo", "topr": "topr", "cispo": "cispo", "kimi15": "kimi15"}
+_KL = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
+_LEVELS = ("batch", "group")
+_OF_NORMS = ("reward_norm", "reward_shift", "reward_scale")
+
+
+def take_loss(draft: Draft) -> None:
+    for role, option in (("actor_train", "actor.dtype"), ("reference", "ref.dtype")):
+        key = f"{role}.model_args.dtype"
+        if (dtype := str(draft.get(key))) in _DTYPES and (role == "actor_train" or _has_reference(draft)):
+            draft.set(option, _DTYPES[dtype], f"ROLL: {key}", key)
+    key = "actor_train.model_args.disable_gradient_checkpointing"
+    draft.set("actor.gradient_checkpointing", not draft.get(key, False), f"ROLL: not {key}", key)
+    if draft.get("use_kl_loss", False):
+        draft.keep("kl_loss_coef", "actor.kl_loss_coef")
+        draft.drop("actor.kl_loss_coef above 0 does it", "use_kl_loss")
+    coefficient = draft.get("init_kl_coef", 0.2) if draft.get("add_token_level_kl", False) else 0.0
+    draft.set(
+        "actor.kl_ctl", coefficient, "ROLL: init_kl_coef, if add_token_level_kl", "init_kl_coef", "add_token_level_kl"
+    )
+    if _has_reference(draft):
+        draft.set("ref.path", draft.get("pretrain"), "ROLL: the reference is the initial policy")
+    else:
+        draft.drop("there is no reference", "reference.*")
+    if draft.get("add_token_level_kl", False) and draft.get("kl_penalty", "kl") in _KL:
+        draft.keep("kl_penalty", "actor.kl_estimator", convert=_KL.__getitem__)
+    elif draft.get("add_token_level_kl", False):
+        draft.lack("give actor.kl_estimator", "kl_penalty")
+    if draft.get("add_token_level_kl", False) and draft.get("target_kl"):
+        draft.set("actor.kl_control.type", "adaptive", "ROLL: target_kl is set")
+        draft.keep("target_kl", "actor.kl_control.target")
+        draft.keep("kl_horizon", "actor.kl_control.horizon")
+    draft.drop(
+        "this KL term is off, or its coefficient is fixed",
+        "use_kl_loss",
+        "kl_loss_coef",
+        "target_kl",
+        "kl_horizon",
+        "kl_penalty",
+    )
+    draft.drop("the reference has the options of the actor", *(f"reference.{name}" for name in _OF_ROLES))
+    if draft.get("dual_clip_loss", False):
+        bound = 1 + 2 * draft.number("pg_clip", 0.2)
+        draft.set("actor.c_clip", bound, "ROLL: dual_clip_loss, 1 + 2 x pg_clip", "dual_clip_loss")
+    draft.drop("no limit of negative advantages", "dual_clip_loss")
+    draft.defaults({"actor.loss_aggregation": "seq-mean-token-mean", "total_train_steps": 500})
+    draft.set("actor.recompute_logprob", True, "ROLL recomputes the log-probabilities of the old policy")
+
+
+def take_variant(draft: Draft) -> None:
+    """The policy loss, and weights against the difference between servers and trainer."""
+    name = str(draft.get("pg_variant", "vanilla"))
+    if name in _VARIANTS:
+        draft.set("actor.policy_loss", _VARIANTS[name], "ROLL: pg_variant", "pg_variant")
+    draft.lack("choose actor.policy_loss (docs/algorithms.md)", "pg_variant")
+    if name in ("topr", "kimi15"):
+        draft.set(f"actor.{name}.ratio", "token", f"ROLL's form of {name}")
+    for side in ("positive", "negative"):
+        if name == "topr":
+            draft.keep(f"topr_{side}_weight", f"actor.topr.{side}_weight")
+        draft.drop("an option of another loss", f"topr_{side}_weight")
+    key, limit = "use_rollout_importance_sampling_ratio", "rollout_importance_sampling_ratio_upper_bound"
+    if draft.get(key, False):
+        draft.set("actor.rollout_correction.upper", draft.number(limit, 1.2), f"ROLL: {limit}", key, limit)
+    draft.drop("it is switched off", key, limit)
+
+
+def take_advantages(draft: Draft) -> None:
+    if draft.get("adv_estimator", "gae") in ("gae", "grpo"):
+        draft.set("actor.adv_estimator", draft.get("adv_estimator", "gae"), "ROLL: adv_estimator", "adv_estimator")
+    if has_critic(draft):
+        path = draft.get("reward_pretrain", draft.get("pretrain"))
+        draft.set("critic.path", path, "ROLL: reward_pretrain, else pretrain", "reward_pretrain")
+        draft.defaults({"actor.gae_lambda": 0.95})
+        for name, option in _OF_CRITIC.items():
+            draft.keep(name, option)
+        draft.defaults({"critic.eps_clip": None})
+        draft.drop("the critic has the options of the actor", *(f"critic.{name}" for name in _OF_ROLES))
+    elif draft.get("adv_estimator") == "reinforce":
+        why = "ROLL: reinforce with normalised rewards, written with reward_norm"
+        draft.set("actor.adv_estimator", "gae", why, "adv_estimator")
+        draft.set("actor.gae_lambda", 1.0, "ROLL: no critic")
+    if "actor.adv_estimator" not in draft.options:
+        draft.set("actor.adv_estimator", "grpo", f"ROLL: {draft.get('adv_estimator')} has no counterpart")
+    draft.lack("choose actor.adv_estimator (docs/algorithms.md)", "adv_estimator")
+    if draft.options["actor.adv_estimator"].value == "gae":
+        whole = draft.get("reward_norm")
+        keys = [key for key in ("norm_mean_type", "norm_std_type") if draft.get(key, whole) in (None, *_LEVELS)]
+        mean, std = (draft.get(key, whole) if key in keys else None for key in ("norm_mean_type", "norm_std_type"))
+        norm = {"mean_level": mean, "std_level": std} if mean or std else None
+        draft.set("actor.reward_norm", norm, "ROLL: norm_mean_type, norm_std_type", *keys, *_OF_NORMS)
+        draft.lack("levels are batch and group", "norm_*_type", off=())
+        white = {"mean_level": "batch", "std_level": "batch"} if draft.get("whiten_advantages", False) else None
+        draft.set("actor.adv_norm", white, "ROLL: whiten_advantages", "whiten_advantages")
+    draft.lack("grpo does not whiten its advantages again: use gae with reward_norm and adv_norm", "whiten_advantages")
+    draft.drop("the advantage estimator fixes the normalisation", "norm_*_type", "reward_norm", "reward_s*")
+    draft.keep("max_len_mask", "actor.mask_truncated")
+    draft.lack("answers have no weights or masks by difficulty or length", "difficulty_mask", "error_max_len_clip",
+               "difficulty_loss_weight", "length_loss_weight")  # fmt: skip
+    if not draft.get("difficulty_mask", False):
+        draft.drop("it is switched off", "difficulty_*_threshold")
+    if "critic.path" not in draft.options:
+        draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup", "reward_pretrain")
+
+
+def has_critic(draft: Draft) -> bool:
+    return draft.get("adv_estimator", "gae") == "gae"
+
+
+def _has_reference(draft: Draft) -> bool:
+    return bool(draft.get("use_kl_loss", False) or draft.get("add_token_level_kl", False))
