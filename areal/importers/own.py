@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from areal.api.config.experiment import PPOConfig
 from areal.api.config.kinds import kind_of
-from areal.api.config.legacy_rules import LegacyRule, legacy_rule
+from areal.api.config.legacy_rules import LegacyRule, legacy_rule, moved_to
 from areal.api.config.load import read
 from areal.api.config.schema import find_field
 from areal.importers.areal_one import take_new_keys, with_old_sections
@@ -53,9 +53,50 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
             draft.drop(f"a copy of {rule.path}", key)
         else:
             draft.drop(rule.why or "no effect here", key)
+    _take_rest(draft, kind, found)
     _take_script(draft)
     draft.finish()
     return draft
+
+
+def _take_rest(draft: Draft, kind: type[Any], found: Mapping[str, Any]) -> None:
+    """The options that keys of other names decide: adapters, switches of offloading, resources.
+
+    `found`: the configuration of the source, which the result must equal.
+    """
+    config = read(kind, _tree({path: option.value for path, option in draft.options.items()})).config
+    mine = flat(asdict(config)) if config is not None else found
+    kept = {key for key, note in draft.notes.items() if note.fate == "kept"}
+    open_to_change = found.keys() - (draft.options.keys() - kept)
+    for path in [path for path in found if path in open_to_change and mine.get(path) != found[path]]:
+        keys = [key for key in draft.values if _decides(kind, key, path)]
+        draft.set(path, found[path], f"AReaL: {', '.join(keys) or 'other keys'}", *keys)
+
+
+def _decides(kind: type[Any], key: str, path: str) -> bool:
+    """Whether the rule of the key may change the option at `path`."""
+    rule, section = _rule(kind, key), key.rpartition(".")[0]
+    match rule.action if rule is not None else "":
+        case "lora":
+            return path.startswith(f"{section}.lora")
+        case "scheduling" | "scheduler":
+            return path.startswith("launcher.")
+        case "turn_on":
+            return rule is not None and path in (moved_to(key, rule.path), moved_to(key, rule.with_megatron))
+        case _:
+            return False
+
+
+def _tree(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings from dotted paths."""
+    tree: dict[str, Any] = {}
+    for path, value in options.items():
+        *sections, name = path.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return tree
 
 
 def _take_script(draft: Draft) -> None:
