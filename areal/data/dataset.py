@@ -189,6 +189,9 @@ def _hub_rows(path: str, config: DatasetConfig, split: str) -> list[Row]:
                     message = f"dataset {path} has no split {split!r}, only {sorted(loaded)}: set split"
                     raise InputError(message, code="data.not_found")
                 loaded = loaded[split]
+            elif config.split:
+                message = f"dataset {path} was saved without splits: remove split={config.split!r}"
+                raise InputError(message, code="data.not_found")
         else:
             loaded = datasets.load_dataset(path, config.name or None, split=split, revision=config.revision or None)
     except InputError:
@@ -226,10 +229,14 @@ def _mapped_rows(config: DatasetConfig, default_split: str, first: int | None = 
 
 
 def _renamed(row: Row, config: DatasetConfig, index: int) -> Row:
-    """The row with the new names of its columns, and with values inside columns (`a.b`) as columns of their own."""
-    renamed = {config.columns.get(column, column): value for column, value in row.items()}
+    """The row with the new names of its columns, and with values inside columns (`a.b`) as columns of their own.
+
+    A new name replaces a column that had this name, wherever it is in the row.
+    """
+    renamed = {column: value for column, value in row.items() if column not in config.columns}
     for source, name in config.columns.items():
         if source in row:
+            renamed[name] = row[source]
             continue
         value: Any = row
         for part in source.split("."):

@@ -5,12 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from areal.api.config import BaseExperimentConfig, DatasetConfig
 from areal.api.errors import InputError
 from areal.data.mix import mixed_counts
-from areal.data.row_files import Row, dataset_files
+from areal.data.row_files import Row, dataset_files, json_value
 
 MAX_SHOWN = 3
 """Maximum number of rows in a message."""
@@ -129,8 +127,8 @@ def _first_lines(path: Path) -> Iterator[bytes]:
 
 def _line_problem(line: bytes, kind: str, limit: int | None) -> RowProblem | None:
     try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        row = json_value(line)
+    except ValueError as error:
         return RowProblem("data.invalid_file", f"is not JSON ({error})")
     if not isinstance(row, dict):
         return RowProblem("data.invalid_file", f"is of type {type(row).__name__}, not an object")

@@ -2,7 +2,9 @@
 
 import csv
 import glob
+import json
 import os
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import orjson
 from areal.api.errors import ConfigError, InputError
 
 Row = dict[str, Any]
+_LONG_NUMBER = re.compile(rb"\d{19}")
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
@@ -22,17 +25,30 @@ def _json_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
+                row = json_value(line)
+            except ValueError as error:
                 message = f"{path}:{number} is not JSON ({error}): fix or remove that line"
                 raise InputError(message, code="data.invalid_file") from error
             yield object_row(row, f"{path}:{number}")
 
 
+def json_value(text: bytes) -> Any:
+    """The value of JSON. Raises ValueError, also for an integer of more than 64 bits, which orjson reads as a float."""
+    if _LONG_NUMBER.search(text):
+        json.loads(text, parse_int=_whole_number)
+    return orjson.loads(text)
+
+
+def _whole_number(text: str) -> int:
+    if not -(2**63) <= int(text) < 2**64:
+        raise ValueError(f"the integer {text} has more than 64 bits; write it as text")
+    return int(text)
+
+
 def _json(path: Path) -> Iterator[Row]:
     try:
-        rows = orjson.loads(path.read_bytes().removeprefix(BOM_UTF8))
-    except orjson.JSONDecodeError as error:
+        rows = json_value(path.read_bytes().removeprefix(BOM_UTF8))
+    except ValueError as error:
         message = f"{path} is not JSON ({error}); a file with one object per line must be called .jsonl"
         raise InputError(message, code="data.invalid_file") from error
     if not isinstance(rows, list):

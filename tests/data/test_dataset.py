@@ -276,6 +276,27 @@ def test_a_column_may_be_inside_another_one(jsonl):
             load(path, columns={absent: "answer"})
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_an_integer_that_would_become_a_float_is_refused(tmp_path, name):
+    path, largest = tmp_path / name, 2**64 - 1
+    text = '[{"answer": %d}]' if name == "rows.json" else '{"answer": %d}'
+    for value in (largest, -(2**63)):
+        path.write_text(text % value)
+        assert load(str(path)) == [{"answer": value}]
+    for value in (largest + 1, -(2**63) - 1):
+        path.write_text(text % value)
+        with raises_code("data.invalid_file", path, value):
+            load(str(path))
+    path.write_text(text.replace("%d", '"12345678901234567890123", "pi": 3.14159265358979323846'))
+    assert load(str(path)) == [{"answer": "12345678901234567890123", "pi": 3.141592653589793}]
+
+
+def test_a_new_name_replaces_a_column_wherever_it_is(jsonl):
+    path = jsonl({"prompt": "old", "question": "new"}, {"question": "new", "prompt": "old"})
+    assert load(path, columns={"question": "prompt"}) == [{"prompt": "new"}] * 2
+    assert load(path, columns={"question": "prompt", "prompt": "question"})[0] == {"prompt": "new", "question": "old"}
+
+
 def test_missing_columns_are_named_with_the_row(jsonl, tokenizer):
     path = jsonl({"question": "?", "answer": "1"}, {"text": "?"})
     with raises_code("data.map_fn_failed", "row 1", "gsm8k", "'question'", "['text']"):
@@ -307,7 +328,8 @@ def test_hub_names_and_saved_folders_go_to_the_library(monkeypatch, tmp_path):
             return [{"a": 1}]
 
         def load_from_disk(self, path):
-            return self.DatasetDict(train=[{"a": 2}])
+            has_splits = (Path(path) / "dataset_dict.json").is_file()
+            return self.DatasetDict(train=[{"a": 2}]) if has_splits else [{"a": 3}]
 
     fake = FakeDatasets()
     monkeypatch.setitem(sys.modules, "datasets", fake)
@@ -319,6 +341,10 @@ def test_hub_names_and_saved_folders_go_to_the_library(monkeypatch, tmp_path):
     assert load(str(tmp_path)) == [{"a": 2}]
     with raises_code("data.not_found", "'dev'", "['train']"):
         load(str(tmp_path), split="dev")
+    (tmp_path / "dataset_dict.json").rename(tmp_path / "dataset_info.json")
+    assert load(str(tmp_path)) == [{"a": 3}]
+    with raises_code("data.not_found", "'test'"):
+        load(str(tmp_path), split="test")
 
 
 def test_sft_rows_of_plain_text(tokenizer):
