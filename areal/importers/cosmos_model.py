@@ -11,6 +11,7 @@ _SAME = {
     "train.epoch": "total_train_epochs",
     "train.max_num_steps": "total_train_steps",
     "train.output_dir": "cluster.fileroot",
+    f"{POLICY}.dataloader_seed": "seed",
     "train.seed": "seed",
     f"{POLICY}.dataset.name": "train_dataset.path",
     f"{POLICY}.dataset.subset": "train_dataset.name",
@@ -120,7 +121,8 @@ def _dropped(draft: Draft, role: str) -> None:
     draft.drop(
         "kept in float32 by the optimiser", "train.master_dtype", "train.fsdp_reduce_dtype", "train.transfer_dtype"
     )
-    draft.lack("split the file yourself, and set valid_dataset", "*.dataset.test_size")
+    draft.lack('give train_dataset.split "train[:95%]" and valid_dataset with the rest', "*.dataset.test_size")
+    draft.lack("train_dataset.path may be a folder", "*.dataset.local_dir")
     draft.drop("how cosmos-rl's loader works", f"{POLICY}.dataloader_*", f"{POLICY}.enable_dataset_cache")
     draft.drop(
         "weights are published after every step", "train.sync_weight_interval", "train.*_timeout", "train.timestamp"

@@ -43,6 +43,7 @@ _OF_REWARDS = (
     "worker_cls", "tag_included", "world_size", "reward_type", "use_local", "name", "infer_batch_size",
     "data_args.template", "model_args.*", "strategy_args.*",
 )  # fmt: skip
+_COLUMNS = {"prompt": "prompt", "messages": "messages", "response": "answer"}
 _REWARDS = {"math_rule": "math", "code_sandbox": "code"}
 _TRAIN = "actor_train.strategy_args.strategy_config"
 _MAX_GPUS = 100_000
@@ -239,6 +240,20 @@ def _rewards(draft: Draft) -> None:
         draft.lack("write a reward function (docs/rewards.md)", f"rewards.{name}.*", off=(None,))
 
 
+def _columns(draft: Draft, role: str, section: str) -> None:
+    """Names of columns. A row of the rule for mathematics has its answer in `ground_truth`."""
+    keys = [f"{role}.data_args.{name}" for name in _COLUMNS]
+    names = {key: draft.get(key) for key in keys if isinstance(draft.get(key), str)}
+    columns = {str(name): _COLUMNS[key.rpartition(".")[2]] for key, name in names.items()}
+    columns = {name: ours for name, ours in columns.items() if name not in ("", ours)}
+    if any(key.startswith("rewards.math_rule.") for key in draft.values) and "answer" not in columns.values():
+        columns["ground_truth"] = "answer"
+    if columns:
+        own = (key for key in keys if names.get(key) in columns)
+        draft.set(f"{section}.columns", columns, f"ROLL: {role}.data_args", *own)
+    draft.drop("a column that is read as it is", *keys)
+
+
 def _listed(value: Any) -> Any:
     """Names of modules as a list."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
@@ -255,13 +270,14 @@ def _dropped(draft: Draft) -> None:
     draft.lack("write workflow: agent, or a workflow, and a dataset of its tasks (docs/agents.md)",
                "train_env_manager.*", "val_env_manager.*", "custom_envs.*", "env_manager_cls", "max_actions_per_traj",
                off=(None,))  # fmt: skip
-    column = draft.get("actor_train.data_args.prompt") or draft.get("actor_train.data_args.messages")
-    if column in (None, "prompt", "messages"):
-        draft.drop("a column that is read as it is", "*.data_args.prompt", "*.data_args.messages")
-    draft.lack("write train_dataset.map_fn, which renames columns", "*.data_args.prompt", "*.data_args.messages")
+    _columns(draft, "actor_train", "train_dataset")
+    if "valid_dataset.path" in draft.options:
+        _columns(draft, "validation", "valid_dataset")
+    draft.drop("the columns of actor_train and validation count", *(f"*.data_args.{name}" for name in _COLUMNS))
     draft.lack("weights: one path and one weight for each dataset", "*.domain_interleave_probs.*", off=(None,))
     draft.keep("actor_train.data_args.cache_dir", "train_dataset.cache_dir")
-    draft.drop("how ROLL's loader works", "*.data_args.preprocessing_num_workers", "*.data_args.dataset_dir")
+    draft.drop("how ROLL's loader works", "*.data_args.preprocessing_num_workers", "*.data_args.dataset_dir",
+               "*.data_args.overwrite_cache")  # fmt: skip
     tracker = draft.get("track_with", "none")
     if tracker in ("wandb", "tensorboard", "swanlab"):
         value = {"wandb": ("wandb.mode", "online"), "swanlab": ("swanlab.mode", "cloud")}.get(

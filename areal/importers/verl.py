@@ -124,10 +124,15 @@ def _data(draft: Draft) -> None:
     draft.keep("data.image_key", "vision.image_key")
     draft.keep(f"{_R}.limit_images", "vision.max_images")
     draft.lack("there is no video", "data.video_key", off=("videos", None, ""))
-    draft.drop(
-        "how verl's loader works", "data.return_*", "data.filter_overlong_prompts_workers", "data.val_batch_size"
-    )
-    draft.drop("how verl's loader works", "data.dataloader_num_workers", "data.validation_shuffle")
+    if draft.get("data.val_files"):
+        draft.keep("data.val_batch_size", "valid_dataset.batch_size")
+    names = ("return_*", "filter_overlong_prompts_workers", "val_batch_size", "dataloader_num_workers")
+    draft.drop("how verl's loader works", *(f"data.{name}" for name in (*names, "need_tools_kwargs", "use_shm")))
+    draft.drop("the model's processor has it", "data.image_patch_size")
+    draft.lack("train_dataset.columns names the columns of supervised rows", "data.response_key", "data.messages_key")
+    draft.lack("train_dataset.curriculum, train_dataset.weights", "data.sampler.*")
+    draft.lack("a function in train_dataset.path makes rows", "data.datagen.*")
+    draft.lack("workflow: agent, whose program has the tools", "data.tool_config_path")
 
 
 def _batches(draft: Draft) -> None:

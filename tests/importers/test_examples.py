@@ -35,8 +35,9 @@ def files(tmp_path_factory) -> dict[str, str]:
     )
     tokenizer.save_pretrained(folder / "model")
     tiny_model(tokenizer, 1, num_heads=8, vocab_size=64).save_pretrained(folder / "model")
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "data_source": "sum", "tag": "aime"} for n in range(2000)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "data_source": "sum"} for n in range(2000)]
+    of_roll = [row | {"tag": "aime", "ground_truth": row["answer"], "instruction": row["prompt"]} for row in rows]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_roll))
     (folder / "chats.jsonl").write_text("".join(json.dumps(verl_row(row)) + "\n" for row in rows))
     turns = [(f"{n}+1=", str(n + 1)) for n in range(64)]
     talks = [[{"role": "user", "content": one}, {"role": "assistant", "content": two}] for one, two in turns]

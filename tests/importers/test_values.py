@@ -186,6 +186,19 @@ def test_norms_of_rewards_of_roll(given, norm):
     assert lost == {key for key in given if given[key] == "running"}
 
 
+def test_columns_of_roll():
+    given = {"actor_train.data_args.prompt": "instruction", "validation.data_args.messages": "talk"}
+    given |= {"validation.data_args.file_name": "v", "rewards.math_rule.tag_included": ["aime"]}
+    draft = from_roll(ROLL | given)
+    assert values(draft, "train_dataset.columns", "valid_dataset.columns") == (
+        {"instruction": "prompt", "ground_truth": "answer"},
+        {"talk": "messages", "ground_truth": "answer"},
+    )
+    other = from_roll(ROLL | {"actor_train.data_args.messages": "messages", "actor_train.data_args.response": "r"})
+    assert values(other, "train_dataset.columns") == ({"r": "answer"},)
+    assert fates(other, "actor_train.data_args.messages") == ["dropped"]
+
+
 def test_losses_of_roll():
     options = ("actor.policy_loss", "actor.topr.ratio", "actor.topr.negative_weight", "actor.rollout_correction.upper")
     given = {"pg_variant": "topr", "topr_negative_weight": 0.5, "use_rollout_importance_sampling_ratio": True}
