@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from math import isfinite, isnan
 from typing import Any, Literal, cast
 
+from areal.api.config.redaction import public
 from areal.api.errors import ConfigError
 
 Fate = Literal["kept", "computed", "server", "dropped", "missing"]
@@ -106,7 +107,7 @@ class Draft:
         self.options[option] = Option(value, why)
         for key in keys:
             if key in self.values:
-                self.notes[key] = Note("computed", f"{option}={value}")
+                self.notes[key] = Note("computed", f"{option}={public(value, option)}")
 
     def defaults(self, values: Mapping[str, Any]) -> None:
         """Defaults of the source that differ from ours, by option: for the options that no key has set."""

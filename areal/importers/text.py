@@ -75,5 +75,7 @@ def report_json(draft: Draft) -> dict[str, Any]:
         {"key": key, "value": public(draft.values[key], key), "fate": note.fate, "text": note.text}
         for key, note in draft.notes.items()
     ]
-    options = {path: {"value": option.value, "origin": option.origin} for path, option in draft.options.items()}
+    options = {
+        path: {"value": public(option.value, path), "origin": option.origin} for path, option in draft.options.items()
+    }
     return {"system": draft.system, "keys": keys, "options": options}

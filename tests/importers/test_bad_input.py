@@ -126,3 +126,18 @@ def test_numbers_and_dates_are_read_as_the_other_system_reads_them(tmp_path, cap
     found = {key: one["value"] for key, one in json.loads(capsys.readouterr().out)["options"].items()}
     assert (found["trial_name"], found["experiment_name"]) == ("2026-01-31", "2026-02-01")
     assert found["actor.optimizer.lr"] == 1e-6
+
+
+def test_secrets_are_in_the_file_but_in_no_report(tmp_path, capsys):
+    path, output = tmp_path / "f.yaml", tmp_path / "ours.yaml"
+    path.write_text(
+        "experiment_name: e\ntrial_name: t\nallocation_mode: sglang:d1+d1\ntrain_dataset: {path: d}\n"
+        "stats_logger: {wandb: {mode: online, wandb_api_key: 0123456789abcdef}}\n"
+        "actor: {path: m, optimizer: {lr: 1.0e-6}, scheduling_spec: [{env_vars: {API_TOKEN: fedcba9876}}]}\n"
+    )
+    for word in ("--json", "-o"):
+        assert run_command(["config", "import", "areal", str(path), "-o", str(output), *([word] * (word != "-o"))]) == 0
+        shown = "".join(capsys.readouterr())
+        assert "launcher.trainer_env_vars" in shown
+        assert not [secret for secret in ("0123456789abcdef", "fedcba9876") if secret in shown]
+    assert yaml.safe_load(output.read_text())["stats_logger"]["wandb"]["wandb_api_key"] == "0123456789abcdef"
