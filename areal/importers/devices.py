@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from areal.api.allocation import ParallelDims
 from areal.importers.draft import Draft
 
-MEGATRON_OPTIONS = {
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline_parallel_size",
+_OPTIONS = {
     "use_distributed_optimizer": "ddp.use_distributed_optimizer",
     "overlap_grad_reduce": "ddp.overlap_grad_reduce",
     "overlap_param_gather": "ddp.overlap_param_gather",
@@ -19,7 +18,7 @@ MEGATRON_OPTIONS = {
         "moe_shared_expert_overlap",
     )
 }  # fmt: skip
-"""Name in Megatron-Core -> option below actor.megatron."""
+"""Name in Megatron-Core -> option below actor.megatron, if both mean the same without stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +29,18 @@ class Trainer:
     sizes: ParallelDims
 
 
-def megatron_trainer(draft: Draft, prefix: str) -> Trainer:
-    """The sizes of Megatron-Core below `prefix`."""
+def megatron_trainer(draft: Draft, prefix: str, *more: str) -> Trainer:
+    """The sizes of Megatron-Core below `prefix`, and its options there and below `more`."""
     tensor, pipeline, expert = (
         draft.whole(f"{prefix}{name}_model_parallel_size", 1) for name in ("tensor", "pipeline", "expert")
     )
     context = draft.whole(f"{prefix}context_parallel_size", 1)
     expert_tensor = draft.whole(f"{prefix}expert_tensor_parallel_size", 1)
+    for place in (prefix, *more):
+        for name, option in _OPTIONS.items():
+            draft.keep(f"{place}{name}", f"actor.megatron.{option}")
+    if pipeline > 1:
+        draft.keep(f"{prefix}virtual_pipeline_model_parallel_size", "actor.megatron.virtual_pipeline_parallel_size")
     sizes = ParallelDims(tp=tensor, pp=pipeline, cp=context, ep=expert, etp=expert_tensor)
     return Trainer(backend="megatron", sizes=sizes)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal.api.allocation import ParallelDims
 from areal.api.errors import ConfigError
-from areal.importers.devices import MEGATRON_OPTIONS, Trainer, halves, megatron_trainer, set_devices
+from areal.importers.devices import Trainer, halves, megatron_trainer, set_devices
 from areal.importers.draft import Draft
 from areal.importers.roll_loss import has_critic, take_advantages, take_loss, take_variant
 
@@ -190,9 +190,6 @@ def _devices(draft: Draft) -> None:
     keys += [f"{config}.tensor_parallel_size", "actor_train.model_args.ulysses_size"]
     if trainer.backend == "megatron":
         keys += [key for key in draft.values if key.startswith(f"{_TRAIN}.") and key.endswith("parallel_size")]
-        for name, option in MEGATRON_OPTIONS.items():
-            if trainer.sizes.pp > 1 or not name.startswith("virtual"):
-                draft.keep(f"{_TRAIN}.{name}", f"actor.megatron.{option}")
     per_node = draft.whole("num_gpus_per_node", 8)
     set_devices(draft, server, parts, trainer, f"ROLL: device_mapping, {shared}", keys, per_node=per_node)
     draft.drop("the servers load the policy, then get its weights", f"{config}.load_format")

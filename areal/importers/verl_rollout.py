@@ -1,11 +1,11 @@
 """Sampling, inference servers and devices of verl: the section actor_rollout_ref.rollout and the GPUs."""
 
 from areal.api.allocation import ParallelDims
-from areal.importers.devices import MEGATRON_OPTIONS, Trainer, halves, megatron_trainer, set_devices
+from areal.importers.devices import Trainer, halves, megatron_trainer, set_devices
 from areal.importers.draft import Draft
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-_MEGATRON = f"{ACTOR}.megatron."
+_STRATEGY, _MEGATRON = f"{ACTOR}.strategy", f"{ACTOR}.megatron."
 _VLLM_FLAGS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "max_num_seqs": "max_num_seqs",
@@ -90,25 +90,20 @@ def take_servers(draft: Draft) -> None:
 
 def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
     """The trainer, and the keys that decide it."""
-    is_megatron = draft.get(f"{ACTOR}.strategy") == "megatron" or (
-        f"{ACTOR}.strategy" not in draft.values
+    is_megatron = draft.get(_STRATEGY) == "megatron" or (
+        _STRATEGY not in draft.values
         and any(key.startswith(_MEGATRON) and key.endswith("parallel_size") for key in draft.values)
     )
     if is_megatron and not draft.get(f"{MODEL}.lora_rank"):
-        trainer, keys = megatron_trainer(draft, _MEGATRON), [f"{ACTOR}.strategy"]
-        if trainer.sizes.pp > 1:
-            draft.keep(
-                f"{_MEGATRON}virtual_pipeline_model_parallel_size", "actor.megatron.virtual_pipeline_parallel_size"
-            )
-        for place in (_MEGATRON, f"{_MEGATRON}override_transformer_config."):
-            for name, option in MEGATRON_OPTIONS.items():
-                if name != "virtual_pipeline_model_parallel_size":
-                    draft.keep(f"{place}{name}", f"actor.megatron.{option}")
+        trainer = megatron_trainer(draft, _MEGATRON, f"{_MEGATRON}override_transformer_config.")
+        keys = [
+            _STRATEGY,
+            *(key for key in draft.values if key.startswith(_MEGATRON) and key.endswith("parallel_size")),
+        ]
         draft.keep(f"{_MEGATRON}optimizer_offload", "actor.megatron.offload_optimizer")
-        keys += [key for key in draft.values if key.startswith(_MEGATRON) and key.endswith("parallel_size")]
         draft.drop(
             "all models of a trainer are divided like the actor", "*ref.megatron.*_size", "critic.megatron.*_size"
         )
         return trainer, keys
     context = max(1, draft.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
-    return Trainer(sizes=ParallelDims(cp=context)), [f"{ACTOR}.strategy", f"{ACTOR}.ulysses_sequence_parallel_size"]
+    return Trainer(sizes=ParallelDims(cp=context)), [_STRATEGY, f"{ACTOR}.ulysses_sequence_parallel_size"]
