@@ -80,6 +80,7 @@ def from_verl(values: dict[str, Any]) -> Draft:
     _defaults(draft)
     _trackers(draft)
     _dropped(draft)
+    _model(draft)
     draft.finish()
     return draft
 
@@ -273,7 +274,12 @@ def _dropped(draft: Draft) -> None:
     draft.keep("actor_rollout_ref.ref.fsdp_config.param_offload", *(["ref.fsdp.offload_params"] if has_ref else []))
     draft.lack("with megatron weights stay on the GPU", f"{_A}.megatron.param_offload")
     draft.drop("a frozen model, or one with the options of the actor", "*.optimizer_offload", "*.param_offload")
-    draft.keep(f"{_A}.fsdp_config.forward_prefetch", "actor.fsdp.prefetch_blocks", convert=int)
+    if draft.get(f"{_A}.fsdp_config.offload_policy", False):
+        draft.set("actor.fsdp.offload_params", True, "verl: offload_policy", f"{_A}.fsdp_config.offload_policy")
+    prefetch = f"{_A}.fsdp_config.forward_prefetch"
+    if draft.get(prefetch, False):
+        draft.set("actor.fsdp.prefetch_blocks", 1, "verl: actor.fsdp_config.forward_prefetch", prefetch)
+    draft.drop("torch's own order, as here", "*.fsdp_config.forward_prefetch")
     if draft.get(f"{_A}.router_replay.mode") == "R3":
         draft.set("actor.router_replay", True, "verl: router_replay.mode=R3", f"{_A}.router_replay.mode")
     if draft.get(f"{_A}.router_replay.mode", "disabled") == "disabled":
@@ -290,32 +296,36 @@ def _dropped(draft: Draft) -> None:
     draft.drop("FSDP2 shards each block over all ranks", *(f"*.fsdp_config.{name}" for name in _OF_FSDP), "*.strategy")
     draft.drop("chosen by the engine: actor.compile", "*.use_torch_compile")
     draft.drop("of the loader of mini-batches", f"{_A}.data_loader_seed", f"{_A}.shuffle")
-    draft.drop("paths of checkpoints and of Ray", "trainer.default_hdfs_dir", "trainer.resume_from_path", "ray_*")
-    draft.drop(
-        "how verl's trainer works", "trainer.val_only", "trainer.device", "trainer.use_legacy_*", "global_profiler.*"
-    )
+    draft.drop("paths of checkpoints and of Ray", "trainer.default_hdfs_dir", "ray_*")
+    draft.lack("actor.path: a folder of exported weights", "trainer.resume_from_path")
+    draft.lack("areal eval evaluates without training (docs/evaluation.md)", "trainer.val_only")
+    draft.drop("how verl's trainer works", "trainer.device", "trainer.use_legacy_*", "global_profiler.*")
     draft.drop("time limits are launcher.ready_timeout_s and rollout.setup_timeout", "trainer.ray_wait_register_*")
     if draft.get("trainer.critic_warmup", 0) == 0:
         draft.drop("no warm-up of the critic", "trainer.critic_warmup")
     draft.keep("trainer.critic_warmup", "critic.warmup_steps")
+
+
+def _model(draft: Draft) -> None:
     if draft.whole(f"{_M}.lora_rank", 0, least=0) > 0:
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
             draft.keep(f"{_M}.{name}", f"actor.lora.{name.removeprefix('lora_')}")
     draft.drop("there are no adapters", f"{_M}.lora_*", f"{_M}.target_modules", f"{_M}.exclude_modules")
     draft.drop("models are read in the format of Hugging Face", "*.use_mbridge", "*.use_dist_checkpointing")
-    draft.drop(
-        "it follows from the tensor size", "*.megatron.sequence_parallel", f"{ref}.megatron.*", "critic.megatron.*"
-    )
+    draft.drop("it follows from the tensor size", f"{_A}.megatron.sequence_parallel")
+    draft.drop("all models of a trainer have the engine of the actor", "*.ref.megatron.*", "critic.megatron.*")
     draft.lack("choose options of actor.megatron (docs/train_engines.md)", "*megatron*")
     if draft.get(f"{_A}.freeze_vision_tower", False):
         draft.set("actor.freeze", ["visual"], "verl: actor.freeze_vision_tower", f"{_A}.freeze_vision_tower")
     draft.drop("all weights are trained", f"{_A}.freeze_vision_tower")
     draft.drop("options of Hydra itself", "hydra.*")
-    draft.drop("entropies are computed with the log-probabilities", "*.entropy_*", "*.calculate_entropy")
+    names = ("entropy_from_logits_with_chunking", "entropy_checkpointing", "calculate_entropy")
+    draft.drop("entropies are computed with the log-probabilities", *(f"{_A}.{name}" for name in names))
     draft.lack("it changes the model's configuration", f"{_M}.override_config*", f"{_M}.external_lib")
+    offload, is_fsdp = f"{_M}.enable_activation_offload", "+fsdp:" in draft.options["allocation_mode"].value
+    if draft.get(offload, False) and draft.options["actor.gradient_checkpointing"].value and is_fsdp:
+        draft.set("actor.checkpointing", "offload", "verl: enable_activation_offload", offload)
+    draft.lack("actor.checkpointing: offload needs gradient_checkpointing and fsdp", offload)
     draft.drop(
-        "nothing to trade: activations are recomputed",
-        "*.enable_activation_offload",
-        f"{_M}.use_liger",
-        f"{_M}.use_shm",
+        "activations are recomputed", "critic.model.enable_activation_offload", f"{_M}.use_liger", f"{_M}.use_shm"
     )

@@ -101,9 +101,6 @@ def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
             *(key for key in draft.values if key.startswith(_MEGATRON) and key.endswith("parallel_size")),
         ]
         draft.keep(f"{_MEGATRON}optimizer_offload", "actor.megatron.offload_optimizer")
-        draft.drop(
-            "all models of a trainer are divided like the actor", "*ref.megatron.*_size", "critic.megatron.*_size"
-        )
         return trainer, keys
     context = max(1, draft.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
     return Trainer(sizes=ParallelDims(cp=context)), [_STRATEGY, f"{ACTOR}.ulysses_sequence_parallel_size"]

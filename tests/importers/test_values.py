@@ -134,6 +134,17 @@ def test_a_critic_of_verl_follows_the_actor_and_a_reward_model_needs_no_function
     assert values(draft, "reward_model.path", "reward_fn", "actor.kl_control.target") == ("r", None, 0.1)
 
 
+def test_switches_of_verl_that_change_a_run_are_not_dropped():
+    given = {f"{ACTOR}.fsdp_config.offload_policy": True, f"{ACTOR}.fsdp_config.forward_prefetch": True}
+    given |= {"actor_rollout_ref.model.enable_activation_offload": True, f"{ACTOR}.freeze_vision_tower": True}
+    given |= {f"{ACTOR}.router_replay.mode": "R3", "trainer.val_only": True, "trainer.resume_from_path": "p"}
+    draft = from_verl(VERL | given)
+    options = ("actor.fsdp.offload_params", "actor.fsdp.prefetch_blocks", "actor.checkpointing", "actor.router_replay")
+    assert values(draft, *options, "actor.freeze") == (True, 1, "offload", True, ["visual"])
+    lost = {key for key in given if draft.notes[key].fate == "missing"}
+    assert lost == {"trainer.val_only", "trainer.resume_from_path"}
+
+
 def test_supervised_training_of_verl_is_refused():
     with pytest.raises(ConfigError) as caught:
         from_verl({"model.partial_pretrain": "m", "data.train_files": "t"})
