@@ -81,10 +81,10 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".sh":
             return _script_tree(text)
-        found: Any = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
+        found: Any = _toml(text) if path.suffix == ".toml" else _yaml(text)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
         raise _unreadable(path, " ".join(str(error).split())) from error
     if not isinstance(found, dict) or not found:
         raise _unreadable(path, "it is no mapping of keys to values" if found else "it is empty")
@@ -96,6 +96,11 @@ def _script_tree(text: str) -> dict[str, Any]:
     for word in script_words(text):
         _put(tree, word)
     return tree
+
+
+def _toml(text: str) -> Any:
+    """The value of TOML; dates are text."""
+    return json.loads(json.dumps(tomllib.loads(text), default=str))
 
 
 def _yaml(text: str) -> Any:

@@ -193,7 +193,7 @@ def _rewards(draft: Draft) -> None:
     values = [name for name in draft.values if name == key or name.startswith(f"{key}.")]
     weights = {name.removeprefix(f"{key}."): draft.values[name] for name in values if name != key}
     if given is not None:
-        weights |= dict.fromkeys(given if isinstance(given, list) else [str(given)], 1.0)
+        weights |= dict.fromkeys(map(str, given if isinstance(given, list) else [given]), 1.0)
     penalty, has_penalty = f"{_T}.overlong_reward", weights.pop("overlong", None) is not None
     known = {_REWARDS[name]: weight for name, weight in weights.items() if name in _REWARDS}
     used = [name for name in values if name.removeprefix(f"{key}.") in (*_REWARDS, "overlong")]

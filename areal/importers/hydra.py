@@ -18,8 +18,10 @@ def composed(tree: Tree, path: Path, read: Callable[[Path], Tree], *, root: Path
     Groups are folders next to the first file. What is not found stays in the tree under `defaults`, entry by entry.
     """
     entries: Any = tree.pop("defaults", None)
-    if not isinstance(entries, list) or depth == _MAX_DEPTH:
+    if not isinstance(entries, list):
         return tree if entries is None else tree | {"defaults": entries}
+    if depth == _MAX_DEPTH:
+        return tree | {"defaults": dict.fromkeys(map(str, cast("list[Any]", entries)), "")}
     root = root or path.parent
     chosen = _chosen(cast("list[Any]", entries))
     if "_self_" not in chosen:
@@ -36,7 +38,8 @@ def composed(tree: Tree, path: Path, read: Callable[[Path], Tree], *, root: Path
             lost[group.replace("../", "").replace(".", "/")] = name
             continue
         text, part = file.read_text(encoding="utf-8"), composed(read(file), file, read, root=root, depth=depth + 1)
-        lost |= part.pop("defaults", {})
+        deeper = part.pop("defaults", {})
+        lost |= deeper if isinstance(deeper, dict) else {base: deeper}
         header = _HEADER.match(text)
         where = package or (header[1] if header else base.replace("/", ".") if name and ".." not in base else "")
         found = _merged(found, _at("" if where in ("_global_", "_here_", "_group_") else where, part))

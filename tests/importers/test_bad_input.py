@@ -78,7 +78,7 @@ def test_numbers_that_are_text_are_numbers():
     assert draft.options["allocation_mode"].value == "vllm:d4t2+fsdp:d8"
 
 
-@pytest.mark.parametrize("text", ["", "- a\n", "data: [1\n", "\x00"])
+@pytest.mark.parametrize("text", ["", "- a\n", "data: [1\n", "\x00", "{a: " * 400 + "1" + "}" * 400])
 def test_a_file_without_a_mapping_is_named(text, tmp_path):
     path = tmp_path / "f.yaml"
     path.write_text(text)
@@ -141,3 +141,24 @@ def test_secrets_are_in_the_file_but_in_no_report(tmp_path, capsys):
         assert "launcher.trainer_env_vars" in shown
         assert not [secret for secret in ("0123456789abcdef", "fedcba9876") if secret in shown]
     assert yaml.safe_load(output.read_text())["stats_logger"]["wandb"]["wandb_api_key"] == "0123456789abcdef"
+
+
+def test_files_of_defaults_that_include_themselves_end(tmp_path, capsys):
+    path = tmp_path / "f.yaml"
+    for defaults in ("[f]", "{f: 1}"):
+        (tmp_path / "g.yaml").write_text(f"defaults: {defaults}\n")
+        path.write_text("defaults: [g, f]\ndata: {train_batch_size: 8}\n")
+        assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
+        fates = {entry["key"]: entry["fate"] for entry in json.loads(capsys.readouterr().out)["keys"]}
+        assert fates.pop("data.train_batch_size") == "kept"
+        assert set(fates.values()) == {"missing"}
+
+
+def test_dates_and_lists_of_toml(tmp_path, capsys):
+    path = tmp_path / "f.toml"
+    path.write_text(
+        "[train]\ntimestamp = 2025-01-01\nepoch = 2\n[train.train_policy]\nreward_function = [['boxed_math']]\n"
+    )
+    assert run_command(["config", "import", "cosmos", str(path), "--json"]) == 0
+    fates = {entry["key"]: entry["fate"] for entry in json.loads(capsys.readouterr().out)["keys"]}
+    assert (fates["train.timestamp"], fates["train.train_policy.reward_function"]) == ("dropped", "missing")
