@@ -102,8 +102,9 @@ def _sampling(draft: Draft) -> None:
     draft.drop("all tokens, or one beam, as here", *(f"{role}.generating_args.top_k" for role in roles))
     beams = [f"{role}.generating_args.num_beams" for role in roles]
     draft.lack("there is no beam search", *beams, off=(1,))
-    if (stops := draft.listed("actor_infer.generating_args.stop_strings")) or draft.get("stop_strings"):
-        draft.set("gconfig.stop", stops, "ROLL: stop_strings", "actor_infer.generating_args.stop_strings")
+    stops = "actor_infer.generating_args.stop_strings"
+    if draft.get(stops):
+        draft.set("gconfig.stop", draft.listed(stops), "ROLL: stop_strings", stops)
 
 
 def _batches(draft: Draft) -> None:
