@@ -97,7 +97,9 @@ class FSDPEngine:
         self._gathers_once = gathers_once
         self._host_copies = HostCopies()
         self._routing = routing
-        self._micro_batch = partial(make_micro_batch, device=mesh.device, shares_prompts=shares_prompts)
+        self._micro_batch = partial(
+            make_micro_batch, device=mesh.device, shares_prompts=shares_prompts, needs_last=model.needs_last
+        )
         self._vision = vision
         self._runs_tower = False
         """Whether any rank has images in the batch of the running call."""

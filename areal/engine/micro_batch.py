@@ -105,11 +105,17 @@ def checked_ids(
 
 
 def make_micro_batch(
-    batch: TrainBatch, indices: list[int], device: torch.device, *, shares_prompts: bool = False
+    batch: TrainBatch,
+    indices: list[int],
+    device: torch.device,
+    *,
+    shares_prompts: bool = False,
+    needs_last: bool = True,
 ) -> tuple[MicroBatch, ModelInput]:
     """The sequences `indices` on `device`, sorted by length: neighbours of equal length share attention calls.
 
-    `shares_prompts`: the model computes a prompt that several of them have once, if that saves enough.
+    `shares_prompts`: the model computes a prompt that several of them have once, if that saves enough. `needs_last`: it
+    has an output at the last token of a sequence.
     """
     lengths = batch.sequence_lengths
     order = sorted(indices, key=lambda i: (lengths[i], i))
@@ -121,7 +127,8 @@ def make_micro_batch(
         routed_experts=chosen.routed_experts,
     )
     micro = MicroBatch(batch=chosen, position_ids=model_input.position_ids, max_seqlen=max(sizes), source_index=order)
-    if shares_prompts and (shared := shared_row(chosen, model_input.layout)) is not None:
+    shared = shared_row(chosen, model_input.layout, needs_last=needs_last) if shares_prompts else None
+    if shared is not None:
         ids, positions = model_input.input_ids[shared.source], model_input.position_ids[shared.source]
         shorter = {"input_ids": ids, "position_ids": positions, "layout": shared.layout, "rows": shared.rows}
         model_input = replace(model_input, **shorter)

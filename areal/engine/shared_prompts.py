@@ -1,7 +1,8 @@
 """Prompts that several answers of a micro-batch share are computed once: the layout of such a row.
 
 The row that the model computes has sequences without a shared prompt, then shared prompts, then answers. An answer
-attends to its prompt and to itself, so every token has the hidden state that it has in its whole sequence.
+attends to its prompt and to itself, so every token has the hidden state that it has in its whole sequence. No
+token attends to the last one of an answer, which is computed only if the model has an output there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,14 +26,16 @@ class SharedRow:
     source: Tensor
     """[U] int64: the token of the packed sequences that each token of the row is."""
     rows: Tensor
-    """[T] int64: the token of the row that has the hidden state of each token of the packed sequences."""
+    """[T] int64: the token of the row that has the hidden state of each token of the packed sequences. A last token of
+    an answer may have that of the token before it."""
     layout: PackedLayout
 
 
-def shared_row(batch: TrainBatch, layout: PackedLayout) -> SharedRow | None:
+def shared_row(batch: TrainBatch, layout: PackedLayout, *, needs_last: bool) -> SharedRow | None:
     """The row of a batch on the CPU, None when sharing saves too little. `layout`: of the packed sequences.
 
     A prompt is what precedes the first trained token. Sequences share it when their group and all its tokens are equal.
+    `needs_last`: the model has an output at the last token of a sequence.
     """
     bounds = batch.cu_seqlens.long()
     starts, lengths = bounds[:-1], bounds.diff()
@@ -44,23 +47,28 @@ def shared_row(batch: TrainBatch, layout: PackedLayout) -> SharedRow | None:
     if not saved or saved < MIN_SAVED * batch.num_tokens:
         return None
     size, prompt_of, first = lengths.tolist(), prompts.tolist(), starts.tolist()
+    end_of: list[int] = (lengths if needs_last else lengths - members.long()).tolist()
     leader_of: list[int] = leaders.tolist()
     alone = sorted((~members).nonzero()[:, 0].tolist(), key=size.__getitem__)
     led = sorted((members & is_leader).nonzero()[:, 0].tolist(), key=prompt_of.__getitem__)
     place = {leader: number for number, leader in enumerate(led)}
     answers = sorted(
-        members.nonzero()[:, 0].tolist(), key=lambda i: (prompt_of[i], size[i] - prompt_of[i], place[leader_of[i]])
+        (i for i in members.nonzero()[:, 0].tolist() if end_of[i] > prompt_of[i]),
+        key=lambda i: (prompt_of[i], end_of[i] - prompt_of[i], place[leader_of[i]]),
     )
     spans = [(first[i], size[i]) for i in alone] + [(first[i], prompt_of[i]) for i in led]
-    spans += [(first[i] + prompt_of[i], size[i] - prompt_of[i]) for i in answers]
+    spans += [(first[i] + prompt_of[i], end_of[i] - prompt_of[i]) for i in answers]
     source = _ranges(*torch.tensor(spans).unbind(1))
     rows = torch.empty(batch.num_tokens, dtype=torch.int64)
     rows[source] = torch.arange(source.numel())
     others = members & ~is_leader
     own = _ranges(starts[others], prompts[others])
     rows[own] = rows[_ranges(starts[leaders[others]], prompts[others])]
+    if not needs_last:
+        last = bounds[1:][members] - 1
+        rows[last] = rows[last - 1]
     runs, blocks = _runs([(None, size[i]) for i in alone] + [(prompt_of[i], prompt_of[i]) for i in led])
-    answer_runs = _answer_runs(answers, size, prompt_of, [place[leader_of[i]] for i in answers], led, blocks)
+    answer_runs = _answer_runs(answers, end_of, prompt_of, [place[leader_of[i]] for i in answers], led, blocks)
     return SharedRow(source=source, rows=rows, layout=replace(layout, runs=runs, answers=answer_runs))
 
 
@@ -106,20 +114,21 @@ def _runs(items: Iterable[tuple[int | None, int]]) -> tuple[tuple[tuple[int, int
 
 def _answer_runs(
     answers: Sequence[int],
-    size: Sequence[int],
+    end_of: Sequence[int],
     prompt_of: Sequence[int],
     places: Sequence[int],
     led: Sequence[int],
     blocks: dict[int, int],
 ) -> tuple[AnswerRun, ...]:
-    """`places`: of the prompt of each answer in `led`; `blocks`: the run of each length of prompts."""
+    """`end_of`: tokens of each sequence up to the last one that is computed; `places`: of the prompt of each answer in
+    `led`; `blocks`: the run of each length of prompts."""
     first: dict[int, int] = {}
     for number, leader in enumerate(led):
         first.setdefault(prompt_of[leader], number)
     found: list[AnswerRun] = []
     pairs = zip(answers, places, strict=True)
     for (prompt, length), same in groupby(
-        pairs, key=lambda pair: (prompt_of[pair[0]], size[pair[0]] - prompt_of[pair[0]])
+        pairs, key=lambda pair: (prompt_of[pair[0]], end_of[pair[0]] - prompt_of[pair[0]])
     ):
         rows = torch.tensor([place - first[prompt] for _, place in same])
         found.append(AnswerRun(length=length, prompts=rows, block=blocks[prompt]))

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ _NEVER = -1e30
 
 class TokenModel(nn.Module, ABC):
     """A transformers model as the engine uses it. `forward` returns plain tensors because FSDP hooks look for those."""
+
+    needs_last: ClassVar[bool] = False
+    """Whether there is an output at the last token of a sequence."""
 
     def __init__(self, model: PreTrainedModel, spec: OutputSpec | None = None) -> None:
         """`spec`: outputs besides log-probabilities."""
@@ -208,6 +211,8 @@ class ValueModel(TokenModel):
 
 class ScoreModel(ValueModel):
     """The same model as a reward model: the head's output at every token, the last of each sequence included."""
+
+    needs_last = True
 
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         return TokenOutputs(scores=values[0])

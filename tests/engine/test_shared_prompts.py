@@ -32,16 +32,23 @@ def grouped_batch(untrained: int | None = None):
     return replace(batch, group_ids=groups, advantages=weights[0], returns=weights[1])
 
 
+@pytest.mark.parametrize("needs_last", [True, False])
 @pytest.mark.parametrize("untrained", [None, 1])
-def test_every_token_has_its_place_in_a_shorter_row(untrained):
+def test_every_token_has_its_place_in_a_shorter_row(untrained, needs_last):
     batch = grouped_batch(untrained)
     _, whole = make_micro_batch(batch, list(range(len(ANSWERS))), CPU)
-    micro, inputs = make_micro_batch(batch, list(range(len(ANSWERS))), CPU, shares_prompts=True)
-    assert torch.equal(inputs.input_ids[inputs.rows], whole.input_ids)
-    assert torch.equal(inputs.position_ids[inputs.rows], whole.position_ids)
+    micro, inputs = make_micro_batch(batch, list(range(len(ANSWERS))), CPU, shares_prompts=True, needs_last=needs_last)
+    ends = micro.batch.cu_seqlens[1:].long() - 1
+    moved = [] if needs_last else ends[inputs.rows[ends] == inputs.rows[ends - 1]].tolist()
+    places = torch.arange(batch.num_tokens)
+    places[moved] -= 1  # the last token of an answer stands where the token before it does
+    assert torch.equal(inputs.input_ids[inputs.rows], whole.input_ids[places])
+    assert torch.equal(inputs.position_ids[inputs.rows], whole.position_ids[places])
     assert torch.equal(micro.position_ids, whole.position_ids)
     saved = (2 if untrained else 3) * 6 + 6 + 2 * 3
-    assert inputs.input_ids.numel() == batch.num_tokens - saved
+    num_shared = 9 if untrained is None else 8  # answers that share their prompt
+    assert len(moved) == (0 if needs_last else num_shared)
+    assert inputs.input_ids.numel() == batch.num_tokens - saved - len(moved)
     layout = inputs.layout
     in_runs = sum(count * length for _, count, length in layout.runs)
     in_answers = sum(run.prompts.numel() * run.length for run in layout.answers)
@@ -54,7 +61,7 @@ def test_a_row_that_saves_little_is_left_as_it_is():
     rows = [[1, 2, *range(3, 20)], [1, 2, *range(4, 21)]]
     batch = rows_to_train_batch(rows, [[0, 0, *[1] * (len(row) - 2)] for row in rows])
     batch = replace(batch, group_ids=torch.zeros(2, dtype=torch.int64))
-    assert shared_row(batch, packed_layout(batch.cu_seqlens, batch.sequence_lengths)) is None
+    assert shared_row(batch, packed_layout(batch.cu_seqlens, batch.sequence_lengths), needs_last=True) is None
 
 
 @pytest.mark.parametrize(
@@ -99,3 +106,12 @@ def test_other_models_compute_whole_sequences(cases, models, options):
     engine = cases.make_engine(models / name, **options)
     _, inputs = engine._micro_batch(grouped_batch(), list(range(len(ANSWERS))))
     assert inputs.rows is None
+
+
+def test_a_reward_model_scores_the_last_token_of_answers_with_a_shared_prompt(cases, models):
+    batch = grouped_batch()
+    plain, shared = (
+        cases.make_engine(models / "qwen3", role="reward", shared_prompts=shared, seed=1).forward(batch)
+        for shared in (False, True)
+    )
+    torch.testing.assert_close(shared.scores, plain.scores, rtol=0, atol=3e-6)
