@@ -122,7 +122,7 @@ def run_trl(config: PPOConfig, measured: tuple[int, int | None]) -> dict[str, An
 
 
 def run_areal(path: str, measured: tuple[int, int | None], *overrides: str) -> tuple[dict[str, Any], PPOConfig]:
-    run("-m", "areal.launcher.local", "--config", path, *overrides)
+    run("-m", "areal", "run", "--config", path, *overrides)
     config = load_experiment(["--config", path, *overrides])
     assert isinstance(config, PPOConfig)
     folder = REPOSITORY / config.cluster.fileroot / config.experiment_name / config.trial_name
@@ -139,7 +139,7 @@ def run(*argv: str) -> None:
 def compare_quickstart(seed: int, fileroot: str) -> dict[str, Any]:
     common = (f"seed={seed}", f"cluster.fileroot={fileroot}")
     run("examples/quickstart/prepare.py", f"{fileroot}/quickstart/data", "--seed", str(seed))
-    run("-m", "areal.launcher.local", "--config", "examples/quickstart/sft.yaml", *common)
+    run("-m", "areal", "run", "--config", "examples/quickstart/sft.yaml", *common)
     areal, config = run_areal(QUICKSTART, (5, None), *common)
     trl = run_trl(config, (5, None))
     return {"seed": seed, "areal": areal, "trl": trl, "ratio": round(trl["seconds"] / areal["seconds"], 2)}

@@ -33,7 +33,7 @@ def run(*argv: str) -> float:
 
 
 def launch(config: str, *overrides: str) -> float:
-    return run("-m", "areal.launcher.local", "--config", f"examples/quickstart/{config}", *overrides)
+    return run("-m", "areal", "run", "--config", f"examples/quickstart/{config}", *overrides)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
