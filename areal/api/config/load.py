@@ -29,13 +29,10 @@ from areal.api.config.legacy_rules import legacy_rule
 from areal.api.config.redaction import public, public_text, without_secrets
 from areal.api.config.schema import MISSING, fields_of, find_field
 from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
-from areal.api.config.yaml_text import override_value, with_quotes
+from areal.api.config.yaml_text import MAX_DEPTH, UNREADABLE, composed_yaml, override_value, reason_of, with_quotes
 from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
-_MAX_DEPTH = 32
-_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
-"""What reading text as YAML raises: ValueError for bytes that are not UTF-8 and for numbers of thousands of digits."""
 
 
 def load_config(argv: Sequence[str], cls: type[T]) -> T:
@@ -225,13 +222,13 @@ def _read_yaml(path: Path, cls: type[Any]) -> DictConfig:
         raise _unreadable(path, "no such configuration file")
     try:
         text = path.read_text(encoding="utf-8")
-        root = cast("Any", yaml).compose(text, Loader=yaml.SafeLoader)
+        root = composed_yaml(text)
         if isinstance(root, yaml.MappingNode):
             return cast("DictConfig", OmegaConf.load(StringIO(with_quotes(text, root, cls))))
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
-    except (*_UNREADABLE, OSError) as error:
-        raise _unreadable(path, f"not readable as YAML: {_reason(error)}") from None
+    except (*UNREADABLE, OSError) as error:
+        raise _unreadable(path, f"not readable as YAML: {reason_of(error)}") from None
     if root is None:
         raise _unreadable(path, "is empty: a configuration is a mapping of keys to values")
     kind = "list" if isinstance(root, yaml.SequenceNode) else "single value"
@@ -250,9 +247,9 @@ def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str
     if not all((*parents, last)):
         return word, "has an empty name in its key: write key.sub=value"
     try:
-        value = override_value(text, find_field(cls, path)) if equals else None
-    except _UNREADABLE as error:
-        reason = _reason(error) if public(text, path) == text else "quote it"
+        value = override_value(text, cls, path) if equals else None
+    except UNREADABLE as error:
+        reason = reason_of(error) if public(text, path) == text else "quote it"
         return path, f"{shown(text, path)} is not readable as a YAML value: {reason}"
     node = tree
     for depth, name in enumerate(parents, start=1):
@@ -278,11 +275,11 @@ def _not_storable(tree: dict[str, Any]) -> Iterator[ConfigProblem]:
     """Values that cannot be written to a file and read again."""
     for key, value in tree.items():
         try:
-            if _depth(value) > _MAX_DEPTH:
+            if _depth(value) > MAX_DEPTH:
                 raise RecursionError
             json.dumps(value, ensure_ascii=False, default=repr).encode()
         except (ValueError, RecursionError) as error:
-            yield ConfigProblem(str(key), f"cannot be stored: {_reason(error)}", "config.wrong_type")
+            yield ConfigProblem(str(key), f"cannot be stored: {reason_of(error)}", "config.wrong_type")
 
 
 def _depth(value: Any) -> int:
@@ -323,7 +320,7 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
     """
     config = OmegaConf.create(completed(cls, given))
     broken: list[tuple[DictConfig | ListConfig, Any, str, str, str]] = []
-    texts: list[tuple[DictConfig | ListConfig, Any, Any]] = []
+    texts: list[tuple[DictConfig | ListConfig, Any, str, str]] = []
 
     def visit(node: DictConfig | ListConfig, path: str) -> None:
         keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(reversed(range(len(node))))
@@ -336,16 +333,16 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
                     raw = cast("dict[Any, Any]", OmegaConf.to_container(node, resolve=False))
                     broken.append((node, key, here, raw[key], reason))
                 elif spec is not None and spec.hint in (int, float, bool) and isinstance(node[key], str):
-                    texts.append((node, key, node[key]))
+                    texts.append((node, key, here, node[key]))
             elif not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig | ListConfig):
                 visit(node[key], here)
 
     visit(config, "")
     for node, key, *_ in broken:
         del node[key]
-    for node, key, text in texts:
+    for node, key, path, text in texts:
         # `seed: ${oc.env:SEED}` gives text; it becomes a number here, so that copies (`${seed}`) are numbers too.
-        node[key] = _number_or_text(text)
+        node[key] = _number_or_text(text, cls, path)
     problems: dict[str, str] = {}
     for _, _, path, written, reason in broken:
         copied = any("${" + other + "}" in written for _, _, other, _, _ in broken if other != path)
@@ -353,10 +350,10 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), problems
 
 
-def _number_or_text(text: str) -> Any:
+def _number_or_text(text: str, cls: type[Any], path: str) -> Any:
     try:
-        return override_value(text, None)
-    except _UNREADABLE:
+        return override_value(text, cls, path)
+    except UNREADABLE:
         return text
 
 
@@ -371,25 +368,5 @@ def _why_unresolvable(node: DictConfig | ListConfig, key: Any) -> str | None:
     except RecursionError:
         return "it refers to itself"
     except (OmegaConfBaseException, ValueError) as error:
-        return _reason(error)
+        return reason_of(error)
     return None
-
-
-def _place(mark: Any) -> str:
-    return f"line {mark.line + 1}, column {mark.column + 1}"
-
-
-def _reason(error: BaseException) -> str:
-    """The message of an error of YAML, OmegaConf or Python in one line."""
-    if isinstance(error, RecursionError):
-        return f"it is nested deeper than {_MAX_DEPTH} levels"
-    if isinstance(error, UnicodeError):
-        return "it is not UTF-8 text"
-    if isinstance(error, ValueError) and "digits" in str(error):
-        return "a number has thousands of digits"
-    if isinstance(error, yaml.MarkedYAMLError):  # without the quoted line, which may contain a secret
-        places = [(error.context, error.context_mark), (error.problem, error.problem_mark)]
-        return ", ".join(f"{text} in {_place(mark)}" if mark else text for text, mark in places if text)
-    lines = [line.strip() for line in str(error).splitlines()]
-    text = " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))
-    return re.sub(r'in "<[^>]*>", ', "", text)
