@@ -6,13 +6,18 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from areal.api.config.experiment import GRPOConfig
+from areal.api.config.kinds import Kind, kind_of
+from areal.api.config.redaction import public, public_text
+from areal.api.config.validate import shown
+from areal.api.config.yaml_text import UNREADABLE, composed_yaml, override_value, reason_of, with_quotes
 from areal.api.errors import ConfigError, InputError
 from areal.importers.cosmos import from_cosmos
 from areal.importers.draft import Draft, Note, flat
@@ -46,9 +51,11 @@ def import_config(words: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="write the YAML there (default: print it)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_intermixed_args(words)
-    tree = composed(_read(given.file), given.file, _read)
-    for word in given.overrides:
-        _put(tree, word)
+    if given.system == "areal":
+        kind = kind_of(_given(given.file, given.overrides, GRPOConfig), allow_unknown=True)
+        tree = _given(given.file, given.overrides, kind)
+    else:
+        tree = _given(given.file, given.overrides, None)
     known, unknown = _resolved(tree)
     draft = SYSTEMS[given.system](known)
     if all(note.fate in ("dropped", "missing") for note in draft.notes.values()):
@@ -76,25 +83,47 @@ def _write(path: Path, text: str) -> None:
         raise InputError(message, code="command.not_written") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _given(file: Path, overrides: Sequence[str], kind: Kind | None) -> dict[str, Any]:
+    """The values of a file and of overrides. With the `kind` of an AReaL file, as `load` reads them."""
+    read = partial(_read, kind=kind)
+    tree = composed(read(file), file, read)
+    for word in overrides:
+        key, equals, text = word.lstrip("+").partition("=")
+        if not equals or not key.rpartition(".")[2]:
+            raise ConfigError(f"{public_text(word)}: write key.sub=value", code="config.bad_override")
+        try:
+            _put(tree, key, _value(text, kind, key))
+        except UNREADABLE as error:
+            reason = reason_of(error) if public(text, key) == text else "quote it"
+            message = f"{key}: {shown(text, key)} is not readable as a YAML value: {reason}"
+            raise ConfigError(message, code="config.bad_override") from None
+    return tree
+
+
+def _read(path: Path, kind: Kind | None) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".sh":
-            return _script_tree(text)
-        found: Any = _toml(text) if path.suffix == ".toml" else _yaml(text)
+            return _script_tree(text, kind)
+        found: Any = _toml(text) if path.suffix == ".toml" else _yaml(text, kind)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
-        raise _unreadable(path, " ".join(str(error).split())) from error
+    except UNREADABLE as error:
+        raise _unreadable(path, reason_of(error)) from None
     if not isinstance(found, dict) or not found:
         raise _unreadable(path, "it is no mapping of keys to values" if found else "it is empty")
     return cast("dict[str, Any]", found)
 
 
-def _script_tree(text: str) -> dict[str, Any]:
+def _script_tree(text: str, kind: Kind | None) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for word in script_words(text):
-        _put(tree, word)
+        key, _, written = word.lstrip("+").partition("=")
+        try:
+            value = _value(written, kind, key)
+        except UNREADABLE:  # for example `date +%F`, whose value only a shell knows
+            value = written.replace("${", "\\${")
+        _put(tree, key, value)
     return tree
 
 
@@ -103,29 +132,30 @@ def _toml(text: str) -> Any:
     return json.loads(json.dumps(tomllib.loads(text), default=str))
 
 
-def _yaml(text: str) -> Any:
-    """The value of YAML as the other systems read it: 1e-6 is a number, and 2026-01-31 is text."""
+def _yaml(text: str, kind: Kind | None) -> Any:
+    """The value of YAML as its system reads it: 1e-6 is a number, and 2026-01-31 is text."""
+    root = composed_yaml(text) if kind is not None else None
+    if kind is not None and root is not None:
+        text = with_quotes(text, root, kind)
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+
+
+def _value(text: str, kind: Kind | None, key: str) -> Any:
+    """The value of `key=text`."""
+    return _yaml(f"value: {text}", None)["value"] if kind is None else override_value(text, kind, key)
 
 
 def _unreadable(path: Path, why: str) -> ConfigError:
     return ConfigError(f"{path}: {why}", code="config.unreadable_file")
 
 
-def _put(tree: dict[str, Any], word: str) -> None:
-    """Set `key.sub=value` in a tree."""
-    key, equals, text = word.lstrip("+").partition("=")
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
-    if not equals or not name:
-        raise ConfigError(f"{word}: write key.sub=value", code="config.bad_override")
-    place: dict[str, Any] = tree
+    place = tree
     for section in sections:
         below = place.get(section)
         place[section] = place = cast("dict[str, Any]", below) if isinstance(below, dict) else {}
-    try:
-        place[name] = _yaml(f"value: {text}")["value"]
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{word}: the value is no YAML", code="config.bad_override") from error
+    place[name] = value
 
 
 def _resolved(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:

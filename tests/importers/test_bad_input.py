@@ -94,11 +94,42 @@ def test_a_file_without_a_key_of_the_system_is_refused(system, tmp_path):
         run_command(["config", "import", system, str(path)])
 
 
-def test_an_override_that_is_no_yaml_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "text", ["[1", "${", "9" * 5000, "[" * 400 + "]" * 400], ids=["yaml", "omegaconf", "digits", "deep"]
+)
+@pytest.mark.parametrize("system", ["verl", "areal"])
+def test_an_override_that_is_no_yaml_is_named(system, text, tmp_path):
     path = tmp_path / "f.yaml"
     path.write_text("data: {train_batch_size: 8}\n")
-    with raises_code("config.bad_override"):
-        run_command(["config", "import", "verl", str(path), "data.train_batch_size=[1"])
+    with raises_code("config.bad_override", "data.train_batch_size"):
+        run_command(["config", "import", system, str(path), f"data.train_batch_size={text}"])
+
+
+def test_errors_contain_no_secret(tmp_path):
+    path = tmp_path / "f.yaml"
+    path.write_text("trainer: {}\n")
+    for word in ("kwargs.api_key=%abc def", "kwargs.api_key=abc: def", "api_key:def"):
+        with raises_code("config.bad_override", "api_key") as error:
+            run_command(["config", "import", "verl", str(path), word])
+        assert not [secret for secret in ("abc", "def") if secret in str(error.value)]
+    path.write_text("trainer:\n  wandb_api_key: %abcdef\n")
+    with raises_code("config.unreadable_file", path, "line 2") as error:
+        run_command(["config", "import", "verl", str(path)])
+    assert "abcdef" not in str(error.value)
+
+
+def test_a_word_of_a_script_that_is_no_yaml_is_text(tmp_path, capsys):
+    path = tmp_path / "f.sh"
+    words = {
+        "trainer.experiment_name": "`date +%F`",
+        "data.train_files": "*.parquet",
+        "trainer.note": "a: b",
+        "trainer.other": "${",
+    }
+    path.write_text("\n".join(f"{key}={text if '`' in text else repr(text)}" for key, text in words.items()))
+    assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
+    keys = {entry["key"]: entry["value"] for entry in json.loads(capsys.readouterr().out)["keys"]}
+    assert {key: keys[key] for key in words} == words
 
 
 def test_an_output_that_cannot_be_written_is_named(tmp_path):

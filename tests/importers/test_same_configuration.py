@@ -16,6 +16,10 @@ FILES = {name: (GRPO if name in EXAMPLES else SFT, words) for name, words in (EX
 FILES["offload"] = GRPO, ["actor.optimizer.offload=true", "ref.offload=true"]
 FILES["offload_megatron"] = GRPO, [*EXAMPLES["gsm8k_grpo_megatron"], "actor.optimizer.offload=true"]
 FILES["launcher"] = GRPO, ["scheduler={type: slurm}"]
+FILES["numbers"] = (
+    GRPO.replace("trial0", "007").replace("slurm: {", "slurm: {time_limit: 12:30:00, "),
+    ["experiment_name=1.50", "gconfig.stop=[007,1.50]", "actor.path=%m"],
+)
 KNOWN = [name for name, (_, words) in FILES.items() if not any(word.startswith("~") for word in words)]
 """Without those whose words remove a key, which an import does not understand."""
 
