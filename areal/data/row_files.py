@@ -34,9 +34,10 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def json_value(text: bytes) -> Any:
     """The value of JSON. Raises ValueError, also for an integer of more than 64 bits, which orjson reads as a float."""
+    value = orjson.loads(text)  # first, because it refuses nesting that json.loads cannot read
     if _LONG_NUMBER.search(text):
         json.loads(text, parse_int=_whole_number)
-    return orjson.loads(text)
+    return value
 
 
 def _whole_number(text: str) -> int:

@@ -22,7 +22,7 @@ configured, 130 it was interrupted.
   key.sub=value    replaces an option; `areal config KEY` explains it
   --dry-run        checks everything, prints the plan, starts nothing
   --json           prints the plan, or the summary after the run, as JSON
-  --step-s=SECONDS of a train step: --dry-run computes the GPU hours with it
+  --step-s=SECONDS duration of a train step, for the GPU hours of --dry-run
   --overwrite      deletes an earlier run of this name
   --launcher NAME  default: ssh with --hosts, else launcher.type, else local.
                    `areal run --launcher NAME --help` lists its own flags
@@ -75,8 +75,8 @@ def _named(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def _configured(words: Sequence[str]) -> str:
     """The launcher of the configuration."""
-    has_script = words[0].endswith(".py")
-    options = list(_configuring(words[has_script:]))
+    options = list(_configuring(words))
+    has_script = bool(options) and options[0].endswith(".py")
     config = load_experiment(options, allow_unknown_top_level=has_script, is_quiet=True)
     if config.launcher.type != "auto":
         return config.launcher.type
@@ -90,7 +90,7 @@ def _configured(words: Sequence[str]) -> str:
 
 
 def _configuring(words: Sequence[str]) -> Iterator[str]:
-    """The words that choose options, without those that the launchers read."""
+    """The script and the words that choose options, without those that the launchers read."""
     remaining = iter(words)
     for word in remaining:
         if word in ("--sweep", "--at-once"):

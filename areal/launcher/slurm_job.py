@@ -21,7 +21,7 @@ from areal.system.run_paths import RunPaths
 _MODULE = "areal.launcher.slurm"
 _CONTROLLER_MIB = 4096
 _ENOUGH_CORES = 2**16
-"""Of a node before Slurm chooses it: the job requests what its processes want, however few this machine has."""
+"""Cores of a node that Slurm has not chosen yet: a job requests what its processes need, not what this machine has."""
 _HOLD_SIGNAL = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); "
     "signal.signal(signal.SIGUSR1, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"

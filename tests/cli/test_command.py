@@ -154,6 +154,7 @@ def test_every_command_names_a_run_that_does_not_exist(command, tmp_path, monkey
         (["--config", QUICKSTART, "--overwrite"], "local"),
         (["--config", QUICKSTART, "launcher.type=slurm", "--sweep", "seed=1,2", "--detach"], "slurm"),
         (["my.py", "--config", QUICKSTART], "local"),
+        (["--dry-run", "my.py", "--config", QUICKSTART, "my_key=1"], "local"),
         (["--config", QUICKSTART, "launcher.type=slurm"], "slurm"),
         (["--config", QUICKSTART, "--hosts", "a,b"], "ssh"),
         (["--config", QUICKSTART, "--hosts=a,b", "--launcher=ray"], "ray"),

@@ -267,6 +267,13 @@ def test_bad_files_are_named_with_their_line(jsonl):
         load(jsonl(""))
 
 
+@pytest.mark.parametrize("depth", [2_000, 200_000])
+def test_rows_that_are_nested_too_deep_are_refused(jsonl, depth):
+    row = '{"id": 1234567890123456789, "answer": ' + "[" * depth + "]" * depth + "}"
+    with raises_code("data.invalid_file", "rows.jsonl:1"):
+        load(jsonl(row))
+
+
 def test_a_column_may_be_inside_another_one(jsonl):
     path = jsonl({"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "4"}, "a.b": 1})
     (row,) = load(path, columns={"reward_model.ground_truth": "answer", "a.b": "c"})
