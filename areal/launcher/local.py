@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
-from areal.api.config.load import load_experiment, save_config, script_keys
+from areal.api.config.load import load_experiment, save_config, script_keys, script_numbers
 from areal.api.config.redaction import is_secret, public_command
 from areal.api.config.relevance import notice_of
 from areal.api.config.validate import raise_problems
@@ -84,6 +84,8 @@ class Launch:
     config: BaseExperimentConfig
     extras: dict[str, Any]
     """Top-level keys that belong to the script."""
+    numbers: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Their numbers as the user wrote them, by path."""
     script: str | None
     dry_run: bool
     overwrite: bool = False
@@ -104,13 +106,14 @@ def read_command_line(argv: Sequence[str], *, on_one_machine: bool = True) -> La
         message = f"cluster.n_nodes={config.cluster.n_nodes}: the local launcher runs on one machine; use n_nodes=1"
         raise ConfigError(message, code="launch.several_nodes")
     config = with_attached_servers(config, os.environ)
-    extras: dict[str, Any] = {}
+    extras, numbers = dict[str, Any](), dict[str, str]()
     if script is not None:
         path = Path(script)
         extras = script_keys(words, path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
+        numbers = script_numbers(words, extras)
     raise_problems(list(function_problems(config, has_script=script is not None)))
     given = {"dry_run": "--dry-run" in argv, "overwrite": "--overwrite" in argv, "as_json": "--json" in argv}
-    return Launch(config=config, extras=extras, script=script, step_s=_step_s(argv), **given)
+    return Launch(config=config, extras=extras, numbers=numbers, script=script, step_s=_step_s(argv), **given)
 
 
 def _step_s(argv: Sequence[str]) -> float | None:
@@ -249,11 +252,12 @@ def _launch(request: Launch, cluster: Cluster) -> int:
             overwrite_run(paths)
         before = read_tree(paths.config)
         if config.recover.mode in ("auto", "resume"):
-            changes = changes_text(before, saved_tree(config, request.extras))
+            changes = changes_text(before, saved_tree(config, request.extras, request.numbers))
             if complete := check_not_complete(config, paths, total_steps=numbers.total_steps, changes=changes):
                 line.say(f"areal: {complete}")
                 return _print_summary(request, paths, json.loads(paths.summary.read_bytes()))
-        secrets = {**save_config(config, paths.config, extra=request.extras), TOKEN_VARIABLE: token}
+        secrets = save_config(config, paths.config, extra=request.extras, numbers=request.numbers)
+        secrets[TOKEN_VARIABLE] = token
         write_atomic(paths.token, token.encode(), mode=0o600)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         with counted_interruptions() as interruptions, closing(registry_of(config)) as registry:

@@ -65,11 +65,11 @@ def read_tree(path: Path) -> dict[str, Any]:
     return dict(_leaves("", tree)) if isinstance(tree, Mapping) else {}
 
 
-def saved_tree(config: BaseExperimentConfig, extras: dict[str, Any]) -> dict[str, Any]:
+def saved_tree(config: BaseExperimentConfig, extras: dict[str, Any], numbers: Mapping[str, str]) -> dict[str, Any]:
     """What `read_tree` would find after `save_config`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
-        save_config(config, path, extra=extras)
+        save_config(config, path, extra=extras, numbers=numbers)
         return read_tree(path)
 
 

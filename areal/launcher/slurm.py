@@ -93,7 +93,8 @@ def submit(requests: Sequence[Launch], paths: RunPaths, *, at_once: int, detach:
         _refuse_second_job(slurm, run)
         run.slurm.mkdir(exist_ok=True)
         variables |= _secret_variables(request.config)
-        variables |= save_config(request.config, run.slurm / "config.yaml", extra=request.extras)
+        file = run.slurm / "config.yaml"
+        variables |= save_config(request.config, file, extra=request.extras, numbers=request.numbers)
     paths.slurm.mkdir(parents=True, exist_ok=True)
     file = paths.slurm / "job.sh"
     write_atomic(file, script.encode(), mode=0o700)

@@ -21,6 +21,7 @@ from areal.api.config import (
     save_config,
     script_keys,
 )
+from areal.api.config.load import script_numbers
 from areal.api.errors import ConfigError
 
 MINIMAL = """
@@ -300,6 +301,27 @@ def test_the_launcher_hands_a_scripts_own_keys_on(write, tmp_path: Path) -> None
     config = load_config(["--config", str(tmp_path / "run" / "config.yaml")], GameConfig)
     assert config.game == Game(rounds=1, level="hard")
     assert config.actor == launched.actor
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionConfig(GRPOConfig):
+    version: str
+    names: list[str]
+    rate: float
+    note: str
+    limits: dict[str, float]
+
+
+def test_the_launcher_hands_numbers_of_a_script_on_as_they_are_written(write, tmp_path: Path) -> None:
+    path = write(MINIMAL + "    version: 1.5\n    names: [007, '8', 1_0]\n    rate: 1e-3\n    note: 1, 2\n")
+    argv = ["--config", path, "trial_name=%m", "version=1.50", "+limits={a: 0x1F}", "limits.b=1.10"]
+    launched, extra = load_experiment(argv, allow_unknown_top_level=True), script_keys(argv)
+    saved = tmp_path / "run" / "config.yaml"
+    save_config(launched, saved, extra=extra, numbers=script_numbers(argv, extra))
+    config = load_config(["--config", str(saved)], VersionConfig)
+    assert config == load_config(argv, VersionConfig)
+    assert (config.version, config.names, config.rate) == ("1.50", ["007", "8", "1_0"], 0.001)
+    assert config.limits == {"a": 31.0, "b": 1.1}
 
 
 def test_loading_changes_nothing(write, tmp_path: Path) -> None:

@@ -311,3 +311,9 @@ def test_one_line_names_the_keys_without_effect(caplog):
     read_command_line(words)
     (line,) = caplog.messages
     assert "enable_offload" in line
+
+
+def test_a_launch_has_the_numbers_of_a_script_as_they_are_written():
+    words = ["train.py", "--config", "examples/quickstart/sft.yaml", "version=1.50"]
+    found = read_command_line(words)
+    assert (found.extras, found.numbers) == ({"version": 1.5}, {"version": "1.50"})

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from argparse import ArgumentError, ArgumentParser
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -29,7 +29,16 @@ from areal.api.config.legacy_rules import legacy_rule
 from areal.api.config.redaction import public, public_text, without_secrets
 from areal.api.config.schema import MISSING, fields_of, find_field
 from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
-from areal.api.config.yaml_text import MAX_DEPTH, UNREADABLE, composed_yaml, override_value, reason_of, with_quotes
+from areal.api.config.yaml_text import (
+    MAX_DEPTH,
+    UNREADABLE,
+    composed_yaml,
+    override_value,
+    reason_of,
+    with_numbers,
+    with_quotes,
+    written_numbers,
+)
 from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
@@ -80,9 +89,23 @@ def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
     return extra
 
 
-def save_config(config: Any, path: Path | str, *, extra: dict[str, Any] | None = None) -> dict[str, str]:
+def script_numbers(argv: Sequence[str], keys: Collection[str]) -> dict[str, str]:
+    """The numbers of the `keys` that only a script knows, as they are written, by path: its fields may be text."""
+    line, found = _CommandLine.parse(argv), dict[str, str]()
+    for name in line.files:
+        found |= written_numbers(Path(name).read_text(encoding="utf-8"))
+    for path, word in zip(line.typed, line.overrides, strict=True):
+        if path.split(".")[0] in keys:
+            found |= written_numbers(f"value: {word.partition('=')[2]}", path)
+    return {path: number for path, number in found.items() if re.split(r"[.\[]", path)[0] in keys}
+
+
+def save_config(
+    config: Any, path: Path | str, *, extra: dict[str, Any] | None = None, numbers: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Write `config` and `extra` keys as YAML, without secrets. The file is replaced atomically.
 
+    `numbers`: path -> the number as the user wrote it, for `extra` keys.
     Returns environment variables with the secrets: where they are set, the file loads back equal.
     """
     path = Path(path)
@@ -90,7 +113,7 @@ def save_config(config: Any, path: Path | str, *, extra: dict[str, Any] | None =
     tree, variables = without_secrets(asdict(config) | (extra or {}))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-        file.write(OmegaConf.to_yaml(OmegaConf.create(tree)))
+        file.write(with_numbers(OmegaConf.to_yaml(OmegaConf.create(tree)), numbers or {}))
     temporary.replace(path)
     return variables
 

@@ -1,7 +1,7 @@
 """YAML text, in files and in overrides: values that look like numbers and are text, and why text cannot be read."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import yaml
@@ -13,6 +13,10 @@ from areal.api.config.schema import FieldSpec, find_field
 MAX_DEPTH = 32
 UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 """What reading text as YAML raises: ValueError for bytes that are not UTF-8 and for numbers of thousands of digits."""
+
+
+_STARTS = tuple("+-.0123456789")
+"""What numbers start with."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -79,9 +83,39 @@ def _numbers(
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _numbers(item, cls, path, above)
-    elif isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in tuple("+-.0123456789"):
+    elif isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in _STARTS:
         spec = find_field(cls, path)
         yield node, ":" in node.value or _takes_text(spec) or (spec is not None and spec.hint == list[str])
+
+
+def written_numbers(text: str, override: str = "") -> dict[str, str]:
+    """Path -> each number in YAML as it is written, such as 1.50. `override`: the path of the key `value`."""
+    found = _numbers_by_path(composed_yaml(text), "")
+    return {override + path.removeprefix("value") if override else path: node.value for path, node in found}
+
+
+def with_numbers(text: str, numbers: Mapping[str, str]) -> str:
+    """The YAML `text` with `numbers` as they are written, by path, in place of the same numbers."""
+    found = list(_numbers_by_path(composed_yaml(text), "")) if numbers else []
+    for path, node in reversed(found):
+        written = numbers.get(path, node.value)
+        before, after = cast("list[Any]", OmegaConf.create(f"- {node.value}\n- {written}"))
+        if before == after:
+            text = f"{text[: node.start_mark.index]}{written}{text[node.end_mark.index :]}"
+    return text
+
+
+def _numbers_by_path(node: yaml.Node | None, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _numbers_by_path(value, f"{path}.{key.value}" if path else str(key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _numbers_by_path(item, f"{path}[{index}]")
+    elif (
+        isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in _STARTS and ":" not in node.value
+    ):
+        yield path, node
 
 
 def _takes_text(spec: FieldSpec | None) -> bool:
