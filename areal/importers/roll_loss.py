@@ -17,7 +17,6 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float
 _VARIANTS = {"vanilla": "ppo", "ppo": "ppo", "topr": "topr", "cispo": "cispo", "kimi15": "kimi15"}
 _KL = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 _LEVELS = ("batch", "group")
-_OF_NORMS = ("reward_norm", "reward_shift", "reward_scale")
 
 
 def take_loss(draft: Draft) -> None:
@@ -99,13 +98,10 @@ def take_advantages(draft: Draft) -> None:
     if "actor.adv_estimator" not in draft.options:
         draft.set("actor.adv_estimator", "grpo", f"ROLL: {draft.get('adv_estimator')} has no counterpart")
     draft.lack("choose actor.adv_estimator (docs/algorithms.md)", "adv_estimator")
+    if draft.get("adv_estimator") == "grpo" and draft.get("reward_shift", False):
+        draft.set("actor.adv_estimator", "dr_grpo", "ROLL: grpo with reward_shift", "adv_estimator", "reward_shift")
     if draft.options["actor.adv_estimator"].value == "gae":
-        whole = draft.get("reward_norm")
-        keys = [key for key in ("norm_mean_type", "norm_std_type") if draft.get(key, whole) in (None, *_LEVELS)]
-        mean, std = (draft.get(key, whole) if key in keys else None for key in ("norm_mean_type", "norm_std_type"))
-        norm = {"mean_level": mean, "std_level": std} if mean or std else None
-        draft.set("actor.reward_norm", norm, "ROLL: norm_mean_type, norm_std_type", *keys, *_OF_NORMS)
-        draft.lack("levels are batch and group", "norm_*_type", off=())
+        _take_norm(draft)
         white = {"mean_level": "batch", "std_level": "batch"} if draft.get("whiten_advantages", False) else None
         draft.set("actor.adv_norm", white, "ROLL: whiten_advantages", "whiten_advantages")
     draft.lack("grpo does not whiten its advantages again: use gae with reward_norm and adv_norm", "whiten_advantages")
@@ -117,6 +113,21 @@ def take_advantages(draft: Draft) -> None:
         draft.drop("it is switched off", "difficulty_*_threshold")
     if "critic.path" not in draft.options:
         draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup", "reward_pretrain")
+
+
+def _take_norm(draft: Draft) -> None:
+    """How rewards are normalised: by reward_norm in older files, by norm_mean_type and norm_std_type in newer ones."""
+    whole, is_shift = draft.get("reward_norm"), bool(draft.get("reward_shift", False))
+    given = {"norm_mean_type": whole, "norm_std_type": None if is_shift else whole}
+    mean, std = (level if (level := draft.get(key, other)) in _LEVELS else None for key, other in given.items())
+    norm = {"mean_level": mean, "std_level": std} if mean or std else None
+    keys = [key for key in (*given, "reward_norm") if draft.get(key) in (None, *_LEVELS)]
+    keys += ["reward_shift"] if is_shift and whole in _LEVELS else []
+    draft.set("actor.reward_norm", norm, "ROLL: reward_norm, reward_shift, norm_mean_type, norm_std_type", *keys)
+    draft.lack("levels are batch and group", "norm_*_type", "reward_norm", off=())
+    if whole == "running":
+        draft.lack("there are no running means: give actor.reward_norm", "reward_s*")
+    draft.drop("ROLL reads reward_shift with reward_norm, and reward_scale with running means only", "reward_s*")
 
 
 def has_critic(draft: Draft) -> bool:

@@ -187,6 +187,9 @@ def test_rewards_of_roll_are_chosen_by_their_tags():
         ({"reward_norm": "group"}, {"mean_level": "group", "std_level": "group"}),
         ({"norm_mean_type": "group", "norm_std_type": None}, {"mean_level": "group", "std_level": None}),
         ({"norm_mean_type": "running", "norm_std_type": "batch"}, {"mean_level": None, "std_level": "batch"}),
+        ({"reward_norm": "group", "reward_shift": True}, {"mean_level": "group", "std_level": None}),
+        ({"reward_norm": "batch", "reward_scale": True}, {"mean_level": "batch", "std_level": "batch"}),
+        ({"reward_norm": "running", "reward_shift": False}, None),
         ({}, None),
     ],
 )
@@ -195,6 +198,15 @@ def test_norms_of_rewards_of_roll(given, norm):
     assert values(draft, "actor.reward_norm") == (norm,)
     lost = {key for key in given if draft.notes[key].fate == "missing"}
     assert lost == {key for key in given if given[key] == "running"}
+
+
+def test_shifts_and_scales_of_rewards_of_roll():
+    shifted = from_roll(ROLL | {"reward_shift": True, "reward_scale": True})
+    assert values(shifted, "actor.adv_estimator") == ("dr_grpo",)
+    assert fates(shifted, "reward_shift", "reward_scale") == ["computed", "dropped"]
+    for norm, fate in (("group", "dropped"), ("running", "missing")):
+        draft = from_roll(ROLL | {"adv_estimator": "reinforce", "reward_norm": norm, "reward_scale": True})
+        assert fates(draft, "reward_scale") == [fate]
 
 
 def test_columns_of_roll():
