@@ -151,10 +151,11 @@ def _loss(draft: Draft) -> None:
         draft.keep(f"{_T}.lower_bound_ratio", "actor.c_clip")
         draft.defaults({"actor.c_clip": 3.0})
     draft.drop("this loss has no bound of negative advantages", f"{_T}.lower_bound_ratio")
-    if draft.get(f"{_T}.unbiased_loss_max_tokens"):
+    if draft.get(f"{_T}.loss_type") == "seq-mean-token-mean" and draft.get(f"{_T}.unbiased_loss_max_tokens"):
         draft.set("actor.loss_aggregation", "seq-mean-token-sum-norm", "cosmos-rl: unbiased_loss_max_tokens")
         draft.keep(f"{_T}.unbiased_loss_max_tokens", "actor.loss_scale_tokens")
         draft.drop("unbiased_loss_max_tokens decides", f"{_T}.loss_type")
+    draft.drop("cosmos-rl reads it with loss_type seq-mean-token-mean only", f"{_T}.unbiased_loss_max_tokens")
     draft.keep(f"{_T}.loss_type", "actor.loss_aggregation")
     if draft.get(f"{_T}.kl_beta", 0.0):
         draft.keep(f"{_T}.kl_beta", "actor.kl_loss_coef")

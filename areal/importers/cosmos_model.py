@@ -65,10 +65,13 @@ def _switches(draft: Draft) -> None:
     if draft.get("train.ckpt.enable_checkpoint", False) is False:
         draft.drop("nothing is saved", "train.ckpt.*")
     else:
-        draft.defaults({"saver.freq_steps": 20, "saver.keep_last": 5})
+        draft.defaults({"saver.keep_last": 5})
         if draft.whole("train.ckpt.save_freq_in_epoch", 0, least=-1) > 0:
             draft.keep("train.ckpt.save_freq_in_epoch", "saver.freq_epochs")
-    draft.drop("saver.freq_steps does it", "train.ckpt.enable_checkpoint", "train.ckpt.save_freq_in_epoch")
+            draft.drop("save_freq_in_epoch replaces it", "train.ckpt.save_freq")
+        else:
+            draft.defaults({"saver.freq_steps": 20})
+    draft.drop("the section saver does it", "train.ckpt.enable_checkpoint", "train.ckpt.save_freq_in_epoch")
     if not draft.get("validation.enable", draft.get("train.enable_validation", False)):
         draft.drop("there is no evaluation", "validation.*", "train.enable_validation", "train.validation_step")
     elif draft.get("validation.dataset.name"):

@@ -268,6 +268,21 @@ def test_grpo_of_cosmos_divides_by_the_population_deviation():
     assert values(plain, "actor.recompute_logprob") == (None,)
 
 
+def test_a_constant_divisor_of_cosmos_counts_for_one_aggregation():
+    key, options = f"{POLICY}.unbiased_loss_max_tokens", ("actor.loss_aggregation", "actor.loss_scale_tokens")
+    without = from_cosmos(COSMOS | {key: 100})
+    assert (values(without, *options), fates(without, key)) == ((None, None), ["dropped"])
+    draft = from_cosmos(COSMOS | {key: 100, f"{POLICY}.loss_type": "seq-mean-token-mean"})
+    assert values(draft, *options) == ("seq-mean-token-sum-norm", 100)
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(2, (None, 2)), (0, (7, None))])
+def test_an_interval_in_epochs_of_cosmos_replaces_that_in_steps(epochs, expected):
+    given = {"enable_checkpoint": True, "save_freq": 7, "save_freq_in_epoch": epochs}
+    draft = from_cosmos(COSMOS | {f"train.ckpt.{name}": value for name, value in given.items()})
+    assert values(draft, "saver.freq_steps", "saver.freq_epochs") == expected
+
+
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_the_penalty_of_cosmos_is_on_where_the_list_of_rewards_has_it(is_listed):
     key = f"{POLICY}.overlong_reward.enable_overlong_penalty"
