@@ -26,6 +26,9 @@ _REWARDS = {
     "boxed_math": "math", "direct_math": "math", "single_choice": "choice", "format": "format", "gsm8k": "gsm8k",
 }  # fmt: skip
 
+_OF_MATH = frozenset(("boxed_math", "direct_math"))
+"""Two functions there, which are one here: their weights add up."""
+
 
 def from_cosmos(values: Mapping[str, Any]) -> Draft:
     """The draft of a cosmos-rl file."""
@@ -195,12 +198,15 @@ def _rewards(draft: Draft) -> None:
     weights = {name.removeprefix(f"{key}."): draft.values[name] for name in values if name != key}
     if given is not None:
         weights |= dict.fromkeys(map(str, given if isinstance(given, list) else [given]), 1.0)
-    penalty, has_penalty = f"{_T}.overlong_reward", weights.pop("overlong", None) is not None
+    penalty = f"{_T}.overlong_reward"
+    factor = draft.number(f"{key}.overlong", 1.0) if weights.pop("overlong", None) is not None else 0.0
     known = {_REWARDS[name]: weight for name, weight in weights.items() if name in _REWARDS}
+    if weights.keys() >= _OF_MATH:
+        known["math"] = sum(draft.number(f"{key}.{name}", 1.0) for name in sorted(_OF_MATH))
     used = [name for name in values if name.removeprefix(f"{key}.") in (*_REWARDS, "overlong")]
     if weights.keys() <= _REWARDS.keys():
         used = values
-    if len(known) == 1:
+    if list(known.values()) == [1]:
         draft.set("reward_fn", next(iter(known)), "cosmos-rl: reward_function", *used)
     elif known:
         draft.set("reward.fns", known, "cosmos-rl: reward_function with weights", *used)
@@ -213,13 +219,15 @@ def _rewards(draft: Draft) -> None:
         draft.set("reward.filter_on", chosen, "cosmos-rl: filter_reward_metric", f"{_T}.filter_reward_metric")
         draft.set("rollout.should_accept_fn", "mixed_rewards", "cosmos-rl: filter_reward_metric")
     draft.drop("no filter", f"{_T}.filter_reward_metric")
-    if has_penalty:
+    if factor:
         why = "cosmos-rl: reward_function has overlong"
         draft.set("actor.overlong_reward_penalty", True, why, f"{penalty}.enable_overlong_penalty")
         draft.keep(f"{penalty}.buffer_length", "actor.overlong_tokens")
-        draft.keep(f"{penalty}.penalty_factor", "actor.overlong_penalty_factor")
-        draft.defaults({"actor.overlong_tokens": 4096, "actor.overlong_penalty_factor": 1.0})
-    draft.drop("reward_function does not have overlong: there is no penalty for long answers", f"{penalty}.*")
+        factor *= draft.number(f"{penalty}.penalty_factor", 1.0)
+        why = "cosmos-rl: penalty_factor x the weight of overlong"
+        draft.set("actor.overlong_penalty_factor", factor, why, f"{penalty}.penalty_factor")
+        draft.defaults({"actor.overlong_tokens": 4096})
+    draft.drop("reward_function has no overlong with a weight: there is no penalty for long answers", f"{penalty}.*")
 
 
 def _evaluation(draft: Draft) -> None:

@@ -72,10 +72,13 @@ def set_devices(
     There are at most as many data ranks as prompts in a batch. Returns the sizes of the trainer.
     """
     replicas, server_size, gpus = parts
-    data = max(1, min(gpus // trainer.sizes.world_size, int(draft.options["train_dataset.batch_size"].value)))
+    ranks, batch = max(1, gpus // trainer.sizes.world_size), int(draft.options["train_dataset.batch_size"].value)
+    data = min(ranks, batch)
+    why += f"; {data} of {ranks} data ranks: a batch has {batch} prompts" if data < ranks else ""
     sizes = replace(trainer.sizes, dp=data)
     if sizes.world_size // sizes.pp % (sizes.ep * sizes.etp):
-        draft.lack(f"it does not divide the {data} data ranks and those of a model", "*expert*parallel_size", off=(1,))
+        keys_of_experts = ("*expert*parallel_size", "policy.parallelism.ep_size")
+        draft.lack(f"it does not divide the {data} data ranks and those of a model", *keys_of_experts, off=(1,))
         sizes = replace(sizes, ep=1, etp=1)
     servers = f"{server}:{ParallelDims(dp=replicas, tp=server_size)}+" if replicas else ""
     own = (key for key in keys if key not in draft.notes)

@@ -294,6 +294,22 @@ def test_the_penalty_of_cosmos_is_on_where_the_list_of_rewards_has_it(is_listed)
     assert fates(draft, f"{POLICY}.reward_function") == ["computed"]
 
 
+@pytest.mark.parametrize(
+    ("weights", "function", "functions", "factor"),
+    [
+        ({"boxed_math": 1.0, "overlong": 0.5}, "math", None, 1.0),
+        ({"boxed_math": 2.0}, None, {"math": 2.0}, None),
+        ({"boxed_math": 1.0, "direct_math": 0.5, "overlong": 0}, None, {"math": 1.5}, None),
+    ],
+)
+def test_weights_of_rewards_of_cosmos(weights, function, functions, factor):
+    given = {f"{POLICY}.reward_function.{name}": weight for name, weight in weights.items()}
+    draft = from_cosmos(COSMOS | given | {f"{POLICY}.overlong_reward.penalty_factor": 2.0})
+    assert values(draft, "reward_fn", "reward.fns") == (function, functions)
+    assert values(draft, "actor.overlong_penalty_factor") == (factor,)
+    assert fates(draft, *given) == ["computed"] * len(given)
+
+
 def test_evaluations_of_cosmos_are_greedy_without_a_temperature():
     given = COSMOS | {"validation.enable": True, "validation.dataset.name": "v"}
     options = ("evaluator.modes", "evaluator.n_samples", "eval_gconfig.temperature", "eval_gconfig.max_new_tokens")
@@ -319,6 +335,14 @@ def test_a_training_temperature_of_cosmos_is_not_lost():
 def test_devices_of_cosmos(given, mode, nodes):
     sizes = {f"policy.parallelism.{name}": size for name, size in given.items()} | {"rollout.parallelism.tp_size": 4}
     assert values(from_cosmos(COSMOS | sizes), "allocation_mode", "cluster.n_nodes") == (mode, nodes)
+
+
+def test_expert_and_data_ranks_of_cosmos_that_are_lost_are_reported():
+    key = "policy.parallelism.ep_size"
+    draft = from_cosmos(COSMOS | {key: 3, "policy.parallelism.dp_shard_size": 8})
+    assert values(draft, "allocation_mode") == ("vllm:d1+fsdp:d4",)
+    assert "4 of 8 data ranks" in draft.options["allocation_mode"].origin
+    assert fates(draft, key) == ["missing"]
 
 
 def test_supervised_training_of_cosmos():
