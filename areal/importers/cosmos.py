@@ -231,24 +231,27 @@ def _rewards(draft: Draft) -> None:
 
 
 def _evaluation(draft: Draft) -> None:
-    """Evaluations of cosmos-rl are greedy unless they have a temperature."""
+    """Evaluations of cosmos-rl are greedy unless they have a temperature and a top_k, which is 1 by default."""
     own = "validation"
     if "valid_dataset.path" not in draft.options:
         draft.lack("set valid_dataset", f"{own}.*", off=(None,))
         return
-    if draft.number(f"{own}.temperature", 0):
-        draft.set("evaluator.modes", ["sampled"], "cosmos-rl: validation.temperature is above 0")
+    top_k = draft.whole(f"{own}.top_k", 1, least=-1)
+    if draft.number(f"{own}.temperature", 0) and top_k != 1:
+        draft.set("evaluator.modes", ["sampled"], "cosmos-rl: validation.temperature is above 0, top_k is not 1")
         for name in ("temperature", "top_p", "repetition_penalty"):
             draft.keep(f"{own}.{name}", f"eval_gconfig.{name}")
-        if draft.whole(f"{own}.top_k", -1, least=-1) > 1:
+        if top_k > 1:
             draft.keep(f"{own}.top_k", "eval_gconfig.top_k")
+        draft.drop("all tokens, as here", f"{own}.top_k")
         draft.keep(f"{own}.n_generation", "evaluator.n_samples")
         length = draft.whole(f"{own}.max_response_length", int(draft.options["gconfig.max_new_tokens"].value))
         draft.set("eval_gconfig.max_new_tokens", length, "cosmos-rl: max_response_length", f"{own}.max_response_length")
         longest = draft.options["gconfig.max_tokens"]
         draft.set("eval_gconfig.max_tokens", longest.value, longest.origin)
     else:
-        draft.set("evaluator.modes", ["greedy"], "cosmos-rl: validation.temperature is 0", f"{own}.temperature")
+        why = "cosmos-rl: validation.temperature is 0, or top_k is 1"
+        draft.set("evaluator.modes", ["greedy"], why, f"{own}.temperature")
         draft.drop("evaluations are greedy, of the length of training", *(f"{own}.{name}" for name in _SAMPLING))
     draft.drop("answers are evaluated as servers have room", f"{own}.batch_size")
     if draft.get(f"{own}.reward_function") in (None, draft.get(f"{_T}.reward_function")):

@@ -75,7 +75,7 @@ def from_roll(values: Mapping[str, Any]) -> Draft:
 def _sampling(draft: Draft) -> None:
     prompt = draft.whole("prompt_length", 1024)
     own = "actor_infer.generating_args.max_new_tokens"
-    answer = draft.whole("response_length" if "response_length" in draft.values else own, 1024)
+    answer = draft.whole("response_length" if draft.get("response_length") is not None else own, 1024)
     longest, why = prompt + answer, "ROLL: prompt_length + response_length"
     if draft.get("sequence_length"):
         longest, why = draft.whole("sequence_length", longest), "ROLL: sequence_length"

@@ -67,6 +67,8 @@ def from_verl(values: dict[str, Any]) -> Draft:
         raise ConfigError(message, code="config.unsupported")
     _data(draft)
     draft.keep_all(_SAME)
+    if draft.get(f"{_A}.clip_ratio_low") is not None:
+        draft.defaults({"actor.eps_clip_higher": 0.2})
     _batches(draft)
     _schedule(draft)
     take_advantages(draft)

@@ -34,6 +34,19 @@ def test_lengths_of_verl_that_a_file_does_not_set():
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"clip_ratio_low": 0.1}, (0.1, 0.2)),
+        ({"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, (0.1, 0.3)),
+        ({"clip_ratio": 0.1}, (0.1, None)),
+    ],
+)
+def test_the_upper_clip_ratio_of_verl_does_not_follow_the_lower_one(given, expected):
+    draft = from_verl(VERL | {f"{ACTOR}.{name}": value for name, value in given.items()})
+    assert values(draft, "actor.eps_clip", "actor.eps_clip_higher") == expected
+
+
+@pytest.mark.parametrize(
     ("mode", "loss", "aggregation", "c_clip"),
     [
         ("vanilla", "ppo", "token-mean", 10.0),
@@ -209,6 +222,11 @@ def test_shifts_and_scales_of_rewards_of_roll():
         assert fates(draft, "reward_scale") == [fate]
 
 
+def test_a_length_of_roll_that_is_null_is_that_of_the_servers():
+    draft = from_roll(ROLL | {"response_length": None, "actor_infer.generating_args.max_new_tokens": 4096})
+    assert values(draft, "gconfig.max_new_tokens", "gconfig.max_tokens") == (4096, 5120)
+
+
 def test_columns_of_roll():
     given = {"actor_train.data_args.prompt": "instruction", "validation.data_args.messages": "talk"}
     given |= {"validation.data_args.file_name": "v", "rewards.math_rule.tag_included": ["aime"]}
@@ -310,12 +328,19 @@ def test_weights_of_rewards_of_cosmos(weights, function, functions, factor):
     assert fates(draft, *given) == ["computed"] * len(given)
 
 
-def test_evaluations_of_cosmos_are_greedy_without_a_temperature():
+def test_evaluations_of_cosmos_are_greedy_without_a_temperature_and_more_than_one_token():
     given = COSMOS | {"validation.enable": True, "validation.dataset.name": "v"}
     options = ("evaluator.modes", "evaluator.n_samples", "eval_gconfig.temperature", "eval_gconfig.max_new_tokens")
     assert values(from_cosmos(given), *options) == (["greedy"], None, None, None)
     sampled = given | {"validation.temperature": 0.6, "validation.n_generation": 4}
-    assert values(from_cosmos(sampled), *options) == (["sampled"], 4, 0.6, 2048)
+    for greedy in (sampled, sampled | {"validation.top_k": 1}):
+        draft = from_cosmos(greedy)
+        assert values(draft, *options) == (["greedy"], None, None, None)
+        assert "missing" not in fates(draft, *(key for key in greedy if key.startswith("validation.")))
+    for top_k, fate, kept in ((-1, "dropped", None), (50, "kept", 50)):
+        draft = from_cosmos(sampled | {"validation.top_k": top_k})
+        assert values(draft, *options, "eval_gconfig.top_k") == (["sampled"], 4, 0.6, 2048, kept)
+        assert fates(draft, "validation.top_k") == [fate]
 
 
 def test_a_training_temperature_of_cosmos_is_not_lost():
