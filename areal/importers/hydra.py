@@ -37,10 +37,10 @@ def composed(tree: Tree, path: Path, read: Callable[[Path], Tree], *, root: Path
         if file is None:
             lost[group.replace("../", "").replace(".", "/")] = name
             continue
-        text, part = file.read_text(encoding="utf-8"), composed(read(file), file, read, root=root, depth=depth + 1)
+        part = composed(read(file), file, read, root=root, depth=depth + 1)
         deeper = part.pop("defaults", {})
         lost |= deeper if isinstance(deeper, dict) else {base: deeper}
-        header = _HEADER.match(text)
+        header = _HEADER.match(file.read_text(encoding="utf-8"))
         where = package or (header[1] if header else base.replace("/", ".") if name and ".." not in base else "")
         found = _merged(found, _at("" if where in ("_global_", "_here_", "_group_") else where, part))
     return found | ({"defaults": lost} if lost else {})

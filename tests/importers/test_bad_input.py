@@ -185,6 +185,14 @@ def test_files_of_defaults_that_include_themselves_end(tmp_path, capsys):
         assert set(fates.values()) == {"missing"}
 
 
+def test_a_file_of_defaults_that_is_no_text_is_named(tmp_path):
+    path, below = tmp_path / "f.yaml", tmp_path / "g.yaml"
+    path.write_text("defaults: [g]\ndata: {train_batch_size: 8}\n")
+    below.write_bytes(b"data: {seed: \xff}\n")
+    with raises_code("config.unreadable_file", below):
+        run_command(["config", "import", "verl", str(path)])
+
+
 def test_dates_and_lists_of_toml(tmp_path, capsys):
     path = tmp_path / "f.toml"
     path.write_text(
