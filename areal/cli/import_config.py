@@ -20,7 +20,7 @@ from areal.api.config.validate import shown
 from areal.api.config.yaml_text import UNREADABLE, composed_yaml, override_value, reason_of, with_quotes
 from areal.api.errors import ConfigError, InputError
 from areal.importers.cosmos import from_cosmos
-from areal.importers.draft import Draft, Note, flat
+from areal.importers.draft import Draft, flat
 from areal.importers.hydra import composed
 from areal.importers.own import from_areal
 from areal.importers.roll import from_roll
@@ -62,7 +62,7 @@ def import_config(words: Sequence[str]) -> int:
         keys = ", ".join(list(draft.values)[:3]) or "no keys"
         raise _unreadable(given.file, f"it is no configuration of {draft.system}; it has {keys}")
     for key, (value, why) in unknown.items():
-        draft.values[key], draft.notes[key] = value, Note("missing", f"give {key}=VALUE after the file: {why}")
+        draft.unresolved(key, value, why)
     draft.refer({key: found[1] for key, value in flat(tree).items() if (found := _REFERENCE.fullmatch(str(value)))})
     text = yaml_text(draft, given.file.name)
     if given.output is not None:

@@ -1,7 +1,8 @@
 """A translated configuration with the origin of each option, and what became of each key of the source. Pure."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import isfinite, isnan
 from typing import Any, Literal, cast
@@ -29,6 +30,8 @@ class Option:
     value: Any
     origin: str
     """Where the value comes from; a comment in the YAML file."""
+    keys: tuple[str, ...] = ()
+    """Keys of the source that it is computed from, whether the source has them or not."""
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -104,7 +107,7 @@ class Draft:
 
     def set(self, option: str, value: Any, why: str, *keys: str) -> None:
         """An option that is computed from `keys`, or required here. `why` is its comment."""
-        self.options[option] = Option(value, why)
+        self.options[option] = Option(value, why, keys)
         for key in keys:
             if key in self.values:
                 self.notes[key] = Note("computed", f"{option}={public(value, option)}")
@@ -148,6 +151,15 @@ class Draft:
         self.lack("the file of this entry of Hydra's defaults was not found", "defaults.*", "defaults", off=())
         self.lack(UNKNOWN, "*", off=(None,))
 
+    def unresolved(self, key: str, written: Any, why: str) -> None:
+        """A key, or a section, without a value. The comments of the options that it decides say so."""
+        self.values[key], self.notes[key] = written, Note("missing", f"give {key}=VALUE after the file: {why}")
+        for path, option in self.options.items():
+            names = (*option.keys, *re.findall(r"[\w.]+", option.origin))
+            if any(f"{name}.".startswith(f"{key}.") for name in names):
+                origin = f"{option.origin}: the default of {key}, which has no value"
+                self.options[path] = replace(option, origin=origin)
+
     def refer(self, references: Mapping[str, str]) -> None:
         """Options whose key was `${other}` in the source refer to the other option, so that one override changes both.
 
@@ -157,7 +169,7 @@ class Draft:
         for key, other in references.items():
             mine, theirs = self._kept_as(key), self._kept_as(other)
             if mine and theirs and values[mine] == values[theirs]:
-                self.options[mine] = Option(f"${{{theirs}}}", self.options[mine].origin)
+                self.options[mine] = replace(self.options[mine], value=f"${{{theirs}}}")
 
     def _kept_as(self, key: str) -> str:
         """The only option that has the value of the key; empty if there is none."""

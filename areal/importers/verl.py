@@ -143,7 +143,7 @@ def _batches(draft: Draft) -> None:
     size = draft.whole(f"{_A}.ppo_mini_batch_size", 256)
     count = minibatches(batch, size)
     draft.set("train_dataset.batch_size", batch, "verl: data.train_batch_size, prompts")
-    why = f"verl: train_batch_size {batch} / ppo_mini_batch_size {size}, both in prompts"
+    why = f"verl: data.train_batch_size {batch} / ppo_mini_batch_size {size}, both in prompts"
     draft.set("actor.ppo_n_minibatches", count, why, f"{_A}.ppo_mini_batch_size")
     if draft.get(f"{_A}.use_dynamic_bsz", False) and draft.get(f"{_A}.ppo_max_token_len_per_gpu"):
         context = max(1, draft.whole(f"{_A}.ulysses_sequence_parallel_size", 1))

@@ -70,7 +70,8 @@ def take_servers(draft: Draft) -> None:
     total = nodes * per_node
     size = draft.whole(f"{ROLLOUT}.tensor_model_parallel_size", 2)
     names = ("name", "tensor_model_parallel_size")
-    why = f"verl uses all {total} GPUs in turn; here about half generate while the others train"
+    gpus = f"trainer.nnodes x trainer.n_gpus_per_node = {total} GPUs"
+    why = f"verl uses all {gpus} in turn; here about half generate while the others train"
     trainer, keys = _trainer(draft)
     keys += [f"{ROLLOUT}.{name}" for name in names]
     ranks = set_devices(

@@ -150,6 +150,24 @@ def test_a_key_whose_interpolation_has_no_value_is_missing_and_the_others_are_im
     assert fates == {"pretrain": "kept", **dict.fromkeys(lost, "missing")}
 
 
+@pytest.mark.parametrize(
+    ("text", "lost", "option"),
+    [
+        ("data: {train_files: t, train_batch_size: '${b}'}", "data.train_batch_size", "train_dataset.batch_size"),
+        ("data: {train_files: t, train_batch_size: '${b}'}", "data.train_batch_size", "actor.ppo_n_minibatches"),
+        ("{trainer: {nnodes: '${n}'}, data: {train_files: t}}", "trainer.nnodes", "allocation_mode"),
+        ("{critic: '${c}', data: {train_files: t}}", "critic", "critic.path"),
+    ],
+)
+def test_a_comment_says_that_a_key_without_a_value_has_its_default(text, lost, option, tmp_path, capsys):
+    path = tmp_path / "f.yaml"
+    for written, is_lost in ((text, True), ("data: {train_files: t}", False)):
+        path.write_text(written)
+        assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
+        origin = json.loads(capsys.readouterr().out)["options"][option]["origin"]
+        assert origin.endswith(f"the default of {lost}, which has no value") == is_lost
+
+
 def test_numbers_and_dates_are_read_as_the_other_system_reads_them(tmp_path, capsys):
     path = tmp_path / "f.yaml"
     path.write_text("trainer: {experiment_name: 2026-01-31}\nactor_rollout_ref: {actor: {optim: {lr: 1e-6}}}\n")
