@@ -91,13 +91,14 @@ def test_packed_attention_equals_masked_attention(monkeypatch, long, lengths, kv
     mask = (blocks[:, None] == blocks[None, :]) & (blocks >= 0)
     mask = (owner[:, None] == owner[None, :]) & (mask | torch.ones_like(mask).tril())
     mask &= places[:, None] - places[None, :] < (total if window is None else window)
-    expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    exact = [states.detach().double().requires_grad_() for states in (query, key, value)]
+    expected = F.scaled_dot_product_attention(*exact, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-6)
     weights = torch.randn_like(out)
     found = torch.autograd.grad((out * weights).sum(), (query, key, value))
-    wanted = torch.autograd.grad((expected * weights).sum(), (query, key, value))
+    wanted = torch.autograd.grad((expected * weights.double()).sum(), exact)
     for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("knows_groups", [True, False])
