@@ -20,8 +20,8 @@ _OPERATORS = {
 def script_words(text: str) -> Iterator[str]:
     """The words of a shell script that set a key, in their order. Raises ValueError for a quote that is not closed.
 
-    A variable has the value that the script gives it before, or its default in `${NAME:-default}`; all branches of a
-    condition count. What only a shell knows remains as text.
+    A variable has the value that the script gives it before, or its default in `${NAME:-default}`. Assignments in all
+    branches of a condition are carried out. What only a shell knows remains as text.
     """
     return filter(_KEY.fullmatch, _Reader(text, {"HOME": [str(Path.home())]}).words())
 

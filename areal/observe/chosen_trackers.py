@@ -1,6 +1,6 @@
 """The trackers that a configuration turns on.
 
-A dashboard that cannot start ends the start of a run; one that fails later, or at a restart, does not end training.
+A run does not start when a dashboard cannot start. Later errors of a dashboard, also at a restart, do not end training.
 """
 
 import logging
@@ -72,8 +72,8 @@ def build_trackers(
 ) -> list[Tracker]:
     """All configured trackers, for rank 0. `first_step` is the first step that will be logged.
 
-    ConfigError when a package is missing or a dashboard does not start; `after_failure`, which is a restart within a
-    run, it is left out.
+    `after_failure`: the trainer restarts within a run. A dashboard that does not start is then left out with a warning.
+    ConfigError when a package is missing, or without `after_failure` when a dashboard does not start.
     """
     if missing := missing_packages(config):
         raise ConfigError("; ".join(missing), code="launch.package_missing")
