@@ -35,6 +35,9 @@ class Snapshots:
         self._held.append((version, {name: value.clone() for name, value in self._engine.named_weights()}))
         return ""
 
+    def wait_served(self) -> None:
+        return None
+
     @property
     def oldest(self) -> tuple[int, dict[str, torch.Tensor]]:
         return self._held[0]

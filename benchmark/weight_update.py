@@ -100,6 +100,9 @@ class FleetControl:
         self._fleet, self._loop = fleet, loop
         self.seconds = 0.0
 
+    def start_update(self, update: WeightUpdate) -> None:
+        return None  # `publish` does all of it
+
     def publish(self, update: WeightUpdate) -> None:
         start_s = time.perf_counter()
         future: Future[Any] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
@@ -214,6 +217,7 @@ def measure(engine: FSDPEngine, stream: Stream, kind: str, folder: Path, updates
         swapped_s = stream.swap_seconds()
         mark, start_s = len(stream.times), time.perf_counter()
         channel.publish(first + index)
+        channel.wait_served()
         total_s = time.perf_counter() - start_s
         stream.wait_for_tokens(3)
         during = stream.times[mark - 1 :]

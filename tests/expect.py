@@ -1,4 +1,4 @@
-"""Expected errors by their stable code and by the values in their message, never by its English."""
+"""Expected errors by their stable code and by the values in their message, never by its English; shared steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from areal.api.engine import WeightChannel
 from areal.api.errors import ArealError
 
 
@@ -29,3 +30,10 @@ def in_order(text: str, *values: object) -> bool:
             return False
         position = found + len(str(value))
     return True
+
+
+def serve(channel: WeightChannel, version: int) -> str:
+    """Publish the weights and wait until the servers have them. Returns the checksum."""
+    checksum = channel.publish(version)
+    channel.wait_served()
+    return checksum

@@ -192,10 +192,18 @@ class WeightChannel(Protocol):
     """How the trainer's weights reach the servers. Every rank calls it; rank 0 talks to the controller."""
 
     def publish(self, version: int) -> str:
-        """Make the engine's current weights policy `version` on every serving replica.
+        """Send the engine's current weights to the servers as policy `version`, and return while they install it.
 
         Returns the checksum of the weights on rank 0, "" on the other ranks. Raises WeightSyncError on every rank when
-        no replica could be updated.
+        the weights could not be sent.
+        """
+        ...
+
+    def wait_served(self) -> None:
+        """Return when every serving replica holds the version sent last; at once when it was waited for before.
+
+        The engine's weights must not change before: they may have to be sent again. Raises WeightSyncError on every
+        rank when no replica could be updated.
         """
         ...
 

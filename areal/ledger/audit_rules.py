@@ -156,6 +156,10 @@ class AuditRules:
         self._version = version
         self._highest = max(self._highest, version)
 
+    def _may_be_at(self, version: int) -> bool:
+        """Whether the trainer can have `version`: it continues while the servers install its newest one."""
+        return self._version is not None and version in (self._version, self._version + 1)
+
     def _published(self, event: Event) -> None:
         version, is_out_of_order = int(event["version"]), False
         if self._version is not None and self._trained is not None and self._offset is not None:
@@ -281,9 +285,9 @@ class AuditRules:
             self._bad_batch("batch order", step, f"was made, but batch {self._next_step} is next")
         elif step != self._trained:
             self._bad_batch("batch order", step, f"was made while the trainer was at step {self._trained}")
-        if version != self.batch_version(step) or version != self._version:
+        if version != self.batch_version(step) or not self._may_be_at(version):
             problem = f"was made for version {version}; its step has {self.batch_version(step)}"
-            self._bad_batch("version of step", step, f"{problem}, the trainer had {self._version}")
+            self._bad_batch("version of step", step, f"{problem}, and version {self._version} was published last")
         self._next_step = max(self._next_step, step + 1)
         self.batches.setdefault(step, _Batch(ids))
 
@@ -343,7 +347,7 @@ class AuditRules:
         batch = self.batches.get(step)
         if batch is None:
             self._bad_batch("never batched", step, f"was {verb}, but that step has no batch")
-        elif version != self.batch_version(step + 1) or version != self._version:
+        elif version != self.batch_version(step + 1) or not self._may_be_at(version):
             problem = f"was {verb} and led to version {version}; that step leads to {self.batch_version(step + 1)}"
             self._bad_batch("version of step", step, f"{problem}, and version {self._version} was published last")
         return step, batch

@@ -108,7 +108,7 @@ class LedgerState:
     pruned_segments: set[int] = field(default_factory=set[int])
     """Payload segments that were deleted on purpose, see areal.ledger.retention."""
     version: int = 0
-    """Policy version of the trainer: the last one published, or the one of its last attach."""
+    """Policy version of the servers: the last one published, or the one of the trainer's last attach."""
     highest_version: int = 0
     """The highest version published so far. Above `version` while a recovered trainer catches up."""
     last_published: Event | None = None
@@ -125,6 +125,11 @@ class LedgerState:
     def counts_by_name(self) -> dict[str, int]:
         """Episodes per state, by the state's name."""
         return dict(zip(STATE_NAMES, self.counts, strict=True))
+
+    @property
+    def trainer_version(self) -> int:
+        """Policy version of the trainer. The policy version is the number of steps done; servers install it later."""
+        return max(self.version, self.trained_steps or 0)
 
     @property
     def is_catching_up(self) -> bool:
@@ -160,9 +165,10 @@ class LedgerState:
             raise LedgerBehind(step, self.newest_step)
 
     def require_batch(self, step: int, version: int) -> None:
-        """Raise LedgerBehind when a trainer trained on the batch of `step` to `version`, and either is not recorded."""
+        """Raise LedgerBehind when a trainer trained on the batch of `step` to `version`, and the batch or the version
+        before is not recorded."""
         self.require_reached(step)
-        if step not in self.batches or version > self.version:
+        if step not in self.batches or version > self.version + 1:
             raise LedgerBehind(step, self.newest_step)
 
     def require_version(self, version: int) -> None:

@@ -75,6 +75,9 @@ class NoServers:
     def publish(self, version: int) -> str:
         return checksum_of(self._engine, self._ranks)
 
+    def wait_served(self) -> None:
+        """Nothing to wait for."""
+
     def close(self) -> None:
         """Nothing to release."""
 

@@ -54,7 +54,7 @@ class CheckpointWanted(Exception):
 
 
 class RolloutClient:
-    """The connection of one trainer rank. Each call opens its own connection. Not thread-safe."""
+    """The connection of one trainer rank. A weight update may be requested from another thread."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RolloutClient:
         self._known: str | None = None
         """The address of the last answer. It is looked up again only after a failure: the registry may be down."""
         self._idle: list[http.client.HTTPConnection] = []
-        """Open connections to it: mostly one, as a weight update is requested from another thread."""
+        """Open connections to it: at most one for each thread."""
         self._probe: tuple[int, bytes] | None = None
         """Version and answer of the last weight update."""
         self._run_id = run_id
@@ -159,12 +159,18 @@ class RolloutClient:
 
         return self._call("/batch", request, f"for batch {step}", not_ready=look)
 
+    def start_update(self, update: WeightUpdate) -> None:
+        """Return when the controller has started the update. Raises WeightSyncError when that failed."""
+        self._publish(update, waits=False)
+
     def publish(self, update: WeightUpdate) -> None:
         """Return when every serving replica holds `update.version`. Raises WeightSyncError when that failed."""
+        self._probe = update.version, self._publish(update, waits=True)
+
+    def _publish(self, update: WeightUpdate, *, waits: bool) -> bytes:
         try:
-            request = PublishRequest(run_id=self._run_id, update=update)
-            answer = self._call("/publish", request, f"to publish version {update.version}")
-            self._probe = (update.version, answer)
+            request = PublishRequest(run_id=self._run_id, update=update, waits=waits)
+            return self._call("/publish", request, f"to publish version {update.version}")
         except ControllerError as error:
             raise WeightSyncError(str(error), code=error.code) from error
 
@@ -195,7 +201,7 @@ class RolloutClient:
         return orjson.loads(self._call(f"/replicas?version={version}", None, "for its live replicas"))["live"]
 
     def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
-        """Batch `step` was trained on and `version` published. `weights_checksum` (hex): of the actor after it."""
+        """Batch `step` was trained on and `version` sent. `weights_checksum` (hex): of the actor after it."""
         request = ConsumedRequest(run_id=self._run_id, step=step, version=version, weights_checksum=weights_checksum)
         self._call("/consumed", request, f"to report step {step} as consumed")
 
@@ -268,11 +274,11 @@ class RolloutClient:
             not_ready()
 
     def _exchange(self, path: str, request: TrainerRequest | None) -> tuple[int, bytes]:
-        is_new = self._known is None
-        if self._known is None:
-            self._known = self._address if isinstance(self._address, str) else self._address()
-            self.close()
         address, body = self._known, None if request is None else orjson.dumps(request)
+        is_new = address is None
+        if address is None:
+            address = self._known = self._address if isinstance(self._address, str) else self._address()
+            self.close()
         try:
             with contextlib.suppress(IndexError, ConnectionError):  # the controller closes one that is idle for long
                 return self._exchange_over(self._idle.pop(), path, body, is_new=is_new)

@@ -57,6 +57,8 @@ class BatchRequest(TrainerRequest):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishRequest(TrainerRequest):
     update: WeightUpdate
+    waits: bool = True
+    """False: the answer comes when the update has started."""
 
     def problem(self) -> str:
         found = _update_problem(self.update)

@@ -152,6 +152,7 @@ class Controller:
             self._evaluations.cancel_beyond(self.weights.updating_to)
         self._executor.drop_stale()
         self._update_gate()
+        self.batches.compose_if_ready()  # a trainer that catches up may have reached the newest version
 
     def fail(self, error: Exception) -> None:
         """End the run with `error`. Trainers that wait for a batch receive it first."""
@@ -232,9 +233,10 @@ class Controller:
         return self._fleet.live_replicas(version)
 
     async def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
-        """The trainer has trained on batch `step` and published `version`."""
+        """The trainer has trained on batch `step` and sent `version`, which the fleet may be installing."""
         self._ledger.state.require_batch(step, version)
         self._ledger.consumed(step=step, version=version, weights=weights_checksum)
+        self._executor.drop_stale()
         await self._ledger.durable()
         self._resume_with_trainer()
         self._executor.admit()
@@ -256,6 +258,8 @@ class Controller:
                 await asyncio.wait([self._restoring], timeout=timeout_s)
                 if not self._restoring.done():
                     return None
+            if not await self.weights.settled(timeout_s):
+                return None
             self._require_weights()
         result = await self._evaluations.get(step, mode, timeout_s=timeout_s)
         if result is None:

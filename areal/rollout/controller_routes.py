@@ -144,8 +144,11 @@ class _Handlers:
 
     async def publish(self, request: web.Request) -> web.Response:
         self._controller.require_running()
-        update = (await self._allowed(PublishRequest, request)).update
-        done = await self._controller.weights.publish(update, timeout_s=self._poll_s)
+        asked = await self._allowed(PublishRequest, request)
+        update, weights = asked.update, self._controller.weights
+        if not asked.waits:
+            return _json({}) if await weights.start(update, timeout_s=self._poll_s) else web.Response(status=204)
+        done = await weights.publish(update, timeout_s=self._poll_s)
         return self._probe_of(update.version) if done else web.Response(status=204)
 
     async def probe(self, request: web.Request) -> web.Response:

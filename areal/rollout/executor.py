@@ -152,7 +152,7 @@ class Executor:
 
         Staleness: the version that trains on it minus `min_version`, its oldest token; -1 = no generated token.
         """
-        staleness = self._ledger.state.version - min_version
+        staleness = self._ledger.state.trainer_version - min_version
         return self._options.on_stale == "drop" and min_version >= 0 and staleness > self.limits.max_staleness
 
     def _start(self, episode_id: int) -> None:

@@ -54,26 +54,21 @@ class FleetWeights:
     @property
     def needs_trainer(self) -> bool:
         """Some replica waits for weights that only the trainer has, and no update is running."""
-        if self.updating_to is not None or self._is_restoring or not self.fleet_ready.is_set():
+        is_updating = self._task is not None and not self._task[1].done()
+        if is_updating or self._is_restoring or not self.fleet_ready.is_set():
             return False
-        return self._fleet.version != self._ledger.state.version or bool(self._fleet.status().get("needs_weights"))
+        state = self._ledger.state
+        is_behind = not self._fleet.version == state.version == state.trainer_version
+        return is_behind or bool(self._fleet.status().get("needs_weights"))
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
         """Update the fleet to a new version. True: done. False: still running, call again. Repeated calls join.
 
         Raises LedgerBehind for a version that the recorded batches do not lead to.
         """
-        self._ledger.state.require_version(update.version)
-        if self._task is not None and self._task[0] != update:
-            previous, task = self._task
-            if not task.done():
-                await asyncio.wait([task], timeout=timeout_s)
-                return False  # the repeated call is checked against the version that is served by then
-            if (error := task.exception()) is not None:  # the trainer that published it may have died
-                _log.warning("the update to version %d failed: %s", previous.version, error)
-        if self._task is None or self._task[0] != update:
-            task = asyncio.create_task(self._update(update), name=f"publish-{update.version}")
-            self._task = (update, task)
+        if (self._task is None or self._task[0] != update) and not await self.start(update, timeout_s=timeout_s):
+            return False
+        assert self._task is not None
         task = self._task[1]
         await asyncio.wait([task], timeout=timeout_s)
         if not task.done():
@@ -82,6 +77,30 @@ class FleetWeights:
             self._task = None  # the trainer may try again
         task.result()
         return True
+
+    async def start(self, update: WeightUpdate, *, timeout_s: float) -> bool:
+        """Start an update of the fleet, after the one before; False: that is still running, call again.
+
+        Raises LedgerBehind as `publish`.
+        """
+        self._ledger.state.require_version(update.version)
+        if self._task is not None:
+            previous, task = self._task
+            if not task.done():
+                if previous == update:
+                    return True
+                await asyncio.wait([task], timeout=timeout_s)
+                return False  # the repeated call is checked against the version that is served by then
+            if (error := task.exception()) is not None:  # the trainer that published it may have died
+                _log.warning("the update to version %d failed: %s", previous.version, error)
+        self._task = update, asyncio.create_task(self._update(update), name=f"publish-{update.version}")
+        return True
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Wait for the update that runs; False when it still runs."""
+        if self._task is not None:
+            await asyncio.wait([self._task[1]], timeout=timeout_s)
+        return self._task is None or self._task[1].done()
 
     async def _update(self, update: WeightUpdate) -> None:
         await self.fleet_ready.wait()

@@ -119,7 +119,7 @@ class TrainBatches:
 
     def compose_if_ready(self) -> None:
         """Compose the requested batch if possible. Its version is the one that trains on it, so the trainer must have
-        finished the previous step."""
+        finished the previous step; the servers may still have the version before."""
         if not self._wanted:
             return
         state = self._ledger.state
@@ -183,10 +183,10 @@ class TrainBatches:
         try:
             state = self._ledger.state
             while ids := self._chosen():
-                sums, version = BatchSums(), state.version
+                sums, version = BatchSums(), state.trainer_version
                 for start in range(0, len(ids), BLOCK):
                     await asyncio.sleep(0)
-                    if step not in self._wanted or step != state.next_step or state.version != version:
+                    if step not in self._wanted or step != state.next_step or state.trainer_version != version:
                         return  # the trainer went back; its next request composes
                     if not self._add(sums, ids[start : start + BLOCK]):
                         break
@@ -213,7 +213,7 @@ class TrainBatches:
 
     def _record(self, step: int, ids: list[int], sums: BatchSums) -> None:
         state, now_s = self._ledger.state, asyncio.get_running_loop().time()
-        version = state.version
+        version = state.trainer_version
         floor = max(0, version - self._max_staleness) if self._on_stale == "mask" else 0
         stats = sums.stats(version=version, mask_before=floor, max_staleness=self._max_staleness)
         stats["wait_s"] = now_s - self._requested_s.pop(step, now_s)

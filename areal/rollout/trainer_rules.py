@@ -1,8 +1,8 @@
 """Which request of a trainer the state of the run allows. Pure.
 
 The policy version is the number of train steps done. A trainer attaches at a step, then for each step k it requests
-batch k, publishes version k + 1 and reports batch k as consumed. A restarted trainer has a higher `run_id`, may publish
-the version of its checkpoint, and attaches there.
+batch k, sends version k + 1 and reports batch k as consumed. The servers have version k + 1 before it sends k + 2. A
+restarted trainer has a higher `run_id`, may publish the version of its checkpoint, and attaches there.
 """
 
 from collections.abc import Mapping
@@ -155,7 +155,7 @@ def _after_publish(request: PublishRequest, run: TrainerRun | None, state: Ledge
         if version > trained + 1:
             raise LedgerBehind(version, state.newest_step)
         is_current = run.is_attached or run.start == trained
-        current = state.version if run.is_attached else run.start
+        current = state.trainer_version if run.is_attached else run.start
         is_allowed = version == current or (is_current and version == following)
     if not is_allowed:
         text = f"version {version}: the run serves version {state.version} after {trained} train steps"
@@ -193,7 +193,7 @@ def _check_step(request: TrainerRequest, trained: int, state: LedgerState) -> No
         case ConsumedRequest():
             state.require_batch(request.step, request.version)
             is_repeated = request.step == trained - 1 and request.step in state.consumed_steps
-            is_allowed = is_repeated or request.version == state.version == trained + 1
+            is_allowed = is_repeated or request.step == trained
         case BatchRequest() | EvaluationRequest():
             state.require_reached(request.step)
             is_allowed = request.step == trained

@@ -44,9 +44,22 @@ class ComparedChannel:
     ) -> None:
         self._channel, self._engine, self._ranks, self._control = channel, engine, ranks, control
         self._dtype = dtype
+        self._sent: int | None = None
+        """The version that was sent and not compared yet."""
 
     def publish(self, version: int) -> str:
+        self._sent = None
         checksum = self._channel.publish(version)
+        self._sent = version
+        return checksum
+
+    def wait_served(self) -> None:
+        self._channel.wait_served()
+        version, self._sent = self._sent, None
+        if version is not None:
+            self._compare(version)
+
+    def _compare(self, version: int) -> None:
         for _ in range(_MAX_COMPARISONS):
             tokens = self._shared(self._control.probe_tokens(version) if self._ranks.rank == 0 else None)
             if tokens is None:
@@ -60,7 +73,6 @@ class ComparedChannel:
                 break
             if differing:
                 log.warning("version %d: %s had other weights and got them again", version, ", ".join(differing))
-        return checksum
 
     def close(self) -> None:
         self._channel.close()

@@ -1,7 +1,8 @@
 """The training loop of a PPO trainer rank.
 
-It waits for batch k from the controller, which finished episodes complete, and for the fleet to serve each published
-version. When the last step is done, the run ends.
+It waits for batch k from the controller, which finished episodes complete. While the fleet installs the version of the
+last step, the next step begins; before the weights change again, the loop waits for the fleet to serve that version.
+When the last step is done, the run ends.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ class BatchSource(Protocol):
         ...
 
     def consumed(self, step: int, version: int, weights_checksum: str) -> None:
-        """Report that batch `step` was trained on and `version` published; called on rank 0."""
+        """Report that batch `step` was trained on and `version` sent; called on rank 0."""
         ...
 
 
@@ -114,6 +115,8 @@ class PPOLoop:
             with phase("advantages"):
                 batch = actor.with_advantages(batch)
                 batch, distilled = teacher.with_advantages(batch) if teacher else (batch, {})
+            with phase("publish_weights"):
+                self._channel.wait_served()
             with phase("update"):
                 chosen, resampled = actor.with_resampling(batch)
                 metrics = resampled | actor.update(chosen, step=info.step)
@@ -130,6 +133,7 @@ class PPOLoop:
                 if self._after_step(info, metrics, self._clock.end_step()):
                     self._progress.stop()
             steps_done = info.step + 1
+        self._channel.wait_served()
         return steps_done
 
     def _next_share(self, step: int) -> BatchShare:
@@ -167,6 +171,7 @@ class Evaluator:
 
     def evaluate(self, steps_done: int) -> dict[str, float]:
         """Metrics `eval/<mode>/<name>` after `steps_done` train steps. Blocks until every row is scored."""
+        self._channel.wait_served()
         values: dict[str, float] = {}
         for mode in self._config.modes:
             question = partial(self._client.evaluate, steps_done, mode)
@@ -247,6 +252,7 @@ def _join_run(
         if point is not None or context.run_id > 0 or is_new:
             # Before attaching: no episode may start on weights that the servers loaded at start or hold from before.
             channel.publish(start_step)
+            channel.wait_served()
         # The policy version is the number of steps done.
         where = {"rank": mesh.rank, "world_size": mesh.world_size, "dp_rank": actor.dp_rank, "dp_size": actor.dp_size}
         client.attach(**where, step=start_step, version=start_step)
@@ -349,5 +355,6 @@ def ask_controller(
             save()
         if needs_weights:
             channel.publish(version)
+            channel.wait_served()
         if not is_missing:
             return answers[0]

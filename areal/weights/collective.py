@@ -2,7 +2,8 @@
 
 `publish` waits for the fleet to pause, for the replicas to join (JOIN_TIMEOUT_S) and for each bucket (timeout_s). The
 request to the controller runs in a thread at the same time; when either side ends early, the other one ends too. The
-fleet's health checks end the request when a replica dies or hangs, which ends every wait here.
+fleet's health checks end the request when a replica dies or hangs, which ends every wait here. `wait_served` waits for
+the end of the request (timeout_s).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from areal.server_side.areal_transfer.layout import widest_first
 from areal.system.network import Host, is_loopback, listen, required_token
 from areal.system.relay import MachineRelay
 from areal.system.threads import in_daemon_thread
-from areal.weights.control import FleetControl, publish_once
+from areal.weights.control import FleetControl, publish_once, succeeded
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
 
 log = get_logger(__name__)
@@ -79,17 +80,49 @@ class CollectiveChannel:
         self._relay: MachineRelay | None = None
         self._joining: Future[UpdateGroup] | None = None
         self._has_failed = False
+        self._request: Future[None] | None = None
+        """Of rank 0 to the controller, for the version that was sent."""
+        self._sent: int | None = None
+        """The version that was sent and not waited for yet, on every rank."""
+        self._attempts = 0
+        """To publish that version."""
 
     def publish(self, version: int) -> str:
         if not self._plan:  # names, shapes and dtypes never change
             self._plan = plan_buckets(self._engine.weight_specs(), self._bucket_bytes)
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            checksum = publish_once(
-                self._engine, self._ranks, version, partial(self._send, version), may_retry=attempt < MAX_ATTEMPTS
-            )
+        self._attempts = 0
+        return self._publish(version)
+
+    def wait_served(self) -> None:
+        while (version := self._sent) is not None:
+            self._sent = None
+            error: Exception | None = None
+            request, self._request = self._request, None
+            if request is not None:
+                try:
+                    self._wait_until_served(request, version)
+                    self._has_failed = False
+                except ArealError as failure:
+                    error, self._has_failed = failure, True
+                    self.close()
+            if not succeeded(self._ranks, version, error, may_retry=self._attempts < MAX_ATTEMPTS):
+                self._publish(version)
+
+    def _publish(self, version: int) -> str:
+        """Publish with the attempts that are left."""
+        self._sent = None
+        if (request := self._request) is not None:  # a server lost its weights before the version was waited for
+            self.close()
+            wait([request], self._timeout_s)
+            self._request = None
+        while True:
+            self._attempts += 1
+            may_retry = self._attempts < MAX_ATTEMPTS
+            send = partial(self._send, version)
+            checksum = publish_once(self._engine, self._ranks, version, send, may_retry=may_retry)
             if checksum is not None:
+                self._sent = version
                 return checksum
-        raise AssertionError("the last attempt returns or raises")
 
     def close(self) -> None:
         """Leave the group; without one nothing happens."""
@@ -105,7 +138,8 @@ class CollectiveChannel:
             self._joining = None
 
     def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """One attempt by rank 0. A failure closes the group and waits for the request to end.
+        """One attempt by rank 0: returns when the weights are sent. A failure closes the group and waits for the
+        request to end.
 
         Returns without an error when the fleet serves the version, even if a replica missed it: the next update
         includes that replica.
@@ -122,8 +156,7 @@ class CollectiveChannel:
                 self._replicas = replicas
             for bucket in self._plan:
                 self._group.broadcast(self._fill(bucket, weights), give_up=request.done)
-            self._wait_until_served(request, version)
-            self._has_failed = False
+            self._request = request
         except BaseException as failure:
             self.close()  # replicas that wait for a broadcast fail now, so the request ends soon
             self._has_failed = True

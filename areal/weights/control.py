@@ -1,4 +1,7 @@
-"""The parts that the weight channels share: the controller as they see it, and one attempt on all trainer ranks."""
+"""The parts that the weight channels share: the controller as they see it, and one attempt on all trainer ranks.
+
+Rank 0 waits for the controller; the other ranks wait for rank 0 in a collective.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -8,7 +11,7 @@ from torch import Tensor
 
 from areal.api.data import WeightUpdate
 from areal.api.engine import Ranks, WeightSource
-from areal.api.errors import WeightSyncError
+from areal.api.errors import ArealError, WeightSyncError
 from areal.observe.log import get_logger
 from areal.weights.checksum import WeightsChecksum
 
@@ -16,8 +19,13 @@ from areal.weights.checksum import WeightsChecksum
 class FleetControl(Protocol):
     """The controller, as trainer rank 0 calls it."""
 
+    def start_update(self, update: WeightUpdate) -> None:
+        """Return when the update of the fleet has started."""
+        ...
+
     def publish(self, update: WeightUpdate) -> None:
-        """Block until the fleet serves `update.version`. Raises WeightSyncError when no replica could be updated."""
+        """Block until the fleet serves `update.version`; joins an update that has started. Raises WeightSyncError when
+        no replica could be updated."""
         ...
 
     def live_replicas(self, version: int) -> list[str]:
@@ -48,6 +56,17 @@ def publish_once(
             error = failure
     for _ in weights:  # gathering is a collective: every rank iterates to the end, also after an error
         pass
+    if not succeeded(ranks, version, error, may_retry=may_retry):
+        return None
+    return checksum.hexdigest() if ranks.rank == 0 else ""
+
+
+def succeeded(ranks: Ranks, version: int, error: Exception | None, *, may_retry: bool = False) -> bool:
+    """Whether rank 0, which has an `error` or None, published `version`; a collective.
+
+    False when `may_retry` and the error is a WeightSyncError. Any other error is raised: itself on rank 0,
+    WeightSyncError elsewhere.
+    """
     may_retry = may_retry and isinstance(error, WeightSyncError)
     outcome = torch.tensor([1.0 if error is None else 0.5 if may_retry else 0.0], dtype=torch.float64)
     worst = ranks.all_reduce(outcome, "min").item()
@@ -56,6 +75,41 @@ def publish_once(
         raise error or WeightSyncError(message, code="weights.not_published")
     if error is not None:
         get_logger(__name__).warning("version %d could not be published, retrying: %s", version, error)
-    if worst < 1.0:
-        return None
-    return checksum.hexdigest() if ranks.rank == 0 else ""
+    return worst == 1.0
+
+
+class StartedUpdate:
+    """The update from a folder that the fleet has started, if it was not waited for yet. Every rank has one."""
+
+    def __init__(self, ranks: Ranks, control: FleetControl) -> None:
+        self._ranks, self._control = ranks, control
+        self._update: WeightUpdate | None = None
+        self._version: int | None = None
+
+    def publish(
+        self, engine: WeightSource, version: int, write: Callable[[Iterator[tuple[str, Tensor]]], WeightUpdate]
+    ) -> str:
+        """Start the update that `write` returns on rank 0. Returns the checksum of the weights, as a channel does."""
+
+        def send(weights: Iterator[tuple[str, Tensor]]) -> None:
+            self._update = write(weights)
+            self._control.start_update(self._update)
+
+        self._update = self._version = None
+        checksum = publish_once(engine, self._ranks, version, send)
+        self._version = version
+        return checksum or ""
+
+    def wait_served(self) -> WeightUpdate | None:
+        """As that of a channel. Returns what rank 0 has waited for; None elsewhere, or if it was waited for before."""
+        update, self._update = self._update, None
+        version, self._version = self._version, None
+        error: Exception | None = None
+        if update is not None:
+            try:
+                self._control.publish(update)
+            except ArealError as failure:
+                error = failure
+        if version is not None:
+            succeeded(self._ranks, version, error)
+        return update

@@ -1,7 +1,8 @@
 """Weight channels over a folder v000042, complete or absent; the newest versions are kept. The servers read it on a
 shared file system, or pull it from trainer rank 0 over HTTP.
 
-`publish` waits for the fleet to load the folder (each replica under rollout.weight_update_timeout_s).
+The trainer continues once a folder is written; `wait_served` waits for the fleet to load it (each replica under
+rollout.weight_update_timeout_s).
 """
 
 import re
@@ -20,7 +21,7 @@ from areal.system.durable import finish_interrupted_writes, publish_folder, writ
 from areal.system.folder_server import FolderServer
 from areal.system.local_folder import LocalFolder
 from areal.system.network import Host, required_token, store_prefix
-from areal.weights.control import FleetControl, publish_once
+from areal.weights.control import FleetControl, StartedUpdate
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
 
 KEPT_VERSIONS = 2
@@ -44,29 +45,31 @@ class DiskChannel:
     ) -> None:
         """`folder`: parent of the versions. `model_folder`: source of config.json, which makes a version a loadable
         checkpoint. `address_of`: serves a version over HTTP; None = the servers read the folder."""
-        self._engine, self._ranks, self._control = engine, ranks, control
+        self._engine = engine
+        self._started = StartedUpdate(ranks, control)
         self._folder = folder
         self._model_folder = model_folder
         self._address_of = address_of
 
     def publish(self, version: int) -> str:
-        return publish_once(self._engine, self._ranks, version, partial(self._send, version)) or ""
+        return self._started.publish(self._engine, version, partial(self._send, version))
+
+    def wait_served(self) -> None:
+        if (update := self._started.wait_served()) is not None:
+            self._prune(update.version)
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
         try:
             final = self._write(version, weights)
-            if self._address_of is None:
-                update = WeightUpdate(version=version, kind="disk", path=str(final))
-            else:
-                update = WeightUpdate(version=version, kind="http", path=self._address_of(final))
-            self._control.publish(update)
-            self._prune(version)
         except OSError as error:
             message = f"version {version} could not be written to {self._folder}: {error}"
             raise WeightSyncError(message, code="weights.not_written") from error
+        if self._address_of is None:
+            return WeightUpdate(version=version, kind="disk", path=str(final))
+        return WeightUpdate(version=version, kind="http", path=self._address_of(final))
 
     def _write(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -96,16 +99,23 @@ class AdapterChannel:
 
     def __init__(self, adapter: AdapterSource, ranks: Ranks, control: FleetControl, folder: Path) -> None:
         """`folder`: parent of the versions, which trainer and servers share."""
-        self._adapter, self._ranks, self._control = adapter, ranks, control
+        self._adapter = adapter
+        self._started = StartedUpdate(ranks, control)
         self._folder = folder
 
     def publish(self, version: int) -> str:
-        return publish_once(self._adapter, self._ranks, version, partial(self._send, version)) or ""
+        return self._started.publish(self._adapter, version, partial(self._send, version))
+
+    def wait_served(self) -> None:
+        if self._started.wait_served() is not None:
+            folders = sorted(self._folder.glob("adapter-v*"), key=lambda path: path.stat().st_mtime)
+            for path in folders[:-KEPT_VERSIONS]:
+                shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             finish_interrupted_writes(self._folder)
@@ -115,12 +125,10 @@ class AdapterChannel:
             writing.mkdir()
             self._adapter.write(writing, weights)
             publish_folder(writing, final, sum_up=False)
-            self._control.publish(WeightUpdate(version=version, kind="adapter", path=str(final)))
-            for path in sorted(self._folder.glob("adapter-v*"), key=lambda path: path.stat().st_mtime)[:-KEPT_VERSIONS]:
-                shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             message = f"adapter version {version} could not be written to {self._folder}: {error}"
             raise WeightSyncError(message, code="weights.not_written") from error
+        return WeightUpdate(version=version, kind="adapter", path=str(final))
 
 
 class HttpChannel:
@@ -148,6 +156,9 @@ class HttpChannel:
 
     def publish(self, version: int) -> str:
         return self._versions.publish(version)
+
+    def wait_served(self) -> None:
+        self._versions.wait_served()
 
     def close(self) -> None:
         """Serve no more, and remove the versions."""

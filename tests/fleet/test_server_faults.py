@@ -25,6 +25,7 @@ from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS
 from areal.fleet.server_client import ServerClient
 from areal.weights.collective import SETTLE_S, CollectiveChannel
 from areal.weights.disk import DiskChannel
+from tests.expect import serve
 from tests.fake_ranks import FakeRanks
 from tests.fleet.fake_server import FleetKit
 from tests.fleet.test_fleet_native import FakeTrainEngine, FleetControl, a_request, make_model
@@ -228,21 +229,21 @@ async def test_a_server_killed_during_an_update_does_not_delay_others(
     running = asyncio.create_task(fleet.agenerate(a_request("r", 300)))
     await eventually(lambda: servers.received.total() >= 32)
     started = time.monotonic()
-    await asyncio.to_thread(channel.publish, 1)
+    await asyncio.to_thread(serve, channel, 1)
     elapsed = time.monotonic() - started
     assert elapsed < HUNG_S + SETTLE_S + SLACK_S
     await check_serving(fleet, engine.model, 1, {"server-0"})
     engine.model = big_model(2)
-    await asyncio.to_thread(channel.publish, 2)
+    await asyncio.to_thread(serve, channel, 2)
     await check_serving(fleet, engine.model, 2, {"server-0"})
     await servers.bring_back()
     if kind == "collective":
         await eventually(lambda: fleet.status()["needs_weights"], 60)
-        await asyncio.to_thread(channel.publish, 2)
+        await asyncio.to_thread(serve, channel, 2)
     await eventually(lambda: states(fleet) == ["serving", "serving"], 60)
     await check_serving(fleet, engine.model, 2, {"server-0", "server-1"})
     engine.model = big_model(3)
-    await asyncio.to_thread(channel.publish, 3)
+    await asyncio.to_thread(serve, channel, 3)
     await check_serving(fleet, engine.model, 3, {"server-0", "server-1"})
     response = await running
     assert len(response.output_ids) == 300

@@ -173,11 +173,15 @@ def a_step_that_led_to_another_version(forge):
     forge.consumed(2, version=4)
 
 
-@breaks("version of step", steps=[2])
-def consumed_before_its_version_was_published(forge):
+@breaks("version of step", steps=[3])
+def consumed_before_the_version_that_trained_was_published(forge):
     forge.accepted(5)
     forge.batched(2, 4, 5)
     forge.consumed(2)
+    forge.admitted(6, 7, version=2)
+    forge.accepted(6, 7, version=2)
+    forge.batched(3, 6, 7)
+    forge.consumed(3)
 
 
 @breaks("version of step", steps=[2])
@@ -324,6 +328,21 @@ def a_reward_that_is_not_that_of_the_payload(forge):
 @breaks("payload", episodes=[5])
 def a_number_of_tokens_that_is_not_that_of_the_payload(forge):
     forge.accepted(5, tokens=3)
+
+
+def test_a_step_may_begin_while_the_servers_install_the_version_that_trains_it(forge):
+    forge.two_steps()
+    forge.accepted(5)
+    forge.batched(2, 4, 5)
+    forge.consumed(2)
+    forge.admitted(6, 7, version=2)
+    forge.accepted(6, 7, version=2)
+    forge.batched(3, 6, 7)
+    forge.published(3)
+    forge.trained(3)
+    forge.write()
+    report = audit(forge.folder)
+    assert report.is_clean, report.lines()
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)

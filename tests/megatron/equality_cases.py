@@ -26,6 +26,7 @@ from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel
 from areal.weights.stored_form import StoredForm
 from tests.engine import mesh_cases
+from tests.expect import serve
 from tests.weights.test_disk_channel import DiskReplica
 from tests.weights.test_weight_channels import Replicas
 
@@ -142,7 +143,7 @@ def publications(engine, mesh: TrainerMesh, folder: Path, case: str) -> dict[str
             channel = CollectiveChannel(
                 engine, mesh, Replicas(model), bucket_bytes=20_000, backend="gloo", timeout_s=60.0
             )
-        found[kind] = channel.publish(1)
+        found[kind] = serve(channel, 1)
         channel.close()
         if mesh.rank == 0:
             received = WeightsChecksum()

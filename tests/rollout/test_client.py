@@ -150,6 +150,12 @@ def test_the_answer_to_a_weight_update_has_that_to_its_probe():
     assert asked == ["/publish", "/probe?version=3"]
 
 
+def test_an_update_is_started_without_waiting_for_its_end():
+    with answering((204, b""), (200, b"{}")) as (address, asked):
+        RolloutClient(address, token=TOKEN).start_update(WeightUpdate(version=3, kind="disk", path="/weights/3"))
+    assert asked == ["/publish", "/publish"]
+
+
 def test_a_call_is_repeated_while_the_answer_is_not_ready():
     answers = [(204, b"")] * 20 + [(200, orjson.dumps({"reward": 1.0}))]
     with answering(*answers) as (address, asked):

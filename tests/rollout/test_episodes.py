@@ -318,14 +318,15 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
         lambda index: rollout_kit.Script(outcome="fail" if index == 3 else "accept")
     )
     broken = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(outcome="fail"))
+    fleet = rollout_kit.FakeFleet(version=4)
     controller = rollout_kit.make_controller(
         rollout_kit.memory_ledger(),
-        workflow=workflow,
+        fleet=fleet,
         eval_sets={"": [{"index": index} for index in range(5)]},
         eval_workflows={"sampled": workflow, "greedy": broken},
     )
     await controller.start()
-    await controller.attach(rank=0, world_size=1, dp_size=1, step=4, version=0)
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=4, version=4)
     first, second = await asyncio.gather(
         controller.evaluate(4, "sampled", timeout_s=200.0), controller.evaluate(4, "sampled", timeout_s=200.0)
     )
@@ -336,7 +337,8 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
     with pytest.raises(RequestError, match=r"\b5 .*ValueError") as error:
         await controller.evaluate(4, "greedy", timeout_s=200.0)
     assert error.value.code == "rollout.evaluation_failed"
-    await controller.attach(rank=0, world_size=1, dp_size=1, step=3, version=0)
+    fleet.version = 3
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=3, version=3)
     assert await controller.evaluate(3, "sampled", timeout_s=0.0) is None
     await controller.close()
 

@@ -25,12 +25,13 @@ async def test_metrics_of_several_answers_and_sets_by_hand():
     workflow = Rewarded()
     controller = rollout_kit.make_controller(
         rollout_kit.memory_ledger(),
+        fleet=rollout_kit.FakeFleet(version=4),
         eval_sets={"": [{"index": 0}, {"index": 1}], "hard": [{"index": 7}, {"index": 2}]},
         eval_workflows={"sampled": workflow, "greedy": workflow},
         eval_options=HeldOutOptions(num_samples=4, answer_of=lambda group: str(group.trajectories[-1].reward)),
     )
     await controller.start()
-    await controller.attach(rank=0, world_size=1, dp_size=1, step=4, version=0)
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=4, version=4)
     found = await controller.evaluate(4, "sampled", timeout_s=200.0)
     assert (found["num"], found["failed"], found["hard/num"]) == (8.0, 0.0, 8.0)
     by_hand = {"reward": 0.5, "mean@4": 0.5, "pass@1": 0.5, "pass@2": (1 / 2 + 1) / 2, "pass@4": 1.0, "majority@4": 0.5}

@@ -158,7 +158,6 @@ REFUSED = [
     ("attached", "/attach", {"step": 1, "version": 1, "dp_size": 2}, 400),
     ("committed", "/consumed", {"step": 0, "version": 1}, 409),
     ("attached", "/consumed", {"step": 1, "version": 2}, 412),
-    ("batch served", "/consumed", {"step": 1, "version": 2}, 412),
     ("attached", "/batch", {"step": 1, "dp_size": 10_000_000}, 400),
     ("attached", "/batch", {"step": 0}, 409),
     ("no trainer", "/batch", {"step": 0}, 412),
@@ -195,6 +194,19 @@ async def test_a_repeated_report_changes_nothing(tmp_path):
         before = recorded(controller)
         await trainer.must("/consumed", step=1, version=2)
         assert recorded(controller) == before
+
+
+async def test_a_step_is_reported_while_the_servers_install_its_version(tmp_path):
+    async with run_at("batch served", tmp_path) as (controller, trainer, _, _):
+        folder = str(RUN.weights / "v000002")
+        await trainer.must("/publish", update={"version": 2, "kind": "disk", "path": folder}, waits=False)
+        await trainer.must("/consumed", step=1, version=2)
+        await trainer.must("/batch", step=2)
+        assert controller.state.batches[2].version == 2
+        assert await trainer.publish(2) == (200, "")
+        await trainer.must("/consumed", step=2, version=3)
+    report = audit(tmp_path)
+    assert report.is_clean, report.lines()
 
 
 async def test_a_run_that_reached_its_goal_may_finish_early(tmp_path):

@@ -62,6 +62,9 @@ class FleetControl:
         self._fleet = fleet
         self._loop = asyncio.get_running_loop()
 
+    def start_update(self, update: WeightUpdate) -> None:
+        return None  # `publish` does all of it
+
     def publish(self, update: WeightUpdate) -> None:
         future: Future[None] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
         future.result(timeout=120)

@@ -16,6 +16,7 @@ from areal.engine.fsdp import FSDPEngine
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.weights.disk import AdapterChannel
+from tests.expect import serve
 from tests.fake_ranks import FakeRanks
 from tests.servers.server_kit import PROMPT, TOLERANCE, FleetControl, Kit, SpareServer, a_request, largest_gap
 
@@ -57,7 +58,7 @@ async def test_each_version_gives_the_log_probabilities_of_the_trainer(
     first = fleet.version
     before: list[float] = []
     for version in range(first + 1, first + 4):
-        await asyncio.to_thread(channel.publish, version)
+        await asyncio.to_thread(serve, channel, version)
         requests = [a_request(30, temperature=spare.temperature) for _ in range(3)]
         for response in await asyncio.gather(*map(fleet.agenerate, requests)):
             assert set(response.output_versions) == {version}

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.expect import serve
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import RealServer
 from tests.servers.server_kit import (
@@ -61,7 +62,7 @@ async def test_answers_go_on_at_another_server(
     fleet = await kit.fleet(server, victim, schedule_policy="round_robin")
     version = fleet.version + 1
     channel = kit.collective(fleet, FixedTrainer(build_model(2)))
-    await asyncio.to_thread(channel.publish, version)
+    await asyncio.to_thread(serve, channel, version)
     assert [replica["state"] for replica in fleet.status()["replicas"]] == ["serving"] * 2
     whole = await fleet.agenerate(a_request(NUM_TOKENS, greedy=True))
     made = fleet.status()["generated_tokens"]
@@ -75,7 +76,7 @@ async def test_answers_go_on_at_another_server(
     for response in responses:
         assert response.output_ids == whole.output_ids
         assert response.output_versions == [version] * NUM_TOKENS
-    await asyncio.to_thread(channel.publish, version + 1)  # a group without the dead one
+    await asyncio.to_thread(serve, channel, version + 1)  # a group without the dead one
     after = await fleet.agenerate(a_request(20))
     assert after.output_versions == [version + 1] * 20
     assert largest_gap(after.output_logprobs, new.logprobs(PROMPT, after.output_ids)) < TOLERANCE

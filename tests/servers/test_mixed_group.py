@@ -22,6 +22,7 @@ from areal.fleet.replica import Replica
 from areal.fleet.server_client import ServerClient
 from areal.system.file_registry import FileRegistry
 from areal.weights.collective import CollectiveChannel
+from tests.expect import serve
 from tests.fake_ranks import FakeRanks
 from tests.run_token import TOKEN
 from tests.servers.checkpoints import Scorer, build_model
@@ -145,20 +146,20 @@ async def test_a_server_that_dies_between_buckets_delays_the_others_until_it_is_
     channel = CollectiveChannel(
         trainer, FakeRanks(), FleetControl(fleet), bucket_bytes=2**16, backend="gloo", timeout_s=60.0
     )  # type: ignore[arg-type]
-    await asyncio.to_thread(channel.publish, 1)
+    await asyncio.to_thread(serve, channel, 1)
     await check(fleet, new, 1, {"server-0", STRUCK, REAL})
     mixed.signal, mixed.buckets_before_strike = number, 1
     trainer.model = build_model(1)
-    await asyncio.wait_for(asyncio.to_thread(channel.publish, 2), 100)
+    await asyncio.wait_for(asyncio.to_thread(serve, channel, 2), 100)
     await eventually(lambda: state_of(fleet, STRUCK) == "absent")
     mixed.signal = signal.SIGKILL  # as the launcher does after the heartbeat's time limit
     if number == signal.SIGSTOP:
         mixed.strike()
     await eventually(lambda: state_of(fleet, REAL) in ("stale", "serving"))
     trainer.model = build_model(2)
-    await asyncio.wait_for(asyncio.to_thread(channel.publish, 3), 100)
+    await asyncio.wait_for(asyncio.to_thread(serve, channel, 3), 100)
     await eventually(lambda: state_of(fleet, REAL) == "serving" or fleet.status()["needs_weights"])
     if state_of(fleet, REAL) != "serving":
-        await asyncio.wait_for(asyncio.to_thread(channel.publish, 3), 100)
+        await asyncio.wait_for(asyncio.to_thread(serve, channel, 3), 100)
     await check(fleet, new, 3, {"server-0", REAL})
     await asyncio.to_thread(channel.close)

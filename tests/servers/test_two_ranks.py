@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.expect import serve
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import Backend, RealServer
 from tests.servers.server_kit import TOLERANCE, FixedTrainer, Kit, a_request, gap
@@ -25,7 +26,7 @@ async def test_both_ranks_get_the_weights(
         for version, channel, seed in ((0, None, 1), (1, collective, 2), (2, collective, 1), (3, disk, 2)):
             if channel is not None:
                 trainer.model = build_model(seed)
-                await asyncio.to_thread(channel.publish, version)
+                await asyncio.to_thread(serve, channel, version)
             response = await fleet.agenerate(a_request(40))
             assert response.output_versions == [version] * 40
             assert gap(response, old if seed == 1 else new) < TOLERANCE

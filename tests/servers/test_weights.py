@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, WeightSyncError
 from areal.fleet.fleet import Fleet
+from tests.expect import serve
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import RealServer
 from tests.servers.server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, a_request, gap, largest_gap
@@ -137,12 +138,12 @@ async def test_an_update_that_the_trainer_leaves_ends_and_the_next_one_arrives(
 
     trainer = Dying(build_model(1))
     channel = kit.collective(fleet, trainer)
-    await asyncio.to_thread(channel.publish, 1)
+    await asyncio.to_thread(serve, channel, 1)
     trainer.is_dying, trainer.model = True, build_model(2)
     with pytest.raises((LookupError, WeightSyncError)):
-        await asyncio.to_thread(channel.publish, 2)
+        await asyncio.to_thread(serve, channel, 2)
     trainer.is_dying = False
-    await asyncio.to_thread(channel.publish, 2)
+    await asyncio.to_thread(serve, channel, 2)
     response = await fleet.agenerate(a_request(30, prompt=PROMPT))
     assert response.output_versions == [2] * 30
     assert gap(response, new) < TOLERANCE

@@ -12,6 +12,7 @@ import torch
 from areal.api.data import ProbeScore, ProbeTokens
 from areal.api.images import ImageRef
 from areal.trainer.compared_channel import ComparedChannel
+from tests.expect import serve
 from tests.fake_ranks import FakeRanks
 
 
@@ -50,6 +51,9 @@ class Channel:
         self.published.append(version)
         return "sum"
 
+    def wait_served(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -60,7 +64,7 @@ def channel_of(engine: Any, control: Control, ranks: FakeRanks | None = None) ->
 
 def test_the_trainer_scores_the_answer_of_the_servers_at_temperature_1() -> None:
     engine, control = Engine(), Control()
-    assert channel_of(engine, control).publish(4) == "sum"
+    assert serve(channel_of(engine, control), 4) == "sum"
     [score] = control.scores
     assert (score.version, score.answer_ids, score.logprobs, score.dtype) == (4, [8, 9], [-0.75, -1.0], "bfloat16")
     [batch] = engine.batches
@@ -72,21 +76,21 @@ def test_the_trainer_scores_the_answer_of_the_servers_at_temperature_1() -> None
 @pytest.mark.parametrize(("differing", "num_scores"), [([], 1), ([["server-0"]], 2), ([["s"], ["s"], ["s"]], 2)])
 def test_servers_that_differ_are_compared_a_second_time(differing: list[list[str]], num_scores: int) -> None:
     control = Control(*differing)
-    channel_of(Engine(), control).publish(1)
+    serve(channel_of(Engine(), control), 1)
     assert len(control.scores) == num_scores
 
 
 def test_without_an_answer_nothing_is_scored() -> None:
     engine, control = Engine(), Control()
     control.tokens = None
-    channel_of(engine, control).publish(1)
+    serve(channel_of(engine, control), 1)
     assert (engine.batches, control.scores) == ([], [])
 
 
 def test_a_number_that_is_not_finite_differs() -> None:
     engine, control = Engine(), Control()
     engine.forward = lambda batch: SimpleNamespace(logprobs=torch.full((batch.num_tokens,), math.nan))  # type: ignore[method-assign]
-    channel_of(engine, control).publish(1)
+    serve(channel_of(engine, control), 1)
     assert max(control.scores[0].logprobs) < -1e6
 
 
@@ -97,7 +101,7 @@ def test_all_ranks_score_together(toolbox: Any) -> None:
     control.tokens = ProbeTokens(prompt_ids=[5, 6, 7], answer_ids=[8, 9], images=[image])
 
     def publish(rank: int) -> str:
-        return channel_of(engines[rank], controls[rank], FakeRanks(rank, group)).publish(1)
+        return serve(channel_of(engines[rank], controls[rank], FakeRanks(rank, group)), 1)
 
     group.run(publish)
     assert [len(engine.batches) for engine in engines] == [2, 2]

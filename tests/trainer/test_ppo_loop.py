@@ -59,6 +59,8 @@ class Controller:
     """What is answered with WeightsNeeded, once each."""
     rewards: dict = field(default_factory=dict)
     engine: object = None
+    sent: int | None = None
+    """The version that is not waited for yet."""
 
     def _answer(self, question):
         if question in self.lost_before:
@@ -94,14 +96,20 @@ class Controller:
 
     def publish(self, version):
         self.told.append(("publish", version))
+        self.sent = version
         return checksum_of(self.engine, FakeRanks())
+
+    def wait_served(self):
+        if self.sent is not None:
+            self.told.append(("served", self.sent, checksum_of(self.engine, FakeRanks())))
+        self.sent = None
 
     def close(self):
         return None
 
     @property
     def names(self):
-        return [said[:2] for said in self.told if said[0] != "consumed"]
+        return [said[:2] for said in self.told if said[0] not in ("consumed", "served")]
 
 
 class Mesh(FakeRanks):
@@ -201,6 +209,19 @@ def test_each_step_is_reported_with_the_checksum_of_its_weights(start):
     assert [said[1] for said in controller.told if said[0] == "consumed"] == [0, 1, 2]
     assert len(set(checksums)) == 3
     assert checksums[-1] == checksum_of(engine, FakeRanks())
+
+
+def test_the_next_batch_is_requested_while_the_servers_install_the_weights_which_do_not_change_before(start):
+    controller = Controller()
+    start(controller, has_valid=True, evaluator=EvaluatorConfig(freq_steps=2, modes=["greedy"]))
+    order = [said[:2] for said in controller.told if said[0] in ("batch", "publish", "consumed", "served", "evaluate")]
+    assert order == [
+        ("batch", 0), ("publish", 1), ("consumed", 0), ("batch", 1), ("served", 1),
+        ("publish", 2), ("consumed", 1), ("served", 2), ("evaluate", 2), ("batch", 2),
+        ("publish", 3), ("consumed", 2), ("served", 3), ("evaluate", 3),
+    ]  # fmt: skip
+    sent = {said[1] + 1: said[2] for said in controller.told if said[0] == "consumed"}
+    assert sent == {said[1]: said[2] for said in controller.told if said[0] == "served"}
 
 
 @pytest.mark.parametrize("options", [{"run_id": 1}, {"init_from_scratch": True}])

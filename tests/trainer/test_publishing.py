@@ -33,6 +33,9 @@ class Channel:
         self.published.append(version)
         return ""
 
+    def wait_served(self):
+        pass
+
     def close(self):
         pass
 

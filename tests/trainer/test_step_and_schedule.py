@@ -98,7 +98,7 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
     critic = SimpleNamespace(with_values=passing("values", plain), update=passing("critic", metrics))
     roles = SimpleNamespace(actor=actor, critic=critic, reference=None, reward_model=None, teacher=None)
     share = SimpleNamespace(stats={}, token_ids=[1, 2])
-    channel = SimpleNamespace(publish=lambda version: "")
+    channel = SimpleNamespace(publish=lambda version: "", wait_served=lambda: told.append(("served", None)))
     batches = SimpleNamespace(next_batch=lambda step: share, consumed=lambda *facts: None)
 
     batch = toolbox.random_batch(0, 2)
@@ -110,6 +110,7 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
     with pytest.MonkeyPatch.context() as patch, clock.active():
         patch.setattr(ppo_loop, "to_train_batch", lambda given: batch)
         loop.run()
-    names = ["filters", "prox", "values", "correction", "advantages", "resampling", "actor", "critic", "first pass"]
-    assert [name for name, _ in told] == names * 2
+    before = ["filters", "prox", "values", "correction", "advantages"]
+    update = ["resampling", "actor", "critic", "first pass"]
+    assert [name for name, _ in told] == [*before, "served", *update] * 2 + ["served"]
     assert [step for name, step in told if name in ("actor", "critic")] == [7, 7, 8, 8]

@@ -16,7 +16,7 @@ from areal.system.durable import is_complete
 from areal.system.run_paths import RunPaths
 from areal.weights import disk as disk_module
 from areal.weights.disk import DiskChannel
-from tests.expect import raises_code
+from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
 from tests.weights.test_weight_channels import FakeTrainEngine, assert_same, make_model
 
@@ -29,9 +29,13 @@ class DiskReplica:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.paths: list[str] = []
+        self.started: list[int] = []
 
     def live_replicas(self, version: int) -> list[str]:
         return ["r0"]
+
+    def start_update(self, update: WeightUpdate) -> None:
+        self.started.append(update.version)  # `publish` does all of it
 
     def publish(self, update: WeightUpdate) -> None:
         assert is_complete(Path(update.path))
@@ -58,7 +62,7 @@ def test_disk_weights_arrive_and_old_versions_are_removed(
         (tmp_path / "weights" / leftover).mkdir()
     for version in (1, 2, 3):
         engine.model = make_model(10 + version)
-        channel.publish(version)
+        serve(channel, version)
         assert_same(engine.model, replica.model)
     folder = tmp_path / "weights"
     assert sorted(path.name for path in folder.iterdir()) == ["v000002", "v000003"]
@@ -69,6 +73,17 @@ def test_disk_weights_arrive_and_old_versions_are_removed(
     assert ("model.safetensors.index.json" in files) == (shard_bytes == 300)
 
 
+def test_the_trainer_continues_while_the_servers_read_the_folder(tmp_path: Path) -> None:
+    replica = DiskReplica(make_model(1))
+    channel = disk_channel(FakeTrainEngine(make_model(2)), replica, tmp_path)
+    for version in (1, 2, 3):
+        channel.publish(version)
+        assert (replica.started, len(replica.paths)) == (list(range(1, version + 1)), version - 1)
+        channel.wait_served()
+        channel.wait_served()  # it was waited for
+        assert len(replica.paths) == version
+
+
 def test_a_failed_disk_publication_gathers_all_weights(tmp_path: Path) -> None:
     class Refusing(DiskReplica):
         def publish(self, update: WeightUpdate) -> None:
@@ -76,7 +91,7 @@ def test_a_failed_disk_publication_gathers_all_weights(tmp_path: Path) -> None:
 
     engine = FakeTrainEngine(make_model(1))
     with raises_code("fleet.update_failed"):
-        disk_channel(engine, Refusing(make_model(2)), tmp_path).publish(1)
+        serve(disk_channel(engine, Refusing(make_model(2)), tmp_path), 1)
     assert engine.num_gathered == 3
     (tmp_path / "weights2").write_text("in the way")
     blocked = disk_channel(engine, Refusing(make_model(2)), tmp_path / "weights2")
@@ -93,5 +108,5 @@ def test_the_same_memory_under_two_names_is_written_twice(tmp_path: Path) -> Non
 
     replica = DiskReplica(make_model(1))
     engine = Tied(make_model(2))
-    disk_channel(engine, replica, tmp_path).publish(1)
+    serve(disk_channel(engine, replica, tmp_path), 1)
     assert_same(engine.model, replica.model)

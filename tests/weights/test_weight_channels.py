@@ -15,6 +15,7 @@ from areal.inference.weight_update import ServedWeights
 from areal.weights import collective as collective_module
 from areal.weights.checksum import checksum_of
 from areal.weights.collective import CollectiveChannel, plan_buckets
+from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
 
 
@@ -157,7 +158,7 @@ def test_collective_weights_arrive_at_all_replicas(dtype: torch.dtype, sent: str
         engine.model = make_model(10 + version)
         if sent != "float32":
             engine.model = with_narrow_bias(engine.model)
-        channel.publish(version)
+        serve(channel, version)
         for model in models:
             assert_same(engine.model, model)
     assert engine.num_gathered == 2 * len(engine.weight_specs()), "once a publication, the first too"
@@ -211,7 +212,7 @@ def test_a_replica_of_two_ranks_has_two_ranks_of_the_group() -> None:
     control = TwoRanks(Replicas(*models[:2]), *models[2:])
     engine = FakeTrainEngine(make_model(5))
     channel = channel_of(engine, control, ranks_per_replica=2)
-    channel.publish(1)
+    serve(channel, 1)
     for model in models:
         assert_same(engine.model, model)
     channel.close()
@@ -225,7 +226,7 @@ def test_weights_without_a_spec_are_not_sent(monkeypatch: pytest.MonkeyPatch) ->
     engine.model = make_model(3, torch.bfloat16)
     channel = channel_of(engine, Replicas(make_model(1)))
     with pytest.raises(WeightSyncError):
-        channel.publish(1)
+        serve(channel, 1)
     channel.close()
 
 
@@ -240,7 +241,7 @@ def test_a_trainer_that_fails_between_buckets_is_not_retried() -> None:
     control = Replicas(make_model(1))
     channel = channel_of(Failing(make_model(2)), control)
     with pytest.raises(LookupError):
-        channel.publish(1)
+        serve(channel, 1)
     assert len(control.updates) == 1
     channel.close()
 
@@ -251,9 +252,9 @@ def test_a_new_replica_makes_a_new_group() -> None:
     control.live = ["r0"]
     engine = FakeTrainEngine(make_model(3))
     channel = channel_of(engine, control)
-    channel.publish(1)
+    serve(channel, 1)
     control.live = ["r0", "r1"]
-    channel.publish(2)
+    serve(channel, 2)
     for model in models:
         assert_same(engine.model, model)
     assert control.updates[0].group_name != control.updates[1].group_name
@@ -267,15 +268,76 @@ def test_a_replica_that_dies_during_a_broadcast_costs_at_most_an_attempt(monkeyp
     control = Replicas(*models)
     engine = FakeTrainEngine(make_model(3))
     channel = channel_of(engine, control, timeout_s=1e4)
-    channel.publish(1)
+    serve(channel, 1)
     control.die_at = 1
     engine.model = make_model(4)
-    channel.publish(2)
+    serve(channel, 2)
     assert_same(engine.model, models[0])
     # r0 may have had all buckets already: then the version is served, and the attempt was none
     assert [update.replicas for update in control.updates[1:]] in ([["r0", "r1"]], [["r0", "r1"], ["r0"]])
-    channel.publish(3)
+    serve(channel, 3)
     assert control.updates[-1].replicas == ["r0"]
+    channel.close()
+
+
+class Installing(Replicas):
+    """Its update ends when `may_end` is set, after `failures` failures of updates that the replicas received."""
+
+    def __init__(self, *models: nn.Module, failures: list[Exception]) -> None:
+        super().__init__(*models)
+        self.may_end, self.failures = threading.Event(), failures
+
+    def publish(self, update: WeightUpdate) -> None:
+        super().publish(update)
+        if update.replicas:
+            assert self.may_end.wait(200)
+            if self.failures:
+                raise self.failures.pop(0)
+
+
+def test_the_trainer_continues_while_the_replicas_install_the_weights() -> None:
+    control = Installing(make_model(1), failures=[])
+    channel = channel_of(FakeTrainEngine(make_model(2)), control)
+    channel.publish(1)  # returns although the update cannot end
+    control.may_end.set()
+    channel.wait_served()
+    channel.wait_served()  # it was waited for
+    assert [update.version for update in control.updates] == [1]
+    channel.close()
+
+
+@pytest.mark.parametrize(("num_failures", "code"), [(2, ""), (3, "fleet.update_failed")])
+def test_weights_that_no_replica_installs_are_sent_again(
+    num_failures: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
+    model = make_model(1)
+    failures = [WeightSyncError("not installed", code="fleet.update_failed") for _ in range(num_failures)]
+    control = Installing(model, failures=list(failures))
+    engine = FakeTrainEngine(make_model(2))
+    channel = channel_of(engine, control)
+    channel.publish(1)
+    control.may_end.set()
+    if code:
+        with raises_code(code):
+            channel.wait_served()
+    else:
+        channel.wait_served()
+        assert_same(engine.model, model)
+    assert [update.version for update in control.updates] == [1, 1, 1]
+    assert len({update.group_name for update in control.updates}) == 3
+    channel.close()
+
+
+def test_weights_are_sent_again_before_they_were_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller asks for it when its servers lost them."""
+    monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
+    control = Installing(make_model(1), failures=[WeightSyncError("lost", code="fleet.update_failed")])
+    control.may_end.set()
+    channel = channel_of(FakeTrainEngine(make_model(2)), control)
+    channel.publish(1)
+    serve(channel, 1)
+    assert [update.version for update in control.updates] == [1, 1]
     channel.close()
 
 
@@ -284,10 +346,10 @@ def test_nothing_is_sent_when_every_replica_serves_the_version() -> None:
     channel = channel_of(FakeTrainEngine(make_model(3)), control, timeout_s=5.0)
     control.live = []
     control.served = 4
-    channel.publish(4)
+    serve(channel, 4)
     assert control.updates == []
     control.live = ["r0"]
-    channel.publish(5)
+    serve(channel, 5)
     assert [update.version for update in control.updates] == [5]
     channel.close()
 
@@ -303,11 +365,11 @@ def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatc
         control.fail = error
         control.updates.clear()
         with pytest.raises(type(error), match=str(error)):
-            channel.publish(1)
+            serve(channel, 1)
         assert len(control.updates) == num_attempts
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("join")]
     control.fail = None
-    channel.publish(1)
+    serve(channel, 1)
     assert_same(engine.model, model)
     channel.close()
 
@@ -316,7 +378,7 @@ def test_a_publication_without_replicas_ends() -> None:
     control = Replicas()
     channel = channel_of(FakeTrainEngine(make_model(3)), control, timeout_s=0.1)
     with pytest.raises(WeightSyncError) as error:
-        channel.publish(1)
+        serve(channel, 1)
     assert error.value.code == "weights.no_replica"
 
 
@@ -333,7 +395,7 @@ def test_all_ranks_gather_the_same_weights_and_fail_together(fails: bool, monkey
 
     def publish(channel: CollectiveChannel) -> None:
         try:
-            checksums.append(channel.publish(1))
+            checksums.append(serve(channel, 1))
         except WeightSyncError as error:
             errors.append(error)
 
