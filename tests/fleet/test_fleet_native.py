@@ -237,13 +237,13 @@ async def test_disk_http_and_collective_bring_the_same_weights(
     collective = CollectiveChannel(  # type: ignore[arg-type]
         engine, FakeRanks(), control, bucket_bytes=4096, backend="gloo", timeout_s=200
     )
-    await asyncio.to_thread(disk.publish, 1)
+    await asyncio.to_thread(serve, disk, 1)
     over_disk = await check_scores(fleet, engine.model, 1)
     engine.model = make_model(2)
-    await asyncio.to_thread(collective.publish, 2)
+    await asyncio.to_thread(serve, collective, 2)
     await check_scores(fleet, engine.model, 2)
     engine.model = make_model(1)
-    await asyncio.to_thread(collective.publish, 3)
+    await asyncio.to_thread(serve, collective, 3)
     again = await check_scores(fleet, engine.model, 3)
     assert [r.output_ids for r in again] == [r.output_ids for r in over_disk]
     for server in native.servers:
@@ -254,11 +254,11 @@ async def test_disk_http_and_collective_bring_the_same_weights(
     first = fleet._replicas.slots[0]
     await until(lambda: first.address == new_server.address and first.state == "stale")
     engine.model = make_model(4)
-    await asyncio.to_thread(collective.publish, 4)  # over a new group, with the new server in it
+    await asyncio.to_thread(serve, collective, 4)  # over a new group, with the new server in it
     await check_scores(fleet, engine.model, 4)
     collective.close()
     engine.model = make_model(5)
-    await asyncio.to_thread(http.publish, 5)
+    await asyncio.to_thread(serve, http, 5)
     await check_scores(fleet, engine.model, 5)
     http.close()
     assert not [path for path in tmp_path.glob("areal-*/*") if path.name.startswith("published")]

@@ -36,7 +36,7 @@ async def test_answers_go_on_after_restart_and_refit(kit: Kit, spare: SpareServe
     victim = await spare.running()
     fleet = await kit.fleet(victim)
     version = fleet.version + 1
-    await asyncio.to_thread(kit.disk(fleet, FixedTrainer(build_model(2))).publish, version)
+    await asyncio.to_thread(serve, kit.disk(fleet, FixedTrainer(build_model(2))), version)
     requests = [a_request(NUM_TOKENS, prompt=PROMPT[i:], temperature=SpareServer.temperature) for i in range(10)]
     running = [asyncio.create_task(fleet.agenerate(request)) for request in requests]
     await tokens_made(fleet, len(requests) * 10)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from areal.api.data import GenerationResponse, WeightUpdate
+from tests.expect import serve
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import RealServer
 from tests.servers.server_kit import (
@@ -45,7 +46,7 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(
     collective = kit.collective(fleet, trainer)
     for version in range(2, 2 + 2 * ATTEMPTS, 2):
         trainer.model = build_model(1)
-        await asyncio.to_thread(collective.publish, version - 1)
+        await asyncio.to_thread(serve, collective, version - 1)
         trainer.model = build_model(2)
         made = fleet.status()["generated_tokens"]
         requests = [a_request(NUM_TOKENS, prompt=PROMPT[i:]) for i in range(4)]
@@ -54,7 +55,7 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(
         if channel == "disk":
             await fleet.update_weights(WeightUpdate(version=version, kind="disk", path=str(kit.models["new"])))
         else:
-            await asyncio.to_thread(collective.publish, version)
+            await asyncio.to_thread(serve, collective, version)
         responses = await asyncio.gather(*running)
         were_split = [check_split(response, version, old, new) for response in responses]
         for response, was_split in zip(responses, were_split, strict=True):

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from areal.api.data import ProbeScore, WeightUpdate
+from tests.expect import serve
 from tests.servers.checkpoints import Scorer, build_model, token_id
 from tests.servers.conftest import with_old_weights
 from tests.servers.real_server import Backend, RealServer
@@ -57,7 +58,7 @@ async def test_an_answer_continues_on_its_cache_with_exact_versions(
     collective = kit.collective(fleet, trainer)
     for version in range(2, 2 + 2 * ATTEMPTS, 2):
         trainer.model = build_model(1)
-        await asyncio.to_thread(collective.publish, version - 1)
+        await asyncio.to_thread(serve, collective, version - 1)
         trainer.model = build_model(2)
         made = fleet.status()["generated_tokens"]
         # Prompts that differ at once: a prefix that the server has cached may come from any older version.
@@ -67,7 +68,7 @@ async def test_an_answer_continues_on_its_cache_with_exact_versions(
         if channel == "disk":
             await fleet.update_weights(WeightUpdate(version=version, kind="disk", path=str(kit.models["new"])))
         else:
-            await asyncio.to_thread(collective.publish, version)
+            await asyncio.to_thread(serve, collective, version)
         responses = await asyncio.gather(*running)
         splits = [response.output_versions.count(version - 1) for response in responses]
         for response, split in zip(responses, splits, strict=True):

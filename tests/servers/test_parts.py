@@ -22,6 +22,7 @@ from areal.system.file_registry import FileRegistry
 from areal.system.network import Host
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
+from tests.expect import serve
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import READY_LIMIT_S, Backend, server_start
 from tests.servers.server_kit import TOLERANCE, FixedTrainer, Kit, a_request, gap
@@ -143,12 +144,12 @@ async def test_two_parts_serve_as_one_and_take_weights_by_collective_and_over_ht
     assert gap(await fleet.agenerate(a_request(40)), old) < TOLERANCE
     trainer = FixedTrainer(build_model(2))
     collective, pulled = kit.collective(fleet, trainer, ranks_per_replica=2), kit.http(fleet, trainer)
-    await asyncio.to_thread(collective.publish, 1)
+    await asyncio.to_thread(serve, collective, 1)
     response = await fleet.agenerate(a_request(40))
     assert response.output_versions == [1] * 40
     assert gap(response, new) < TOLERANCE
     trainer.model = build_model(1)
-    await asyncio.to_thread(pulled.publish, 2)
+    await asyncio.to_thread(serve, pulled, 2)
     assert gap(await fleet.agenerate(a_request(40)), old) < TOLERANCE
     os.kill(parts.hosts[1].pid, signal.SIGKILL)
     assert await asyncio.to_thread(parts.hosts[1].wait, 60) == -signal.SIGKILL

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.errors import RequestError
 from areal.fleet.fleet import Fleet
+from tests.expect import serve
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, SpareServer, a_request, largest_gap
 
@@ -35,7 +36,7 @@ def old_cool(models) -> Scorer:
 
 async def test_sampling_at_another_temperature(kit: Kit, spare: SpareServer, old_cool: Scorer) -> None:
     fleet = await kit.fleet(await spare.running())
-    await asyncio.to_thread(kit.disk(fleet, FixedTrainer(build_model(1))).publish, fleet.version + 1)
+    await asyncio.to_thread(serve, kit.disk(fleet, FixedTrainer(build_model(1))), fleet.version + 1)
     requests = [a_request(60, prompt=PROMPT[i:], temperature=SpareServer.temperature) for i in range(6)]
     for response in await asyncio.gather(*map(fleet.agenerate, requests)):
         expected = old_cool.logprobs(response.input_ids, response.output_ids)
@@ -75,7 +76,7 @@ async def test_adapters_by_versioned_name(kit: Kit, spare: SpareServer, old_cool
     """
     server = await spare.running()
     fleet, replica = await kit.fleet(server), kit.replica(server)
-    await asyncio.to_thread(kit.disk(fleet, FixedTrainer(build_model(1))).publish, fleet.version + 1)
+    await asyncio.to_thread(serve, kit.disk(fleet, FixedTrainer(build_model(1))), fleet.version + 1)
     scorers = {"": old_cool}
     for version in (1, 2):
         name = f"policy-v{version}"

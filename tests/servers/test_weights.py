@@ -49,7 +49,7 @@ async def test_disk_and_collective_bring_the_same_weights(
     first, first_sum = await greedy(fleet, 0), await checksum(server)
     for version in range(1, 5):
         trainer.model = build_model(2 if version % 2 else 1)
-        await asyncio.to_thread((disk if version in (1, 4) else collective).publish, version)
+        await asyncio.to_thread(serve, disk if version in (1, 4) else collective, version)
         response = await fleet.agenerate(a_request(60))
         assert response.output_versions == [version] * 60
         assert gap(response, new if version % 2 else old) < TOLERANCE
@@ -74,7 +74,7 @@ async def test_weights_in_other_types_arrive(server: RealServer, kit: Kit, tmp_p
         if dtypes == "bfloat16" or one.dim() > 1:
             same.data = one.data.bfloat16().float()
             one.data = one.data.bfloat16()
-    await asyncio.to_thread(kit.collective(fleet, FixedTrainer(model)).publish, 1)
+    await asyncio.to_thread(serve, kit.collective(fleet, FixedTrainer(model)), 1)
     rounded.save_pretrained(tmp_path / "rounded")
     response = await fleet.agenerate(a_request(60))
     assert response.output_versions == [1] * 60

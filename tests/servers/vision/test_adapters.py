@@ -19,6 +19,7 @@ from areal.fleet.sglang_server import SGLANG
 from areal.fleet.vllm_server import VLLM
 from areal.system.run_images import RunImages
 from areal.weights.disk import AdapterChannel
+from tests.expect import serve
 from tests.fake_ranks import FakeRanks
 from tests.servers.real_server import Backend, RealServer
 from tests.servers.server_kit import FleetControl, Kit, largest_gap
@@ -63,7 +64,7 @@ async def test_adapters_of_the_language_model_answer_to_images_as_the_trainer_do
     fleet = await kit.fleet(server, vision=images)
     channel = AdapterChannel(engine.lora, FakeRanks(), FleetControl(fleet), tmp_path / "weights")  # type: ignore[arg-type]
     for version in (1, 2, 3):
-        await asyncio.to_thread(channel.publish, version)
+        await asyncio.to_thread(serve, channel, version)
         pairs = await answers(fleet, [asks(f"{version} {len(sizes)}", *sizes) for sizes in SIZES], images)
         batch = batch_of(pairs)
         sampled = torch.tensor([each for _, response in pairs for each in response.output_logprobs])

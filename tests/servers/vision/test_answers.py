@@ -18,6 +18,7 @@ from areal.fleet.sglang_server import SGLANG
 from areal.fleet.vllm_server import VLLM
 from areal.system.network import Host
 from areal.system.run_images import RunImages
+from tests.expect import serve
 from tests.run_token import TOKEN
 from tests.servers.real_server import RealServer
 from tests.servers.server_kit import Kit, largest_gap
@@ -44,7 +45,7 @@ async def test_prompts_with_0_to_3_images_have_the_same_log_probabilities_everyw
 ) -> None:
     fleet = await kit.fleet(server, vision=images)
     trainer.use("old")
-    await asyncio.to_thread(kit.disk(fleet, trainer).publish, 1)
+    await asyncio.to_thread(serve, kit.disk(fleet, trainer), 1)
     for greedy in (False, True):
         pairs = await answers(fleet, [asks(f"{greedy} {len(one)}", *one, greedy=greedy) for one in SIZES], images)
         for pair, trained in zip(pairs, trainer.logprobs("old", pairs), strict=True):

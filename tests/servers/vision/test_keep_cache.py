@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 from areal.system.image_pixels import positions_3d
 from areal.system.run_images import RunImages
 from tests.engine.vision_cases import transformers_inputs
+from tests.expect import serve
 from tests.servers.real_server import RealServer
 from tests.servers.server_kit import Kit, largest_gap, tokens_made
 from tests.servers.vision.kit import ATTEMPTS, EXACT, NUM_TOKENS, SIZES, Ask, Pair, VisionTrainer, serves
@@ -55,14 +56,14 @@ async def test_an_answer_to_images_continues_on_its_cache(
     collective = kit.collective(fleet, trainer)
     for version in range(2, 2 + 2 * ATTEMPTS, 2):
         trainer.use("old")
-        await asyncio.to_thread(collective.publish, version - 1)
+        await asyncio.to_thread(serve, collective, version - 1)
         # A prompt that differs at once: a prefix that the server has cached may come from any older version.
         long = asks(f"{version}", *SIZES[2], num_tokens=NUM_TOKENS, text=(10 + version, 11, 12))
         made = fleet.status()["generated_tokens"]
         running = asyncio.create_task(fleet.agenerate(long))
         await tokens_made(fleet, made + 8)
         trainer.use("new")
-        await asyncio.to_thread(collective.publish, version)
+        await asyncio.to_thread(serve, collective, version)
         response = await running
         split = list(response.output_versions).count(version - 1)
         assert list(response.output_versions) == [version - 1] * split + [version] * (NUM_TOKENS - split)
