@@ -41,6 +41,8 @@ CHECK_TIMEOUT_INTERVALS = 10
 interval until the next check."""
 RELEASED_PER_TURN = 64
 """Requests that one turn of the event loop sends after a weight update; each costs about 0.1 ms."""
+_FIRST_POLL_S = 0.05
+"""First pause between two readings of the registry at the start of a run."""
 _REGISTERED = re.compile(r"servers/(\d+)")
 
 

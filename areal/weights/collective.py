@@ -102,7 +102,7 @@ class CollectiveChannel:
                 try:
                     self._wait_until_served(request, version)
                     self._has_failed = False
-                except ArealError as failure:
+                except Exception as failure:  # noqa: BLE001 - the other ranks must be notified before it is raised
                     error, self._has_failed = failure, True
                     self.close()
             if not succeeded(self._ranks, version, error, may_retry=self._attempts < MAX_ATTEMPTS):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areal.api.data import WeightUpdate
 from areal.api.engine import Ranks, WeightSource
-from areal.api.errors import ArealError, WeightSyncError
+from areal.api.errors import WeightSyncError
 from areal.observe.log import get_logger
 from areal.weights.checksum import WeightsChecksum
 
@@ -108,7 +108,7 @@ class StartedUpdate:
         if update is not None:
             try:
                 self._control.publish(update)
-            except ArealError as failure:
+            except Exception as failure:  # noqa: BLE001 - the other ranks must be notified before it is raised
                 error = failure
         if version is not None:
             succeeded(self._ranks, version, error)
