@@ -342,7 +342,9 @@ def test_adapters_of_roll_and_columns_of_cosmos_are_kept(tmp_path, capsys):
     found = {path: one["value"] for path, one in json.loads(capsys.readouterr().out)["options"].items()}
     assert [found[f"actor.lora.{name}"] for name in ("rank", "alpha", "target_modules")] == [8, 16, ["a", "b"]]
     source = tmp_path / "c.toml"
-    source.write_text("[train.train_policy]\nprompt_column_name = 'question'\nresponse_column_name = 'answer'\n")
+    source.write_text(
+        "[train.train_policy]\ntype = 'grpo'\nprompt_column_name = 'question'\nresponse_column_name = 'answer'\n"
+    )
     assert run_command(["config", "import", "cosmos", str(source), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["options"]["train_dataset.columns"]["value"] == {"question": "prompt"}
