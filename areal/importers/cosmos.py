@@ -163,6 +163,9 @@ def _advantages(draft: Draft) -> None:
     draft.lack("advantages are not clipped", f"{_T}.advantage_low", f"{_T}.advantage_high", off=())
     draft.lack("actor.adv_estimator: custom (docs/algorithms.md)", f"{_T}.algo", off=("grpo",))
     key = f"{_T}.unbiased_advantage"
+    if draft.get("distillation.enable", False):
+        draft.set("actor.adv_estimator", "gae", "cosmos-rl: a teacher, no rewards, so no groups", key)
+        return
     if draft.get(key, False):
         draft.set("actor.adv_estimator", "dr_grpo", "cosmos-rl: unbiased_advantage", key)
         return
