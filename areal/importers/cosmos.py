@@ -249,7 +249,7 @@ def _turns(draft: Draft) -> None:
     names = ("mode", "async_*", "r2r_*", "prefetch_*", "broadcast_all_params", "n_generation_*", "completion_admission")
     draft.drop("generation is always asynchronous", *(f"rollout.{name}" for name in names))
     draft.drop("servers choose their kernels", "rollout.vllm_use_flashinfer", "rollout.sampling_config.use_flashinfer")
-    draft.lack("texts end before a stop string", "rollout.include_stop_str_in_output")
+    draft.drop("an answer has all of its tokens, those of a stop string too", "rollout.include_stop_str_in_output")
 
 
 def _evaluation(draft: Draft) -> None:

@@ -9,7 +9,14 @@ from areal.importers.verl_correction import take_correction
 from areal.importers.verl_loss import take_advantages, take_kl, take_loss
 from areal.importers.verl_optimizer import take_optimizer
 from areal.importers.verl_rollout import ACTOR, MODEL, ROLLOUT, is_fully_async, is_megatron, take_sampling, take_servers
-from areal.importers.verl_sections import drop_newest, take_adapters, take_rewards, take_switches, take_teacher
+from areal.importers.verl_sections import (
+    drop_newest,
+    take_adapters,
+    take_offload,
+    take_rewards,
+    take_switches,
+    take_teacher,
+)
 
 _A, _R, _M = ACTOR, ROLLOUT, MODEL
 _WRAP = "wrap_policy.transformer_layer_cls_to_wrap"
@@ -62,8 +69,10 @@ _OF_REFERENCE = ("strategy", "log_prob_*", "use_torch_compile", "entropy_*", "ro
 def from_verl(values: dict[str, Any]) -> Draft:
     """The draft of a verl file, with the defaults of its trainer where they differ from ours."""
     draft = Draft("verl", {_without_plus(key): value for key, value in values.items()})
-    if "model.partial_pretrain" in values:
-        message = "model.partial_pretrain: supervised files of verl are not imported: write one (docs/choosing.md)"
+    if "model.partial_pretrain" in values or any(key.startswith(("engine.", "optim.")) for key in values):
+        message = (
+            "supervised files of verl (model.partial_pretrain, engine) are not imported: write one (docs/choosing.md)"
+        )
         raise ConfigError(message, code="config.unsupported")
     take_switches(draft)
     _data(draft)
@@ -81,6 +90,7 @@ def from_verl(values: dict[str, Any]) -> Draft:
     take_teacher(draft)
     take_sampling(draft)
     take_servers(draft)
+    take_offload(draft)
     _saving(draft)
     _defaults(draft)
     _trackers(draft)
@@ -256,8 +266,14 @@ def _model(draft: Draft) -> None:
     draft.drop("models are read in the format of Hugging Face", "*.use_mbridge", "*.use_dist_checkpointing")
     draft.drop("it follows from the tensor size", f"{_A}.megatron.sequence_parallel")
     draft.drop("all models of a trainer have the engine of the actor", "*.ref.megatron.*", "critic.megatron.*")
-    names = ("dtype", "seed", "forward_only", "use_mbridge", "vanilla_mbridge", "dist_checkpointing_*")
+    if draft.get(f"{_A}.megatron.router_replay.mode") == "R3":
+        key = f"{_A}.megatron.router_replay.mode"
+        draft.set("actor.router_replay", True, "verl: router_replay.mode=R3", key)
+    if draft.get(f"{_A}.megatron.router_replay.mode", "disabled") in ("disabled", "R3"):
+        draft.drop("it is switched off, or actor.router_replay", f"{_A}.megatron.router_replay.*")
+    names = ("dtype", "seed", "forward_only", "use_mbridge", "vanilla_mbridge", "dist_checkpointing_*", "dist*_optim_*")
     draft.drop("as here, or of verl's checkpoints", *(f"{_A}.megatron.{name}" for name in names))
+    draft.drop("sequences are packed without padding", f"{_A}.megatron.pad_*", f"{_A}.megatron.max_seqlen_per_*")
     if any(option.startswith("actor.lora.") for option in draft.options):
         draft.lack("adapters are trained by FSDP", "*megatron*")
     draft.lack("choose options of actor.megatron (docs/train_engines.md)", "*megatron*")

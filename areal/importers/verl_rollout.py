@@ -6,6 +6,8 @@ from areal.importers.draft import Draft
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _STRATEGY, _MEGATRON = f"{ACTOR}.strategy", f"{ACTOR}.megatron."
+OTHER_ENGINES = ("veomni", "torchtitan", "automodel")
+"""Trainers of verl with FSDP2 and its own names of the sizes."""
 _VLLM_FLAGS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "max_num_seqs": "max_num_seqs",
@@ -111,8 +113,13 @@ def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
         draft.keep(f"{_MEGATRON}optimizer_offload", "actor.megatron.offload_optimizer")
         return trainer, keys
     keys = [f"{ACTOR}.{name}ulysses_sequence_parallel_size" for name in ("", "fsdp_config.")]
-    context = max(draft.whole(key, 1) for key in keys)
-    return Trainer(sizes=ParallelDims(cp=context)), [_STRATEGY, *keys]
+    contexts, tensors, experts = list(keys), [], []
+    for own in (f"{ACTOR}.{engine}." for engine in OTHER_ENGINES):
+        contexts += [f"{own}{name}_parallel_size" for name in ("ulysses", "context")]
+        tensors, experts = [*tensors, f"{own}tensor_parallel_size"], [*experts, f"{own}expert_parallel_size"]
+    context, tensor, expert = (max(draft.whole(key, 1) for key in names) for names in (contexts, tensors, experts))
+    sizes = ParallelDims(cp=context, tp=tensor, ep=expert)
+    return Trainer(sizes=sizes), [_STRATEGY, *contexts, *tensors, *experts]
 
 
 def is_fully_async(draft: Draft) -> bool:

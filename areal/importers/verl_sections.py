@@ -3,7 +3,7 @@
 from typing import Any
 
 from areal.importers.draft import Draft
-from areal.importers.verl_rollout import ACTOR, MODEL, ROLLOUT
+from areal.importers.verl_rollout import ACTOR, MODEL, OTHER_ENGINES, ROLLOUT
 
 _TEACHER = "distillation"
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -141,6 +141,27 @@ def take_adapters(draft: Draft) -> None:
     draft.drop("there are no adapters", *sections)
     draft.lack("a critic has no adapters", "critic.model.lora_rank", "critic.model.lora.rank")
     draft.drop("a critic has no adapters", "critic.model.lora*", "critic.model.*_modules")
+
+
+def take_offload(draft: Draft) -> None:
+    """Targets of the states of the actor (2026), which replace param_offload and optimizer_offload."""
+    is_fsdp = "+fsdp:" in draft.options["allocation_mode"].value
+    for engine in ("fsdp_config", "megatron", *OTHER_ENGINES):
+        own = f"{ACTOR}.{engine}"
+        options = {"param": "fsdp.offload_params", "optimizer": "fsdp.offload_optimizer"}
+        options = options if is_fsdp else {"optimizer": "megatron.offload_optimizer"}
+        for name, option in options.items():
+            if engine in OTHER_ENGINES:
+                draft.keep(f"{own}.{name}_offload", f"actor.{option}")
+            if draft.get(key := f"{own}.offload.{name}.target") == "cpu":
+                draft.set(f"actor.{option}", True, f"verl: {engine}.offload", key)
+        draft.lack("states are on the GPU or the CPU: actor.fsdp", f"{own}.offload.*.target", off=("none", None))
+    draft.drop("nothing is on a disk", f"{ACTOR}.*.offload.disk.*")
+    draft.drop("the reference and the critic have the options of the actor", "*.ref.*.offload.*", "critic.*.offload.*")
+    for engine in OTHER_ENGINES:
+        draft.lack("one stage, ranks of one kind", f"{ACTOR}.{engine}.*_size", off=(None, 1, -1))
+        draft.drop("options of another engine than FSDP2", *(f"{role}.{engine}.*" for role in (ACTOR, "critic")))
+        draft.drop("options of another engine than FSDP2", f"actor_rollout_ref.ref.{engine}.*")
 
 
 def drop_newest(draft: Draft) -> None:

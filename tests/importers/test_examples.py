@@ -87,8 +87,7 @@ def test_every_key_is_classified_and_the_result_can_start(path, files, tmp_path,
         if entry["fate"] == "kept":
             assert all(option in report["options"] for option in entry["text"].split(", "))
     assert all(option["origin"] for option in report["options"].values())
-    unknown = [entry["key"] for entry in report["keys"] if entry["text"] == "no counterpart is known"]
-    assert unknown == EXPECTED_UNKNOWN.get(path.stem, [])
+    assert not [entry["key"] for entry in report["keys"] if entry["text"] == "no counterpart is known"]
     assert bool(dry_run(output, monkeypatch, tries_row=False).num_servers) == ("sft" not in path.stem)
 
 
@@ -148,9 +147,6 @@ def test_every_leaf_key_is_in_the_report_exactly_once(path, tmp_path, capsys):
         assert {fates[key] for key in with_value} <= {"missing"}
         reasons = {entry["text"] for entry in report["keys"] if "unknown_" in entry["key"]}
         assert {reason for reason in reasons & IS_OFF.keys() if IS_OFF[reason] in report["options"]} == set()
-
-
-EXPECTED_UNKNOWN = {"roll_rlvr": ["advantage_clip"]}
 
 
 WITH_REWARDS = [path for path in EXAMPLES if not {"agent", "sft"} & set(path.stem.split("_"))]

@@ -159,9 +159,10 @@ def test_switches_of_verl_that_change_a_run_are_not_dropped():
     assert lost == {"trainer.val_only", "trainer.resume_from_path"}
 
 
-def test_supervised_training_of_verl_is_refused():
+@pytest.mark.parametrize("key", ["model.partial_pretrain", "engine.strategy", "optim.lr"])
+def test_supervised_training_of_verl_is_refused(key):
     with pytest.raises(ConfigError) as caught:
-        from_verl({"model.partial_pretrain": "m", "data.train_files": "t"})
+        from_verl({key: "m", "data.train_files": "t"})
     assert caught.value.code == "config.unsupported"
 
 

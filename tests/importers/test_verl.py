@@ -202,3 +202,35 @@ def test_options_of_a_loss_that_does_not_exist_here_are_missing():
     assert fates(from_verl(VERL | given), *given) == ["missing", "missing"]
     key = f"{ACTOR}.policy_loss.dro_beta"
     assert fates(from_verl(VERL | {key: 0.1}), key) == ["dropped"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "sizes", "devices"),
+    [
+        ("veomni", {"ulysses_parallel_size": 2, "expert_parallel_size": 4}, "vllm:d2t2+fsdp:d2c2e4"),
+        ("torchtitan", {"tensor_parallel_size": 2, "context_parallel_size": 2}, "vllm:d2t2+fsdp:d1t2c2"),
+    ],
+)
+def test_other_engines_of_verl_are_fsdp(engine, sizes, devices):
+    given = {f"{ACTOR}.{engine}.{name}": size for name, size in sizes.items()} | {"model_engine": engine}
+    given |= {f"{ACTOR}.{engine}.param_offload": True, f"{ACTOR}.{engine}.fsdp_size": -1}
+    stages = f"{ACTOR}.{engine}.pipeline_parallel_size"
+    draft = from_verl(VERL | given | {stages: 2})
+    assert values(draft, "allocation_mode", "actor.fsdp.offload_params") == (devices, True)
+    assert fates(draft, stages) == ["missing"]
+    assert "missing" not in fates(draft, *given)
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"),
+    [("fsdp_config", "actor.fsdp.offload_optimizer"), ("megatron", "actor.megatron.offload_optimizer")],
+)
+def test_targets_of_states_replace_switches(engine, option):
+    own = f"{ACTOR}.{engine}.offload"
+    given = {f"{own}.optimizer.target": "cpu", f"{own}.param.target": "none", f"{own}.disk.chunk_size_mb": 64}
+    strategy = {f"{ACTOR}.strategy": "megatron" if engine == "megatron" else "fsdp"}
+    draft = from_verl(VERL | strategy | given)
+    assert values(draft, option) == (True,)
+    assert fates(draft, *given) == ["computed", "dropped", "dropped"]
+    disk = from_verl(VERL | strategy | {f"{own}.optimizer.target": "disk"})
+    assert (values(disk, option), fates(disk, f"{own}.optimizer.target")) == ((None,), ["missing"])
