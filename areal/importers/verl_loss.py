@@ -22,7 +22,7 @@ _ESTIMATORS = {
      "reinforce_plus_plus_baseline")
 )  # fmt: skip
 """Name in verl -> ours; None = the same."""
-_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _LOSSES = {
     "vanilla": "ppo", "gspo": "gspo", "sapo": "sapo", "gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
     "geo_mean": "gmpo", "cispo": "cispo", "dppo_tv": "dppo", "dppo_kl": "dppo",
@@ -105,8 +105,8 @@ def take_kl(draft: Draft) -> None:
 def _take_estimator(draft: Draft, key: str, default: str, option: str) -> None:
     given = str(draft.get(key, default))
     plain = given.removesuffix("+") if option == "actor.kl_loss_estimator" else given
-    if plain in _KL:
-        draft.set(option, _KL[plain] + given[len(plain) :], f"verl: {key.rpartition('.')[2]}", key)
+    if plain in KL_ESTIMATORS:
+        draft.set(option, KL_ESTIMATORS[plain] + given[len(plain) :], f"verl: {key.rpartition('.')[2]}", key)
     draft.lack(f"give {option}; full needs actor.kl_top_k", key, off=())
 
 

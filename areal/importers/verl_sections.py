@@ -3,10 +3,10 @@
 from typing import Any
 
 from areal.importers.draft import Draft
+from areal.importers.verl_loss import KL_ESTIMATORS
 from areal.importers.verl_rollout import ACTOR, MODEL, OTHER_ENGINES, ROLLOUT
 
 _TEACHER = "distillation"
-_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _SWITCHES = {
     "qat": "weights are not quantised", "mtp": "there is no prediction of several tokens",
     "tiled_mlp": "an MLP is computed at once: actor.mb_spec", "disaggregation": "a server does prefill and decoding",
@@ -114,10 +114,10 @@ def take_teacher(draft: Draft) -> None:
     names = (f"{loss}.distillation_loss_coef", f"{loss}.use_policy_gradient")
     if in_advantage and mode in ("k1", "kl"):
         draft.set("teacher.advantage_coef", coefficient, "verl: distillation_loss_coef", *names, f"{loss}.loss_mode")
-    elif mode in _ESTIMATORS and not in_advantage:
+    elif mode in KL_ESTIMATORS and not in_advantage:
         draft.set("teacher.advantage_coef", 0.0, "verl: use_policy_gradient is false")
         draft.set("teacher.loss_coef", coefficient, "verl: distillation_loss_coef", *names)
-        draft.set("teacher.loss_estimator", _ESTIMATORS[mode], "verl: loss_mode", f"{loss}.loss_mode")
+        draft.set("teacher.loss_estimator", KL_ESTIMATORS[mode], "verl: loss_mode", f"{loss}.loss_mode")
     draft.lack("a teacher has the log-ratio in advantages, or k1, k2, k3 in the loss", f"{loss}.loss_mode", off=())
     draft.lack("the distance of a token has no bound", f"{loss}.loss_max_clamp", f"{loss}.log_prob_min_clamp")
     draft.drop("the trainer computes the teacher's log-probabilities", f"{_TEACHER}.*")

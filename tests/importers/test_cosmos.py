@@ -3,19 +3,11 @@
 import pytest
 
 from areal.importers.cosmos import from_cosmos
-from areal.importers.draft import Draft
+from tests.importers.drafts import fates, values
 
 POLICY, SIZES = "train.train_policy", "policy.parallelism"
 GRPO = {"policy.model_name_or_path": "m", f"{POLICY}.dataset.name": "t", f"{POLICY}.type": "grpo"}
 SFT = {**GRPO, f"{POLICY}.type": "sft", "train.train_batch_per_replica": 4}
-
-
-def values(draft: Draft, *options: str) -> tuple[object, ...]:
-    return tuple(draft.options[option].value if option in draft.options else None for option in options)
-
-
-def fates(draft: Draft, *keys: str) -> list[str]:
-    return [draft.notes[key].fate for key in keys]
 
 
 @pytest.mark.parametrize(("mark", "is_supervised"), [("temperature", False), ("use_remote_reward", False), ("x", True)])

@@ -2,18 +2,10 @@
 
 import pytest
 
-from areal.importers.draft import Draft
 from areal.importers.roll import from_roll
+from tests.importers.drafts import fates, values
 
 ROLL = {"pretrain": "m", "adv_estimator": "grpo", "response_length": 64, "rollout_batch_size": 64}
-
-
-def values(draft: Draft, *options: str) -> tuple[object, ...]:
-    return tuple(draft.options[option].value if option in draft.options else None for option in options)
-
-
-def fates(draft: Draft, *keys: str) -> list[str]:
-    return [draft.notes[key].fate for key in keys]
 
 
 def test_the_worker_of_a_reward_of_roll_decides_whatever_the_name_of_its_domain():

@@ -7,6 +7,7 @@ from areal.importers.cosmos import from_cosmos
 from areal.importers.draft import Draft
 from areal.importers.roll import from_roll
 from areal.importers.verl import from_verl
+from tests.importers.drafts import fates, values
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STRATEGY = f"{ACTOR}.strategy"
@@ -17,14 +18,6 @@ ROLL = {"pretrain": "m", "adv_estimator": "grpo", "response_length": 64, "rollou
 COSMOS = {"policy.model_name_or_path": "m", "train.train_policy.dataset.name": "t", "train.train_batch_per_replica": 64}
 COSMOS |= {"train.train_policy.type": "grpo"}
 POLICY, LOSS = "train.train_policy", f"{ACTOR}.policy_loss.loss_mode"
-
-
-def values(draft: Draft, *options: str) -> tuple[object, ...]:
-    return tuple(draft.options[option].value if option in draft.options else None for option in options)
-
-
-def fates(draft: Draft, *keys: str) -> list[str]:
-    return [draft.notes[key].fate for key in keys]
 
 
 def test_lengths_of_verl_that_a_file_does_not_set():

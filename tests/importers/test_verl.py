@@ -2,20 +2,12 @@
 
 import pytest
 
-from areal.importers.draft import Draft
 from areal.importers.verl import from_verl
+from tests.importers.drafts import fates, values
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 VERL = {f"{MODEL}.path": "m", "data.train_files": "t", "algorithm.adv_estimator": "grpo", "data.train_batch_size": 64}
 CORRECTION = "algorithm.rollout_correction"
-
-
-def values(draft: Draft, *options: str) -> tuple[object, ...]:
-    return tuple(draft.options[option].value if option in draft.options else None for option in options)
-
-
-def fates(draft: Draft, *keys: str) -> list[str]:
-    return [draft.notes[key].fate for key in keys]
 
 
 OLD_AND_NEW = [
