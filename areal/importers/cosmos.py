@@ -49,9 +49,10 @@ def _is_supervised(draft: Draft) -> bool:
 def _take_supervised(draft: Draft) -> None:
     take_shared(draft, "model")
     rows, replicas = draft.whole("train.train_batch_per_replica", 8), parallel_size(draft, "policy", "n_init_replicas")
-    ranks = data_ranks(draft) * replicas
-    why = f"cosmos-rl: train_batch_per_replica {rows} is the batch of each of {ranks} data ranks"
-    draft.set("train_dataset.batch_size", rows * ranks, why, "train.train_batch_per_replica")
+    # its worker for one replica loads this number on every data rank; its worker for several divides it over the ranks
+    parts, of = (replicas, "replicas") if replicas > 1 else (data_ranks(draft), "data ranks")
+    why = f"cosmos-rl: train_batch_per_replica {rows} is the batch of each of {parts} {of}"
+    draft.set("train_dataset.batch_size", rows * parts, why, "train.train_batch_per_replica")
     longest = draft.whole("policy.model_max_length", 4096)
     column = draft.get(f"{_T}.conversation_column_name", "conversations")
     for section in ("train_dataset", "valid_dataset"):

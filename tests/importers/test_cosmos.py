@@ -22,6 +22,11 @@ def test_every_data_rank_of_supervised_training_has_a_batch():
     assert values(draft, "train_dataset.columns") == ({"conversations": "messages"},)
 
 
+def test_data_ranks_of_several_replicas_share_the_batch_of_supervised_training():
+    draft = from_cosmos(SFT | {f"{SIZES}.dp_shard_size": 4, f"{SIZES}.n_init_replicas": 2, f"{SIZES}.tp_size": 1})
+    assert values(draft, "train_dataset.batch_size", "allocation_mode") == (8, "fsdp:d8")
+
+
 @pytest.mark.parametrize(("ranks", "count"), [(1, 8), (4, 2), (8, 1), (16, 1)])
 def test_a_size_of_an_optimiser_step_counts_answers_of_a_data_rank(ranks, count):
     given = {"train.train_batch_per_replica": 64, f"{POLICY}.batch_size_per_optimize": 8}
