@@ -1,6 +1,5 @@
 """Configurations of cosmos-rl: GRPO and supervised training."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,6 +149,8 @@ def _batches(draft: Draft) -> None:
     count = minibatches(of_rank, size) if size else 1
     why = f"cosmos-rl: {of_rank} answers of a data rank / batch_size_per_optimize"
     draft.set("actor.ppo_n_minibatches", count, why, f"{_T}.batch_size_per_optimize")
+    if draft.get(f"{_T}.loss_type") == "token-sum":
+        _sum_of_tokens(draft, min(size or of_rank, of_rank), data_ranks(draft) * replicas)
     longest = draft.whole("policy.model_max_length", 4096)
     draft.set("gconfig.max_tokens", longest, "cosmos-rl: policy.model_max_length", "policy.model_max_length")
     draft.defaults({"gconfig.max_new_tokens": draft.whole("rollout.max_response_length", 2048)})
@@ -157,11 +158,22 @@ def _batches(draft: Draft) -> None:
     draft.drop("a server batches the requests that it has", "rollout.batch_size")
 
 
+def _sum_of_tokens(draft: Draft, answers: int, ranks: int) -> None:
+    """`answers` are those of a data rank in an optimiser step.
+
+    The loss of a micro-batch is a sum. It counts by the share of its answers in the step, and ranks are averaged, so
+    the loss of the step is the sum over all its tokens x mini_batch / all its answers.
+    """
+    if draft.whole(f"{_T}.max_token_len_per_mini_batch", 0, least=-1) > 0:
+        draft.lack("the size of each micro-batch scales its sum: give actor.loss_scale_tokens", f"{_T}.loss_type")
+        return
+    rows = min(draft.whole(f"{_T}.mini_batch", 2), answers)
+    why = f"cosmos-rl: token-sum / {answers * ranks} answers x mini_batch {rows}"
+    draft.set("actor.loss_scale_tokens", max(1, round(answers * ranks / rows)), why, f"{_T}.mini_batch")
+
+
 def _advantages(draft: Draft) -> None:
-    bound = min(-draft.number(f"{_T}.advantage_low", -5, least=-math.inf), draft.number(f"{_T}.advantage_high", 5))
-    if bound**2 >= draft.whole("rollout.n_generation", 16) - 1 and not draft.get(f"{_T}.unbiased_advantage"):
-        draft.drop("no advantage of a group of this size is beyond it", f"{_T}.advantage_low", f"{_T}.advantage_high")
-    draft.lack("advantages are not clipped", f"{_T}.advantage_low", f"{_T}.advantage_high", off=())
+    draft.drop("only its trainers of diffusion models read it", f"{_T}.advantage_low", f"{_T}.advantage_high")
     draft.lack("actor.adv_estimator: custom (docs/algorithms.md)", f"{_T}.algo", off=("grpo",))
     key = f"{_T}.unbiased_advantage"
     if draft.get("distillation.enable", False):

@@ -160,10 +160,27 @@ def test_corrections_of_the_loss_of_cosmos():
     assert set(fates(off, f"{POLICY}.unbiased_kl_estimate", f"{POLICY}.off_policy_masking_delta")) == {"dropped"}
 
 
-@pytest.mark.parametrize(("group", "fate"), [(16, "dropped"), (26, "dropped"), (27, "missing")])
-def test_a_bound_of_advantages_counts_in_large_groups(group, fate):
-    given = {f"{POLICY}.advantage_low": -5.0, f"{POLICY}.advantage_high": 5.0, "rollout.n_generation": group}
-    assert fates(from_cosmos(GRPO | given), f"{POLICY}.advantage_low") == [fate]
+@pytest.mark.parametrize(
+    ("given", "scale"),
+    [({}, 32), ({"mini_batch": 4}, 16), ({"batch_size_per_optimize": 8}, 8), ({"mini_batch": 64}, 2)],
+)
+def test_a_sum_over_tokens_has_the_scale_of_cosmos(given, scale):
+    given = {f"{POLICY}.{name}": value for name, value in given.items()} | {"train.train_batch_per_replica": 32}
+    sizes = {f"{SIZES}.n_init_replicas": 2, f"{SIZES}.tp_size": 1}
+    draft = from_cosmos(GRPO | given | sizes | {f"{POLICY}.loss_type": "token-sum"})
+    assert values(draft, "actor.loss_aggregation", "actor.loss_scale_tokens") == ("token-sum", scale)
+
+
+def test_a_sum_over_tokens_of_micro_batches_of_any_size_is_missing():
+    given = {f"{POLICY}.loss_type": "token-sum", f"{POLICY}.max_token_len_per_mini_batch": 1000}
+    draft = from_cosmos(GRPO | given)
+    assert values(draft, "actor.loss_aggregation", "actor.loss_scale_tokens") == (None, None)
+    assert fates(draft, f"{POLICY}.loss_type") == ["missing"]
+
+
+def test_bounds_of_advantages_are_those_of_diffusion_models():
+    draft = from_cosmos(GRPO | {f"{POLICY}.advantage_low": -1.0, f"{POLICY}.advantage_high": 1.0})
+    assert fates(draft, f"{POLICY}.advantage_low", f"{POLICY}.advantage_high") == ["dropped", "dropped"]
 
 
 def test_uploads_evaluations_and_adapters_of_cosmos():
