@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from areal.importers.cosmos_model import POLICY, take_shared, trainer_of
-from areal.importers.devices import set_devices
+from areal.importers.cosmos_model import POLICY, data_ranks, parallel_size, take_shared, trainer_of
+from areal.importers.cosmos_rewards import take_rewards
+from areal.importers.devices import halves, set_devices
 from areal.importers.draft import Draft, minibatches
 
 _T = POLICY
@@ -22,18 +23,15 @@ _SAME = {
     "rollout.sampling_config.top_p": "gconfig.top_p",
     "rollout.sampling_config.repetition_penalty": "gconfig.repetition_penalty",
 }
-_REWARDS = {
-    "boxed_math": "math", "direct_math": "math", "single_choice": "choice", "format": "format", "gsm8k": "gsm8k",
-}  # fmt: skip
-
-_OF_MATH = frozenset(("boxed_math", "direct_math"))
-"""Two functions there, which are one here: their weights add up."""
+_MARKS_OF_GRPO = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
+"""Keys of train_policy that only GRPO has: cosmos-rl looks for them where `type` is absent."""
+_SERVERS = {"vllm": "vllm", "vllm_async": "vllm", "sglang": "sglang"}
 
 
 def from_cosmos(values: Mapping[str, Any]) -> Draft:
     """The draft of a cosmos-rl file."""
     draft = Draft("cosmos-rl", dict(values))
-    if draft.get(f"{_T}.type") == "sft":
+    if _is_supervised(draft):
         _take_supervised(draft)
     else:
         _take_grpo(draft)
@@ -41,12 +39,21 @@ def from_cosmos(values: Mapping[str, Any]) -> Draft:
     return draft
 
 
+def _is_supervised(draft: Draft) -> bool:
+    has_policy = any(key.startswith(f"{_T}.") for key in draft.values)
+    marks = any(f"{_T}.{name}" in draft.values for name in _MARKS_OF_GRPO)
+    return draft.get(f"{_T}.type", "sft" if has_policy and not marks else "grpo") == "sft"
+
+
 def _take_supervised(draft: Draft) -> None:
     take_shared(draft, "model")
-    batch = draft.whole("train.train_batch_per_replica", 8) * draft.whole("policy.parallelism.n_init_replicas", 1)
-    draft.set("train_dataset.batch_size", batch, "cosmos-rl: rows of all replicas", "train.train_batch_per_replica")
+    rows, replicas = draft.whole("train.train_batch_per_replica", 8), parallel_size(draft, "policy", "n_init_replicas")
+    # its worker for one replica loads this number on every data rank; its worker for several divides it over the ranks
+    parts, of = (replicas, "replicas") if replicas > 1 else (data_ranks(draft), "data ranks")
+    why = f"cosmos-rl: train_batch_per_replica {rows} is the batch of each of {parts} {of}"
+    draft.set("train_dataset.batch_size", rows * parts, why, "train.train_batch_per_replica")
     longest = draft.whole("policy.model_max_length", 4096)
-    column = draft.get(f"{_T}.conversation_column_name", "messages")
+    column = draft.get(f"{_T}.conversation_column_name", "conversations")
     for section in ("train_dataset", "valid_dataset"):
         if f"{section}.path" in draft.options or section == "train_dataset":
             draft.set(f"{section}.type", "sft", "cosmos-rl: type", f"{_T}.type")
@@ -54,18 +61,25 @@ def _take_supervised(draft: Draft) -> None:
             if column != "messages":
                 draft.set(f"{section}.columns", {column: "messages"}, "cosmos-rl: conversation_column_name")
     draft.drop("train_dataset.columns has it", f"{_T}.conversation_column_name")
+    if not draft.get(f"{_T}.enable_dp_load_balancing", False):
+        draft.drop("it is switched off", f"{_T}.enable_dp_load_balancing", f"{_T}.load_balanced_*")
+    draft.lack("a batch has a fixed number of rows", f"{_T}.enable_dp_load_balancing", f"{_T}.load_balanced_*", off=())
     draft.lack("add the message to the rows with a map_fn", f"{_T}.system_prompt")
     draft.defaults({"model.optimizer.lr": 1e-6})
     _micro_batches(draft, "model", longest)
     trainer, gpus, keys = trainer_of(draft)
     set_devices(draft, "", (0, 0, gpus), trainer, "cosmos-rl: parallelism of the policy", keys)
     draft.lack("give evaluator.stop_at or other options (docs/evaluation.md)", "validation.*", off=(None,))
-    draft.drop("supervised training generates nothing", "rollout.*")
+    draft.drop("supervised training generates nothing", "rollout.*", "distillation.*", "mode", f"{_T}.type")
 
 
 def _micro_batches(draft: Draft, role: str, longest: int) -> None:
     option, size = f"{role}.mb_spec.max_tokens_per_mb", draft.whole(f"{_T}.mini_batch", 2)
-    if option not in draft.options:
+    key = f"{_T}.max_token_len_per_mini_batch"
+    if draft.whole(key, 0, least=-1) > 0:
+        context = parallel_size(draft, "policy", "cp_size")
+        draft.set(option, draft.whole(key, 1) * context, f"cosmos-rl: its limit x {context} context ranks", key)
+    else:
         why = f"cosmos-rl: mini_batch of {size} sequences of {longest} tokens"
         draft.set(option, size * longest, why, f"{_T}.mini_batch")
     draft.drop("micro-batches are filled by tokens", f"{_T}.mini_batch", f"{_T}.max_token_len_per_mini_batch")
@@ -82,15 +96,27 @@ def _take_grpo(draft: Draft) -> None:
     _advantages(draft)
     _loss(draft)
     _devices(draft)
-    _rewards(draft)
+    take_rewards(draft)
     _evaluation(draft)
     _columns(draft)
+    _turns(draft)
     same = draft.get("rollout.sampling_config.temperature", 1.0) == draft.get(f"{_T}.temperature", 1.0)
     draft.lack("log-probabilities are those of gconfig.temperature", *([] if same else [f"{_T}.temperature"]), off=())
     draft.drop("it is gconfig.temperature", f"{_T}.temperature")
-    draft.drop("always GRPO", f"{_T}.type", f"{_T}.rollout_as_token_ids", f"{_T}.max_retry_for_on_policy")
-    draft.drop("requests are never held back by batches", f"{_T}.outdated_rollout_fetch_batch_size")
+    draft.drop("always GRPO", f"{_T}.type")
+    draft.drop("servers return tokens with log-probabilities", f"{_T}.rollout_as_token_ids", f"{_T}.collect_rollout_*")
+    draft.drop("a step waits until its batch is full", f"{_T}.max_retry_for_on_policy")
+    draft.drop("rollout.max_head_offpolicyness limits them", *(f"{_T}.{name}" for name in _OF_THROTTLE))
+    if draft.get(f"{_T}.train_units_per_data_rank") is None:
+        draft.drop("it is switched off", *(f"{_T}.{name}" for name in _OF_BUDGETS))
+    draft.lack("a batch has a fixed number of answers", f"{_T}.train_units_*", *(f"{_T}.{n}" for n in _OF_BUDGETS))
     draft.defaults({"gconfig.n_samples": 16})
+
+
+_OF_THROTTLE = ("outdated_rollout_fetch_batch_size", "no_outdated_rollout", "max_inflight_steps", "uncentralized_*")
+_OF_BUDGETS = (
+    "train_units_key", "max_inflight_rollouts", "collection_no_progress_*", "dispatch_incomplete_*",
+)  # fmt: skip
 
 
 def _staleness(draft: Draft) -> None:
@@ -101,9 +127,12 @@ def _staleness(draft: Draft) -> None:
     draft.drop("allowed_outdated_steps decides", f"{_T}.on_policy")
     if draft.get(f"{_T}.use_decoupled_loss", False):
         draft.keep(f"{_T}.behav_imp_weight_cap", "actor.behav_imp_weight_cap")
+    elif draft.get(own := f"{_T}.use_rollout_logprobs_for_loss", False):
+        draft.set("actor.recompute_logprob", False, "cosmos-rl: use_rollout_logprobs_for_loss", own)
     else:
         draft.set("actor.recompute_logprob", True, "cosmos-rl: the old policy is the trainer's without decoupled loss")
     draft.drop("the loss is not decoupled", f"{_T}.behav_imp_weight_cap")
+    draft.drop("the old policy is the trainer's", f"{_T}.use_rollout_logprobs_for_loss")
 
 
 def _batches(draft: Draft) -> None:
@@ -116,9 +145,12 @@ def _batches(draft: Draft) -> None:
     why = f"cosmos-rl: train_batch_per_replica x {replicas} replicas = {answers} answers / {group} per prompt"
     draft.set("train_dataset.batch_size", prompts, why, "train.train_batch_per_replica")
     size = draft.whole(f"{_T}.batch_size_per_optimize", 0, least=0)
-    count = minibatches(answers // replicas, size) if size else 1
-    why = "cosmos-rl: train_batch_per_replica / batch_size_per_optimize"
+    of_rank = max(1, answers // replicas // data_ranks(draft))
+    count = minibatches(of_rank, size) if size else 1
+    why = f"cosmos-rl: {of_rank} answers of a data rank / batch_size_per_optimize"
     draft.set("actor.ppo_n_minibatches", count, why, f"{_T}.batch_size_per_optimize")
+    if draft.get(f"{_T}.loss_type") == "token-sum":
+        _sum_of_tokens(draft, min(size or of_rank, of_rank), data_ranks(draft) * replicas)
     longest = draft.whole("policy.model_max_length", 4096)
     draft.set("gconfig.max_tokens", longest, "cosmos-rl: policy.model_max_length", "policy.model_max_length")
     draft.defaults({"gconfig.max_new_tokens": draft.whole("rollout.max_response_length", 2048)})
@@ -126,8 +158,27 @@ def _batches(draft: Draft) -> None:
     draft.drop("a server batches the requests that it has", "rollout.batch_size")
 
 
+def _sum_of_tokens(draft: Draft, answers: int, ranks: int) -> None:
+    """`answers` are those of a data rank in an optimiser step.
+
+    The loss of a micro-batch is a sum. It counts by the share of its answers in the step, and ranks are averaged, so
+    the loss of the step is the sum over all its tokens x mini_batch / all its answers.
+    """
+    if draft.whole(f"{_T}.max_token_len_per_mini_batch", 0, least=-1) > 0:
+        draft.lack("the size of each micro-batch scales its sum: give actor.loss_scale_tokens", f"{_T}.loss_type")
+        return
+    rows = min(draft.whole(f"{_T}.mini_batch", 2), answers)
+    why = f"cosmos-rl: token-sum / {answers * ranks} answers x mini_batch {rows}"
+    draft.set("actor.loss_scale_tokens", max(1, round(answers * ranks / rows)), why, f"{_T}.mini_batch")
+
+
 def _advantages(draft: Draft) -> None:
+    draft.drop("only its trainers of diffusion models read it", f"{_T}.advantage_low", f"{_T}.advantage_high")
+    draft.lack("actor.adv_estimator: custom (docs/algorithms.md)", f"{_T}.algo", off=("grpo",))
     key = f"{_T}.unbiased_advantage"
+    if draft.get("distillation.enable", False):
+        draft.set("actor.adv_estimator", "gae", "cosmos-rl: a teacher, no rewards, so no groups", key)
+        return
     if draft.get(key, False):
         draft.set("actor.adv_estimator", "dr_grpo", "cosmos-rl: unbiased_advantage", key)
         return
@@ -162,11 +213,16 @@ def _loss(draft: Draft) -> None:
     draft.keep(f"{_T}.loss_type", "actor.loss_aggregation")
     if draft.get(f"{_T}.kl_beta", 0.0):
         draft.keep(f"{_T}.kl_beta", "actor.kl_loss_coef")
+        if draft.get(corrected := f"{_T}.unbiased_kl_estimate", False):
+            draft.set("actor.kl_loss_correction", "old", "cosmos-rl: unbiased_kl_estimate", corrected)
         draft.set("ref.path", draft.get("policy.model_name_or_path"), "cosmos-rl: the initial policy")
         if draft.get(f"{_T}.reference_reset_interval"):
             draft.keep(f"{_T}.reference_reset_interval", "ref_reset_steps")
             draft.keep(f"{_T}.reset_optimizer_with_reference", "ref_reset_optimizer")
-    draft.drop("there is no reference", f"{_T}.kl_beta", f"{_T}.reference_reset_*", f"{_T}.reset_optimizer_*")
+    draft.drop("there is no reference, or it is not reset", f"{_T}.reference_reset_*", f"{_T}.reset_optimizer_*")
+    draft.drop("the KL has no such term", f"{_T}.kl_beta", f"{_T}.unbiased_kl_estimate")
+    masks = "actor.rollout_correction.rules mask answers by the mismatch alone, whatever their advantage"
+    draft.lack(masks, f"{_T}.off_policy_masking_delta", off=(None,))
     draft.set("actor.kl_ctl", 0.0, "cosmos-rl: the KL term is in the loss")
     if draft.get(f"{_T}.positive_nll_coef"):
         draft.keep(f"{_T}.positive_nll_coef", "actor.positive_nll_coef")
@@ -174,16 +230,21 @@ def _loss(draft: Draft) -> None:
 
 
 def _devices(draft: Draft) -> None:
-    def size(name: str) -> int:
-        return max(1, draft.whole(f"rollout.parallelism.{name}", 1, least=-1))
-
     trainer, gpus, keys = trainer_of(draft)
     backend = str(draft.get("rollout.backend", "vllm"))
-    server = backend if backend in ("vllm", "sglang") else "vllm"
+    server = _SERVERS.get(backend, "vllm")
     names = ("n_init_replicas", "tp_size", "cp_size", "dp_shard_size", "dp_replicate_size")
-    keys += [*(f"rollout.parallelism.{name}" for name in names), "rollout.backend"]
-    parts = (size("n_init_replicas"), size("tp_size"), gpus)
-    set_devices(draft, server, parts, trainer, "cosmos-rl: parallelism of policy and rollout", keys)
+    keys += [*(f"rollout.parallelism.{name}" for name in names)]
+    keys += ["rollout.backend"] if backend in _SERVERS else []
+    parts = (parallel_size(draft, "rollout", "n_init_replicas"), parallel_size(draft, "rollout", "tp_size"), gpus)
+    why = "cosmos-rl: parallelism of policy and rollout"
+    if str(draft.get("mode", "disaggregated")).startswith("colocated"):
+        why = f"cosmos-rl uses {gpus} GPUs in turn; here about half generate while the others train"
+        parts = halves(gpus, parts[1], trainer)
+        keys += ["mode"]
+    set_devices(draft, server, parts, trainer, why, keys)
+    draft.drop("servers and trainers have separate GPUs, as here", "mode")
+    draft.lack(f"{backend} is not supported: the servers are vLLM", "rollout.backend", off=())
     draft.lack("a server has tensor ranks only", "rollout.parallelism.*", off=(1, 0, -1))
     flags = {"gpu_memory_utilization": "gpu_memory_utilization" if server == "vllm" else "mem_fraction_static"}
     if server == "vllm":
@@ -191,43 +252,17 @@ def _devices(draft: Draft) -> None:
     draft.server("rollout.", server, flags)
 
 
-def _rewards(draft: Draft) -> None:
-    key = f"{_T}.reward_function"
-    given: Any = draft.get(key)
-    values = [name for name in draft.values if name == key or name.startswith(f"{key}.")]
-    weights = {name.removeprefix(f"{key}."): draft.values[name] for name in values if name != key}
-    if given is not None:
-        weights |= dict.fromkeys(map(str, given if isinstance(given, list) else [given]), 1.0)
-    penalty = f"{_T}.overlong_reward"
-    factor = draft.number(f"{key}.overlong", 1.0) if weights.pop("overlong", None) is not None else 0.0
-    known = {_REWARDS[name]: weight for name, weight in weights.items() if name in _REWARDS}
-    if weights.keys() >= _OF_MATH:
-        known["math"] = sum(draft.number(f"{key}.{name}", 1.0) for name in sorted(_OF_MATH))
-    used = [name for name in values if name.removeprefix(f"{key}.") in (*_REWARDS, "overlong")]
-    if weights.keys() <= _REWARDS.keys():
-        used = values
-    if list(known.values()) == [1]:
-        draft.set("reward_fn", next(iter(known)), "cosmos-rl: reward_function", *used)
-    elif known:
-        draft.set("reward.fns", known, "cosmos-rl: reward_function with weights", *used)
-    else:
-        draft.set("reward_fn", "math", "cosmos-rl: its reward function is unknown here: write one (docs/rewards.md)")
-    draft.lack("write a reward function (docs/rewards.md)", *values, off=(None,))
-    names = [name for name in draft.listed(f"{_T}.filter_reward_metric") if name]
-    if names:
-        chosen = [_REWARDS.get(str(name), name) for name in names]
-        draft.set("reward.filter_on", chosen, "cosmos-rl: filter_reward_metric", f"{_T}.filter_reward_metric")
-        draft.set("rollout.should_accept_fn", "mixed_rewards", "cosmos-rl: filter_reward_metric")
-    draft.drop("no filter", f"{_T}.filter_reward_metric")
-    if factor:
-        why = "cosmos-rl: reward_function has overlong"
-        draft.set("actor.overlong_reward_penalty", True, why, f"{penalty}.enable_overlong_penalty")
-        draft.keep(f"{penalty}.buffer_length", "actor.overlong_tokens")
-        factor *= draft.number(f"{penalty}.penalty_factor", 1.0)
-        why = "cosmos-rl: penalty_factor x the weight of overlong"
-        draft.set("actor.overlong_penalty_factor", factor, why, f"{penalty}.penalty_factor")
-        draft.defaults({"actor.overlong_tokens": 4096})
-    draft.drop("reward_function has no overlong with a weight: there is no penalty for long answers", f"{penalty}.*")
+def _turns(draft: Draft) -> None:
+    """Conversations of several turns, and how cosmos-rl generates."""
+    turns = "rollout.multi_turn_config"
+    draft.lack("write a workflow (docs/workflows.md) or workflow: agent", f"{turns}.enable")
+    if draft.get(f"{turns}.enable", False):
+        draft.lack("an option of your workflow or agent", f"{turns}.*", off=(None,))
+    draft.drop("a conversation has one turn", f"{turns}.*")
+    names = ("mode", "async_*", "r2r_*", "prefetch_*", "broadcast_all_params", "n_generation_*", "completion_admission")
+    draft.drop("generation is always asynchronous", *(f"rollout.{name}" for name in names))
+    draft.drop("servers choose their kernels", "rollout.vllm_use_flashinfer", "rollout.sampling_config.use_flashinfer")
+    draft.drop("an answer has all of its tokens, those of a stop string too", "rollout.include_stop_str_in_output")
 
 
 def _evaluation(draft: Draft) -> None:

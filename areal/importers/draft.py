@@ -136,7 +136,7 @@ class Draft:
         """Keys that need no counterpart."""
         self._note("dropped", why, patterns)
 
-    def lack(self, why: str, *patterns: str, off: Sequence[Any] = (None, False, 0, -1, "", [], {})) -> None:
+    def lack(self, why: str, *patterns: str, off: Sequence[Any] = (None, False, 0, 0.0, -1, "", [], {})) -> None:
         """Keys of something that does not exist here. With a value of `off` they have no effect."""
         for key in self._matching(patterns):
             is_off = any(self.values[key] == value and type(self.values[key]) is type(value) for value in off)

@@ -45,6 +45,8 @@ _OF_REWARDS = (
 )  # fmt: skip
 _COLUMNS = {"prompt": "prompt", "messages": "messages", "response": "answer"}
 _REWARDS = {"math_rule": "math", "code_sandbox": "code"}
+_WORKERS = {"MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code"}
+"""Class of a reward worker -> reward function: a domain may have any name."""
 _TRAIN = "actor_train.strategy_args.strategy_config"
 _MAX_GPUS = 100_000
 """Entries of one range that are counted."""
@@ -54,7 +56,8 @@ _SERVERS = {"vllm": "vllm", "sglang": "sglang"}
 def from_roll(values: Mapping[str, Any]) -> Draft:
     """The draft of a ROLL file."""
     draft = Draft("ROLL", dict(values))
-    draft.set("experiment_name", draft.get("logger_project", "roll"), "ROLL: the name of its project")
+    project = draft.get("logger_project", draft.get("tracker_kwargs.project", "roll"))
+    draft.set("experiment_name", project, "ROLL: the name of its project", "tracker_kwargs.project")
     _sampling(draft)
     if draft.get("use_pg_clip_range", False):
         draft.drop("pg_clip_low and pg_clip_high are used", "use_pg_clip_range", "pg_clip")
@@ -208,6 +211,7 @@ def _devices(draft: Draft) -> None:
         off=(1,),
     )
     draft.drop("it follows from the tensor size", f"{_TRAIN}.sequence_parallel")
+    draft.drop("the data type is that of model_args", f"{_TRAIN}.bf16")
     draft.lack("choose options of actor.megatron, or leave them out", f"{_TRAIN}.*")
     draft.drop(
         "placement of other roles",
@@ -219,7 +223,9 @@ def _devices(draft: Draft) -> None:
 def _rewards(draft: Draft) -> None:
     """ROLL chooses the reward function of a row by its column `tag`."""
     names = sorted({key.split(".")[1] for key in draft.values if key.startswith("rewards.")})
-    known = {name: _REWARDS[name] for name in names if name in _REWARDS}
+    workers = {name: str(draft.get(f"rewards.{name}.worker_cls", "")).rpartition(".")[2] for name in names}
+    functions = {name: _WORKERS.get(workers[name]) or _REWARDS.get(name) for name in names}
+    known = {name: function for name, function in functions.items() if function is not None}
     tags = {name: [str(tag) for tag in draft.listed(f"rewards.{name}.tag_included")] for name in known}
     if len(names) == 1 and known:
         draft.set("reward_fn", known[names[0]], f"ROLL: rewards.{names[0]}")
@@ -267,12 +273,23 @@ def _dropped(draft: Draft) -> None:
     draft.drop("never", "save_steps", "eval_steps")
     draft.lack("write workflow: agent, or a workflow, and a dataset of its tasks (docs/agents.md)",
                "train_env_manager.*", "val_env_manager.*", "custom_envs.*", "env_manager_cls", "max_actions_per_traj",
+               "agent_config*", "max_tokens_per_step", "parse_tool_call_*", "skip_mock_*", "reward_normalization.*",
+               "batch_adjust_mode", "step_reward_gamma",
                off=(None,))  # fmt: skip
     _columns(draft, "actor_train", "train_dataset")
     if "valid_dataset.path" in draft.options:
         _columns(draft, "validation", "valid_dataset")
     draft.drop("the columns of actor_train and validation count", *(f"*.data_args.{name}" for name in _COLUMNS))
-    draft.lack("weights: one path and one weight for each dataset", "*.domain_interleave_probs.*", off=(None,))
+    if sum(".domain_interleave_probs." in key for key in draft.values) == 1:
+        draft.drop("all rows are of this domain", "*.domain_interleave_probs.*", "*.interleave_probs")
+    weights = ("*.domain_interleave_probs.*", "*.interleave_probs")
+    draft.lack("weights: one path and one weight for each dataset", *weights, off=(None,))
+    draft.lack("write actor.freeze, names of weights (needs fsdp)", "actor_train.model_args.freeze_module_prefix")
+    draft.drop("a frozen model, or one with the weights of the actor", "*.model_args.freeze_module_prefix")
+    draft.drop("an answer has all of its tokens, those of a stop string too", "*.include_stop_str_in_output")
+    draft.drop("answers are written to samples/, calls have the limits of launcher", "rollout_dump_dir", "rpc_timeout")
+    draft.drop("answers are evaluated as servers have room", "val_batch_size")
+    draft.drop("the loss is that of pg_variant", "actor_train.worker_cls")
     draft.keep("actor_train.data_args.cache_dir", "train_dataset.cache_dir")
     draft.drop("how ROLL's loader works", "*.data_args.preprocessing_num_workers", "*.data_args.dataset_dir",
                "*.data_args.overwrite_cache")  # fmt: skip

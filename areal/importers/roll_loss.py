@@ -64,10 +64,11 @@ def take_loss(draft: Draft) -> None:
 
 def take_variant(draft: Draft) -> None:
     """The policy loss, and weights against the difference between servers and trainer."""
-    name = str(draft.get("pg_variant", "vanilla"))
+    keys = ("actor_train.pg_variant", "pg_variant")
+    name = str(draft.get(keys[0], draft.get(keys[1], "vanilla")))
     if name in _VARIANTS:
-        draft.set("actor.policy_loss", _VARIANTS[name], "ROLL: pg_variant", "pg_variant")
-    draft.lack("choose actor.policy_loss (docs/algorithms.md)", "pg_variant")
+        draft.set("actor.policy_loss", _VARIANTS[name], "ROLL: pg_variant", *keys)
+    draft.lack("choose actor.policy_loss (docs/algorithms.md)", *keys)
     if name in ("topr", "kimi15"):
         draft.set(f"actor.{name}.ratio", "token", f"ROLL's form of {name}")
     for side in ("positive", "negative"):
@@ -109,8 +110,14 @@ def take_advantages(draft: Draft) -> None:
     draft.keep("max_len_mask", "actor.mask_truncated")
     draft.lack("answers have no weights or masks by difficulty or length", "difficulty_mask", "error_max_len_clip",
                "difficulty_loss_weight", "length_loss_weight")  # fmt: skip
+    group = draft.whole("num_return_sequences_in_group", 1)
+    clip = draft.number("advantage_clip", 0)
+    if draft.get("adv_estimator") == "grpo" and clip**2 * group >= (group - 1) ** 2:
+        draft.drop("no advantage of a group of this size is beyond it", "advantage_clip")
+    draft.lack("advantages are not clipped", "advantage_clip", off=(None,))
     if not draft.get("difficulty_mask", False):
         draft.drop("it is switched off", "difficulty_*_threshold")
+    draft.lack("answers have no masks by difficulty", "difficulty_*_threshold", off=(None,))
     if "critic.path" not in draft.options:
         draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup", "reward_pretrain")
 

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-_KEY = re.compile(r"\+{0,2}[a-z]\w*(\.\w+)+=.*", re.S)
+_KEY_WITHOUT_DOT = "model_engine"
+"""Of verl; every other word without a dot is an assignment of the shell."""
+_KEY = re.compile(rf"(?:\+{{0,2}}[a-z]\w*(?:\.\w+)+|{_KEY_WITHOUT_DOT})=.*", re.S)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _VARIABLE = re.compile(r"(\w+|[@*])(?:\[[@*]\])?(?::?[-=](.*))?", re.S)
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2$", re.S | re.M)
@@ -39,7 +41,7 @@ class _Reader:
         while self._skip_to_word(in_list=in_list):
             words = self._word()
             found = None if in_list or not words else _ASSIGNMENT.fullmatch(words[0])
-            if found is None:
+            if found is None or found[1] == _KEY_WITHOUT_DOT:
                 yield from words
                 continue
             name, adds, value = found.groups()

@@ -4,8 +4,19 @@ from typing import Any
 
 from areal.api.errors import ConfigError
 from areal.importers.draft import Draft, minibatches
-from areal.importers.verl_loss import take_advantages, take_correction, take_kl, take_loss
-from areal.importers.verl_rollout import ACTOR, MODEL, ROLLOUT, take_sampling, take_servers
+from areal.importers.verl_async import streamed_batch, take_staleness
+from areal.importers.verl_correction import take_correction
+from areal.importers.verl_loss import take_advantages, take_kl, take_loss
+from areal.importers.verl_optimizer import take_optimizer
+from areal.importers.verl_rollout import ACTOR, MODEL, ROLLOUT, is_fully_async, is_megatron, take_sampling, take_servers
+from areal.importers.verl_sections import (
+    drop_newest,
+    take_adapters,
+    take_offload,
+    take_rewards,
+    take_switches,
+    take_teacher,
+)
 
 _A, _R, _M = ACTOR, ROLLOUT, MODEL
 _WRAP = "wrap_policy.transformer_layer_cls_to_wrap"
@@ -20,10 +31,6 @@ _SAME = {
     f"{_M}.path": "actor.path",
     f"{_M}.enable_gradient_checkpointing": "actor.gradient_checkpointing",
     f"{_A}.grad_clip": "actor.optimizer.gradient_clipping",
-    f"{_A}.optim.clip_grad": "actor.optimizer.gradient_clipping",
-    f"{_A}.optim.lr": "actor.optimizer.lr",
-    f"{_A}.optim.weight_decay": "actor.optimizer.weight_decay",
-    f"{_A}.optim.min_lr_ratio": "actor.optimizer.min_lr_ratio",
     f"{_A}.clip_ratio": "actor.eps_clip",
     f"{_A}.clip_ratio_low": "actor.eps_clip",
     f"{_A}.clip_ratio_high": "actor.eps_clip_higher",
@@ -62,27 +69,34 @@ _OF_REFERENCE = ("strategy", "log_prob_*", "use_torch_compile", "entropy_*", "ro
 def from_verl(values: dict[str, Any]) -> Draft:
     """The draft of a verl file, with the defaults of its trainer where they differ from ours."""
     draft = Draft("verl", {_without_plus(key): value for key, value in values.items()})
-    if "model.partial_pretrain" in values:
-        message = "model.partial_pretrain: supervised files of verl are not imported: write one (docs/choosing.md)"
+    if "model.partial_pretrain" in values or any(key.startswith(("engine.", "optim.")) for key in values):
+        message = (
+            "supervised files of verl (model.partial_pretrain, engine) are not imported: write one (docs/choosing.md)"
+        )
         raise ConfigError(message, code="config.unsupported")
+    take_switches(draft)
     _data(draft)
     draft.keep_all(_SAME)
     if draft.get(f"{_A}.clip_ratio_low") is not None:
         draft.defaults({"actor.eps_clip_higher": 0.2})
     _batches(draft)
-    _schedule(draft)
+    take_optimizer(draft, "actor", f"{_A}.optim.", is_megatron=is_megatron(draft))
     take_advantages(draft)
     take_kl(draft)
     take_loss(draft)
     take_correction(draft)
-    _rewards(draft)
+    take_staleness(draft)
+    take_rewards(draft)
+    take_teacher(draft)
     take_sampling(draft)
     take_servers(draft)
+    take_offload(draft)
     _saving(draft)
     _defaults(draft)
     _trackers(draft)
     _dropped(draft)
     _model(draft)
+    drop_newest(draft)
     draft.finish()
     return draft
 
@@ -139,11 +153,15 @@ def _data(draft: Draft) -> None:
 
 
 def _batches(draft: Draft) -> None:
-    batch, tokens = draft.whole("data.train_batch_size", 1024), draft.options["gconfig.max_tokens"].value
-    size = draft.whole(f"{_A}.ppo_mini_batch_size", 256)
-    count = minibatches(batch, size)
-    draft.set("train_dataset.batch_size", batch, "verl: data.train_batch_size, prompts")
-    why = f"verl: data.train_batch_size {batch} / ppo_mini_batch_size {size}, both in prompts"
+    tokens, size = draft.options["gconfig.max_tokens"].value, draft.whole(f"{_A}.ppo_mini_batch_size", 256)
+    if is_fully_async(draft):
+        batch, count = streamed_batch(draft, size)
+        why = f"verl: {batch} prompts of a step / ppo_mini_batch_size {size}"
+    else:
+        batch = draft.whole("data.train_batch_size", 1024)
+        count = minibatches(batch, size)
+        draft.set("train_dataset.batch_size", batch, "verl: data.train_batch_size, prompts")
+        why = f"verl: data.train_batch_size {batch} / ppo_mini_batch_size {size}, both in prompts"
     draft.set("actor.ppo_n_minibatches", count, why, f"{_A}.ppo_mini_batch_size")
     if draft.get(f"{_A}.use_dynamic_bsz", False) and draft.get(f"{_A}.ppo_max_token_len_per_gpu"):
         context = max(1, draft.whole(f"{_A}.ulysses_sequence_parallel_size", 1))
@@ -161,73 +179,6 @@ def _batches(draft: Draft) -> None:
     )
 
 
-def _schedule(draft: Draft) -> None:
-    keys = [f"{_A}.optim.{name}" for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")]
-    style = next((draft.get(key) for key in keys if draft.get(key)), "constant")
-    if style in ("constant", "linear", "cosine"):
-        draft.set("actor.optimizer.lr_scheduler_type", style, "verl: actor.optim.warmup_style", *keys)
-    draft.lack("schedules are constant, linear and cosine", *keys)
-    if (lowest := draft.number(f"{_A}.optim.min_lr", 0)) and (peak := draft.number(f"{_A}.optim.lr", 1e-6)):
-        why = "verl: actor.optim.min_lr / actor.optim.lr"
-        draft.set("actor.optimizer.min_lr_ratio", lowest / peak, why, f"{_A}.optim.min_lr")
-    draft.drop("the schedule ends at 0", f"{_A}.optim.min_lr")
-    steps = draft.number(f"{_A}.optim.lr_warmup_steps", -1, least=-1)
-    total = draft.number("trainer.total_training_steps", 0)
-    share = draft.get(f"{_A}.optim.lr_warmup_steps_ratio", 0.0)
-    if steps > 0 and total:
-        share, why = steps / total, f"verl: lr_warmup_steps {steps} / total_training_steps {total}"
-        draft.set("actor.optimizer.warmup_steps_proportion", share, why, f"{_A}.optim.lr_warmup_steps")
-    else:
-        why = "verl: actor.optim.lr_warmup_steps_ratio"
-        draft.set("actor.optimizer.warmup_steps_proportion", share, why, f"{_A}.optim.lr_warmup_steps_ratio")
-    draft.lack("give actor.optimizer.warmup_steps_proportion: the length of the run is not known", "*.lr_warmup_steps")
-    draft.drop("replaced by lr_warmup_steps", "*.lr_warmup_steps_ratio")
-    for number, beta in enumerate(draft.listed(f"{_A}.optim.betas"), start=1):
-        draft.set(f"actor.optimizer.beta{number}", beta, "verl: actor.optim.betas", f"{_A}.optim.betas")
-    draft.drop("verl's trainer replaces it", f"{_A}.optim.total_training_steps", "critic.optim.total_training_steps")
-    if draft.get(f"{_A}.optim.num_cycles", 0.5) == 0.5:
-        draft.drop("half a cosine, as here", "*.optim.num_cycles")
-
-
-def _rewards(draft: Draft) -> None:
-    path, name = draft.get("custom_reward_function.path"), draft.get("custom_reward_function.name", "compute_score")
-    if path:
-        why = "verl: custom_reward_function; here it is f(prompt, completion, prompt_ids, completion_ids, **row)"
-        keys = ("custom_reward_function.path", "custom_reward_function.name")
-        draft.set("reward_fn", f"{path}:{name}", why, *keys)
-    elif not draft.get("reward_model.enable", False):
-        files = str(draft.get("data.train_files", ""))
-        guess = "gsm8k" if "gsm8k" in files else "math"
-        draft.set(
-            "reward_fn", guess, "verl chooses by the column data_source: check it; reward.by_source does the same"
-        )
-    draft.drop("there is no custom reward function", "custom_reward_function.*")
-    enabled = next(
-        (
-            key
-            for key in draft.values
-            if key.endswith("overlong_buffer.enable") or key.endswith("overlong_buffer_cfg.enable")
-        ),
-        "",
-    )
-    if enabled and draft.values[enabled]:
-        prefix = enabled.removesuffix("enable")
-        draft.keep(enabled, "actor.overlong_reward_penalty")
-        draft.keep(f"{prefix}len", "actor.overlong_tokens")
-        draft.keep(f"{prefix}penalty_factor", "actor.overlong_penalty_factor")
-        draft.drop("a metric, always recorded", f"{prefix}log")
-    else:
-        draft.drop("there is no penalty for long answers", "*overlong_buffer*")
-    if draft.get("reward_model.enable", False):
-        draft.keep("reward_model.model.path", "reward_model.path")
-        draft.keep("reward_model.model.input_tokenizer", "reward_model.tokenizer_path")
-        draft.drop("reward_model.path does it", "reward_model.enable")
-    else:
-        draft.drop("there is no reward model", "reward_model.model.*", "reward_model.enable")
-    draft.drop("rewards run in reward.workers processes", "reward_model.reward_manager", "reward_model.launch_*")
-    draft.drop("a copy of the length limit", "reward_model.reward_kwargs.max_resp_len", "reward_model.max_length")
-
-
 def _saving(draft: Draft) -> None:
     for key, option in (("save_freq", "saver.freq_steps"), ("test_freq", "evaluator.freq_steps")):
         if draft.whole(f"trainer.{key}", -1, least=-1) > 0:
@@ -239,6 +190,7 @@ def _saving(draft: Draft) -> None:
 
 def _defaults(draft: Draft) -> None:
     draft.defaults({"total_train_epochs": 30, "actor.gradient_checkpointing": True})
+    draft.defaults({"experiment_name": "verl_examples", "trial_name": "gsm8k"})
     if "critic.path" in draft.options:
         draft.defaults({"critic.gradient_checkpointing": True})
     if draft.get("data.val_files"):
@@ -294,8 +246,9 @@ def _dropped(draft: Draft) -> None:
         "a recovery checkpoint has everything, an export is in Hugging Face format",
         *(f"*.checkpoint.{name}" for name in names),
     )
-    draft.lack("offload parameters or the optimiser state: actor.fsdp", "*.grad_offload")
+    draft.lack("gradients stay on the GPU: offload parameters or the optimiser state", "*.grad_offload")
     draft.drop("FSDP2 shards each block over all ranks", *(f"*.fsdp_config.{name}" for name in _OF_FSDP), "*.strategy")
+    draft.drop("all models of a trainer have the engine of the actor", "critic.fsdp.*")
     draft.drop("chosen by the engine: actor.compile", "*.use_torch_compile")
     draft.drop("of the loader of mini-batches", f"{_A}.data_loader_seed", f"{_A}.shuffle")
     draft.drop("paths of checkpoints and of Ray", "trainer.default_hdfs_dir", "ray_*")
@@ -309,13 +262,20 @@ def _dropped(draft: Draft) -> None:
 
 
 def _model(draft: Draft) -> None:
-    if draft.whole(f"{_M}.lora_rank", 0, least=0) > 0:
-        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
-            draft.keep(f"{_M}.{name}", f"actor.lora.{name.removeprefix('lora_')}")
-    draft.drop("there are no adapters", f"{_M}.lora_*", f"{_M}.target_modules", f"{_M}.exclude_modules")
+    take_adapters(draft)
     draft.drop("models are read in the format of Hugging Face", "*.use_mbridge", "*.use_dist_checkpointing")
     draft.drop("it follows from the tensor size", f"{_A}.megatron.sequence_parallel")
     draft.drop("all models of a trainer have the engine of the actor", "*.ref.megatron.*", "critic.megatron.*")
+    if draft.get(f"{_A}.megatron.router_replay.mode") == "R3":
+        key = f"{_A}.megatron.router_replay.mode"
+        draft.set("actor.router_replay", True, "verl: router_replay.mode=R3", key)
+    if draft.get(f"{_A}.megatron.router_replay.mode", "disabled") in ("disabled", "R3"):
+        draft.drop("it is switched off, or actor.router_replay", f"{_A}.megatron.router_replay.*")
+    names = ("dtype", "seed", "forward_only", "use_mbridge", "vanilla_mbridge", "dist_checkpointing_*", "dist*_optim_*")
+    draft.drop("as here, or of verl's checkpoints", *(f"{_A}.megatron.{name}" for name in names))
+    draft.drop("sequences are packed without padding", f"{_A}.megatron.pad_*", f"{_A}.megatron.max_seqlen_per_*")
+    if any(option.startswith("actor.lora.") for option in draft.options):
+        draft.lack("adapters are trained by FSDP", "*megatron*")
     draft.lack("choose options of actor.megatron (docs/train_engines.md)", "*megatron*")
     if draft.get(f"{_A}.freeze_vision_tower", False):
         draft.set("actor.freeze", ["visual"], "verl: actor.freeze_vision_tower", f"{_A}.freeze_vision_tower")

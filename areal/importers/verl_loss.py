@@ -1,12 +1,11 @@
 """Advantages, policy loss, KL terms and off-policy corrections of verl."""
 
 from areal.importers.draft import Draft, minibatches
-from areal.importers.verl_rollout import ACTOR, MODEL
+from areal.importers.verl_optimizer import take_optimizer
+from areal.importers.verl_rollout import ACTOR, MODEL, is_megatron
 
 _CRITIC = {
     "critic.model.path": "critic.path",
-    "critic.optim.lr": "critic.optimizer.lr",
-    "critic.optim.weight_decay": "critic.optimizer.weight_decay",
     "critic.grad_clip": "critic.optimizer.gradient_clipping",
     "critic.cliprange_value": "critic.eps_clip",
     "critic.ppo_epochs": "critic.ppo_epochs",
@@ -23,7 +22,7 @@ _ESTIMATORS = {
      "reinforce_plus_plus_baseline")
 )  # fmt: skip
 """Name in verl -> ours; None = the same."""
-_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _LOSSES = {
     "vanilla": "ppo", "gspo": "gspo", "sapo": "sapo", "gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
     "geo_mean": "gmpo", "cispo": "cispo", "dppo_tv": "dppo", "dppo_kl": "dppo",
@@ -52,6 +51,7 @@ def take_advantages(draft: Draft) -> None:
         _take_critic(draft)
     else:
         draft.drop("there is no critic", "critic.*", "trainer.critic_warmup")
+    draft.lack("actor.gdpo_weights has names of reward functions", "algorithm.gdpo_*")
     if draft.get("algorithm.use_pf_ppo", False):
         draft.keep("algorithm.pf_ppo.reweight_method", "actor.pf_ppo.method")
         draft.keep("algorithm.pf_ppo.weight_pow", "actor.pf_ppo.power")
@@ -67,6 +67,8 @@ def take_advantages(draft: Draft) -> None:
 def _take_critic(draft: Draft) -> None:
     draft.set("critic.path", draft.get("critic.model.path", draft.get(f"{MODEL}.path")), "verl: critic.model.path")
     draft.keep_all(_CRITIC)
+    take_optimizer(draft, "critic", "critic.optim.", is_megatron=is_megatron(draft))
+    draft.drop("adv_estimator: gae has a critic", "critic.enable")
     size = draft.whole("critic.ppo_mini_batch_size", draft.whole(f"{ACTOR}.ppo_mini_batch_size", 256))
     count = minibatches(draft.options["train_dataset.batch_size"].value, size)
     draft.set("critic.ppo_n_minibatches", count, "verl: critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
@@ -103,8 +105,8 @@ def take_kl(draft: Draft) -> None:
 def _take_estimator(draft: Draft, key: str, default: str, option: str) -> None:
     given = str(draft.get(key, default))
     plain = given.removesuffix("+") if option == "actor.kl_loss_estimator" else given
-    if plain in _KL:
-        draft.set(option, _KL[plain] + given[len(plain) :], f"verl: {key.rpartition('.')[2]}", key)
+    if plain in KL_ESTIMATORS:
+        draft.set(option, KL_ESTIMATORS[plain] + given[len(plain) :], f"verl: {key.rpartition('.')[2]}", key)
     draft.lack(f"give {option}; full needs actor.kl_top_k", key, off=())
 
 
@@ -124,6 +126,9 @@ def take_loss(draft: Draft) -> None:
             draft.drop("options of other policy losses", f"{section}.{name}")
     names = {name for options in _OF_LOSSES.values() for name in options}
     draft.drop("options of other policy losses", *(f"{ACTOR}.policy_loss.{name}" for name in sorted(names)))
+    if mode not in _LOSSES:
+        draft.lack("an option of a loss that does not exist here", f"{ACTOR}.policy_loss.*", off=(None,))
+    draft.drop("options of other policy losses", f"{ACTOR}.policy_loss.*")
     if mode == "gspo":
         for option, value in (("advantage", "token"), ("gradient", "own"), ("max_log_ratio", 10.0)):
             draft.set(f"actor.sequence_level.{option}", value, "verl's form of GSPO")
@@ -142,34 +147,3 @@ def take_loss(draft: Draft) -> None:
         why = "verl: loss_scale_factor, else data.max_response_length"
         draft.set("actor.loss_scale_tokens", length, why, f"{ACTOR}.loss_scale_factor")
     draft.drop("only seq-mean-token-sum-norm reads it", f"{ACTOR}.loss_scale_factor")
-
-
-def take_correction(draft: Draft) -> None:
-    """Importance weights against the difference between servers and trainer: verl 0.6, and from 0.7 a section."""
-    draft.set("actor.recompute_logprob", True, "verl recomputes the log-probabilities of the old policy")
-    draft.set("rollout.max_head_offpolicyness", 0, "verl trains on answers of the current policy; 2 is faster")
-    ours = "actor.rollout_correction"
-    if draft.get("algorithm.rollout_is_threshold"):
-        draft.keep("algorithm.rollout_is", f"{ours}.apply_weights")
-        draft.defaults({f"{ours}.apply_weights": False})
-        draft.keep("algorithm.rollout_is_level", f"{ours}.level")
-        draft.keep("algorithm.rollout_is_mode", f"{ours}.mode")
-        draft.keep("algorithm.rollout_is_threshold", f"{ours}.upper")
-        draft.keep("algorithm.rollout_is_threshold_lower", f"{ours}.lower")
-        draft.keep("algorithm.rollout_is_veto_threshold", f"{ours}.veto_threshold")
-        draft.set(f"{ours}.renormalize", True, "verl leaves masked tokens out of the denominator")
-    draft.drop("without rollout_is_threshold nothing is corrected", "algorithm.rollout_is*")
-    section = "algorithm.rollout_correction"
-    if draft.get(f"{section}.rollout_is") in ("token", "sequence") and not draft.get(f"{section}.bypass_mode"):
-        draft.keep(f"{section}.rollout_is", f"{ours}.level")
-        draft.keep(f"{section}.rollout_is_threshold", f"{ours}.upper")
-        draft.defaults({f"{ours}.upper": 2.0})
-        draft.keep(f"{section}.rollout_is_batch_normalize", f"{ours}.batch_normalize")
-        if draft.get(f"{section}.rollout_is_batch_normalize"):
-            draft.set(f"{ours}.normalize_by", "units", "verl's mean of weights")
-        draft.keep(f"{section}.rollout_token_veto_threshold", f"{ours}.veto_threshold")
-    draft.lack("actor.rollout_correction has rules and a bypass mode (docs/algorithms.md)", f"{section}.rollout_rs",
-               f"{section}.rollout_is", f"{section}.bypass_mode")  # fmt: skip
-    if any(note.fate == "missing" for key, note in draft.notes.items() if key.startswith(section)):
-        draft.lack("see rollout_is, rollout_rs and bypass_mode", f"{section}.*", off=(None,))
-    draft.drop("nothing is corrected by it", f"{section}.*")

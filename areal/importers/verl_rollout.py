@@ -6,6 +6,8 @@ from areal.importers.draft import Draft
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _STRATEGY, _MEGATRON = f"{ACTOR}.strategy", f"{ACTOR}.megatron."
+OTHER_ENGINES = ("veomni", "torchtitan", "automodel")
+"""Trainers of verl with FSDP2 and its own names of the sizes."""
 _VLLM_FLAGS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "max_num_seqs": "max_num_seqs",
@@ -74,28 +76,35 @@ def take_servers(draft: Draft) -> None:
     why = f"verl uses all {gpus} in turn; here about half generate while the others train"
     trainer, keys = _trainer(draft)
     keys += [f"{ROLLOUT}.{name}" for name in names]
-    ranks = set_devices(
-        draft, backend, halves(total, size, trainer), trainer, why, keys, nodes=nodes, per_node=per_node
-    )
+    parts = halves(total, size, trainer)
+    if alone := server_gpus(draft):
+        size = min(size, alone)
+        parts, why = (alone // size, size, total), f"verl: {alone} GPUs generate, {total} train"
+        keys += [f"{section}.{name}" for section in ("rollout", ROLLOUT) for name in ("nnodes", "n_gpus_per_node")]
+    ranks = set_devices(draft, backend, parts, trainer, why, keys, nodes=nodes, per_node=per_node)
     shard = f"{ACTOR}.fsdp_config.fsdp_size"
     if draft.whole(shard, -1, least=-1) > 0 and not ranks.dp * ranks.cp % draft.whole(shard, 1):
         draft.keep(shard, "actor.fsdp.shard_size")
     draft.lack(f"it does not divide the {ranks.dp * ranks.cp} ranks of the trainer: actor.fsdp.shard_size", shard)
     draft.drop("the reference has the options of the actor", "*.fsdp_size")
-    draft.lack("a server has tensor ranks only", f"{ROLLOUT}.*_parallel_size", off=(None, 1))
+    draft.lack("a server has tensor ranks only", f"{ROLLOUT}.*parallel_size", off=(None, 1))
     draft.server(f"{ROLLOUT}.", backend, _VLLM_FLAGS if backend == "vllm" else _SGLANG_FLAGS)
     draft.server(f"{ROLLOUT}.engine_kwargs.{backend}.", backend)
     draft.drop("flags of another server", f"{ROLLOUT}.engine_kwargs.*", *(f"{ROLLOUT}.{name}" for name in _VLLM_FLAGS))
     draft.drop("all models of a trainer are divided like the actor", "*ulysses_sequence_parallel_size")
 
 
+def is_megatron(draft: Draft) -> bool:
+    """Whether Megatron-Core trains: adapters need FSDP here."""
+    own = str(draft.get(_STRATEGY, draft.get("model_engine", "")))
+    has_sizes = any(key.startswith(_MEGATRON) and key.endswith("parallel_size") for key in draft.values)
+    has_adapters = any(draft.whole(f"{MODEL}.{key}", 0, least=0) for key in ("lora_rank", "lora.rank"))
+    return (own == "megatron" or (not own and has_sizes)) and not has_adapters
+
+
 def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
     """The trainer, and the keys that decide it."""
-    is_megatron = draft.get(_STRATEGY) == "megatron" or (
-        _STRATEGY not in draft.values
-        and any(key.startswith(_MEGATRON) and key.endswith("parallel_size") for key in draft.values)
-    )
-    if is_megatron and not draft.get(f"{MODEL}.lora_rank"):
+    if is_megatron(draft):
         trainer = megatron_trainer(draft, _MEGATRON, f"{_MEGATRON}override_transformer_config.")
         keys = [
             _STRATEGY,
@@ -103,5 +112,25 @@ def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
         ]
         draft.keep(f"{_MEGATRON}optimizer_offload", "actor.megatron.offload_optimizer")
         return trainer, keys
-    context = max(1, draft.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
-    return Trainer(sizes=ParallelDims(cp=context)), [_STRATEGY, f"{ACTOR}.ulysses_sequence_parallel_size"]
+    keys = [f"{ACTOR}.{name}ulysses_sequence_parallel_size" for name in ("", "fsdp_config.")]
+    contexts, tensors, experts = list(keys), [], []
+    for own in (f"{ACTOR}.{engine}." for engine in OTHER_ENGINES):
+        contexts += [f"{own}{name}_parallel_size" for name in ("ulysses", "context")]
+        tensors, experts = [*tensors, f"{own}tensor_parallel_size"], [*experts, f"{own}expert_parallel_size"]
+    context, tensor, expert = (max(draft.whole(key, 1) for key in names) for names in (contexts, tensors, experts))
+    sizes = ParallelDims(cp=context, tp=tensor, ep=expert)
+    return Trainer(sizes=sizes), [_STRATEGY, *contexts, *tensors, *experts]
+
+
+def is_fully_async(draft: Draft) -> bool:
+    """Whether batches are counted by async_training: data.train_batch_size has no effect."""
+    return any(key.startswith("async_training.") for key in draft.values)
+
+
+def server_gpus(draft: Draft) -> int:
+    """GPUs that only generate: of the section rollout, or of actor_rollout_ref.rollout. 0 = those of the trainer."""
+    for section in ("rollout", ROLLOUT):
+        if nodes := draft.whole(f"{section}.nnodes", 0, least=0):
+            per_node = draft.whole("trainer.n_gpus_per_node", 8)
+            return nodes * draft.whole(f"{section}.n_gpus_per_node", per_node)
+    return draft.whole("rollout.n_gpus_per_node", 8) if is_fully_async(draft) else 0

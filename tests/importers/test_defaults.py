@@ -11,7 +11,7 @@ from areal.importers.text import report_json, report_lines, yaml_text
 from areal.importers.verl import from_verl
 
 VERL = {"actor_rollout_ref.model.path": "m", "data.train_files": "t", "algorithm.adv_estimator": "grpo"}
-COSMOS = {"policy.model_name_or_path": "m", "train.train_policy.dataset.name": "t"}
+COSMOS = {"policy.model_name_or_path": "m", "train.train_policy.dataset.name": "t", "train.train_policy.type": "grpo"}
 ROLL = {"pretrain": "m", "adv_estimator": "grpo", "response_length": 64}
 
 

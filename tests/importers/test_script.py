@@ -26,6 +26,10 @@ from areal.importers.script import script_words
         ("x.y=${M##*/} x.z=x_$(date '+%Y %m') u.v=`date`", ["x.y=$M##*/", "x.z=x_$(date '+%Y %m')", "u.v=`date`"]),
         ("if [ $# -lt 2 ]; then x.y=$1; fi 2>&1 | tee a.log", ["x.y=$1"]),
         ("x.y=$HOME/d ~/x.z=1", [f"x.y={Path.home()}/d"]),
+        (
+            "A=1 model_engine=megatron x.y=$A\nE=(model_engine=dp)\nrun ${E[@]}",
+            ["model_engine=megatron", "x.y=1", "model_engine=dp"],
+        ),
     ],
 )
 def test_words_are_those_of_a_shell(text, words):

@@ -7,6 +7,7 @@ from areal.importers.cosmos import from_cosmos
 from areal.importers.draft import Draft
 from areal.importers.roll import from_roll
 from areal.importers.verl import from_verl
+from tests.importers.drafts import fates, values
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STRATEGY = f"{ACTOR}.strategy"
@@ -15,15 +16,8 @@ VERL = {"actor_rollout_ref.model.path": "m", "data.train_files": "t", "algorithm
 VERL |= {"data.train_batch_size": 64, "data.val_files": "v"}
 ROLL = {"pretrain": "m", "adv_estimator": "grpo", "response_length": 64, "rollout_batch_size": 64}
 COSMOS = {"policy.model_name_or_path": "m", "train.train_policy.dataset.name": "t", "train.train_batch_per_replica": 64}
+COSMOS |= {"train.train_policy.type": "grpo"}
 POLICY, LOSS = "train.train_policy", f"{ACTOR}.policy_loss.loss_mode"
-
-
-def values(draft: Draft, *options: str) -> tuple[object, ...]:
-    return tuple(draft.options[option].value if option in draft.options else None for option in options)
-
-
-def fates(draft: Draft, *keys: str) -> list[str]:
-    return [draft.notes[key].fate for key in keys]
 
 
 def test_lengths_of_verl_that_a_file_does_not_set():
@@ -158,9 +152,10 @@ def test_switches_of_verl_that_change_a_run_are_not_dropped():
     assert lost == {"trainer.val_only", "trainer.resume_from_path"}
 
 
-def test_supervised_training_of_verl_is_refused():
+@pytest.mark.parametrize("key", ["model.partial_pretrain", "engine.strategy", "optim.lr"])
+def test_supervised_training_of_verl_is_refused(key):
     with pytest.raises(ConfigError) as caught:
-        from_verl({"model.partial_pretrain": "m", "data.train_files": "t"})
+        from_verl({key: "m", "data.train_files": "t"})
     assert caught.value.code == "config.unsupported"
 
 
@@ -308,7 +303,7 @@ def test_the_penalty_of_cosmos_is_on_where_the_list_of_rewards_has_it(is_listed)
     draft = from_cosmos(COSMOS | {f"{POLICY}.reward_function": names, key: True})
     expected = (True, 4096) if is_listed else (None, None)
     assert values(draft, "actor.overlong_reward_penalty", "actor.overlong_tokens") == expected
-    assert values(draft, "reward_fn") == ("math",)
+    assert values(draft, "reward_fn", "reward.fns") == (None, {"math": 2.0})
     assert fates(draft, f"{POLICY}.reward_function") == ["computed"]
 
 
@@ -317,7 +312,7 @@ def test_the_penalty_of_cosmos_is_on_where_the_list_of_rewards_has_it(is_listed)
     [
         ({"boxed_math": 1.0, "overlong": 0.5}, "math", None, 1.0),
         ({"boxed_math": 2.0}, None, {"math": 2.0}, None),
-        ({"boxed_math": 1.0, "direct_math": 0.5, "overlong": 0}, None, {"math": 1.5}, None),
+        ({"boxed_math": 1.0, "direct_math": 0.5, "overlong": 0}, None, {"math": 2.0}, None),
     ],
 )
 def test_weights_of_rewards_of_cosmos(weights, function, functions, factor):
@@ -354,7 +349,7 @@ def test_a_training_temperature_of_cosmos_is_not_lost():
     [
         ({"tp_size": 2, "dp_shard_size": 4}, "vllm:d1t4+fsdp:d4t2", 2),
         ({"pp_size": 2, "tp_size": 2}, "vllm:d1t4+megatron:d1t2p2", None),
-        ({"pp_size": 2, "dp_shard_size": 2}, "vllm:d1t4+megatron:d2p2", None),
+        ({"pp_size": 2, "dp_shard_size": 2, "tp_size": 1}, "vllm:d1t4+megatron:d2p2", None),
     ],
 )
 def test_devices_of_cosmos(given, mode, nodes):
@@ -364,8 +359,8 @@ def test_devices_of_cosmos(given, mode, nodes):
 
 def test_expert_and_data_ranks_of_cosmos_that_are_lost_are_reported():
     key = "policy.parallelism.ep_size"
-    draft = from_cosmos(COSMOS | {key: 3, "policy.parallelism.dp_shard_size": 8})
-    assert values(draft, "allocation_mode") == ("vllm:d1+fsdp:d4",)
+    draft = from_cosmos(COSMOS | {key: 3, "policy.parallelism.dp_shard_size": 8, "policy.parallelism.tp_size": 1})
+    assert values(draft, "allocation_mode") == ("vllm:d1t2+fsdp:d4",)
     assert "4 of 8 data ranks" in draft.options["allocation_mode"].origin
     assert fates(draft, key) == ["missing"]
 
@@ -374,6 +369,6 @@ def test_supervised_training_of_cosmos():
     given = {f"{POLICY}.type": "sft", "policy.parallelism.dp_shard_size": -1, "train.optm_lr": [2e-6, 2e-6]}
     draft = from_cosmos(COSMOS | given)
     options = ("allocation_mode", "train_dataset.type", "train_dataset.max_length", "model.optimizer.lr")
-    assert values(draft, *options) == ("fsdp:d1", "sft", 4096, 2e-6)
+    assert values(draft, *options) == ("fsdp:d1t2", "sft", 4096, 2e-6)
     assert not [option for option in draft.options if option.startswith(("actor.", "gconfig.", "rollout."))]
     assert fates(draft, "policy.parallelism.dp_shard_size") == ["missing"]
