@@ -54,7 +54,7 @@ class Throughput:
     bound: str
     """generation or training: what limits the run."""
     weight_update_s: float
-    """Mean seconds of a weight publication."""
+    """Mean seconds in which the trainer sends new weights or waits until the servers have them."""
     weight_update_share: float
     staleness_mean: float
     staleness_max: float

@@ -297,7 +297,7 @@ def _waits(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     return {
         "the trainer waits for answers": share("rollout"),
-        "the trainer sends weights to the servers": share("publish_weights"),
+        "the trainer sends weights, or waits until the servers have them": share("publish_weights"),
         "the servers wait for the trainer": fmean(row["rollout/running"] == 0 for row in newest),
     }
 
