@@ -253,9 +253,8 @@ def _join_run(
             # Before attaching: no episode may start on weights that the servers loaded at start or hold from before.
             channel.publish(start_step)
             channel.wait_served()
-        # The policy version is the number of steps done.
         where = {"rank": mesh.rank, "world_size": mesh.world_size, "dp_rank": actor.dp_rank, "dp_size": actor.dp_size}
-        client.attach(**where, step=start_step, version=start_step)
+        client.attach(**where, step=start_step, version=start_step)  # the version is the number of steps done
     add_samples = _sample_tables(config, after_step) if mesh.rank == 0 else None
     announce_ready(registry_of(config), context)
     if config.evaluator.eval_before_train and point is None:

@@ -251,69 +251,6 @@ async def test_a_publication_that_fails_after_its_trainer_died_is_logged(tmp_pat
     assert "version 2 failed: no replica took it" in caplog.text
 
 
-async def test_a_started_update_is_joined_and_a_failed_one_starts_again(tmp_path):
-    may_end, started = asyncio.Event(), []
-
-    class Fleet(rollout_kit.FakeFleet):
-        async def update_weights(self, update):
-            started.append(update.version)
-            await may_end.wait()
-            if len(started) == 1:
-                raise WeightSyncError("no replica took it", code="weights.none")
-            await super().update_weights(update)
-
-    controller = rollout_kit.make_controller(Ledger.open(tmp_path), fleet=Fleet())
-    async with running(controller):
-        weights = controller.weights
-        for _ in range(2):
-            assert await weights.start(update(1), timeout_s=0.0)
-        assert not await weights.publish(update(1), timeout_s=0.01)
-        assert not await weights.settled(timeout_s=0.01)
-        may_end.set()
-        with pytest.raises(WeightSyncError):
-            await weights.publish(update(1), timeout_s=60.0)
-        assert await weights.start(update(1), timeout_s=0.0)
-        assert await weights.publish(update(1), timeout_s=60.0)
-        assert started == [1, 1]
-
-
-async def test_a_trainer_whose_reported_version_no_update_brings_is_asked_for_it(tmp_path):
-    """The controller died while the servers installed it."""
-    controller = rollout_kit.make_controller(Ledger.open(tmp_path), config=rollout_kit.make_config(max_staleness=0))
-    async with running(controller):
-        await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-        await controller.next_batch(0, timeout_s=60.0)
-        await controller.consumed(0, 1)
-        with pytest.raises(WeightsNeeded):
-            await controller.next_batch(1, timeout_s=0.0)
-        assert await controller.weights.start(update(1), timeout_s=0.0)
-        assert await controller.next_batch(1, timeout_s=60.0) is not None
-
-
-async def test_a_batch_but_no_evaluation_comes_while_the_servers_install_its_version(tmp_path):
-    may_end = asyncio.Event()
-
-    class Fleet(rollout_kit.FakeFleet):
-        async def update_weights(self, update):
-            await may_end.wait()
-            await super().update_weights(update)
-
-    workflow = rollout_kit.ScriptedWorkflow()
-    evaluation = {"eval_sets": {"": [{"index": 2}]}, "eval_workflows": {"greedy": workflow}}
-    controller = rollout_kit.make_controller(Ledger.open(tmp_path), fleet=Fleet(), workflow=workflow, **evaluation)
-    async with running(controller):
-        await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-        await controller.next_batch(0, timeout_s=60.0)
-        assert await controller.weights.start(update(1), timeout_s=0.0)
-        await controller.consumed(0, 1)
-        record = await controller.next_batch(1, timeout_s=60.0)
-        assert record is not None
-        assert (record.version, controller.state.version) == (1, 0)
-        assert await controller.evaluate(1, "greedy", timeout_s=0.01) is None
-        may_end.set()
-        assert await controller.evaluate(1, "greedy", timeout_s=60.0) is not None
-
-
 async def test_the_client_finds_a_controller_that_moved(tmp_path):
     controller = rollout_kit.make_controller(Ledger.open(tmp_path))
     with bind_socket() as dead:
