@@ -514,7 +514,7 @@ rollout.past_the_end: A trainer requested a batch after the last train step of t
     Start trainer and controller with the same configuration.
 rollout.stopped: The rollout controller ended with an unexpected error.
     Read the error that the message quotes and the log of the controller.
-rollout.weights_needed: A restarted server lacks the current weights, and only the trainer has them.
+rollout.weights_needed: A server restarted or did not get its update, and only the trainer has the current weights.
     None: the trainer publishes them again and continues.
 
 sandbox.backend_unusable: The machine cannot run programs in the way that reward.sandbox.backend names.

@@ -253,12 +253,15 @@ class ReplicaSet:
     # The tasks
 
     async def _follow_registry(self) -> None:
+        start_s, interval_s = self.lateness.now_s, self._config.health_check_interval_s
         while True:
             try:
                 await self._read_registry()
             except Exception:  # a registry that cannot be read now can be read later
                 log.exception("reading the registry of servers failed")
-            await asyncio.sleep(self._config.health_check_interval_s)
+            # Until the first server is found, a pause delays the start of the run by at most a tenth of its duration.
+            waited_s = self.lateness.now_s - start_s
+            await asyncio.sleep(interval_s if self.slots else min(interval_s, max(_FIRST_POLL_S, waited_s / 10)))
 
     async def _read_registry(self) -> None:
         """Add a slot for each new server, and drop the slots of servers that are no longer registered."""

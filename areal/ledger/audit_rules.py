@@ -189,7 +189,7 @@ class AuditRules:
         self._require_confirmed(f"before episode {episode_id} was admitted")
         text = f"was admitted at version {version}"
         if version != self._version:
-            self._bad_episode("admission", episode_id, f"{text}, but the trainer had {self._version}")
+            self._bad_episode("admission", episode_id, f"{text}, but version {self._version} was published last")
         elif version < self._highest:
             problem = f"{text} before the recovered trainer reached version {self._highest} again"
             self._bad_episode("admission", episode_id, problem)

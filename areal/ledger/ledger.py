@@ -228,7 +228,7 @@ class Ledger:
         return self.state.batches[step]
 
     def consumed(self, *, step: int, version: int, weights: str = "") -> None:
-        """The trainer has trained on batch `step` and published `version`. A repeated call changes nothing.
+        """The trainer has trained on batch `step` and sent `version`. A repeated call changes nothing.
 
         `weights`: checksum of the actor's weights after the step, in hex; empty = unknown.
         """

@@ -128,8 +128,8 @@ class RolloutClient:
         """The share of this rank of train batch `step`. Blocks until it is ready.
 
         Raises RequestError when it will never be ready, LedgerError when this host cannot read its payloads and
-        rollout.batch_transfer=files, and WeightsNeeded when restarted servers lack the current weights, so that the
-        trainer must publish them again first. Raises CheckpointWanted, once for each step, while the batch is not ready
+        rollout.batch_transfer=files, and WeightsNeeded when servers lack the current weights and the trainer
+        must publish them again first. Raises CheckpointWanted, once for each step, while the batch is not ready
         and the launcher requests a checkpoint.
         """
         answer = self._batch(step, with_payloads=self._payloads is None)
@@ -235,8 +235,9 @@ class RolloutClient:
 
     def close(self) -> None:
         """Close the connections. A later call opens one."""
-        while self._idle:
-            self._idle.pop().close()
+        with contextlib.suppress(IndexError):  # another thread may take the last one
+            while True:
+                self._idle.pop().close()
 
     def _call(
         self,

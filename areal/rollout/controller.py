@@ -220,7 +220,7 @@ class Controller:
     def _require_weights(self) -> None:
         """Only the trainers can send weights that used a collective, or whose folder is missing."""
         if self._has_trainer and self.weights.needs_trainer:
-            raise WeightsNeeded(f"a server waits for policy version {self._ledger.state.version}")
+            raise WeightsNeeded(f"a server waits for policy version {self._ledger.state.trainer_version}")
 
     async def live_replicas(self, version: int, *, timeout_s: float) -> list[str] | None:
         """Ids of the replicas that an update to `version` must reach; None = the fleet is not ready, call again.

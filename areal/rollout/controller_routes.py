@@ -6,7 +6,8 @@
     POST /batch        BatchRequest                 200 see share_codec.py | 204 not ready, repeat the call | 410 never
                                                     409 rollout.weights_needed: publish the weights again first
                                                     412 the ledger lost events that this trainer depends on
-    POST /publish      PublishRequest               200 every replica serves it, as /probe | 204 not ready, repeat it
+    POST /publish      PublishRequest               200 every replica serves it, as /probe; with waits=false: the update
+                                                    has started, {} | 204 not ready, repeat it
     GET  /probe?version=N                           200 {"version", "probe": the servers' answer to the canary, or null}
     POST /compare      CompareRequest               200 {"differing": [names]} | 204 not ready, repeat the call
     POST /consumed     ConsumedRequest

@@ -112,7 +112,7 @@ class FleetWeights:
                 with track("weight update", str(update.version)):
                     canary = await self._fleet.update_weights(update)
             self._ledger.published(version=update.version, kind=update.kind, path=update.path, canary=canary)
-            await self._ledger.durable()  # the trainer continues after the answer, so a restart must find this version
+            await self._ledger.durable()  # the trainer changes its weights after the answer: a restart must find this
             self.has_published = True
         finally:
             self.updating_to = None
@@ -156,10 +156,12 @@ class FleetWeights:
         """Update the fleet to the ledger's version, and give it the folder for replicas that join later.
 
         When the folder is missing or the update used a collective, the trainer must publish again (`needs_trainer`).
+        Nothing is restored when the trainer has a newer version: it sends that version again, or has sent it already.
         """
         await self.fleet_ready.wait()
         state, last = self._ledger.state, self._ledger.state.last_published
-        if last is None or last["kind"] == "collective" or last["version"] != state.version:
+        is_newest = last is not None and last["version"] == state.version == state.trainer_version
+        if last is None or last["kind"] == "collective" or not is_newest:
             return
         _log.info("restoring policy version %d on the servers from %s", state.version, last["path"])
         self._is_restoring = True

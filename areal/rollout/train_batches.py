@@ -4,7 +4,7 @@ No payload is read here unless a trainer rank cannot read the files of the ledge
 events of its episodes.
 
 A request waits until enough accepted episodes exist, at most for its time limit. `compose_if_ready` wakes it; the
-controller calls that after every accepted episode and every new policy version.
+controller calls that after every accepted episode, train step and new policy version.
 """
 
 import asyncio

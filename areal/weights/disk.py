@@ -5,6 +5,7 @@ The trainer continues once a folder is written; `wait_served` waits for the flee
 rollout.weight_update_timeout_s).
 """
 
+import contextlib
 import re
 import secrets
 import shutil
@@ -56,7 +57,8 @@ class DiskChannel:
 
     def wait_served(self) -> None:
         if (update := self._started.wait_served()) is not None:
-            self._prune(update.version)
+            with contextlib.suppress(OSError):  # what stays is removed after the next version
+                self._prune(update.version)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -108,9 +110,10 @@ class AdapterChannel:
 
     def wait_served(self) -> None:
         if self._started.wait_served() is not None:
-            folders = sorted(self._folder.glob("adapter-v*"), key=lambda path: path.stat().st_mtime)
-            for path in folders[:-KEPT_VERSIONS]:
-                shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # what stays is removed after the next version
+                folders = sorted(self._folder.glob("adapter-v*"), key=lambda path: path.stat().st_mtime)
+                for path in folders[:-KEPT_VERSIONS]:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -200,8 +200,9 @@ async def train(controller: Controller, steps: range, *, step_s: float = 0.0, dp
         blobs.append([share for share in shares if share is not None])
         await asyncio.sleep(step_s)
         update = WeightUpdate(version=step + 1, kind="disk", path=f"v{step + 1}")
-        await controller.weights.publish(update, timeout_s=1e6)
+        assert await controller.weights.start(update, timeout_s=1e6)
         await controller.consumed(step, step + 1)
+        await controller.weights.publish(update, timeout_s=1e6)
     return blobs
 
 

@@ -111,7 +111,7 @@ class World:
         while True:
             await self.born.wait()
             life = self.life
-            owner = life.controller.weights if ask == "publish" else life.controller
+            owner = life.controller.weights if ask in ("publish", "start") else life.controller
             asking = asyncio.create_task(getattr(owner, ask)(*arguments, **options))
             death = asyncio.create_task(life.died.wait())
             await asyncio.wait([asking, death], return_when="FIRST_COMPLETED")
@@ -137,6 +137,7 @@ def make_view(world, life):
         def __init__(self):
             super().__init__(-1)
             self.kind = None
+            self.lock = asyncio.Lock()
 
         async def start(self):
             await asyncio.sleep(0.3)
@@ -154,6 +155,10 @@ def make_view(world, life):
             return {"replicas": [], "needs_weights": stale and self.kind != "disk"}
 
         async def update_weights(self, update):
+            async with self.lock:
+                await self.update(update)
+
+        async def update(self, update):
             if update.kind == "collective" and (not update.replicas or not set(update.replicas) <= set(self.ids())):
                 raise WeightSyncError("these replicas do not exist")
             members = [self.ids()[one] for one in update.replicas] or list(world.servers)
@@ -166,16 +171,39 @@ def make_view(world, life):
     return View()
 
 
+def disk(version):
+    return WeightUpdate(version=version, kind="disk", path=f"v{version}")
+
+
 class Trainers:
     """Two ranks in step; as PPOLoop over the two weight channels."""
 
     def __init__(self, world):
         self.world = world
+        self.sent = None
+        self.publishing = None
+
+    async def send(self, version):
+        """The servers install the version while the trainers continue."""
+        self.sent = version
+        if self.world.kind == "disk":
+            await self.world.call("start", disk(version), timeout_s=5.0)
+        else:
+            self.publishing = asyncio.create_task(self.publish(version), name=f"trainer-publish-{version}")
+            await asyncio.sleep(0.11)  # the servers have received the weights
+
+    async def wait_served(self):
+        version, self.sent = self.sent, None
+        publishing, self.publishing = self.publishing, None
+        if publishing is not None:
+            await publishing
+        elif version is not None:
+            await self.publish(version)
 
     async def publish(self, version):
         world = self.world
         if world.kind == "disk":
-            await world.call("publish", WeightUpdate(version=version, kind="disk", path=f"v{version}"), timeout_s=5.0)
+            await world.call("publish", disk(version), timeout_s=5.0)
             return
         for attempt in range(6):
             replicas = await world.call("live_replicas", version, timeout_s=5.0)
@@ -197,6 +225,7 @@ class Trainers:
                         answers[rank] = await self.world.call(what, *arguments, timeout_s=5.0)
                         self.world.answers.setdefault((what, arguments, rank), []).append(answers[rank])
             if len(answers) < RANKS:
+                await self.wait_served()
                 await self.publish(version)
         return answers
 
@@ -208,14 +237,17 @@ class Trainers:
             await world.call("attach", rank=rank, world_size=RANKS, dp_size=RANKS, step=start, version=start)
         for step in range(start, stop):
             await self.ask(step, "next_batch", step)
+            await self.wait_served()
             await asyncio.sleep(0.1)
-            await self.publish(step + 1)
+            await self.send(step + 1)
             await world.call("consumed", step, step + 1, f"{step:x}")
             if step % 2 == 1:
+                await self.wait_served()
                 answers = await self.ask(step + 1, "evaluate", step + 1, MODE)
                 assert answers[0] == answers[1], "ranks decide by it"
             if step == 0:
                 await world.call("committed", 1, "recover/step-1")
+        await self.wait_served()
 
 
 async def run(folder, kind, kill_at, totals):
