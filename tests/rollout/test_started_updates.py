@@ -6,6 +6,8 @@ import pytest
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import WeightSyncError
+from areal.ledger.audit import audit
+from areal.ledger.event_files import read_payload
 from areal.ledger.ledger import Ledger
 from areal.rollout.client import WeightsNeeded
 from tests.rollout import rollout_kit
@@ -77,3 +79,54 @@ async def test_a_batch_but_no_evaluation_comes_while_the_servers_install_its_ver
         assert await controller.evaluate(1, "greedy", timeout_s=0.01) is None
         may_end.set()
         assert await controller.evaluate(1, "greedy", timeout_s=60.0) is not None
+
+
+def test_a_restarted_controller_does_not_bring_back_the_version_before_an_update_that_has_begun(tmp_path):
+    """It restarted while the trainer trained. The trainer starts the update to version 2, then reports step 1."""
+
+    class Fleet(rollout_kit.FakeFleet):
+        """Its updates take time and run one after another, as those of the real fleet."""
+
+        def __init__(self, version):
+            super().__init__(version)
+            self.lock = asyncio.Lock()
+
+        async def update_weights(self, update):
+            async with self.lock:
+                await asyncio.sleep(0.5)
+                await super().update_weights(update)
+
+    class TwoTurns(rollout_kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            await super().arun_episode(engine, data)
+            await asyncio.sleep(0.6)
+            return await super().arun_episode(engine, data)
+
+    def begin_life(fleet):
+        log = rollout_kit.FileLog(tmp_path)
+        ledger = Ledger(log, state=log.state, read_payload=lambda where: read_payload(tmp_path, where))
+        config = rollout_kit.make_config(max_staleness=0, on_stale="wait")
+        return rollout_kit.make_controller(ledger, config=config, fleet=fleet, workflow=TwoTurns())
+
+    async def main():
+        first = begin_life(Fleet(0))
+        await first.start()
+        await first.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+        await rollout_kit.train(first, range(1))
+        assert await first.next_batch(1, timeout_s=1e6)
+        await first.close()
+        second = begin_life(fleet := Fleet(1))
+        await second.start()
+        update = WeightUpdate(version=2, kind="disk", path="v2")
+        assert await second.weights.start(update, timeout_s=1e6)
+        await second.consumed(1, 2)
+        assert await second.weights.publish(update, timeout_s=1e6)
+        await asyncio.sleep(1.0)  # an episode of version 2 has sent its second request
+        assert [one.version for one in fleet.updates if one.version < 2] == []
+        assert fleet.version == second.state.version == 2
+        record = await second.next_batch(2, timeout_s=1e6)
+        assert record.stats["staleness_max"] == 0
+        await second.close()
+        assert audit(tmp_path).is_clean, audit(tmp_path).violations
+
+    rollout_kit.run_virtual(main())
