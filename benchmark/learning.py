@@ -101,6 +101,8 @@ def config_for(run: Run, fileroot: Path) -> PPOConfig:
         f"cluster.fileroot={root}",
         f"total_train_steps={run.steps}",
         f"rollout.max_head_offpolicyness={run.staleness}",
+        "train_dataset.batch_size=32",
+        "gconfig.n_samples=16",
         "rollout.should_accept_fn=''",
         "evaluator.stop_at={}",
         "actor.use_decoupled_loss=false",

@@ -1,12 +1,13 @@
 """Compares areal with TRL's GRPOTrainer: same checkpoint, rows, group, batch, minibatches, lengths, learning rate.
 
     make bench-trl           creates .venv-trl on the first call, then runs both workloads (about 6 minutes, idle)
-    python benchmark/versus_trl.py [--only quickstart|wide] [--seeds 0 1] [--staleness 0 2]
+    python benchmark/versus_trl.py [--only quickstart|wide] [--seeds 0 1] [--batch 32 16] [--staleness 0 2]
 
-quickstart: the model of examples/quickstart after its supervised stage. Both systems train until the same held-out
-goals (greedy 0.96, sampled 0.87, evaluated every 10 train steps). Counted: seconds from the first train step to the
-stop, with evaluations, without the start of processes. wide: a random model of 24M parameters, 8 x 8 answers of at most
-256 tokens. Counted: seconds per train step in the middle of a run.
+quickstart: the model of examples/quickstart after its supervised stage, with 512 answers in a train step (the example
+itself has 48 prompts with 8 answers: --batch 48 8). Both systems train until the same held-out goals (greedy 0.96,
+sampled 0.87, evaluated every 10 train steps). Counted: seconds from the first train step to the stop, with evaluations,
+without the start of processes. wide: a random model of 24M parameters, 8 x 8 answers of at most 256 tokens. Counted:
+seconds per train step in the middle of a run.
 
 TRL's settings are derived from areal's configuration (`trl_settings`). What differs by design: areal generates while it
 trains (rollout.max_head_offpolicyness), with the decoupled loss, and its quickstart replaces groups of equal rewards.
@@ -136,11 +137,12 @@ def run(*argv: str) -> None:
         sys.exit(code)
 
 
-def compare_quickstart(seed: int, fileroot: str) -> dict[str, Any]:
+def compare_quickstart(seed: int, batch: list[int], fileroot: str) -> dict[str, Any]:
     common = (f"seed={seed}", f"cluster.fileroot={fileroot}")
+    sizes = (f"train_dataset.batch_size={batch[0]}", f"gconfig.n_samples={batch[1]}")
     run("examples/quickstart/prepare.py", f"{fileroot}/quickstart/data", "--seed", str(seed))
     run("-m", "areal", "run", "--config", "examples/quickstart/sft.yaml", *common)
-    areal, config = run_areal(QUICKSTART, (5, None), *common)
+    areal, config = run_areal(QUICKSTART, (5, None), *common, *sizes)
     trl = run_trl(config, (5, None))
     return {"seed": seed, "areal": areal, "trl": trl, "ratio": round(trl["seconds"] / areal["seconds"], 2)}
 
@@ -193,6 +195,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("quickstart", "wide"), help="one of the two workloads")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the first workload")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs=2,
+        default=[32, 16],
+        metavar=("PROMPTS", "ANSWERS"),
+        help="of a train step of the first workload: prompts, answers to each",
+    )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2], help="of areal in the second workload")
     parser.add_argument("--fileroot", default="runs/versus_trl", help="root of the run folders, which must be new")
     args = parser.parse_args()
@@ -202,7 +212,7 @@ def main() -> None:
         sys.exit(f"{args.fileroot} exists, and complete runs do not run again: delete it or choose another --fileroot")
     found: dict[str, Any] = {"cores": os.cpu_count(), "load": [round(one, 1) for one in os.getloadavg()]}
     if args.only != "wide":
-        found["quickstart"] = [compare_quickstart(seed, f"{args.fileroot}/{seed}") for seed in args.seeds]
+        found["quickstart"] = [compare_quickstart(seed, args.batch, f"{args.fileroot}/{seed}") for seed in args.seeds]
         trl, areal = (median(one[name]["seconds"] for one in found["quickstart"]) for name in ("trl", "areal"))
         found["ratio_of_medians"] = round(trl / areal, 2)
     if args.only != "quickstart":
