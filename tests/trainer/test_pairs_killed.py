@@ -1,6 +1,7 @@
 """The preference examples by the launcher: they learn, survive kill -9 of a trainer, and export for transformers."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -103,7 +104,9 @@ def test_an_example_learns_and_a_killed_trainer_changes_nothing(fileroot, kind):
     assert [line["step"] for line in found] == list(range(61))  # before the first step there is an evaluation
     for name in [*LOGGED[kind], "grad_norm", "lr", "eval/loss", "eval/accuracy"]:
         assert [line.get(name) for line in found] == [line.get(name) for line in expected], name
-    assert 0.4 < expected[0]["eval/accuracy"] < 0.6
+    # the random weights decide in which order a pair is, but its scores are almost equal
+    assert expected[0]["eval/loss"] == pytest.approx(math.log(2), abs=0.01)
+    assert expected[0]["eval/accuracy"] < 0.8
     assert expected[-1]["eval/accuracy"] > 0.95
     export = killed.root / "checkpoints" / ROLES[kind] / "step-000060"
     if kind == "dpo":
