@@ -33,6 +33,8 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
     found = flat(asdict(reading.config)) if reading.config is not None else {}
     if isinstance(reading.config, PPOConfig) and reading.config.server_backend in FOREIGN:
         draft.set("server_defaults", "areal", "AReaL gives these flags to servers where a file has none")
+    if "total_train_epochs" not in tree and tree.get("total_train_steps") is not None:
+        draft.set("total_train_epochs", 1, "AReaL's default; here more steps repeat the dataset without it")
     for key, value in flat(old).items():
         wrong = next((text for path, text in problems.items() if f"{key}.".startswith(f"{path}.")), "")
         rule = None if _is_option(kind, key) else _rule(kind, key)
