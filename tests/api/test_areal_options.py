@@ -143,6 +143,9 @@ def test_a_scheduling_spec_becomes_options_of_the_launcher() -> None:
     given = read(GRPOConfig, tree).config
     assert given is not None
     assert (given.launcher.trainer_cpus_per_gpu, given.launcher.trainer_mem_per_gpu) == (9, 3072)
+    assert "actor.scheduling_spec" in read(GRPOConfig, copy.deepcopy(tree)).ignored
+    tree["launcher"]["trainer_cpus_per_gpu"] = 6
+    assert "actor.scheduling_spec" not in read(GRPOConfig, copy.deepcopy(tree)).ignored
 
 
 def test_specs_of_servers_and_trainers_with_one_value_agree() -> None:
