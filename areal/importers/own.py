@@ -102,9 +102,11 @@ def _tree(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_script(draft: Draft) -> None:
-    """What the scripts of examples with images choose by the name of the dataset."""
+    """What the scripts of examples choose by the name of the dataset."""
     path = str(draft.values.get("train_dataset.path", "")).lower().replace("-", "_")
     kind = str(draft.values.get("train_dataset.type", "rl"))
+    if "gsm8k" in path and kind == "rl":
+        _take_gsm8k(draft)
     for name, pixels in _VISION_PIXELS.items():
         if name not in path or kind not in pixels:
             continue
@@ -116,6 +118,19 @@ def _take_script(draft: Draft) -> None:
         for option, value in (("workflow", "vision_rlvr"), ("reward_fn", name)) if kind == "rl" else ():
             if option not in draft.options:
                 draft.set(option, value, why)
+
+
+def _take_gsm8k(draft: Draft) -> None:
+    """How AReaL reads and rewards the dataset."""
+    why = "AReaL: its loader and script for gsm8k"
+    for part in ("train_dataset", "valid_dataset"):
+        path = str(draft.values.get(f"{part}.path", ""))
+        if path == "openai/gsm8k":
+            draft.set(f"{part}.name", "main", why)
+        if "gsm8k" in path:
+            draft.set(f"{part}.map_fn", "gsm8k", why)
+    if not draft.options.keys() & {"reward_fn", "workflow"}:  # an agent makes its own rewards
+        draft.set("reward_fn", "gsm8k", why)
 
 
 def _without(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
