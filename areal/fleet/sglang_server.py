@@ -144,6 +144,7 @@ SGLANG = ServerBackend(
             **dict.fromkeys(("dp_size", "pp_size"), (1, ALLOCATED)),
             "enable_metrics": (True, "areal reads them"),
             "tokenizer_worker_num": (1, ONE_PROCESS),
+            "allow_auto_truncate": (False, "areal refuses a prompt that does not fit"),
             "use_ray": (False, ONE_GROUP),
             "disaggregation_mode": ("null", "each server computes both prompts and answers"),
         },

@@ -66,6 +66,7 @@ def problems(config: GRPOConfig) -> list[tuple[str, str]]:
         ([ON_VLLM, "actor.lora={}", "vllm.enable-lora=false"], "vllm.enable-lora", "actor.lora"),
         ([ON_VLLM, "actor.router_replay=true"], "actor.router_replay", "native or sglang"),
         (["sglang.tokenizer_worker_num=2"], "sglang.tokenizer_worker_num", "2 "),
+        (["sglang.allow_auto_truncate=true"], "sglang.allow_auto_truncate", "set it to false"),
         ([*KEEP_CACHE, "sglang.disable-overlap-schedule=false"], "sglang.disable-overlap-schedule", "keep_cache"),
         ([*REPLAY, "sglang.enable_return_routed_experts=false"], "sglang.enable_return_routed_experts", "replay"),
         ([ON_VLLM, "vllm.distributed-executor-backend=ray"], "vllm.distributed-executor-backend", "set it to mp"),
