@@ -118,6 +118,7 @@ SGLANG = ServerBackend(
         "disable_radix_cache": True,
         "log_level": "warning",
         "log_level_http": "warning",
+        "log_requests_level": 0,
         "decode_log_interval": 1,
     },
     minimum_version="0.5.10",  # --incremental-streaming-output
