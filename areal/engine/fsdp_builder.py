@@ -169,9 +169,10 @@ def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: Trainer
         apply_expert_plan(hf_model, mesh.expert_mesh(config.fsdp.shard_size)["expert"])
     if config.optimizer is not None and config.gradient_checkpointing:
         enable_checkpointing(hf_model, is_selective=config.checkpointing == "selective")
+    units = _units(hf_model, config)  # an unknown class of fsdp.wrap_policy is an error on one rank too
     if config.compile:
         require_compiler(mesh.device)
-        for unit in _units(hf_model, config):
+        for unit in units:
             unit.forward = torch.compile(unit.forward, dynamic=True)  # FSDP's hooks remain outside
     return adapters
 

@@ -22,6 +22,7 @@ LISTENS = "areal chooses free ports on loopback"
 ONE_PROCESS = "areal uses one HTTP process of each server"
 ONE_GROUP = "areal stops a server as one process group"
 OWN_GPUS = "areal assigns the GPUs of each server"
+GETS_ADAPTERS = "the servers get the adapters of actor.lora"
 NO_KEY = "servers that areal starts listen on loopback only and require no key"
 COMMON_OWNED = {
     **dict.fromkeys(("host", "port"), LISTENS),
@@ -54,7 +55,10 @@ class FlagRules:
     bare: frozenset[str] = frozenset()
     """Switches without a --no-... form: false leaves them out."""
     ignored: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
-    """Keys of AReaL files that this server does not read -> the values that may be dropped; () = all values."""
+    """Keys of AReaL files that this server does not read, or whose value areal chooses -> the values that may be
+    dropped; () = all values."""
+    renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    """Flags with lists -> items of AReaL files and their names on this server."""
 
 
 def plain_name(key: str) -> str:
@@ -73,12 +77,16 @@ def _is_ignored(rules: FlagRules, key: str, value: Any) -> bool:
 
 
 def given_flags(rules: FlagRules, flags: Flags) -> dict[str, Any]:
-    """The flags that reach the server, by plain name: without unset and ignored ones."""
-    return {
+    """The flags that reach the server, by plain name and with its values: without unset and ignored ones."""
+    found = {
         plain_name(key): value
         for key, value in flags.items()
         if not is_unset(value) and not _is_ignored(rules, key, value)
     }
+    for name, names in rules.renamed.items():
+        if isinstance(items := found.get(name), list):
+            found[name] = [names.get(str(item), item) for item in cast("list[Any]", items)]
+    return found
 
 
 def ignored_flags(rules: FlagRules, flags: Flags) -> list[str]:

@@ -11,6 +11,7 @@ from areal.fleet.server_flags import (
     ALLOCATED,
     COMMON_FIXED,
     COMMON_OWNED,
+    GETS_ADAPTERS,
     LISTENS,
     NO_KEY,
     ONE_GROUP,
@@ -47,7 +48,7 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         lora = config.actor.lora
         targets = lora.target_modules if isinstance(lora.target_modules, list) else ["all"]
         targets = ["all"] if ALL_LINEAR in targets else targets
-        defaults |= {"enable_lora": True, "max_lora_rank": lora.served_rank, "lora_target_modules": targets}
+        defaults |= {"max_lora_rank": lora.served_rank, "lora_target_modules": targets}
         defaults |= {"max_loras_per_batch": ADAPTERS + 1}  # and the base model
     if not on_gpu:
         defaults |= {
@@ -69,6 +70,8 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
 def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
     """See `ServerBackend`."""
     needed: dict[str, tuple[Any, str]] = {}
+    if config.publishes_adapters:
+        needed["enable_lora"] = True, GETS_ADAPTERS
     if config.rollout.weight_update == "keep_cache":
         # A pause leaves the step in flight alone: its token of the old weights would be reported as one of the new.
         needed["disable_overlap_schedule"] = True, "rollout.weight_update=keep_cache needs exact versions"
@@ -115,6 +118,7 @@ SGLANG = ServerBackend(
         "disable_radix_cache": True,
         "log_level": "warning",
         "log_level_http": "warning",
+        "log_requests_level": 0,
         "decode_log_interval": 1,
     },
     minimum_version="0.5.10",  # --incremental-streaming-output
@@ -141,6 +145,7 @@ SGLANG = ServerBackend(
             **dict.fromkeys(("dp_size", "pp_size"), (1, ALLOCATED)),
             "enable_metrics": (True, "areal reads them"),
             "tokenizer_worker_num": (1, ONE_PROCESS),
+            "allow_auto_truncate": (False, "areal refuses a prompt that does not fit"),
             "use_ray": (False, ONE_GROUP),
             "disaggregation_mode": ("null", "each server computes both prompts and answers"),
         },
@@ -150,6 +155,9 @@ SGLANG = ServerBackend(
             "enable_fast_load": (),
             "enable_ep_moe": (False,),
             "enable_nan_detection": (False,),
+            # AReaL unloads an adapter before it loads the next; here requests continue with the adapter they began with
+            **dict.fromkeys(("max_loaded_loras", "max_loras_per_batch"), (1,)),
         },
+        renamed={"lora_target_modules": {ALL_LINEAR: "all"}},
     ),
 )

@@ -22,6 +22,7 @@ from areal.fleet.server_flags import (
     ALLOCATED,
     COMMON_FIXED,
     COMMON_OWNED,
+    GETS_ADAPTERS,
     LISTENS,
     ONE_GROUP,
     ONE_PROCESS,
@@ -89,10 +90,13 @@ def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_lo
 
 def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
     """See `ServerBackend`."""
+    needed: dict[str, tuple[Any, str]] = {"enable_lora": (True, GETS_ADAPTERS)} if config.publishes_adapters else {}
     layout = read_vision_layout(VLLM.model(config))
     settings = None if layout is None else _PROCESSOR_SETTINGS.get(layout.family)
-    why = "areal sends images in their final size, and this server must not cut or resize them otherwise"
-    return {"mm_processor_kwargs": (settings, why)} if settings else {}
+    if settings:
+        why = "areal sends images in their final size, and this server must not cut or resize them otherwise"
+        needed["mm_processor_kwargs"] = settings, why
+    return needed
 
 
 def image_problems(config: PPOConfig) -> Problems:
@@ -166,8 +170,8 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
     if config.publishes_adapters and config.actor.lora is not None:
         rank = config.actor.lora.served_rank
         fitting = (size for size in _LORA_RANKS if size >= rank)
-        defaults |= {"enable_lora": True, "max_lora_rank": next(fitting, rank), "max_loras": ADAPTERS}
-    if {**defaults, **given}.get("enable_lora"):
+        defaults |= {"max_lora_rank": next(fitting, rank), "max_loras": ADAPTERS}
+    if config.publishes_adapters or given.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not on_gpu:
         shape, cache_bytes = ModelShape.read(model), _CPU_CACHE_BYTES

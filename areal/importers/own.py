@@ -33,6 +33,8 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
     found = flat(asdict(reading.config)) if reading.config is not None else {}
     if isinstance(reading.config, PPOConfig) and reading.config.server_backend in FOREIGN:
         draft.set("server_defaults", "areal", "AReaL gives these flags to servers where a file has none")
+    if "total_train_epochs" not in tree and tree.get("total_train_steps") is not None:
+        draft.set("total_train_epochs", 1, "AReaL's default; here more steps repeat the dataset without it")
     for key, value in flat(old).items():
         wrong = next((text for path, text in problems.items() if f"{key}.".startswith(f"{path}.")), "")
         rule = None if _is_option(kind, key) else _rule(kind, key)
@@ -100,9 +102,11 @@ def _tree(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_script(draft: Draft) -> None:
-    """What the scripts of examples with images choose by the name of the dataset."""
+    """What the scripts of examples choose by the name of the dataset."""
     path = str(draft.values.get("train_dataset.path", "")).lower().replace("-", "_")
     kind = str(draft.values.get("train_dataset.type", "rl"))
+    if "gsm8k" in path and kind == "rl":
+        _take_gsm8k(draft)
     for name, pixels in _VISION_PIXELS.items():
         if name not in path or kind not in pixels:
             continue
@@ -114,6 +118,19 @@ def _take_script(draft: Draft) -> None:
         for option, value in (("workflow", "vision_rlvr"), ("reward_fn", name)) if kind == "rl" else ():
             if option not in draft.options:
                 draft.set(option, value, why)
+
+
+def _take_gsm8k(draft: Draft) -> None:
+    """How AReaL reads and rewards the dataset."""
+    why = "AReaL: its loader and script for gsm8k"
+    for part in ("train_dataset", "valid_dataset"):
+        path = str(draft.values.get(f"{part}.path", ""))
+        if path == "openai/gsm8k":
+            draft.set(f"{part}.name", "main", why)
+        if "gsm8k" in path:
+            draft.set(f"{part}.map_fn", "gsm8k", why)
+    if not draft.options.keys() & {"reward_fn", "workflow"}:  # an agent makes its own rewards
+        draft.set("reward_fn", "gsm8k", why)
 
 
 def _without(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:

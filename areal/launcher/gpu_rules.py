@@ -43,6 +43,8 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
     NCCL needs the same version on all ranks, and refuses two ranks on one GPU.
     """
     mode = config.actor.weight_update_mode
+    if config.publishes_adapters:
+        return WeightPath(transport="disk", reason="the servers get adapters alone, see actor.adapter_update_mode")
     if mode == "disk" or mode == "http":
         return WeightPath(transport=mode, reason=f"actor.weight_update_mode={mode}")
     trainer_gpu = bool(placed.trainers and placed.trainers[0].gpus)

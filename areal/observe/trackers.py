@@ -147,11 +147,12 @@ class SwanLabTracker:
             write_atomic(record, uuid4().hex.encode())
         logs = Path(settings.logdir or folder / "swanlog")
         logs.mkdir(parents=True, exist_ok=True)
-        if settings.api_key:
+        mode = "online" if settings.mode == "cloud" else settings.mode
+        if settings.api_key and mode == "online":  # a login asks the server
             swanlab.login(api_key=settings.api_key)
         quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})  # pyright: ignore[reportArgumentType] - pydantic takes the mapping
         self._run = swanlab.init(
-            mode="online" if settings.mode == "cloud" else settings.mode,  # pyright: ignore[reportArgumentType]
+            mode=mode,  # pyright: ignore[reportArgumentType]
             log_dir=str(logs),
             id=record.read_text(),
             resume="allow",

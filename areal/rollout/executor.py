@@ -146,6 +146,7 @@ class Executor:
             if self._is_dropped(episode.min_version):
                 self._producer.count_dropped(episode.num_tokens)
                 self._ledger.reject(episode.episode_id, "stale")
+                self._trace(episode.episode_id, "dropped (stale)")
 
     def _is_dropped(self, min_version: int) -> bool:
         """Whether an accepted episode is too stale to train on. Its staleness only grows, so this is decided early.
@@ -158,6 +159,14 @@ class Executor:
     def _start(self, episode_id: int) -> None:
         loop = asyncio.get_running_loop()
         self._tasks[episode_id] = loop.create_task(self._run(episode_id), name=f"episode-{episode_id}")
+        self._trace(episode_id, "started")
+
+    def _trace(self, episode_id: int, what: str) -> None:
+        """Log a start or an end, and how many episodes are in each state (rollout.enable_rollout_tracing)."""
+        if self._options.enable_rollout_tracing:
+            state = self._ledger.state
+            counts = ", ".join(f"{count} {name}" for name, count in state.counts_by_name().items())
+            _log.info("episode %d %s; version %d: %s", episode_id, what, state.version, counts)
 
     async def _run(self, episode_id: int) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -237,15 +246,13 @@ class Executor:
         self._producer.num_accepted += 1
         episode_ended(episode_id, "accepted")
         self._rejections.count_accepted()
-        if self._options.enable_rollout_tracing:
-            _log.info("episode %d accepted, reward %.4g; %s", episode_id, verdict.reward, self._ledger.state.counts)
+        self._trace(episode_id, f"accepted, reward {verdict.reward:.4g}")
         self._on_decided()
 
     def _reject(self, episode_id: int, reason: str, payload: bytes, status: str = "rejected") -> None:
         self._ledger.reject(episode_id, reason, payload=payload)
         episode_ended(episode_id, status, reason)
-        if self._options.enable_rollout_tracing:
-            _log.info("episode %d rejected (%s); %s", episode_id, reason, self._ledger.state.counts)
+        self._trace(episode_id, f"{status} ({reason})")
 
     def _failed(self, episode_id: int, error: Exception, engine: EpisodeEngine) -> None:
         reason = _described(error)
@@ -254,6 +261,7 @@ class Executor:
         self._producer.num_failed += 1
         self._producer.num_agent_errors += isinstance(error, ArealError) and error.code == "agent.failed"
         self._ledger.fail(episode_id, reason, payload=_answers_of(episode_id, engine))
+        self._trace(episode_id, "failed")
         episode_ended(episode_id, "failed", reason)
         self.first_failure = self.first_failure or f"episode {episode_id} failed: {reason}"
         if why := self._repeated(episode_id, error):

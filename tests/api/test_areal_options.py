@@ -1,6 +1,7 @@
 """Every option of AReaL v0.5.0 is an option here, a flag of a server, or a key with a rule; its values load."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,9 @@ def test_a_scheduling_spec_becomes_options_of_the_launcher() -> None:
     given = read(GRPOConfig, tree).config
     assert given is not None
     assert (given.launcher.trainer_cpus_per_gpu, given.launcher.trainer_mem_per_gpu) == (9, 3072)
+    assert "actor.scheduling_spec" in read(GRPOConfig, copy.deepcopy(tree)).ignored
+    tree["launcher"]["trainer_cpus_per_gpu"] = 6
+    assert "actor.scheduling_spec" not in read(GRPOConfig, copy.deepcopy(tree)).ignored
 
 
 def test_specs_of_servers_and_trainers_with_one_value_agree() -> None:
@@ -324,6 +328,27 @@ def test_the_page_marks_exactly_the_options_that_areal_has() -> None:
             marked = {field for field in fields_of(cls) if is_of_areal(cls, field)}
             assert theirs & fields_of(cls).keys() - marked == set(), name
             assert marked - known == set(), name
+
+
+SAME_EFFECT = {"attn_impl", "TrainDatasetConfig.type", "ValidDatasetConfig.type", "ValidDatasetConfig.batch_size"}
+"""Options of another default: the kernel is chosen by device either way, v0.5 requires `type`, and evaluations of
+answers have no batches."""
+
+
+def test_the_page_names_every_default_that_differs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?`) \|", page[page.index("## AReaL") : page.index("## verl")], re.MULTILINE)
+    named = {path.rpartition(".")[2] for row in rows for path in re.findall("`(.*?)`", row)}
+    classes = {cls.__name__: cls for kind in KINDS for cls, _, _ in sections_in(kind, opened(kind))}
+    classes |= {"BaseExperimentConfig": GRPOConfig, "SlurmLauncherConfig": classes["SlurmConfig"]}
+    for name, keys in OPTIONS.items():
+        fields = fields_of(classes[name]) if name in classes else {}
+        for key, default in keys.items():
+            option = key.removesuffix("?")
+            spec = fields.get(option)
+            if spec is None or default == "section" or {option, f"{name}.{option}"} & SAME_EFFECT:
+                continue
+            assert spec.default == default or option in named, (name, option)
 
 
 def opened(cls: type) -> dict[str, Any]:

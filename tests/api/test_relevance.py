@@ -199,6 +199,14 @@ def test_options_of_another_train_engine_are_listed(load, trainer, unused):
     assert {one.path for one in options_without_effect(config)} == unused
 
 
+@pytest.mark.parametrize(("optimizer", "is_listed"), [("sgd", True), ("adam", False)])
+def test_gathers_of_a_shared_optimizer_state_need_moments(load, optimizer, is_listed):
+    ddp = "actor.megatron.ddp={overlap_grad_reduce: true, overlap_param_gather: true}"
+    config = load(f"actor.optimizer.type={optimizer}", ddp, "allocation_mode=native:d1+megatron:d1")
+    listed = {one.path for one in options_without_effect(config)}
+    assert ("actor.megatron.ddp.overlap_param_gather" in listed) == is_listed
+
+
 def test_strict_config_refuses_what_has_no_effect(load):
     load("strict_config=true", "actor.eps_clip=0.3")
     with pytest.raises(ConfigError) as caught:

@@ -326,11 +326,11 @@ def test_impossible_micro_batches_are_refused(cases, models):
 
 
 def test_wrap_policy_is_checked(cases, models):
-    fsdp = FSDPEngineConfig(
-        wrap_policy=FSDPWrapPolicy(transformer_layer_cls_to_wrap=["Qwen3Layer"]), offload_params=True
-    )
-    with raises_code("model.unknown_layer_class", "Qwen3Layer", "Qwen3DecoderLayer"):
-        cases.make_engine(models / "qwen3", fsdp=fsdp)
+    unknown = FSDPWrapPolicy(transformer_layer_cls_to_wrap=["Qwen3Layer"])
+    for is_sharded in (True, False):
+        fsdp = FSDPEngineConfig(wrap_policy=unknown, offload_params=is_sharded)
+        with raises_code("model.unknown_layer_class", "Qwen3Layer", "Qwen3DecoderLayer"):
+            cases.make_engine(models / "qwen3", fsdp=fsdp)
     fsdp = FSDPEngineConfig(wrap_policy=FSDPWrapPolicy(transformer_layer_cls_to_wrap=["Qwen3MLP"]), offload_params=True)
     batch = cases.make_batch()
     found = cases.gradients(cases.make_engine(models / "qwen3", fsdp=fsdp), batch)

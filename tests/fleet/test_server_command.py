@@ -17,6 +17,7 @@ from areal.api.config import (
     PPOActorConfig,
     TrainDatasetConfig,
 )
+from areal.api.config.lora import LoRAConfig
 from areal.fleet.backends import backend_named
 from areal.fleet.server_command import SERVER_SIDE, server_python
 from areal.fleet.server_flags import flag_words
@@ -185,6 +186,20 @@ def test_flags_for_health_during_pauses_and_development_routes():
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in env
     lora = command(config_of("vllm", vllm={"enable-lora": True})).env
     assert lora["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_flags_of_adapters_in_areal_files_reach_a_server_that_gets_adapters():
+    """AReaL's files repeat the modules of the trainer, and name its limits of one adapter."""
+    actor = {"lora": LoRAConfig(rank=4)}
+    flags = {"lora_target_modules": ["all-linear"], "max_loaded_loras": 1, "max_loras_per_batch": 1}
+    argv = command(config_of("sglang", actor=actor, sglang=flags)).argv
+    at = argv.index("--lora-target-modules")
+    assert argv[at + 1] == "all"
+    assert {"--enable-lora", "--max-lora-rank=4", "--max-loras-per-batch=4"} < set(argv)
+    assert not [word for word in argv if word.startswith("--max-loaded-loras")]
+    on_vllm = command(config_of("vllm", actor=actor))
+    assert "--enable-lora" in on_vllm.argv
+    assert on_vllm.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
 def test_a_server_that_keeps_caches_has_no_step_in_flight_at_an_update():

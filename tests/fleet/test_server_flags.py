@@ -62,8 +62,11 @@ def problems(config: GRPOConfig) -> list[tuple[str, str]]:
         ([ON_VLLM, "vllm.logprobs_mode=raw_logprobs"], "vllm.logprobs_mode", "gconfig"),
         ([ON_VLLM, "vllm.api_server_count=2"], "vllm.api_server_count", "set it to 1"),
         (["sglang.use_ray=true"], "sglang.use_ray", "set it to false"),
+        (["actor.lora={}", "sglang.enable_lora=false"], "sglang.enable_lora", "actor.lora"),
+        ([ON_VLLM, "actor.lora={}", "vllm.enable-lora=false"], "vllm.enable-lora", "actor.lora"),
         ([ON_VLLM, "actor.router_replay=true"], "actor.router_replay", "native or sglang"),
         (["sglang.tokenizer_worker_num=2"], "sglang.tokenizer_worker_num", "2 "),
+        (["sglang.allow_auto_truncate=true"], "sglang.allow_auto_truncate", "set it to false"),
         ([*KEEP_CACHE, "sglang.disable-overlap-schedule=false"], "sglang.disable-overlap-schedule", "keep_cache"),
         ([*REPLAY, "sglang.enable_return_routed_experts=false"], "sglang.enable_return_routed_experts", "replay"),
         ([ON_VLLM, "vllm.distributed-executor-backend=ray"], "vllm.distributed-executor-backend", "set it to mp"),
@@ -116,6 +119,9 @@ def test_flags_without_a_value_and_patches_of_areal_are_left_out() -> None:
     assert ignored_flags(SGLANG.flags, flags) == ["enable_fast_load"]
     assert given_flags(SGLANG.flags, {"enable_ep_moe": True}) == {"enable_ep_moe": True}
     assert given_flags(SGLANG.flags, {"enable_ep_moe": False}) == {}
+    alone = {"max_loaded_loras": 1, "max_loras_per_batch": 1}
+    assert (given_flags(SGLANG.flags, alone), ignored_flags(SGLANG.flags, alone)) == ({}, list(alone))
+    assert given_flags(SGLANG.flags, {"max_loaded_loras": 9}) == {"max_loaded_loras": 9}
     vllm = {"worker_extension_cls": "areal.thirdparty.Extension", "swap_space": 4, "seed": 1}
     assert given_flags(VLLM.flags, vllm) == {"seed": 1}
     assert ignored_flags(VLLM.flags, vllm) == ["worker_extension_cls", "swap_space"]

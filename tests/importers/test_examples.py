@@ -243,6 +243,15 @@ def test_an_absent_recover_mode_is_areals_default(tmp_path, capsys):
     assert report["options"]["recover.mode"]["value"] == "disabled"
     assert "AReaL" in report["options"]["recover.mode"]["origin"]
     assert report["options"]["perf_tracer.profile_steps"]["value"] == [1, 3, 6]
+    assert "total_train_epochs" not in report["options"]
+
+
+@pytest.mark.parametrize(("lines", "expected"), [("", 1), ("total_train_epochs: 3\n", 3)])
+def test_a_limit_of_steps_does_not_repeat_the_data_of_areal(tmp_path, capsys, lines, expected):
+    source = tmp_path / "c.yaml"
+    source.write_text(f"{lines}total_train_steps: 90\nactor: {{path: m}}\n")
+    assert run_command(["config", "import", "areal", str(source), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["total_train_epochs"]["value"] == expected
 
 
 def test_the_agent_of_older_files_is_their_workflow(tmp_path, capsys):

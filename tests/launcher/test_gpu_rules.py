@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from areal.api.config import GRPOConfig, InferenceEngineConfig, LauncherConfig, NativeServerConfig
+from areal.api.config.lora import LoRAConfig
+from areal.api.config.relevance import options_without_effect
 from areal.api.errors import ConfigError
 from areal.launcher.gpu_rules import NcclVersions, gpu_variables, with_time_limits
 from areal.launcher.job import make_plan
@@ -49,6 +51,18 @@ def test_weights_travel_in_a_collective_where_both_ends_can(backend, machine, nc
         trainer = next(process for process in plan.processes if process.role == "trainer")
         assert ProcessContext.from_env(trainer.env).weight_transport == transport
         assert f"weight updates: {transport} ({plan.weight_path.reason})\n" in plan_text(plan, None)
+
+
+@pytest.mark.parametrize(("adapters", "transport", "is_unused"), [("auto", "disk", True), ("merged", "nccl", False)])
+def test_adapters_alone_are_files(adapters, transport, is_unused):
+    config = config_of("xccl", "vllm")
+    actor = replace(config.actor, lora=LoRAConfig(), adapter_update_mode=adapters)
+    config = replace(config, actor=actor)
+    assert plan_of(config, ON_GPUS, SAME).weight_path.transport == transport
+    unused = {one.path for one in options_without_effect(config)}
+    assert ("actor.weight_update_mode" in unused) == is_unused
+    by_disk = replace(config, actor=replace(actor, weight_update_mode="disk"))
+    assert "actor.weight_update_mode" not in {one.path for one in options_without_effect(by_disk)}
 
 
 def test_a_native_server_on_the_cpu_beside_a_trainer_on_a_gpu_uses_gloo_or_the_disk():

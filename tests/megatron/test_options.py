@@ -1,6 +1,7 @@
 """Every option of the Megatron engine reaches Megatron-Core, or is refused with its reason."""
 
 import importlib
+import os
 from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from areal.api.allocation import ParallelDims
 from areal.api.config import OptimizerConfig, TrainEngineConfig
 from areal.api.config.legacy_rules import LEGACY
 from areal.api.config.megatron import DistributedDataParallelConfig, MegatronEngineConfig
+from areal.api.errors import ConfigError
 from areal.system.mesh_rules import package_problem
 
 SHAPE = {
@@ -136,6 +138,40 @@ def test_options_of_transformer_engine_reach_it(recipe, multiple):
     assert found["optimizer.fp8_recipe"] == recipe
     assert row_multiple(options) == multiple
     assert row_multiple(MegatronEngineConfig()) == 1
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.setenv(name, "mine")  # restored after the test
+        monkeypatch.delenv(name)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_deterministic_algorithms_are_those_of_torch_too():
+    from areal.engine.megatron.model_config import choose_kernels
+
+    choose_kernels(MegatronEngineConfig())
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    choose_kernels(MegatronEngineConfig(use_deterministic_algorithms=True))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_dropout_of_a_trained_model_is_refused():
+    from areal.engine.megatron.model_config import require_mapped
+
+    hf, trained = Qwen3Config(**SHAPE, attention_dropout=0.1), TrainEngineConfig(path="x", optimizer=OptimizerConfig())
+    with pytest.raises(ConfigError) as caught:
+        require_mapped(hf, trained)
+    assert caught.value.code == "model.unsupported"
+    require_mapped(hf, replace(trained, disable_dropout=True))
+    require_mapped(hf, replace(trained, optimizer=None))
+    require_mapped(Qwen3Config(**SHAPE), trained)
 
 
 def test_a_dispatcher_without_its_package_is_refused():

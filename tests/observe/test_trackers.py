@@ -225,6 +225,15 @@ def test_every_option_of_swanlab_reaches_its_run(tmp_path, monkeypatch):
     assert given["log_dir"] == str(tmp_path / "logs")
 
 
+@pytest.mark.parametrize(("mode", "names"), [("online", ["login", "init"]), ("offline", ["init"])])
+def test_only_a_run_of_swanlab_that_is_online_logs_in(tmp_path, monkeypatch, mode, names):
+    calls = []
+    monkeypatch.setitem(sys.modules, "swanlab", fake_package(calls))
+    build_trackers(config_with(swanlab=SwanlabConfig(mode=mode, api_key="k")), RunPaths(tmp_path))
+    assert [name for name, _, _ in calls if name in ("login", "init")] == names
+    assert [given["mode"] for name, _, given in calls if name == "init"] == [mode]
+
+
 def test_a_recovery_continues_the_run_of_swanlab(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setitem(sys.modules, "swanlab", fake_package(calls))

@@ -138,6 +138,7 @@ def make_config(
     check_format: bool = True,
     rejections: int | None = None,
     dp_size: int = 1,
+    traces: bool = False,
 ) -> GRPOConfig:
     return GRPOConfig(
         allocation_mode=f"native:d1+fsdp:d{dp_size}",
@@ -152,6 +153,7 @@ def make_config(
             dynamic_bs=dynamic_bs,
             check_trajectory_format=check_format,
             max_rejected_per_step=rejections,
+            enable_rollout_tracing=traces,
         ),
     )
 

@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import logging
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -198,6 +200,23 @@ async def test_the_record_of_an_episode_has_its_end_and_its_times(tmp_path):
     assert len({record["task_id"] for record in records}) == len(records)
     for record in records:
         assert 0 <= record["generate_s"] <= record["total_s"] <= record["finalized_ts"] - record["submit_ts"] + 1e-3
+
+
+async def test_tracing_logs_the_start_and_the_end_of_every_episode(caplog):
+    outcomes = {0: "reject", 1: "fail"}
+    workflow = rollout_kit.ScriptedWorkflow(lambda row: rollout_kit.Script(outcome=outcomes.get(row % 4, "accept")))
+    ledger = rollout_kit.memory_ledger()
+    with caplog.at_level(logging.INFO, logger="areal"):
+        await run_one_batch(workflow, ledger, config=rollout_kit.make_config(traces=True))
+    lines = [record.args for record in caplog.records if record.funcName == "_trace"]
+    ends = Counter(str(what).split()[0].rstrip(",") for _, what, _, _ in lines)
+    counts = ledger.state.counts_by_name()
+    assert ends["started"] == len(ledger.state.states)
+    assert (ends["rejected"], ends["failed"]) == (counts["rejected"], counts["failed"])
+    assert ends["accepted"] == ledger.state.num_accepted
+    assert {version for _, _, version, _ in lines} == {0}
+    assert ends.keys() == {"started", "accepted", "rejected", "failed"}
+    assert all(name in str(lines[-1][3]) for name in counts)
 
 
 async def test_another_prompt_replaces_a_filtered_group():

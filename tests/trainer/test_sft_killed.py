@@ -31,6 +31,7 @@ recover: {mode: auto, freq_steps: 2}
 model:
   path: FOLDER/data/model
   dtype: float32
+  disable_dropout: WITHOUT
   mb_spec: {max_tokens_per_mb: 90}
   optimizer:
     lr: 3.0e-3
@@ -59,6 +60,7 @@ class Run:
 
     def __init__(self, folder: Path, trial: str, allocation: str) -> None:
         text = CONFIG.replace("FOLDER", str(folder)).replace("TRIAL", trial).replace("ALLOCATION", allocation)
+        text = text.replace("WITHOUT", str("megatron" in allocation))  # whose layers have no dropout
         self._config = folder / f"{trial}.yaml"
         self._config.write_text(text.replace("STEPS", str(NUM_STEPS)))
         self.root = folder / "runs" / "killed" / trial

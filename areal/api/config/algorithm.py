@@ -8,8 +8,11 @@ from areal.api.config.kl import KLOptions
 from areal.api.config.loss_assembly import AGGREGATIONS, HAS_SCALE, AssemblyOptions, scale_problems
 from areal.api.config.off_policy import OffPolicyOptions
 from areal.api.config.policy_losses import PolicyLossOptions
-from areal.api.config.relevance import given, when
+from areal.api.config.relevance import given, satisfies, when
 from areal.api.config.train import NO_ADAPTERS, TrainEngineConfig
+
+_WHOLE = satisfies("/", lambda config: not config.publishes_adapters, "the servers get whole weights")
+_BY_DISK = when("weight_update_mode", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +23,9 @@ class PPOActorConfig(
 
     group_size: int = number(1, low=1)
     """Accepted for AReaL files: must be 1 or gconfig.n_samples, which sets the group size."""
-    weight_update_mode: str = choice("auto", "auto", "xccl", "disk", "http")
+    weight_update_mode: str = choice("auto", "auto", "xccl", "disk", "http", relevant=_WHOLE | _BY_DISK)
     """How new weights reach the servers: xccl = collective, disk, http = copies from rank 0, auto = xccl or disk."""
-    weight_chunked_mem_mb: int = number(1024, low=1, relevant=when("weight_update_mode", "auto", "xccl"))
+    weight_chunked_mem_mb: int = number(1024, low=1, relevant=_WHOLE & when("weight_update_mode", "auto", "xccl"))
     """Maximum size of one weight broadcast, in MiB."""
 
     adapter_update_mode: str = choice("auto", "auto", "merged", "adapter", relevant=given("lora"))

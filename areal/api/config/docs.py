@@ -95,15 +95,17 @@ def config_page() -> str:
 _KEYS = """## Keys of AReaL that are no options here
 
 Files of AReaL v0.5 load unchanged. A key of this table takes the values of the second column; another value is refused.
-`MODEL` is `actor`, `critic`, `ref` or another model.
+`MODEL` is `actor`, `critic`, `ref` or another model. `ref` may have the options of an actor too, which a frozen model
+does not read.
 
 | key | values | reason |
 |---|---|---|"""
 _SPEC = """
 The first entry of `actor.scheduling_spec` (or `model.scheduling_spec`) and of `rollout.scheduling_spec` sets these
-options of `launcher`, where the file does not set them. ROLE is `trainer` or `inference_server`. The options without
-ROLE apply to the whole run: two entries with different values are an error. The models share the ranks of the trainer,
-so that entries of `critic`, `ref` and `teacher` have no effect; a notice names those that differ from the actor's.
+options of `launcher`, where the file does not set them; a notice names an entry that differs from what it sets. ROLE is
+`trainer` or `inference_server`. The options without ROLE apply to the whole run: two entries with different values are
+an error. The models share the ranks of the trainer, so that entries of `critic`, `ref` and `teacher` have no effect; a
+notice names those that differ from the actor's.
 
 | key | option or reason |
 |---|---|

@@ -121,7 +121,8 @@ class LegacyKeys:
     def _set_schedule(self) -> None:
         """The options of `launcher` that are equal to the first spec of a role, unless the user gave them.
 
-        Specs that differ in an option of all roles are a problem. Models other than the actor share its ranks.
+        Specs that differ in an option of all roles are a problem, a difference from what the user gave is ignored.
+        Models other than the actor share its ranks.
         """
         origins: dict[str, tuple[str, Any]] = {}
         of_trainer = launcher_options(self._specs.get("actor", self._specs.get("model", {})), is_server=False)
@@ -135,6 +136,8 @@ class LegacyKeys:
                 place, _, key = f"launcher.{name}".rpartition(".")
                 other, old = origins.setdefault(name, (path, new))
                 if _below(self.given, f"{place}.{key}") is not None:
+                    is_equal = _below(self.tree, f"{place}.{key}") == new
+                    self.ignored += [] if is_equal or path in self.ignored else [path]
                     continue
                 if old != new:
                     message = f"{shown(new)} in launcher.{name} differs from {shown(old)} of {other}: use one value"

@@ -23,7 +23,9 @@ class DistributedDataParallelConfig:
     """Accumulate and reduce gradients in float32; false, or grad_reduce_dtype=bfloat16: in the type of the weights."""
     overlap_grad_reduce: bool = False
     """Reduce gradients in buckets during the backward pass."""
-    overlap_param_gather: bool = option(False, relevant=when("use_distributed_optimizer", True))
+    overlap_param_gather: bool = option(
+        False, relevant=when("use_distributed_optimizer", True) & unless("../../optimizer.type", "sgd")
+    )
     """Gather updated weights in buckets during the next forward pass."""
     align_param_gather: bool = option(False, relevant=when(_OVERLAPS, True))
     """All pipeline stages start their gathers together."""
@@ -53,7 +55,7 @@ class MegatronEngineConfig:
     virtual_pipeline_parallel_size: int = number(1, low=1)
     """Parts of the layers on each pipeline stage (interleaved schedule); needs p of at least 2."""
     use_deterministic_algorithms: bool = False
-    """Only kernels with equal results in each run; slower on a GPU."""
+    """Only kernels with equal results in each run, in all models; slower on a GPU, an error where torch has none."""
     recompute_granularity: str | None = choice("full", "full", "selective", relevant=_RECOMPUTES)
     """Recompute whole layers (full) or parts of them (selective); null = nothing."""
     recompute_method: str | None = choice("uniform", "uniform", "block", relevant=_WHOLE_LAYERS)

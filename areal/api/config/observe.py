@@ -184,9 +184,9 @@ class SwanlabConfig:
     """Project name; null = experiment_name."""
     name: str | None = option(None, relevant=_TRACKS)
     """Run name; null = trial_name followed by _train."""
-    mode: str | None = choice("disabled", "disabled", "cloud", "local", "offline")
-    """Mode of the SwanLab client; disabled and null = off, offline and local = write to the run folder."""
-    api_key: str | None = option(None, relevant=_TRACKS)
+    mode: str | None = choice("disabled", "disabled", "online", "cloud", "local", "offline")
+    """Mode of the SwanLab client; disabled and null = off, cloud = online, offline and local = to the run folder."""
+    api_key: str | None = option(None, relevant=when("mode", "online", "cloud"))
     """API key; null = the key from the environment."""
     config: dict[str, Any] | None = option(None, relevant=_TRACKS)
     """More entries of the run's configuration there; null = none."""

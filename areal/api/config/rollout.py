@@ -31,7 +31,7 @@ class InferenceEngineConfig:
     check_trajectory_format: bool = False
     """Check lengths, masks and finite numbers of every trajectory and fail the episode of an invalid one."""
     enable_rollout_tracing: bool = False
-    """Log every start and end of an episode with the counters of the admission gate."""
+    """Log every start and end of an episode with the policy version and the numbers of episodes in each state."""
     should_accept_fn: str = ""
     """Filter of scored groups: a registered name (mixed_rewards) or module:function; empty = accept all groups."""
     max_rejected_per_step: int | None = number(None, low=1)

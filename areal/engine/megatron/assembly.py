@@ -20,7 +20,13 @@ from areal.engine.hf_model import drawn_weights, read_config
 from areal.engine.megatron.engine import MegatronEngine
 from areal.engine.megatron.families import has_experts, num_experts, tied_head, weight_map
 from areal.engine.megatron.model import HeadPlan, PackedModel, use_chunks
-from areal.engine.megatron.model_config import DTYPES, ddp_config, require_mapped, transformer_config
+from areal.engine.megatron.model_config import (
+    DTYPES,
+    choose_kernels,
+    ddp_config,
+    require_mapped,
+    transformer_config,
+)
 from areal.engine.megatron.optimizer import MegatronOptimizer
 from areal.engine.megatron.weight_map import HEAD, Stages
 from areal.engine.megatron.weights import CheckpointReader, Put, RankWeights, copy_weights, read_weights
@@ -47,7 +53,8 @@ def assembled_engine(
 ) -> MegatronEngine:
     """See `areal.engine.megatron.builder.build_megatron_engine`."""
     hf = read_config(folder, is_critic=role in ("critic", "reward"))
-    require_mapped(hf)
+    require_mapped(hf, config)
+    choose_kernels(config.megatron)
     dtype, count = DTYPES[config.dtype], config.megatron.virtual_pipeline_parallel_size
     groups = _open_groups(mesh, seed)
     use_chunks(count)

@@ -1,6 +1,7 @@
 """Megatron-Core's configuration of a model from its Hugging Face configuration and the options of the engine."""
 # pyright: reportMissingImports=false
 
+import os
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from areal.system.mesh_rules import MEGATRON_FAMILIES
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
 
 
-def require_mapped(config: Any) -> None:
+def require_mapped(config: Any, options: TrainEngineConfig) -> None:
     """Raise ConfigError for a model that Megatron-Core cannot compute here exactly."""
     if config.model_type not in MEGATRON_FAMILIES:
         known = ", ".join(MEGATRON_FAMILIES)
@@ -31,12 +32,27 @@ def require_mapped(config: Any) -> None:
         raise ConfigError(
             f"{config.model_type} with activation {config.hidden_act} has no map", code="model.unsupported"
         )
+    dropout = 0.0 if options.optimizer is None or options.disable_dropout else config.attention_dropout
+    if dropout:
+        message = f"megatron does not apply attention_dropout={dropout:g} of the model: set disable_dropout=true"
+        raise ConfigError(f"{message}, or use fsdp in allocation_mode", code="model.unsupported")
     bias, mlp_bias = (bool(getattr(config, name, False)) for name in ("attention_bias", "mlp_bias"))
     if bias and config.model_type not in ("llama", "qwen2", "qwen2_moe", "glm4_moe"):
         raise ConfigError(f"{config.model_type} with attention_bias has no map", code="model.unsupported")
     if bias != mlp_bias and config.model_type == "llama":
         message = "Megatron-Core has biases in all linear layers or in none, but the model has only some: use fsdp"
         raise ConfigError(message, code="model.unsupported")
+
+
+def choose_kernels(options: MegatronEngineConfig) -> None:
+    """Let this process use only kernels with equal results in each run, if the options say so.
+
+    Before its first product of matrices: cuBLAS reads its variable then.
+    """
+    if options.use_deterministic_algorithms:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # of Transformer Engine
+        torch.use_deterministic_algorithms(True)
 
 
 def transformer_config(
