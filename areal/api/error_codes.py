@@ -249,7 +249,7 @@ fleet.no_answer: A server did not accept a connection or lost it during an answe
     Read the log of the server; its requests continue on other replicas.
 fleet.no_live_replica: No replica serves the current policy version.
     Read the reason of each replica in the message, then the log of the servers.
-fleet.not_ready: Not all inference servers became healthy within rollout.setup_timeout.
+fleet.not_ready: Not all inference servers became healthy within rollout.setup_timeout after they had loaded.
     Read the log of the servers that the message names, or raise rollout.setup_timeout.
 fleet.replica_lost: A replica was disconnected or replaced during a weight update.
     Read the log of that server; the launcher restarts it and the trainer publishes again.

@@ -63,7 +63,8 @@ class Fleet:
         return self._replicas.target_version
 
     async def start(self) -> None:
-        """Wait until `num_servers` replicas are healthy. ServerUnavailable, with the reasons, after setup_timeout."""
+        """Wait until `num_servers` replicas are healthy. ServerUnavailable, with the reasons, if they do not get so in
+        setup_timeout after all are registered."""
         raise_open_file_limit()
         await self._replicas.start()
 

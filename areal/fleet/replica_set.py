@@ -116,7 +116,11 @@ class ReplicaSet:
         return "; ".join(f"{s.name} is {s.state}: {s.reason}" for s in self.slots if s.state is not State.SERVING)
 
     async def start(self) -> None:
-        """Wait until `num_servers` replicas are healthy. ServerUnavailable after rollout.setup_timeout."""
+        """Wait until `num_servers` replicas are healthy.
+
+        ServerUnavailable after rollout.setup_timeout, which begins once all are registered, as in AReaL: until then
+        they load, and launcher.ready_timeout_s limits that.
+        """
         self.lateness.start()
         self._tasks = [
             asyncio.create_task(self._follow_registry(), name="follow the registry"),
@@ -124,6 +128,8 @@ class ReplicaSet:
         ]
         deadline_s = self.lateness.now_s + self._config.setup_timeout
         while (num_healthy := sum(slot.is_healthy for slot in self.slots)) < self._num_servers:
+            if len(self.slots) < self._num_servers:
+                deadline_s = self.lateness.now_s + self._config.setup_timeout
             if self.lateness.now_s >= deadline_s:
                 raise ServerUnavailable(
                     f"waited {self._config.setup_timeout:g} s (rollout.setup_timeout) for {self._num_servers} "

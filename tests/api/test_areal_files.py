@@ -160,6 +160,14 @@ def test_the_keys_of_adapters_make_a_section(grpo) -> None:
     assert grpo("actor.lora_rank=8").actor.lora is None
 
 
+def test_adapters_of_a_reference_change_nothing(grpo, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = grpo("actor.use_lora=true", "rollout.use_lora=true", "ref.use_lora=true", "ref.lora_rank=8")
+    assert config.ref is not None
+    assert config.ref.lora is None
+    assert "ref.use_lora" in caplog.text
+
+
 def test_adapters_of_the_servers_need_those_of_the_actor(grpo) -> None:
     with pytest.raises(ConfigError) as caught:
         grpo("rollout.use_lora=true")

@@ -323,11 +323,22 @@ async def test_a_request_without_a_replica_fails_with_the_state_of_each(kit: Fle
     assert error.value.code == "fleet.no_live_replica"
 
 
-async def test_a_start_without_servers_names_them(kit: FleetKit) -> None:
+async def test_a_start_without_healthy_servers_names_them(kit: FleetKit) -> None:
     await kit.server(0)
-    with pytest.raises(ServerUnavailable, match=r"\b0\.1 .* 2 .* 1 .*server-0") as error:
+    await (await kit.server(1)).die()
+    with pytest.raises(ServerUnavailable, match=r"\b0\.1 .* 2 .* 1 .*server-1") as error:
         await kit.fleet(2, setup_timeout=0.1)
     assert error.value.code == "fleet.not_ready"
+
+
+async def test_the_time_limit_of_a_start_does_not_include_the_loading_of_servers(kit: FleetKit) -> None:
+    await kit.server(0)
+    starting = asyncio.create_task(kit.fleet(2, setup_timeout=1.0))
+    await until(lambda: len(kit.fleets) == 1 and kit.fleets[0].status()["replicas"] != [])
+    await asyncio.wait([starting], timeout=1.5)
+    assert not starting.done()
+    await kit.server(1)
+    await starting
 
 
 async def test_a_cancelled_request_frees_its_place(kit: FleetKit) -> None:

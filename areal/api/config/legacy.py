@@ -217,7 +217,9 @@ class LegacyKeys:
         wanted = bool(self._lora.pop("rollout", {}).get("use_lora"))
         for section, keys in self._lora.items():
             tree = _below(self.tree, section)
-            if keys.get("use_lora") is True and isinstance(tree, dict):
+            if keys.get("use_lora") is True and section != "actor" and _below(tree, "optimizer") is None:
+                self.ignored.append(f"{section}.use_lora")  # new adapters, never trained: they change nothing
+            elif keys.get("use_lora") is True and isinstance(tree, dict):
                 targets = keys.get("target_modules") or "all-linear"  # AReaL: an empty list = all
                 new = {
                     "rank": keys.get("lora_rank", 32),

@@ -47,7 +47,7 @@ class InferenceEngineConfig:
     server_addrs: list[str] = field(default_factory=list[str])
     """Running servers to use (host:port or http://host:port), one per server of allocation_mode; [] = start servers."""
     setup_timeout: float = number(300.0, above=0)
-    """Maximum seconds until all servers are healthy; the default grows with the checkpoint."""
+    """Maximum seconds until all servers, once they have loaded, are healthy; the default grows with the checkpoint."""
     stream_interval: int = number(32, low=1)
     """Tokens per event of a streamed answer; a request whose server fails loses at most this many tokens."""
     request_timeout: float = number(3600.0, above=0)
