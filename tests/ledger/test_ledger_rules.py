@@ -173,14 +173,18 @@ def a_step_that_led_to_another_version(forge):
     forge.consumed(2, version=4)
 
 
-@breaks("version of step", steps=[3])
-def consumed_before_the_version_that_trained_was_published(forge):
+def batch_3_while_the_servers_have_version_2(forge):
     forge.accepted(5)
     forge.batched(2, 4, 5)
     forge.consumed(2)
     forge.admitted(6, 7, version=2)
     forge.accepted(6, 7, version=2)
     forge.batched(3, 6, 7)
+
+
+@breaks("version of step", steps=[3])
+def consumed_before_the_version_that_trained_was_published(forge):
+    batch_3_while_the_servers_have_version_2(forge)
     forge.consumed(3)
 
 
@@ -332,12 +336,7 @@ def a_number_of_tokens_that_is_not_that_of_the_payload(forge):
 
 def test_a_step_may_begin_while_the_servers_install_the_version_that_trains_it(forge):
     forge.two_steps()
-    forge.accepted(5)
-    forge.batched(2, 4, 5)
-    forge.consumed(2)
-    forge.admitted(6, 7, version=2)
-    forge.accepted(6, 7, version=2)
-    forge.batched(3, 6, 7)
+    batch_3_while_the_servers_have_version_2(forge)
     forge.published(3)
     forge.trained(3)
     forge.write()
