@@ -1,6 +1,7 @@
 """Training samples of a session: the rows that its transcript is cut into. Every cut trains the same tokens."""
 
 import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -9,7 +10,7 @@ from typing import Literal, TypeVar
 from areal.agent.images import DialogueImages
 from areal.agent.token_tree import TokenNode, TokenTree, path_to
 from areal.agent.transcript import Transcript
-from areal.api.columns import Runs, joined, packed_ids
+from areal.api.columns import Packed, Runs, packed_ids
 from areal.api.data import Trajectory
 from areal.api.routed_experts import RoutedExperts
 
@@ -86,21 +87,42 @@ def rows_of_tree(
     return rows
 
 
-def row_of(path: Sequence[TokenNode], trained: set[int] | None = None) -> Trajectory:
-    """The tokens of a path as an unfinished trajectory with reward 0. `trained`: ids of the nodes in the loss; None =
-    all generated ones."""
+def row_of(
+    path: Sequence[TokenNode],
+    trained: set[int] | None = None,
+    *,
+    reward: float = 0.0,
+    finished: bool = False,
+    reward_parts: dict[str, float] | None = None,
+    baseline: float | None = None,
+) -> Trajectory:
+    """The tokens of a path as a trajectory. `trained`: ids of the nodes in the loss; None = all generated ones."""
     if trained is None:
         trained = {id(node) for node in path if node.is_generated}
-    has_temperatures = any(node.temperature is not None and id(node) in trained for node in path)
+    token_ids, logprobs = array("i"), array("f")
+    loss_mask: list[tuple[int, int]] = []
+    versions: list[tuple[int, int]] = []
+    has_temperatures = False
+    for node in path:
+        size, is_trained = len(node.token_ids), id(node) in trained
+        token_ids += node.token_ids.numbers
+        loss_mask.append((int(is_trained), size))
+        if is_trained:
+            logprobs += node.logprobs.numbers
+            versions += node.versions.runs
+            has_temperatures = has_temperatures or node.temperature is not None
+        else:
+            logprobs.frombytes(bytes(size * logprobs.itemsize))
+            versions.append((-1, size))
     return Trajectory(
-        token_ids=joined("i", (node.token_ids for node in path)),
-        loss_mask=_column(path, trained, 0, lambda node: 1),
-        rollout_logprobs=joined("f", (node.logprobs if id(node) in trained else _zeros(node) for node in path)),
-        output_versions=Runs(
-            run for node in path for run in (node.versions.runs if id(node) in trained else [(-1, len(node.token_ids))])
-        ),
-        reward=0.0,
-        finished=False,
+        token_ids=Packed(token_ids),
+        loss_mask=Runs(loss_mask),
+        rollout_logprobs=Packed(logprobs),
+        output_versions=Runs(versions),
+        reward=reward,
+        finished=finished,
+        reward_parts=reward_parts or {},
+        baseline=baseline,
         temperatures=_column(path, trained, math.nan, _temperature) if has_temperatures else [],
         routed_experts=_experts(path),
     )
@@ -119,10 +141,6 @@ def _experts(path: Sequence[TokenNode]) -> RoutedExperts | None:
     if not parts:
         return None
     return RoutedExperts.joined([*parts, RoutedExperts.unknown(parts[0].shape, path[-1].end - done)])
-
-
-def _zeros(node: TokenNode) -> Runs[float]:
-    return Runs([(0.0, len(node.token_ids))])
 
 
 def _temperature(node: TokenNode) -> float:

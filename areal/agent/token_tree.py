@@ -13,6 +13,9 @@ REALIGN_LIMIT = 64
 """Largest number of tokens in which a history and its new rendering may differ to be aligned."""
 _ANCHOR = 8
 """Number of equal tokens after a difference that show that both sequences agree again."""
+_NO_TOKENS: Packed[int] = Packed(array("i"))
+_NO_LOGPROBS: Packed[float] = Packed(array("f"))
+_NO_VERSIONS = Runs[int]()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -25,9 +28,9 @@ class TokenNode:
     token_ids: Packed[int]
     turn_id: str = ""
     """The answer that generated the tokens; empty for fixed tokens."""
-    logprobs: Packed[float] = field(default_factory=lambda: Packed(array("f")))
+    logprobs: Packed[float] = field(default_factory=lambda: _NO_LOGPROBS)
     """Of generated tokens; empty for fixed tokens."""
-    versions: Runs[int] = field(default_factory=Runs[int])
+    versions: Runs[int] = field(default_factory=lambda: _NO_VERSIONS)
     temperature: float | None = None
     """Sampling temperature of generated tokens where it differs from that of the run."""
     experts: RoutedExperts | None = None
@@ -48,7 +51,7 @@ class TokenTree:
     """All branches of one dialogue. A prefix that branches share exists once; generated tokens are never merged."""
 
     def __init__(self) -> None:
-        self.root = TokenNode(parent=None, start=0, token_ids=packed_ids(()))
+        self.root = TokenNode(parent=None, start=0, token_ids=_NO_TOKENS)
 
     def __del__(self) -> None:
         """Nodes refer to their parents and children: the tokens would stay until the garbage collector runs."""
@@ -74,6 +77,8 @@ class TokenTree:
     def add_fixed(self, after: TokenNode, token_ids: Sequence[int]) -> TokenNode:
         """The node that ends the given tokens after a node. Existing tokens, also generated ones, are shared."""
         token_ids = packed_ids(token_ids)
+        if not after.children:
+            return self._append_fixed(after, token_ids)
         whole = self.match(after, token_ids)
         node = whole[-1] if whole else after
         rest = token_ids[node.end - after.end :]

@@ -187,6 +187,8 @@ class RunsBuilder(Generic[T]):
             self.ends[-1] = min(self.ends[-1], size)
 
     def column(self) -> Runs[T]:
+        if len(self.values) == 1:
+            return Runs[T].of(self.values[0], self.ends[0])
         counts = (end - start for start, end in zip((0, *self.ends), self.ends, strict=False))
         return Runs(zip(self.values, counts, strict=True))
 
@@ -224,12 +226,18 @@ def to_runs(values: Sequence[T]) -> Runs[T]:
 
 def packed_ids(values: Sequence[int]) -> Packed[int]:
     """Token ids as int32. Raises TypeError or OverflowError for other values."""
-    return Packed(to_array("i", values))
+    return _packed("i", values)
 
 
 def packed_logprobs(values: Sequence[float]) -> Packed[float]:
     """Log-probabilities as float32. Raises TypeError for other values."""
-    return Packed(to_array("f", values))
+    return _packed("f", values)
+
+
+def _packed(typecode: str, values: Sequence[T]) -> Packed[T]:
+    if isinstance(values, Packed) and values.numbers.typecode == typecode:
+        return values
+    return Packed(to_array(typecode, values))
 
 
 def joined(typecode: str, columns: Iterable[Sequence[T]]) -> Packed[T]:

@@ -7,7 +7,8 @@ other prompts.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import TypeVar
 
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
@@ -20,6 +21,9 @@ MAX_MERGED_PARTS = 64
 """Of short answers in one request: its answer is read in one turn of the event loop."""
 MAX_MERGED_TOKENS = 4096
 """Prompt tokens of a request for several prompts. A server accepts more."""
+_OWN = ("part_id", "seed", "input_ids", "group_id", "images")
+_settings_of = attrgetter(*(one.name for one in fields(GenerationPart) if one.name not in _OWN))
+"""What all parts of a request have in common."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,14 +63,12 @@ class _Group:
         if not part.is_streamed and len(self.members) >= MAX_MERGED_PARTS:
             return False
         first = self.members[0].part
-        other = replace(part, part_id=first.part_id, seed=first.seed)
-        # equal fields are mostly the same objects, which are not compared in full
-        if other == first:
-            return True
-        if part.is_streamed or part.images:
+        if _settings_of(part) != _settings_of(first) or part.images != first.images:
             return False
-        has_room = self.num_tokens + len(part.input_ids) <= MAX_MERGED_TOKENS
-        return has_room and replace(other, input_ids=first.input_ids, group_id=first.group_id) == first
+        if part.group_id == first.group_id and part.input_ids == first.input_ids:
+            return True
+        may_merge = not part.is_streamed and not part.images
+        return may_merge and self.num_tokens + len(part.input_ids) <= MAX_MERGED_TOKENS
 
     def add(self, member: Member) -> None:
         is_same = bool(self.members) and self.members[-1].part.input_ids is member.part.input_ids

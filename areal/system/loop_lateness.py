@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 
 from areal.system.stacks import place_of_thread
 
@@ -69,19 +70,9 @@ class LoopLateness:
         """The time of the loop without the time for which it was blocked: a clock for deadlines."""
         return asyncio.get_running_loop().time() - self.total_s
 
-    @contextlib.asynccontextmanager
-    async def timeout(self, limit_s: float) -> AsyncIterator[None]:
+    def timeout(self, limit_s: float) -> AbstractAsyncContextManager[None]:
         """As `asyncio.timeout`, without the time for which the loop was blocked: what arrived meanwhile is read."""
-        loop = asyncio.get_running_loop()
-        deadline_s = self.now_s + limit_s
-
-        async with asyncio.timeout(None) as scope:
-            limit = _Limit(self, deadline_s, scope)
-            limit.timer = loop.call_later(limit_s, limit.expire)
-            try:
-                yield
-            finally:
-                limit.timer.cancel()
+        return _Limit(self, limit_s)
 
     def close(self) -> None:
         self._closed.set()
@@ -89,17 +80,27 @@ class LoopLateness:
             self._timer.cancel()
 
 
-class _Limit:
-    """No closure: one that refers to itself would keep the task until the garbage collector runs."""
+class _Limit(AbstractAsyncContextManager[None]):
+    """The limit of one block. A class, because a generator takes longer than everything else here."""
 
-    timer: asyncio.TimerHandle
+    def __init__(self, lateness: LoopLateness, limit_s: float) -> None:
+        self._lateness, self._limit_s = lateness, limit_s
+        self._scope = asyncio.timeout(None)
 
-    def __init__(self, lateness: LoopLateness, deadline_s: float, scope: asyncio.Timeout) -> None:
-        self._lateness, self._deadline_s, self._scope = lateness, deadline_s, scope
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._deadline_s = self._lateness.now_s + self._limit_s
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._expire)
 
-    def expire(self) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+    ) -> bool | None:
+        self._timer.cancel()
+        return await self._scope.__aexit__(kind, error, place)
+
+    def _expire(self) -> None:
         loop, left_s = asyncio.get_running_loop(), self._deadline_s - self._lateness.now_s
         if left_s > MIN_LATE_S:
-            self.timer = loop.call_later(left_s, self.expire)
+            self._timer = loop.call_later(left_s, self._expire)
         else:
             self._scope.reschedule(loop.time())

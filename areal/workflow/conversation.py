@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from areal.agent.bridge import BridgeGap, TemplateScenario, template_bridge
@@ -178,13 +178,14 @@ class Conversation:
         self, reward: float, *, reward_parts: dict[str, float] | None = None, baseline: float | None = None
     ) -> Trajectory:
         """The conversation as a training sample. `baseline`: reward of a greedy answer, if there is one."""
-        return replace(
-            with_images(row_of(path_to(self._end)), self._images),
+        row = row_of(
+            path_to(self._end),
             reward=reward,
-            reward_parts=reward_parts or {},
             finished=self.last_answer.finished,
+            reward_parts=reward_parts,
             baseline=baseline,
         )
+        return with_images(row, self._images)
 
     def _has_room(self, token_ids: Sequence[int]) -> bool:
         return self._max_tokens is None or self._end.end + len(token_ids) < self._max_tokens

@@ -67,11 +67,11 @@ class RLVRWorkflow(ScoredWorkflow):
         greedy = scores.pop() if self._greedy_baseline else None
         baseline = None if greedy is None else greedy.reward
         trajectories = [
-            dataclasses.replace(
-                conversation.to_trajectory(score.reward, reward_parts=score.parts, baseline=baseline), images=images
-            )
+            conversation.to_trajectory(score.reward, reward_parts=score.parts, baseline=baseline)
             for conversation, score in zip(conversations, scores, strict=False)  # the greedy answer is not trained on
         ]
+        if images:
+            trajectories = [dataclasses.replace(one, images=images) for one in trajectories]
         stats = group_stats(trajectories, num_errors=sum(score.num_errors for score in scores))
         stats |= self._scorer.stats(data, scores, reward=stats["reward"])
         if greedy is not None:
