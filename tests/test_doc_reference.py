@@ -14,7 +14,7 @@ from areal.api.config import GRPOConfig, load_experiment
 from areal.api.config.load import read
 from areal.api.config.schema import fields_of
 from areal.data.tiny_model import character_tokenizer, tiny_model
-from areal.inference import generate_route, weight_routes
+from areal.inference import generate_body, weight_routes
 from areal.ledger.state import LedgerState
 from areal.observe.metric_table import entry_of
 from areal.rollout import control_requests
@@ -104,7 +104,7 @@ BODIES = {
     "/evaluate": control_requests.EvaluationRequest,
     "/committed": control_requests.CommittedRequest,
     "/finish": control_requests.FinishRequest,
-    "/generate": generate_route._GENERATE_FIELDS,
+    "/generate": generate_body.GENERATE_FIELDS,
     "/update_weights_from_disk": weight_routes._FROM_DISK,
     "/init_weights_update_group": weight_routes._INIT_GROUP,
     "/update_weights_from_distributed": weight_routes._DISTRIBUTED,

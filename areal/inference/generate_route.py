@@ -1,5 +1,4 @@
-"""`/generate` and `/generate_group` of the native server: from an HTTP body to sequences of the engine, and from their
-tokens to the answers.
+"""`/generate` and `/generate_group` of the native server: from the tokens of sequences to HTTP answers.
 
 A handler waits until the engine thread delivers the end of its sequence or, in a stream, new tokens. aiohttp cancels
 the handler of a disconnected client, which aborts its sequence.
@@ -9,70 +8,22 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 import orjson
 from aiohttp import web
 
-from areal.api.errors import InputError, RequestError, ServerUnavailable
-from areal.api.images import ImageRef, VisionLayout, expanded
+from areal.api.errors import RequestError, ServerUnavailable
 from areal.inference.engine import Detokenizer, Engine
-from areal.inference.image_reader import ImageReader
+from areal.inference.generate_body import BodyParser, Call
 from areal.inference.json_answers import error_body, json_response, read_json
-from areal.inference.request_parser import (
-    RequestLimits,
-    bool_field,
-    check_fields,
-    int_field,
-    parse_sampling_params,
-    parse_stream_interval,
-    shown,
-    text_field,
-    token_ids_field,
-)
-from areal.inference.sequence import FinishReason, PlacedImage, SamplingParams, Sequence
-from areal.inference.vision import placed_images
+from areal.inference.request_parser import RequestLimits, shown
+from areal.inference.sequence import FinishReason, Sequence
 from areal.observe.spans import add_track
 
 _EVENT_STREAM = "text/event-stream"
-_MAX_SEED = 2**63 - 1
-_FIXED_BODY_BYTES = 1 << 19
-"""Maximum size of a body without its token ids: more than all stop strings take as JSON escapes."""
-_BYTES_PER_ID = 24
-_GENERATE_FIELDS = frozenset(
-    {"rid", "input_ids", "image_data", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
-    | {"return_routed_experts", "routed_experts_start_len"}
-)
-_PROMPT_FIELDS = frozenset({"input_ids", "group_id", "samples"})
-_GROUP_FIELDS = _GENERATE_FIELDS - {"rid"} | {"samples", "prompts"}
-_MAX_SAMPLES = 4096
-_SAMPLE_BYTES = 256
-_MAX_PROMPTS = 256
-_PROMPTS_BYTES = 1 << 19
-"""Maximum size of the prompts of a group, beyond that of one."""
-_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init) | {
-    *("ignore_eos", "sampling_seed", "num_prior_output_tokens", "stream_interval")
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """A valid /generate body."""
-
-    sequence: Sequence
-    with_logprobs: bool
-    with_text: bool
-    """Off by default, because decoding takes most of the time of a short request."""
-
-    def has_event(self, start: int) -> bool:
-        """Whether the event of a stream with the tokens from `start` on is due."""
-        sequence = self.sequence
-        interval = sequence.stream_interval
-        return sequence.finish is not None or len(sequence.logprobs) // interval > start // interval
 
 
 class GenerateRoute:
@@ -90,11 +41,7 @@ class GenerateRoute:
     def attach(self, engine: Engine, limits: RequestLimits, detokenizer: Detokenizer | None) -> None:
         """Set the engine that answers. Called once, before the first request."""
         self._engine = engine
-        self._limits = limits
-        self._images = ImageReader(limits.layout, limits.context_length)
-        ids_bytes = _BYTES_PER_ID * (limits.context_length + limits.vocab_size)
-        self.max_body_bytes = _FIXED_BODY_BYTES + ids_bytes + self._images.max_bytes
-        self.max_group_bytes = self.max_body_bytes + _MAX_SAMPLES * _SAMPLE_BYTES + _PROMPTS_BYTES
+        self.parser = BodyParser(limits, self._draw_seed, records_experts=engine.runner.records_experts)
         self._detokenizer = detokenizer
 
     def deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
@@ -123,9 +70,7 @@ class GenerateRoute:
         """The handler of /generate: parses the body, queues a sequence, and answers from its tokens."""
         self._num_requests += 1
         default_id = f"{self._id_prefix}{self._num_requests:012d}"
-        body = check_fields(await read_json(request, self.max_body_bytes), _GENERATE_FIELDS)
-        images = await self._images.read(body["image_data"]) if "image_data" in body else []
-        call = self._parse(body, images)(text_field(body, "rid", default_id) or default_id, None)
+        call = await self.parser.call(await read_json(request, self.parser.max_bytes), default_id)
         with self._submitted([call.sequence]):
             if call.sequence.stream_interval:
                 return await self._stream(request, call)
@@ -139,16 +84,7 @@ class GenerateRoute:
         One JSON list with the answers in the order of the samples; in a stream, events which are lists of pairs
         (number of the sample, new tokens).
         """
-        body = check_fields(await read_json(request, self.max_group_bytes), _GROUP_FIELDS)
-        given = [(one, _samples(one)) for one in _prompts(body)]
-        if sum(len(samples) for _, samples in given) > _MAX_SAMPLES:
-            message = f"the prompts must have at most {_MAX_SAMPLES} samples together"
-            raise RequestError(message, code="request.invalid_field")
-        images = await self._images.read(body["image_data"]) if "image_data" in body else []
-        calls: list[_Call] = []
-        for one, samples in given:
-            make = self._parse(one, images)
-            calls += [make(request_id, seed) for request_id, seed in samples]
+        calls = await self.parser.calls(await read_json(request, self.parser.max_group_bytes))
         with self._submitted([call.sequence for call in calls]):
             if calls[0].sequence.stream_interval:
                 return await self._stream_group(request, calls)
@@ -182,7 +118,7 @@ class GenerateRoute:
                 parts += [("run", sequence.started_ns, ended_ns)] if sequence.started_ns else []
                 add_track("request", sequence.request_id, submitted_ns, ended_ns, parts)
 
-    async def _change(self, calls: list[_Call]) -> None:
+    async def _change(self, calls: list[Call]) -> None:
         """Wait until the engine delivers one of these sequences; ServerUnavailable when it has failed.
 
         The caller has looked at them since its last await, so that no delivery is missed.
@@ -195,7 +131,7 @@ class GenerateRoute:
         if self._failure is not None:
             raise ServerUnavailable(f"the engine failed: {self._failure}", code="request.engine_failed")
 
-    async def _stream(self, request: web.Request, call: _Call) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:
         """One event per `stream_interval` tokens, with all new tokens. A short answer is one event and one write."""
         response: web.StreamResponse | None = None
         start = 0
@@ -222,7 +158,7 @@ class GenerateRoute:
                 await response.write_eof()
                 return response
 
-    async def _stream_group(self, request: web.Request, calls: list[_Call]) -> web.StreamResponse:
+    async def _stream_group(self, request: web.Request, calls: list[Call]) -> web.StreamResponse:
         """One event for all samples that have `stream_interval` new tokens or have ended."""
         response = web.StreamResponse(headers={"Content-Type": _EVENT_STREAM})
         await response.prepare(request)
@@ -247,13 +183,13 @@ class GenerateRoute:
         await response.write_eof()
         return response
 
-    def _part_or_error(self, call: _Call, start: int) -> tuple[dict[str, Any], int]:
+    def _part_or_error(self, call: Call, start: int) -> tuple[dict[str, Any], int]:
         try:
             return self._part(call, start)
         except ServerUnavailable as error:
             return error_body(str(error), error.code), start
 
-    def _part(self, call: _Call, start: int) -> tuple[dict[str, Any], int]:
+    def _part(self, call: Call, start: int) -> tuple[dict[str, Any], int]:
         """The tokens of the answer from `start` on as JSON, and the index of their end.
 
         ServerUnavailable when the engine ended the sequence with an error.
@@ -291,99 +227,6 @@ class GenerateRoute:
         """End a request with its tokens so far. No effect when it has already ended."""
         if (sequence := self._by_id.get(request_id)) is not None:
             self._engine.abort(sequence, "abort_request was called")
-
-    def _parse(
-        self, body: Mapping[str, Any], images: list[tuple[ImageRef, np.ndarray]]
-    ) -> Callable[[str, int | None], _Call]:
-        """From the id and seed of a sample to its call. RequestError unless the body is valid."""
-        limits = self._limits
-        context = limits.context_length
-        input_ids = token_ids_field(body, "input_ids", limits.vocab_size, max_count=context - 1)
-        if not input_ids:
-            raise RequestError("input_ids must have at least one token", code="request.invalid_field")
-        placed: tuple[PlacedImage, ...] = ()
-        if limits.layout is not None:
-            input_ids, placed = _with_images(input_ids, images, limits.layout)
-        num_prompt = len(input_ids)
-        sampling = check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params")
-        is_streaming = bool_field(body, "stream", False)
-        seed = _seed(sampling)
-        params = parse_sampling_params(sampling, limits)
-        if num_prompt + params.max_new_tokens > context:
-            raise RequestError(
-                f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length "
-                f"of {context}: request at most {context - num_prompt} new tokens",
-                code="request.too_long",
-            )
-        with_text = bool_field(body, "return_text", False)
-        if with_text and (is_streaming or not limits.has_tokenizer):
-            message = "return_text needs a tokenizer in the folder of the model, and excludes stream"
-            raise RequestError(message, code="request.no_tokenizer")
-        start = int_field(body, "routed_experts_start_len", 0, 0, num_prompt)
-        with_experts = bool_field(body, "return_routed_experts", False)
-        if with_experts and not self._engine.runner.records_experts:
-            message = "return_routed_experts needs a server of a run with actor.router_replay: true"
-            raise RequestError(message, code="request.invalid_field")
-        num_prior_output = int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt)
-        group_id, interval = text_field(body, "group_id", ""), parse_stream_interval(sampling, is_streaming)
-        with_logprobs = bool_field(body, "return_logprob", False)
-
-        def make(request_id: str, sample_seed: int | None) -> _Call:
-            sequence = Sequence(
-                experts_start=start if with_experts else None,
-                request_id=request_id,
-                token_ids=input_ids.copy(),
-                num_prompt=num_prompt,
-                images=placed,
-                params=params,
-                seed=self._draw_seed() if sample_seed is None and seed is None else sample_seed or seed or 0,
-                num_prior_output=num_prior_output,
-                group_id=group_id,
-                stream_interval=interval,
-            )
-            return _Call(sequence=sequence, with_logprobs=with_logprobs, with_text=with_text)
-
-        return make
-
-
-def _seed(sampling: Mapping[str, Any]) -> int | None:
-    has_seed = sampling.get("sampling_seed") is not None
-    return int_field(sampling, "sampling_seed", None, 0, _MAX_SEED) if has_seed else None
-
-
-def _prompts(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """One body for each prompt of a group."""
-    if "prompts" not in body:
-        return [body]
-    prompts = body["prompts"]
-    if not isinstance(prompts, list) or not 1 <= len(prompts) <= _MAX_PROMPTS:
-        raise RequestError(f"prompts must be a list of 1 to {_MAX_PROMPTS} objects", code="request.invalid_field")
-    if both := body.keys() & (_PROMPT_FIELDS | {"image_data"}):
-        message = f"a group has either prompts or {', '.join(sorted(both))}"
-        raise RequestError(message, code="request.invalid_field")
-    return [{**body, **check_fields(prompt, _PROMPT_FIELDS, "a prompt")} for prompt in prompts]
-
-
-def _samples(body: Mapping[str, Any]) -> list[tuple[str, int | None]]:
-    """(id, seed) of each sample of a group."""
-    samples = body.get("samples")
-    if not isinstance(samples, list) or not 1 <= len(samples) <= _MAX_SAMPLES:
-        raise RequestError(f"samples must be a list of 1 to {_MAX_SAMPLES} objects", code="request.invalid_field")
-    checked = [check_fields(sample, {"rid", "sampling_seed"}, "a sample") for sample in samples]
-    return [(text_field(sample, "rid"), _seed(sample)) for sample in checked]
-
-
-def _with_images(
-    input_ids: list[int], images: list[tuple[ImageRef, np.ndarray]], layout: VisionLayout
-) -> tuple[list[int], tuple[PlacedImage, ...]]:
-    """The expanded ids, and where the images are in them. RequestError for another number of placeholders."""
-    if layout.image_token_id not in input_ids and not images:
-        return input_ids, ()
-    try:
-        input_ids = expanded(input_ids, [image for image, _ in images], layout)
-    except InputError as error:
-        raise RequestError(str(error), code=error.code) from error
-    return input_ids, placed_images(input_ids, images, layout)
 
 
 def _finish_json(finish: FinishReason, num_output: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class ServerApp:
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
-        largest = max(MAX_CONTROL_BYTES, self.generate.max_group_bytes)
+        largest = max(MAX_CONTROL_BYTES, self.generate.parser.max_group_bytes)
         application = web.Application(
             middlewares=[guarded(self._guard, error_response), _errors_as_json], client_max_size=largest
         )

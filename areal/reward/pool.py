@@ -7,7 +7,6 @@ as `died` when that one dies too. Reward functions must therefore allow a second
 """
 
 import asyncio
-import dataclasses
 import math
 import signal
 from collections import deque
@@ -295,7 +294,7 @@ def _message_part(calls: Iterable[_Call]) -> tuple[orjson.Fragment, list[tuple[s
 
 
 def _shared_json(function: FunctionRef, prompt: str, prompt_ids: Sequence[int], row: dict[str, Any]) -> orjson.Fragment:
-    shared = {"function": dataclasses.asdict(function), "prompt": prompt, "prompt_ids": list(prompt_ids), "row": row}
+    shared = {"function": function, "prompt": prompt, "prompt_ids": list(prompt_ids), "row": row}
     try:
         return orjson.Fragment(orjson.dumps(shared, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError as error:
