@@ -13,6 +13,7 @@ REALIGN_LIMIT = 64
 """Largest number of tokens in which a history and its new rendering may differ to be aligned."""
 _ANCHOR = 8
 """Number of equal tokens after a difference that show that both sequences agree again."""
+# Shared by all nodes, because they are immutable. They have no hash, so a dataclass accepts them by a factory only.
 _NO_TOKENS: Packed[int] = Packed(array("i"))
 _NO_LOGPROBS: Packed[float] = Packed(array("f"))
 _NO_VERSIONS = Runs[int]()

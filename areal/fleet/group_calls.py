@@ -21,7 +21,7 @@ MAX_MERGED_PARTS = 64
 """Of short answers in one request: its answer is read in one turn of the event loop."""
 MAX_MERGED_TOKENS = 4096
 """Prompt tokens of a request for several prompts. A server accepts more."""
-_OWN = ("part_id", "seed", "input_ids", "group_id", "images")
+_OWN = ("part_id", "seed", "input_ids", "group_id")
 _settings_of = attrgetter(*(one.name for one in fields(GenerationPart) if one.name not in _OWN))
 """What all parts of a request have in common."""
 
@@ -63,7 +63,7 @@ class _Group:
         if not part.is_streamed and len(self.members) >= MAX_MERGED_PARTS:
             return False
         first = self.members[0].part
-        if _settings_of(part) != _settings_of(first) or part.images != first.images:
+        if _settings_of(part) != _settings_of(first):
             return False
         if part.group_id == first.group_id and part.input_ids == first.input_ids:
             return True

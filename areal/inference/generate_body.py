@@ -60,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """What a body says of all its samples."""
+    """What a body says about all its samples."""
 
     sampling: Mapping[str, Any]
     params: SamplingParams
@@ -75,7 +75,8 @@ class BodyParser:
     """Checks bodies and makes their calls. RequestError for an invalid body."""
 
     def __init__(self, limits: RequestLimits, draw_seed: Callable[[], int], *, records_experts: bool) -> None:
-        """`draw_seed`: of samples without one. `records_experts`: the engine knows the chosen experts of tokens."""
+        """`draw_seed`: gives the seed of a sample without one. `records_experts`: the engine knows the chosen experts
+        of tokens."""
         self._limits = limits
         self._draw_seed = draw_seed
         self._records_experts = records_experts

@@ -93,10 +93,10 @@ class _Limit(AbstractAsyncContextManager[None]):
         self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._expire)
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        self._timer.cancel()
-        return await self._scope.__aexit__(kind, error, place)
+        self._timer.cancel()  # it also forgets `_expire`: a cycle would keep the task until the garbage collector runs
+        return await self._scope.__aexit__(kind, error, trace)
 
     def _expire(self) -> None:
         loop, left_s = asyncio.get_running_loop(), self._deadline_s - self._lateness.now_s
