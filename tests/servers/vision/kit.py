@@ -29,6 +29,7 @@ from areal.system.vision_layout import read_vision_layout, tokens_around
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel
 from tests.engine.vision_cases import transformers_inputs
+from tests.expect import serve
 from tests.servers.server_kit import FixedTrainer, largest_gap, tokens_made
 
 EXACT = 5e-6
@@ -146,7 +147,7 @@ async def expect_update_in_mid_answer(
 ) -> None:
     """New weights of text and tower while an answer is made. The same images are asked for before and after each."""
     trainer.use("old")
-    await asyncio.to_thread(weights.publish, fleet.version + 1)
+    await asyncio.to_thread(serve, weights, fleet.version + 1)
     for attempt in range(ATTEMPTS):
         before, after = ("old", "new") if attempt % 2 == 0 else ("new", "old")
         version = fleet.version
@@ -155,7 +156,7 @@ async def expect_update_in_mid_answer(
         running = asyncio.create_task(fleet.agenerate(long))
         await tokens_made(fleet, made + 8)
         trainer.use(after)
-        await asyncio.to_thread(weights.publish, version + 1)
+        await asyncio.to_thread(serve, weights, version + 1)
         pairs = await answers(fleet, [asks(f"{attempt} {len(sizes)}", *sizes) for sizes in SIZES], images)
         for (_, response), trained in zip(pairs, trainer.logprobs(after, pairs), strict=True):
             assert list(response.output_versions) == [version + 1] * len(response.output_ids)
