@@ -4,6 +4,7 @@ transformers computes in float64."""
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def ask(
         refs.append(ImageRef(images.store.put(file), grid))
         ids += [text[0] + number, *mark]
     return GenerationRequest(
-        request_id=f"{name:>12}",
+        # unique: SGLang aborts what has the id of an answer 2 s after its end
+        request_id=f"{name:>12}-{uuid.uuid4().hex}",
         input_ids=expanded([*ids, text[-1]], refs, images.layout),
         images=refs,
         gconfig=GenerationHyperparameters(max_new_tokens=num_tokens, ignore_eos=True, greedy=greedy),
