@@ -60,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """What a body says about all its samples."""
+    """The fields of a body that apply to all its samples."""
 
     sampling: Mapping[str, Any]
     params: SamplingParams
@@ -72,7 +72,7 @@ class _Settings:
 
 
 class BodyParser:
-    """Checks bodies and makes their calls. RequestError for an invalid body."""
+    """Validates bodies and makes a `Call` for each sample. RequestError for an invalid body."""
 
     def __init__(self, limits: RequestLimits, draw_seed: Callable[[], int], *, records_experts: bool) -> None:
         """`draw_seed`: gives the seed of a sample without one. `records_experts`: the engine knows the chosen experts
@@ -87,7 +87,7 @@ class BodyParser:
         self.max_group_bytes = self.max_bytes + _MAX_SAMPLES * _SAMPLE_BYTES + _PROMPTS_BYTES
 
     async def call(self, body: Any, default_id: str) -> Call:
-        """The call of a body of /generate. `default_id`: of a body without one."""
+        """The call of a body of /generate. `default_id`: the request id when the body has none."""
         body = check_fields(body, GENERATE_FIELDS)
         images = await self._images.read(body["image_data"]) if "image_data" in body else []
         samples: list[tuple[str, int | None]] = [(text_field(body, "rid", default_id) or default_id, None)]

@@ -81,7 +81,7 @@ class LoopLateness:
 
 
 class _Limit(AbstractAsyncContextManager[None]):
-    """The limit of one block. A class, because a generator takes longer than everything else here."""
+    """The time limit of one `async with` block. Not a generator, because each request pays for it."""
 
     def __init__(self, lateness: LoopLateness, limit_s: float) -> None:
         self._lateness, self._limit_s = lateness, limit_s
@@ -95,7 +95,7 @@ class _Limit(AbstractAsyncContextManager[None]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        self._timer.cancel()  # it also forgets `_expire`: a cycle would keep the task until the garbage collector runs
+        self._timer.cancel()  # and drop `_expire`: a reference cycle would keep the task until a collection
         return await self._scope.__aexit__(kind, error, trace)
 
     def _expire(self) -> None:

@@ -40,6 +40,16 @@ async def test_a_group_answers_as_its_samples_alone(served):
     assert not served.engine.scheduler.running
 
 
+async def test_the_seed_of_a_sample_replaces_that_of_the_request_also_when_it_is_0(served):
+    sampling = {"temperature": 1.0, "max_new_tokens": 20}
+    alone = [await served.generate(sampling_params={**sampling, "sampling_seed": seed}) for seed in (0, 7)]
+    samples = [{"rid": "a", "sampling_seed": 0}, {"rid": "b"}]
+    body = {"input_ids": PROMPT, "sampling_params": {**sampling, "sampling_seed": 7}, "samples": samples}
+    whole = await served.post("/generate_group", body)
+    assert [one["output_ids"] for one in whole] == [one["output_ids"] for one in alone]
+    assert whole[0]["output_ids"] != whole[1]["output_ids"]
+
+
 async def test_several_prompts_answer_as_each_alone(served):
     common = {"return_logprob": True, "sampling_params": {"temperature": 1.0, "max_new_tokens": 12}}
     prompts = [
