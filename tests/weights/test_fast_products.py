@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from areal.weights.fast_products import fast_products, is_faster, product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
-AMD = "vendor_id\t: AuthenticAMD\n"
+ZEN4, ZEN5 = (f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17\n" for family in (25, 26))
 
 
 def cpu(tmp_path: Path, text: str) -> Path:
@@ -64,10 +64,11 @@ def test_other_products_stay_with_torch(left: Tensor, right: Tensor) -> None:
     assert product(left, right, None) is None
 
 
-def test_only_cpus_with_unused_avx512_are_faster(tmp_path: Path) -> None:
+def test_only_cpus_whose_avx512_mkl_does_not_use_are_faster(tmp_path: Path) -> None:
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkl.is_available()
-    assert is_faster(cpu(tmp_path, AMD)) == has_avx512
-    assert not is_faster(cpu(tmp_path, "vendor_id\t: GenuineIntel\n"))
+    assert is_faster(cpu(tmp_path, ZEN5)) == has_avx512
+    assert not is_faster(cpu(tmp_path, ZEN4))
+    assert not is_faster(cpu(tmp_path, "vendor_id\t: GenuineIntel\ncpu family\t: 26\n"))
     assert not is_faster(tmp_path / "none")
 
 
