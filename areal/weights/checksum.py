@@ -6,6 +6,7 @@ One changed bit always changes it; any other change is missed with a probability
 
 import hashlib
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -74,6 +75,7 @@ def checksum_of(engine: WeightSource, ranks: Ranks) -> str:
     return checksum.hexdigest() if ranks.rank == 0 else ""
 
 
+@lru_cache(maxsize=16)  # a model has few sizes of weights
 def _multipliers(stream: int, count: int) -> Tensor:
     """`count` pseudo-random odd 64-bit numbers: a hash of the position and of `stream`. Returns [count] int64."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream << 32)
