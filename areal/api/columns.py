@@ -114,6 +114,8 @@ class Runs(Column[T]):
     @property
     def runs(self) -> Iterator[tuple[T, int]]:
         """(number, how often)."""
+        if len(self._values) == 1:  # nearly all columns of an answer
+            return iter(((self._values[0], self._ends[0]),))
         return zip(self._values, self._counts(), strict=True)
 
     def _counts(self) -> Iterator[int]:

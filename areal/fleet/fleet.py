@@ -154,7 +154,7 @@ class Fleet:
         ServerUnavailable after request_timeout without a serving replica.
         """
         limit_s, lateness = self._config.request_timeout, self._replicas.lateness
-        deadline_s = lateness.now_s + limit_s
+        deadline_s: float | None = None
         while True:
             awaited = [newest_version] if newest_version is not None and self._is_behind(newest_version) else []
             is_switching = self._replicas.is_switching
@@ -162,7 +162,7 @@ class Fleet:
                 break
             if self._replicas.is_closed:
                 raise ServerUnavailable("the fleet is closed", code="fleet.closed")
-            if awaited or is_switching:  # an update has its own time limits
+            if deadline_s is None or awaited or is_switching:  # an update has its own time limits
                 deadline_s = lateness.now_s + limit_s
             elif lateness.now_s >= deadline_s:
                 raise ServerUnavailable(

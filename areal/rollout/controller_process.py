@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -32,10 +33,12 @@ Result = TypeVar("Result")
 
 GROWTH_BYTES = 2**30
 YOUNG_S = 0.25
-"""Seconds between two passes over young objects. With a shorter interval a pass visits fewer objects, but all passes
-together visit more, because fewer objects have ended before their first pass."""
+"""Seconds between the first two passes over young objects."""
+MAX_YOUNG_S = 1.0
 YOUNG_PASSES = 20
 """Passes over young objects between two looks at the memory of the process."""
+SHORT_PASS_S = 0.01
+"""A pass of less than this delays no other work noticeably."""
 
 
 def run_serving(make_controller: Callable[[], Controller], host: Host, registry: NameRegistry) -> None:
@@ -62,8 +65,8 @@ async def collecting_cycles(work: Awaitable[Result], resident_bytes: Callable[[]
 
     A controller creates many records and almost no cycles. The interpreter subtracts objects that end from those that
     are new, so under a steady load one of its passes looks at more than a million objects and stops the event loop for
-    a second. A pass each YOUNG_S looks at what was created since the pass before. Cycles that live longer are collected
-    each time that the process has grown by GROWTH_BYTES.
+    a second. A pass each YOUNG_S to MAX_YOUNG_S looks at what was created since the pass before. Cycles that live
+    longer are collected each time that the process has grown by GROWTH_BYTES.
     """
     gc.freeze()
     gc.disable()
@@ -79,14 +82,25 @@ async def collecting_cycles(work: Awaitable[Result], resident_bytes: Callable[[]
 
 async def _collect(resident_bytes: Callable[[], int]) -> None:
     """The passes, until it is cancelled."""
-    before = resident_bytes()
+    before, pause_s = resident_bytes(), YOUNG_S
     while True:
         for _ in range(YOUNG_PASSES):
-            await asyncio.sleep(YOUNG_S)
+            await asyncio.sleep(pause_s)
+            began_s = time.perf_counter()
             gc.collect(0)
+            pause_s = next_pause_s(pause_s, time.perf_counter() - began_s)
         if resident_bytes() - before > GROWTH_BYTES:
             gc.collect()
             before = resident_bytes()
+
+
+def next_pause_s(pause_s: float, pass_s: float) -> float:
+    """Seconds until the next pass over young objects, after one that took `pass_s`.
+
+    With a longer interval a pass visits more objects, but all passes together visit fewer, because more objects have
+    ended before their first pass. So it doubles while passes are short.
+    """
+    return min(2 * pause_s, MAX_YOUNG_S) if pass_s < SHORT_PASS_S else max(pause_s / 2, YOUNG_S)
 
 
 async def serve_made(

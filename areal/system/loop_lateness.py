@@ -62,13 +62,17 @@ class LoopLateness:
     @property
     def total_s(self) -> float:
         """Seconds for which the loop was blocked, up to now."""
-        late_s = 0.0 if self._timer is None else asyncio.get_running_loop().time() - self._due_s
+        return self._total_at(asyncio.get_running_loop().time())
+
+    def _total_at(self, time_s: float) -> float:
+        late_s = 0.0 if self._timer is None else time_s - self._due_s
         return self._late_s + (late_s if late_s >= MIN_LATE_S else 0.0)
 
     @property
     def now_s(self) -> float:
         """The time of the loop without the time for which it was blocked: a clock for deadlines."""
-        return asyncio.get_running_loop().time() - self.total_s
+        time_s = asyncio.get_running_loop().time()
+        return time_s - self._total_at(time_s)
 
     def timeout(self, limit_s: float) -> AbstractAsyncContextManager[None]:
         """As `asyncio.timeout`, without the time for which the loop was blocked: what arrived meanwhile is read."""

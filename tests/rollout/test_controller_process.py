@@ -6,7 +6,14 @@ import gc
 import pytest
 
 from areal.rollout import controller_process
-from areal.rollout.controller_process import GROWTH_BYTES, collecting_cycles
+from areal.rollout.controller_process import (
+    GROWTH_BYTES,
+    MAX_YOUNG_S,
+    SHORT_PASS_S,
+    YOUNG_S,
+    collecting_cycles,
+    next_pause_s,
+)
 
 
 @pytest.fixture
@@ -63,3 +70,16 @@ async def test_the_interpreter_collects_by_its_own_rule_before_and_after():
 
     assert not await collecting_cycles(work())
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "pass_s", "expected"),
+    [
+        (YOUNG_S, SHORT_PASS_S / 2, 2 * YOUNG_S),
+        (MAX_YOUNG_S, SHORT_PASS_S / 2, MAX_YOUNG_S),
+        (MAX_YOUNG_S, SHORT_PASS_S, MAX_YOUNG_S / 2),
+        (YOUNG_S, 1.0, YOUNG_S),
+    ],
+)
+def test_passes_are_further_apart_while_they_are_short(pause_s, pass_s, expected):
+    assert next_pause_s(pause_s, pass_s) == expected

@@ -1,0 +1,167 @@
+"""CPU of the controller per short answer, in groups as in training and one by one as in evaluations.
+
+    python benchmark/short_answers.py [--prompts 256] [--group 16] [--repeats 5]
+
+The quickstart's workflow, tokenizer and reward; a client of the native server whose requests are answered at once,
+without sockets. Counted: prompts, requests, routing, answers, trajectories, the encoding of an episode and its verdict,
+and the messages to the process that computes rewards. Not counted: that process, the server, the ledger.
+
+Prints one line of JSON: microseconds of `time.process_time` per answer, the smallest of all repeats, of groups and of
+single answers; those that it takes alone to write the requests and to parse the answers (`json`); and both as multiples
+of the latter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from areal.api.config import GenerationHyperparameters, InferenceEngineConfig  # noqa: E402
+from areal.api.data import GenerationResponse  # noqa: E402
+from areal.data.tiny_model import character_tokenizer  # noqa: E402
+from areal.fleet.fleet import Fleet  # noqa: E402
+from areal.fleet.http_connection import OnData  # noqa: E402
+from areal.fleet.native import NativeReplica  # noqa: E402
+from areal.fleet.replica import ReplicaInfo  # noqa: E402
+from areal.fleet.server_client import Body, ServerClient  # noqa: E402
+from areal.ledger.payload import EncodedEpisode  # noqa: E402
+from areal.rollout.controller_process import collecting_cycles  # noqa: E402
+from areal.rollout.episode import EpisodeEngine, verdict_on  # noqa: E402
+from areal.rollout.evaluation import evaluate_episode  # noqa: E402
+from areal.workflow.rlvr import RLVRWorkflow  # noqa: E402
+from benchmark.scale_servers import MemoryRegistry  # noqa: E402
+from examples.quickstart.task import CHARACTERS, SPECIALS, make_rows  # noqa: E402
+
+REWARD = str(ROOT / "examples/quickstart/task.py") + ":sorted_digits_reward"
+ANSWER_IDS = [3, 4, 5, 6, 7, 1]
+"""Five digits and the end."""
+
+
+def answer_json() -> bytes:
+    """One answer, as the native server writes it."""
+    meta = {
+        "id": f"{0:032x}-000000",
+        "finish_reason": {"type": "stop", "matched": 1},
+        "prompt_tokens": 6,
+        "completion_tokens": len(ANSWER_IDS),
+        "cached_tokens": 0,
+        "weight_version": "0",
+        "weight_versions": [{"version": "0", "start": 0, "end": len(ANSWER_IDS)}],
+        "output_token_logprobs": [[-0.12345678, token, None] for token in ANSWER_IDS],
+    }
+    return orjson.dumps({"output_ids": ANSWER_IDS, "meta_info": meta})
+
+
+class AnswersAtOnce(ServerClient):
+    """Requests are answered in the next turn of the loop."""
+
+    def __init__(self, name: str, address: str) -> None:
+        super().__init__(name, address)
+        self.exchanged: list[tuple[bytes, bytes]] = []
+        """Requests and their answers."""
+        self._one = answer_json()
+
+    async def request(self, method: str, path: str, body: Body = b"", on_data: OnData | None = None) -> bytes:
+        assert on_data is None
+        asked, answer = body if isinstance(body, bytes) else body(), self._one
+        if path == "/generate_group":
+            answer = b"[" + b",".join([self._one] * asked.count(b'"rid"')) + b"]"
+        self.exchanged.append((asked, answer))
+        await asyncio.sleep(0)
+        return answer
+
+
+class SimulatedReplica(NativeReplica):
+    """The client of a native server that is not there."""
+
+    def __init__(self, name: str, address: str) -> None:
+        super().__init__(name, address)
+        self._client = self.server = AnswersAtOnce(name, address)
+
+    async def info(self) -> ReplicaInfo:
+        return ReplicaInfo(version=0, vocab_size=16, context_length=64, weights_whole=True)
+
+
+def json_s(exchanged: Sequence[tuple[bytes, bytes]]) -> float:
+    """Seconds of CPU to write these requests and to parse their answers."""
+    requests, answers = [orjson.loads(asked) for asked, _ in exchanged], [answer for _, answer in exchanged]
+    began_s = time.process_time()
+    for request, answer in zip(requests, answers, strict=True):
+        orjson.dumps(request)
+        orjson.loads(answer)
+    return time.process_time() - began_s
+
+
+async def measure(*, num_prompts: int, group_size: int, repeats: int) -> dict[str, Any]:
+    servers: list[AnswersAtOnce] = []
+
+    def client(name: str, address: str) -> SimulatedReplica:
+        replica = SimulatedReplica(name, address)
+        servers.append(replica.server)
+        return replica
+
+    config = InferenceEngineConfig(health_check_interval_s=3600.0, setup_timeout=5.0, canary="off")
+    fleet = Fleet(MemoryRegistry(1), 1, config, client)
+    await fleet.start()
+    tokenizer = character_tokenizer([*SPECIALS, *CHARACTERS])
+    settings = GenerationHyperparameters(n_samples=group_size, max_new_tokens=8)
+    workflow = RLVRWorkflow(REWARD, settings, tokenizer)
+    rows: list[dict[str, Any]] = [*make_rows(num_prompts, seed=0)]
+    counted: list[GenerationResponse] = []
+
+    async def train(row: dict[str, Any]) -> None:
+        group = await workflow.arun_episode(EpisodeEngine(fleet, counted.append), row)
+        verdict = verdict_on(0, group, accept=None, check_format=False)
+        assert isinstance(verdict, EncodedEpisode)
+
+    async def evaluate(row: dict[str, Any]) -> None:
+        assert await evaluate_episode(fleet, single, row, count_answer=counted.append) is not None
+
+    single = workflow.for_evaluation(settings)
+    kinds = {"groups": (train, num_prompts * group_size), "single": (evaluate, num_prompts)}
+    found: dict[str, Any] = {"prompts": num_prompts, "group_size": group_size}
+    for name, (episode, num_answers) in kinds.items():
+        taken: list[tuple[float, float]] = []
+        for _ in range(1 + repeats):  # the first one starts the process of the rewards
+            counted.clear()
+            for server in servers:
+                server.exchanged.clear()
+            began_s = time.process_time()
+            await asyncio.gather(*map(episode, rows))
+            used_s = time.process_time() - began_s
+            assert len(counted) == num_answers
+            taken.append((used_s, sum(json_s(server.exchanged) for server in servers)))
+        used_s, bare_s = (min(times) / num_answers for times in zip(*taken[1:], strict=True))
+        found[f"us_per_answer_{name}"] = round(used_s * 1e6, 1)
+        found[f"json_us_per_answer_{name}"] = round(bare_s * 1e6, 1)
+        found[f"times_json_{name}"] = round(used_s / bare_s, 1)
+    await workflow.aclose()
+    await fleet.close()
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--group", type=int, default=16, help="answers to each prompt")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(argv)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in the controller's process
+        measured = measure(num_prompts=args.prompts, group_size=args.group, repeats=args.repeats)
+        print(json.dumps(runner.run(collecting_cycles(measured))))
+
+
+if __name__ == "__main__":
+    main()
