@@ -15,6 +15,8 @@ BLOCK = 32
 """Rows of a product are padded to a multiple of it: oneDNN compiles code for each new size, in up to 0.7 ms."""
 MIN_WORK = 2**21
 """Multiplications from which oneDNN is used. MKL computes this many in 40 us, and a call of oneDNN costs 15 us more."""
+ZEN4_MIN_WORK = 2**25
+"""The same on CPUs that compute 512 bits in two halves: there oneDNN saves only a tenth of a large product."""
 ZEN5 = 26
 """Family of the first CPUs of AMD that compute 512 bits at once."""
 EXACT_WORK = 2**27
@@ -27,7 +29,7 @@ def fast_products(cpu_info: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
 
     Both are exact to float32, but they add in another order. `cpu_info`: Linux's description of the CPU.
     """
-    if not is_faster(cpu_info):
+    if (min_work := smallest_work(cpu_info)) is None:
         yield
         return
     products = torch.library.Library("aten", "IMPL")
@@ -35,46 +37,55 @@ def fast_products(cpu_info: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
         warnings.simplefilter("ignore")  # torch warns that it has kernels for these operators
         for name, function in (("mm", _mm), ("addmm", _addmm)):
             slower = torch.library.get_kernel(f"aten::{name}", "CPU")
-            products.impl(name, partial(function, slower), "CPU", with_keyset=True)
+            products.impl(name, partial(function, slower, min_work), "CPU", with_keyset=True)
     try:
         yield
     finally:
         products._destroy()  # pyright: ignore[reportPrivateUsage]
 
 
-def is_faster(cpu_info: Path) -> bool:
-    """Whether oneDNN needs about half the time of MKL here, which uses AVX-512 on Intel's CPUs only.
+def smallest_work(cpu_info: Path) -> int | None:
+    """Multiplications from which oneDNN is faster here than MKL, which uses AVX-512 on Intel's CPUs only; None = never.
 
-    Not measured, so that a replay computes with the same library. Before Zen 5, AMD's CPUs compute 512 bits in two
-    halves: there oneDNN saves a tenth of a large product, and a small one costs more with it.
+    Not measured, so that a replay computes with the same library.
     """
     try:
         text = cpu_info.read_text()
     except OSError:
-        return False
+        return None
     family = re.search(r"^cpu family\s*: (\d+)$", text, re.MULTILINE)
-    is_zen5 = "AuthenticAMD" in text and family is not None and int(family[1]) >= ZEN5
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return has_both and is_zen5 and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if "AuthenticAMD" not in text or family is None or not (has_both and has_avx512):
+        return None
+    return MIN_WORK if int(family[1]) >= ZEN5 else ZEN4_MIN_WORK
 
 
-def _mm(slower: Any, keys: Any, left: Tensor, right: Tensor) -> Tensor:
-    found = product(left, right, None)
+def _mm(slower: Any, min_work: int, keys: Any, left: Tensor, right: Tensor) -> Tensor:
+    found = product(left, right, None, min_work)
     return slower.call_boxed(keys, left, right) if found is None else found
 
 
 def _addmm(
-    slower: Any, keys: Any, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+    slower: Any,
+    min_work: int,
+    keys: Any,
+    bias: Tensor,
+    left: Tensor,
+    right: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Tensor:
     is_linear = bias.dim() == 1 and beta == 1 and alpha == 1
-    found = product(left, right, bias) if is_linear else None
+    found = product(left, right, bias, min_work) if is_linear else None
     return slower.call_boxed(keys, bias, left, right, beta=beta, alpha=alpha) if found is None else found
 
 
-def product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor | None:
+def product(left: Tensor, right: Tensor, bias: Tensor | None, min_work: int = MIN_WORK) -> Tensor | None:
     """left [m, k] @ right [k, n] + bias [n] by oneDNN; None for a product that MKL computes."""
     (rows, inner), work = left.shape, left.shape[0] * right.numel()
-    if left.dtype != torch.float32 or work < MIN_WORK or rows < BLOCK:
+    if left.dtype != torch.float32 or work < min_work or rows < BLOCK:
         return None
     linear = torch.ops.mkldnn._linear_pointwise
     if work >= EXACT_WORK or (rows % BLOCK == 0 and inner % BLOCK == 0):
