@@ -15,8 +15,9 @@ BLOCK = 32
 """Rows of a product are padded to a multiple of it: oneDNN compiles code for each new size, in up to 0.7 ms."""
 MIN_WORK = 2**21
 """Multiplications from which oneDNN is used. MKL computes this many in 40 us, and a call of oneDNN costs 15 us more."""
-ZEN4_MIN_WORK = 2**25
-"""The same on CPUs that compute 512 bits in two halves: there oneDNN saves only a tenth of a large product."""
+ZEN4_MIN_RIGHT = 2**17
+"""Numbers in the right operand from which oneDNN is used on CPUs that compute 512 bits in two halves: there it saves a
+tenth of a product, and to pad the left operand costs more if the right one is small."""
 ZEN5 = 26
 """Family of the first CPUs of AMD that compute 512 bits at once."""
 EXACT_WORK = 2**27
@@ -29,7 +30,7 @@ def fast_products(cpu_info: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
 
     Both are exact to float32, but they add in another order. `cpu_info`: Linux's description of the CPU.
     """
-    if (min_work := smallest_work(cpu_info)) is None:
+    if (min_right := smallest_right(cpu_info)) is None:
         yield
         return
     products = torch.library.Library("aten", "IMPL")
@@ -37,17 +38,17 @@ def fast_products(cpu_info: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
         warnings.simplefilter("ignore")  # torch warns that it has kernels for these operators
         for name, function in (("mm", _mm), ("addmm", _addmm)):
             slower = torch.library.get_kernel(f"aten::{name}", "CPU")
-            products.impl(name, partial(function, slower, min_work), "CPU", with_keyset=True)
+            products.impl(name, partial(function, slower, min_right), "CPU", with_keyset=True)
     try:
         yield
     finally:
         products._destroy()  # pyright: ignore[reportPrivateUsage]
 
 
-def smallest_work(cpu_info: Path) -> int | None:
-    """Multiplications from which oneDNN is faster here than MKL, which uses AVX-512 on Intel's CPUs only; None = never.
+def smallest_right(cpu_info: Path) -> int | None:
+    """Numbers in the right operand from which oneDNN is faster here than MKL, which uses AVX-512 on Intel's CPUs only.
 
-    Not measured, so that a replay computes with the same library.
+    None = never. Not measured, so that a replay computes with the same library.
     """
     try:
         text = cpu_info.read_text()
@@ -58,17 +59,17 @@ def smallest_work(cpu_info: Path) -> int | None:
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if "AuthenticAMD" not in text or family is None or not (has_both and has_avx512):
         return None
-    return MIN_WORK if int(family[1]) >= ZEN5 else ZEN4_MIN_WORK
+    return 0 if int(family[1]) >= ZEN5 else ZEN4_MIN_RIGHT
 
 
-def _mm(slower: Any, min_work: int, keys: Any, left: Tensor, right: Tensor) -> Tensor:
-    found = product(left, right, None, min_work)
+def _mm(slower: Any, min_right: int, keys: Any, left: Tensor, right: Tensor) -> Tensor:
+    found = product(left, right, None, min_right)
     return slower.call_boxed(keys, left, right) if found is None else found
 
 
 def _addmm(
     slower: Any,
-    min_work: int,
+    min_right: int,
     keys: Any,
     bias: Tensor,
     left: Tensor,
@@ -78,14 +79,14 @@ def _addmm(
     alpha: float = 1,
 ) -> Tensor:
     is_linear = bias.dim() == 1 and beta == 1 and alpha == 1
-    found = product(left, right, bias, min_work) if is_linear else None
+    found = product(left, right, bias, min_right) if is_linear else None
     return slower.call_boxed(keys, bias, left, right, beta=beta, alpha=alpha) if found is None else found
 
 
-def product(left: Tensor, right: Tensor, bias: Tensor | None, min_work: int = MIN_WORK) -> Tensor | None:
+def product(left: Tensor, right: Tensor, bias: Tensor | None, min_right: int = 0) -> Tensor | None:
     """left [m, k] @ right [k, n] + bias [n] by oneDNN; None for a product that MKL computes."""
     (rows, inner), work = left.shape, left.shape[0] * right.numel()
-    if left.dtype != torch.float32 or work < min_work or rows < BLOCK:
+    if left.dtype != torch.float32 or work < MIN_WORK or rows < BLOCK or right.numel() < min_right:
         return None
     linear = torch.ops.mkldnn._linear_pointwise
     if work >= EXACT_WORK or (rows % BLOCK == 0 and inner % BLOCK == 0):

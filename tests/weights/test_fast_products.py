@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areal.weights.fast_products import MIN_WORK, ZEN4_MIN_WORK, fast_products, product, smallest_work
+from areal.weights.fast_products import ZEN4_MIN_RIGHT, fast_products, product, smallest_right
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
 ZEN4, ZEN5 = (f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17\n" for family in (25, 26))
@@ -64,18 +64,18 @@ def test_other_products_stay_with_torch(left: Tensor, right: Tensor) -> None:
     assert product(left, right, None) is None
 
 
-def test_a_product_below_the_smallest_work_stays_with_torch() -> None:
+def test_a_product_with_a_small_right_operand_stays_with_torch() -> None:
     left, right = values(512, 256), values(256, 128)
-    assert product(left, right, None, 2**24) is not None
-    assert product(left, right, None, 2**24 + 1) is None
+    assert product(left, right, None, right.numel()) is not None
+    assert product(left, right, None, right.numel() + 1) is None
 
 
 def test_only_cpus_whose_avx512_mkl_does_not_use_are_faster(tmp_path: Path) -> None:
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkl.is_available()
-    assert smallest_work(cpu(tmp_path, ZEN5)) == (MIN_WORK if has_avx512 else None)
-    assert smallest_work(cpu(tmp_path, ZEN4)) == (ZEN4_MIN_WORK if has_avx512 else None)
-    assert smallest_work(cpu(tmp_path, "vendor_id\t: GenuineIntel\ncpu family\t: 26\n")) is None
-    assert smallest_work(tmp_path / "none") is None
+    assert smallest_right(cpu(tmp_path, ZEN5)) == (0 if has_avx512 else None)
+    assert smallest_right(cpu(tmp_path, ZEN4)) == (ZEN4_MIN_RIGHT if has_avx512 else None)
+    assert smallest_right(cpu(tmp_path, "vendor_id\t: GenuineIntel\ncpu family\t: 26\n")) is None
+    assert smallest_right(tmp_path / "none") is None
 
 
 def train(rows: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
@@ -89,11 +89,11 @@ def train(rows: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
 def test_a_linear_layer_has_the_same_gradients(
     tokens: int, num_faster: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal.weights.fast_products.smallest_work", lambda cpu_info: MIN_WORK)
+    monkeypatch.setattr("areal.weights.fast_products.smallest_right", lambda cpu_info: 0)
     calls: list[Tensor | None] = []
 
-    def noted(left: Tensor, right: Tensor, bias: Tensor | None, min_work: int) -> Tensor | None:
-        calls.append(product(left, right, bias, min_work))
+    def noted(left: Tensor, right: Tensor, bias: Tensor | None, min_right: int) -> Tensor | None:
+        calls.append(product(left, right, bias, min_right))
         return calls[-1]
 
     monkeypatch.setattr("areal.weights.fast_products.product", noted)
