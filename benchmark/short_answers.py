@@ -6,9 +6,8 @@ The quickstart's workflow, tokenizer and reward; a client of the native server w
 without sockets. Counted: prompts, requests, routing, answers, trajectories, the encoding of an episode and its verdict,
 and the messages to the process that computes rewards. Not counted: that process, the server, the ledger.
 
-Prints one line of JSON: microseconds of `time.process_time` per answer, the smallest of all repeats, of groups and of
-single answers; those that it takes alone to write the requests and to parse the answers (`json`); and both as multiples
-of the latter.
+Prints one line of JSON, for groups and for single answers: microseconds of `time.process_time` per answer, the minimum
+of all repeats; the time to write and parse the JSON of the same requests and answers; and the ratio of the two.
 """
 
 from __future__ import annotations

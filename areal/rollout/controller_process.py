@@ -35,10 +35,11 @@ GROWTH_BYTES = 2**30
 YOUNG_S = 0.25
 """Seconds between the first two passes over young objects."""
 MAX_YOUNG_S = 1.0
+"""Maximum interval of these passes, in seconds."""
 YOUNG_PASSES = 20
 """Passes over young objects between two looks at the memory of the process."""
 SHORT_PASS_S = 0.01
-"""A pass of less than this delays no other work noticeably."""
+"""The interval doubles while passes take less than this."""
 
 
 def run_serving(make_controller: Callable[[], Controller], host: Host, registry: NameRegistry) -> None:
@@ -98,7 +99,7 @@ def next_pause_s(pause_s: float, pass_s: float) -> float:
     """Seconds until the next pass over young objects, after one that took `pass_s`.
 
     With a longer interval a pass visits more objects, but all passes together visit fewer, because more objects have
-    ended before their first pass. So it doubles while passes are short.
+    ended before their first pass. A pass stops the event loop, so the interval grows only while passes are short.
     """
     return min(2 * pause_s, MAX_YOUNG_S) if pass_s < SHORT_PASS_S else max(pause_s / 2, YOUNG_S)
 

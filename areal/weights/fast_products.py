@@ -15,13 +15,13 @@ BLOCK = 32
 """Rows of a product are padded to a multiple of it: oneDNN compiles code for each new size, in up to 0.7 ms."""
 MIN_WORK = 2**21
 """Multiplications from which oneDNN is used. MKL computes this many in 40 us, and a call of oneDNN costs 15 us more."""
-ZEN4_MIN_RIGHT = 2**17
-"""Numbers in the right operand from which oneDNN is used on CPUs that compute 512 bits in two halves: there it saves a
-tenth of a product, and to pad the left operand costs more if the right one is small."""
-ZEN5 = 26
-"""Family of the first CPUs of AMD that compute 512 bits at once."""
 EXACT_WORK = 2**27
 """Multiplications from which rows are not padded, because the product takes longer than the compilation."""
+ZEN4_MIN_RIGHT = 2**17
+"""Elements of the right operand from which oneDNN is used on CPUs that compute 512 bits in two halves: there it saves a
+tenth of a product, and padding the left operand costs more than that if the right one is small."""
+ZEN5 = 26
+"""Family of the first CPUs of AMD that compute 512 bits at once."""
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def fast_products(cpu_info: Path = Path("/proc/cpuinfo")) -> Iterator[None]:
 
 
 def smallest_right(cpu_info: Path) -> int | None:
-    """Numbers in the right operand from which oneDNN is faster here than MKL, which uses AVX-512 on Intel's CPUs only.
+    """Elements of the right operand from which oneDNN is faster here than MKL, which uses AVX-512 on Intel's CPUs only.
 
     None = never. Not measured, so that a replay computes with the same library.
     """
@@ -83,8 +83,11 @@ def _addmm(
     return slower.call_boxed(keys, bias, left, right, beta=beta, alpha=alpha) if found is None else found
 
 
-def product(left: Tensor, right: Tensor, bias: Tensor | None, min_right: int = 0) -> Tensor | None:
-    """left [m, k] @ right [k, n] + bias [n] by oneDNN; None for a product that MKL computes."""
+def product(left: Tensor, right: Tensor, bias: Tensor | None, min_right: int) -> Tensor | None:
+    """left [m, k] @ right [k, n] + bias [n] by oneDNN; None for a product that MKL computes.
+
+    `min_right`: the result of `smallest_right`.
+    """
     (rows, inner), work = left.shape, left.shape[0] * right.numel()
     if left.dtype != torch.float32 or work < MIN_WORK or rows < BLOCK or right.numel() < min_right:
         return None

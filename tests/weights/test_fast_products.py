@@ -43,7 +43,7 @@ def test_a_product_is_exact_to_float32(name: str) -> None:
     exact = left.double() @ right.double()
     scale = left.double().abs() @ right.double().abs()
     for given, expected in ((None, exact), (bias, exact + bias.double())):
-        found = product(left, right, given)
+        found = product(left, right, given, 0)
         assert found is not None
         assert found.shape == exact.shape
         assert found.is_contiguous()
@@ -61,7 +61,7 @@ def test_a_product_is_exact_to_float32(name: str) -> None:
     ],
 )
 def test_other_products_stay_with_torch(left: Tensor, right: Tensor) -> None:
-    assert product(left, right, None) is None
+    assert product(left, right, None, 0) is None
 
 
 def test_a_product_with_a_small_right_operand_stays_with_torch() -> None:
