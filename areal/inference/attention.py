@@ -39,11 +39,11 @@ class LayerCache:
     def __init__(self, blocks: Tensor, shape: LayerShape) -> None:
         self.blocks = blocks  # [num_blocks, block_size, kv heads, key size + value size]
         self.shape = shape
-        self._slots = blocks.view(1, -1, *blocks.shape[2:])
+        self._slots = blocks.view(-1, *blocks.shape[2:])
 
-    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values [1, kv heads, tokens, size] at slots (block * block_size + offset)."""
-        self._slots.index_copy_(1, slots, torch.cat((key, value), dim=-1).transpose(1, 2))
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store new keys and values [tokens, kv heads, size] at slots (block * block_size + offset)."""
+        self._slots.index_copy_(0, slots, torch.cat((keys, values), dim=-1))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,7 +181,7 @@ def paged_attention(
     attention_plan: AttentionPlan | AttentionProbe | None = None,
     **options: object,  # transformers passes model-specific options
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: write the new keys and values, then attend. Returns [1, tokens, heads, size]."""
+    """Attention of one layer, as transformers calls it. Returns [1, tokens, heads, size]."""
     rules = ScoreRules(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     if isinstance(attention_plan, AttentionProbe):
         attention_plan.is_plain &= rules.is_plain
@@ -189,23 +189,32 @@ def paged_attention(
         return _probe(attention_plan, module, query, key, value, attention_mask, options), None
     assert attention_plan is not None, "only the model runner may call the model"
     cache = attention_plan.caches[_layer_of(module)]
-    cache.write(attention_plan.slots, key, value)
-    rows = query.transpose(1, 2)
-    groups = attention_plan.decode
-    if len(groups) == 1 and groups[0].end == rows.shape[1]:
-        return _attend_decode(groups[0], cache, rows, rules), None
-    output = torch.empty((*rows.shape[:3], value.shape[-1]), dtype=value.dtype, device=value.device)
-    if (paged := attention_plan.paged) is not None:
-        mine = rows[0, : len(paged.lengths)]
-        output[0, : len(mine)] = paged.attend(mine, cache.blocks, cache.shape.key_size, scaling, sliding_window)
+    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+    return attend(attention_plan, cache, queries, keys, values, rules)[None], None
+
+
+def attend(
+    plan: AttentionPlan, cache: LayerCache, queries: Tensor, keys: Tensor, values: Tensor, rules: ScoreRules
+) -> Tensor:
+    """Attention of one layer: write the new keys and values, then attend. All tensors are [tokens, heads, size]."""
+    cache.write(plan.slots, keys, values)
+    groups = plan.decode
+    if len(groups) == 1 and groups[0].end == len(queries):
+        return _attend_decode(groups[0], cache, queries, rules)
+    output = torch.empty((*queries.shape[:2], values.shape[-1]), dtype=values.dtype, device=values.device)
+    if (paged := plan.paged) is not None:
+        mine = queries[: len(paged.lengths)]
+        output[: len(mine)] = paged.attend(mine, cache.blocks, cache.shape.key_size, rules.scaling, rules.window)
     for group in groups:
-        mine = rows[:, group.start : group.end]
-        output[:, group.start : group.end] = _attend_decode(group, cache, mine, rules)
-    for prompts in attention_plan.prompts:
-        _attend_prompts(prompts, query[0], key[0], value[0], output[0], rules)
-    for chunk in attention_plan.later:
-        _attend_later(chunk, cache, query[0], output[0], rules)
-    return output, None
+        mine = queries[group.start : group.end]
+        output[group.start : group.end] = _attend_decode(group, cache, mine, rules)
+    if plan.prompts or plan.later:
+        query, key, value = (states.transpose(0, 1) for states in (queries, keys, values))
+        for prompts in plan.prompts:
+            _attend_prompts(prompts, query, key, value, output, rules)
+        for chunk in plan.later:
+            _attend_later(chunk, cache, query, output, rules)
+    return output
 
 
 def _probe(
@@ -233,11 +242,11 @@ def _layer_of(module: nn.Module) -> int:
 
 
 def _attend_decode(group: DecodeGroup, cache: LayerCache, rows: Tensor, rules: ScoreRules) -> Tensor:
-    """Output [1, rows, heads, size]. Query heads that share a key head are treated as query tokens of that head."""
+    """Output [rows, heads, size]. Query heads that share a key head are treated as query tokens of that head."""
     keys, values = group.gather(cache)
     queries = rows.reshape(keys.shape[0], keys.shape[1], -1, rows.shape[-1])
     result = rules.attend(queries, keys, values, group.mask(rules.window, rows.dtype))
-    return result.reshape(1, *rows.shape[1:3], values.shape[-1])
+    return result.reshape(*rows.shape[:2], values.shape[-1])
 
 
 def _attend_prompts(

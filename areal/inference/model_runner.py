@@ -21,6 +21,7 @@ from areal.inference.attention import (
     PromptGroup,
 )
 from areal.inference.decode_graph import Capture, DecodeGraphs, DecodeRow, capture_cuda, tried
+from areal.inference.dense_decoder import dense_decoder
 from areal.inference.paged_kernel import PagedKernel, PagedRows, find_kernel, paged_rows
 from areal.inference.scheduler import Chunk, StepPlan
 from areal.inference.sequence import Sequence
@@ -73,6 +74,7 @@ class ModelRunner:
         )
         self._group_bytes = _CPU_GROUP_BYTES if self.device.type == "cpu" else _CUDA_GROUP_BYTES
         self._workspace = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._dense = dense_decoder(model, self.layer_shapes)
         self._paged = self._find_paged_kernel() if probe.is_plain else None
         self._graphs: DecodeGraphs | None = None
 
@@ -202,6 +204,8 @@ class ModelRunner:
         chunks = single + longer
         if self.vision is not None and any(chunk.start < chunk.sequence.image_end for chunk in chunks):
             logits = self.vision.logits(chunks, input_ids, positions, kept, attention_plan)
+        elif self._dense is not None:
+            logits = self._dense.logits(input_ids, positions, kept, attention_plan)
         else:
             logits = self.model(
                 input_ids=input_ids,

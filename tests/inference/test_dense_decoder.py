@@ -1,0 +1,65 @@
+"""The short forward pass of dense decoders against that of transformers, bit by bit."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from areal.inference import model_runner
+from areal.inference.dense_decoder import dense_decoder
+from areal.inference.served_model import use_paged_attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen2-windows", "qwen3-gqa", "llama"])
+def test_answers_are_those_of_transformers(build_model, drive, prompts, monkeypatch, family, dtype):
+    model = build_model(family).to(dtype)
+
+    def answers():
+        driver = drive(model, max_prefill_tokens=32)  # so that prompts are computed in chunks, beside decode rows
+        groups = [f"group-{number // 2}" for number in range(len(prompts))]
+        each = [driver.add(prompt, group_id=group) for prompt, group in zip(prompts, groups, strict=True)]
+        each += [driver.add(prompts[0], group_id=groups[0], seed=seed, temperature=0.8) for seed in (1, 2)]
+        driver.run()
+        return driver.engine.runner, [(one.token_ids, one.logprobs) for one in each]
+
+    runner, found = answers()
+    assert dense_decoder(runner.model, runner.layer_shapes) is not None
+    monkeypatch.setattr(model_runner, "dense_decoder", lambda model, shapes: None)
+    assert found == answers()[1]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral-window", "deepseek_v3"])
+def test_other_models_are_left_to_transformers(build_model, drive, family):
+    runner = drive(build_model(family)).engine.runner
+    assert dense_decoder(runner.model, runner.layer_shapes) is None
+
+
+def test_a_model_with_other_results_is_left_to_transformers(build_model, drive):
+    runner = drive(build_model("llama")).engine.runner
+    runner.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 1.001)
+    assert dense_decoder(runner.model, runner.layer_shapes) is None
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [("linear", True), ("dynamic", False)])
+def test_frequencies_that_depend_on_the_length_are_left_to_transformers(drive, kind, is_known):
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0}
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, rope_parameters=rope,
+        )
+    ).eval()  # fmt: skip
+    use_paged_attention(model)
+    runner = drive(model).engine.runner
+    assert (dense_decoder(runner.model, runner.layer_shapes) is not None) == is_known
+
+
+def test_new_weights_are_used(build_model, drive, prompts):
+    old, new = build_model("qwen3-gqa", 0), build_model("qwen3-gqa", 1)
+    driver, fresh = drive(old), drive(new)
+    for mine, theirs in zip(driver.engine.runner.model.parameters(), new.parameters(), strict=True):
+        mine.data = theirs.data.clone()  # as an exchange of the two copies of a server
+    pairs = [(driver.add(prompt), fresh.add(prompt)) for prompt in prompts]
+    driver.run()
+    fresh.run()
+    assert all(one.token_ids == other.token_ids and one.logprobs == other.logprobs for one, other in pairs)
