@@ -38,6 +38,7 @@ from areal.agent.tool_calls import style_of
 from areal.agent.transcript import Transcript
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
+from areal.api.engine import InferenceEngine
 from areal.data.tiny_model import template_tokenizer
 from areal.rollout.controller_process import collecting_cycles
 
@@ -48,13 +49,15 @@ TEMPLATE = (
 TEXT = "The result of this step is forty-two, and the next step is to look it up. "
 
 
-class InstantPolicy:
-    """Implements InferenceEngine."""
-
-    version = 0
+class InstantPolicy(InferenceEngine):
+    """Answers at once."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids
+
+    @property
+    def version(self) -> int:
+        return 0
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         size = len(self._token_ids)

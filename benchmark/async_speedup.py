@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from aiohttp import web
 from areal.api.config import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
 from areal.api.data import GenerationRequest, GenerationResponse, ProbeScore, Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.engine import InferenceEngine
+from areal.api.gather import gather_or_cancel
 from areal.api.workflow import RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
@@ -75,6 +77,9 @@ class SimulatedFleet:
 
     async def start(self) -> None:
         return None
+
+    async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
+        return await gather_or_cancel([self.agenerate(request) for request in requests])
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         row, sample = (int(part) for part in request.request_id.split("-"))

@@ -16,6 +16,7 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ class NoFleet:
         return None
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+        raise NotImplementedError("no-op episodes generate nothing")
+
+    async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
         raise NotImplementedError("no-op episodes generate nothing")
 
     async def update_weights(self, update: WeightUpdate) -> None:

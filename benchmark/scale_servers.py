@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from areal.api.columns import Runs  # noqa: E402
 from areal.api.data import WeightUpdate  # noqa: E402
-from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad  # noqa: E402
+from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad  # noqa: E402
 
 VOCABULARY = 150_000
 _ANSWERS = 8
@@ -163,10 +163,12 @@ class StreamServer(asyncio.Protocol):
             asyncio.get_running_loop().call_later(pause_s, self._send, events, number + 1)
 
 
-class InProcessReplica:
+class InProcessReplica(Replica):
     """A replica without a socket: the cost that is measured with it is that of the fleet and the controller."""
 
-    has_second_copy = False
+    @property
+    def has_second_copy(self) -> bool:
+        return False
 
     def __init__(self, name: str, *, chunk_tokens: int, chunk_s: float) -> None:
         self.name = name

@@ -190,7 +190,8 @@ class RunsBuilder(Generic[T]):
 
     def column(self) -> Runs[T]:
         if len(self.values) == 1:
-            return Runs[T].of(self.values[0], self.ends[0])
+            kind: type[Runs[T]] = Runs  # `Runs[T].of` takes as long as the rest
+            return kind.of(self.values[0], self.ends[0])
         counts = (end - start for start, end in zip((0, *self.ends), self.ends, strict=False))
         return Runs(zip(self.values, counts, strict=True))
 
@@ -224,6 +225,17 @@ def to_runs(values: Sequence[T]) -> Runs[T]:
     if isinstance(values, Runs):
         return values
     return Runs((value, sum(1 for _ in group)) for value, group in groupby(values))
+
+
+def total(values: Sequence[int]) -> int:
+    """The sum of a column."""
+    if not isinstance(values, Runs):
+        return sum(values)
+    found = start = 0
+    for value, end in zip(values.values, values.ends, strict=True):
+        found += value * (end - start)
+        start = end
+    return found
 
 
 def packed_ids(values: Sequence[int]) -> Packed[int]:

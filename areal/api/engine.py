@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -15,6 +15,7 @@ from areal.api.data import (
     WeightSpec,
     WeightUpdate,
 )
+from areal.api.gather import gather_or_cancel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,6 +148,10 @@ class InferenceEngine(Protocol):
     """Anything that generates: a fleet of servers, an embedded engine, a simulation."""
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse: ...
+    async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
+        """The answers to requests with one prompt, in order. When one fails, the others are cancelled."""
+        return await gather_or_cancel([self.agenerate(request) for request in requests])
+
     @property
     def version(self) -> int: ...
 

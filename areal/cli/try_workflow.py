@@ -35,14 +35,16 @@ from areal.workflow.trajectory_check import Remark, remarks_on, spans_of
 _POLL_S = 0.1
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(InferenceEngine):
     """Answers from a list, in the order of the requests; the last answer is repeated. Implements InferenceEngine."""
-
-    version = 0
 
     def __init__(self, answers: Sequence[str], tokenizer: Tokenizer) -> None:
         self._answers = list(answers)
         self._tokenizer = tokenizer
+
+    @property
+    def version(self) -> int:
+        return 0
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         text = self._answers[0] if len(self._answers) == 1 else self._answers.pop(0)
@@ -61,7 +63,7 @@ class ScriptedPolicy:
 
 
 @dataclass(slots=True)
-class _Recorder:
+class _Recorder(InferenceEngine):
     """Keeps the answers of an engine."""
 
     engine: InferenceEngine

@@ -54,7 +54,7 @@ class Answer:
         self._budget = token_budget(request.gconfig, len(request.input_ids))
         self._token_ids = array("i")
         self._logprobs = array("f")
-        self._versions = RunsBuilder[int]()
+        self._versions: RunsBuilder[int] = RunsBuilder()
         self._replicas: list[str] = []
         self.num_parts = 0
         """Requested so far."""
@@ -65,6 +65,11 @@ class Answer:
     @property
     def finished(self) -> bool:
         return self._stop_reason is not None
+
+    @property
+    def is_short(self) -> bool:
+        """No part of it is streamed."""
+        return self._budget <= self._stream_interval
 
     @property
     def num_tokens(self) -> int:

@@ -5,22 +5,46 @@ token (until a recovered trainer has reached it again) and for tokens (until the
 request_timeout). `areal.fleet.weight_updater` states what a weight update waits for.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.errors import ServerUnavailable
+from areal.api.gather import gather_or_cancel
 from areal.api.routed_experts import ExpertShape
 from areal.fleet.continuation import Answer
-from areal.fleet.replica import OnChunk, PartChunk, Replica, ReplicaFactory
+from areal.fleet.replica import GenerationPart, PartChunk, Replica, ReplicaFactory
 from areal.fleet.replica_set import ReplicaSet
 from areal.fleet.replica_states import Slot, State
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit
 from areal.system.run_images import RunImages
+
+
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """A request, its answer so far, and what happened to it."""
+
+    request: GenerationRequest
+    answer: Answer
+    started_s: float
+    first_token_s: float | None = None
+    ended_s: float = 0.0
+    num_failures: int = 0
+    avoid: str = ""
+    """The replica that failed last."""
+
+    def response(self) -> GenerationResponse:
+        first_s = self.ended_s if self.first_token_s is None else self.first_token_s
+        return self.answer.response(latency_s=self.ended_s - self.started_s, ttft_s=first_s - self.started_s)
 
 
 class Fleet:
@@ -91,49 +115,64 @@ class Fleet:
         allows, or none served for request_timeout. While the fleet serves an older version than that of the newest
         token, the request waits without a limit.
         """
-        answer = Answer(
-            request, stream_interval=self._config.stream_interval, experts=self._experts, vision=self._vision
-        )
-        started = time.perf_counter()
-        first_token: float | None = None
+        one = self._begun(request)
+        await self._finish(one)
+        return one.response()
 
-        def on_chunk(chunk: PartChunk) -> None:
-            nonlocal first_token
-            answer.add(chunk)
-            if first_token is None and chunk.token_ids:
-                first_token = time.perf_counter()
-            self._num_tokens += len(chunk.token_ids)
+    async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
+        """The same for requests with one prompt. Short answers are one call of one replica; what it leaves unfinished
+        continues as other answers do."""
+        each = [self._begun(request) for request in requests]
+        if len(each) > 1 and all(one.answer.is_short for one in each):
+            slot, replica = await self._pick(each[0].request, None, "")
+            await self._run_parts(each, slot, replica)
+        await gather_or_cancel([self._finish(one) for one in each if not one.answer.finished])
+        return [one.response() for one in each]
 
-        num_failures = 0
-        avoid = ""
-        while not answer.finished:
-            slot, replica = await self._pick(request, answer.newest_version, avoid)
-            if answer.num_parts == 0:  # the limits are known once a replica has answered
-                answer.check(self._replicas.limits)
-            problem = await self._run_part(answer, slot, replica, on_chunk)
-            answer.interrupted()
-            if problem and not answer.finished:
-                avoid = slot.name
-                num_failures += 1
-                if num_failures > self._config.request_retries:
-                    raise ServerUnavailable(
-                        f"request {request.request_id} failed {num_failures} times "
-                        f"(rollout.request_retries={self._config.request_retries}), last: {problem}",
-                        code="fleet.too_many_retries",
-                    )
-        ended = time.perf_counter()
-        return answer.response(latency_s=ended - started, ttft_s=(first_token or ended) - started)
+    def _begun(self, request: GenerationRequest) -> _Generation:
+        interval = self._config.stream_interval
+        answer = Answer(request, stream_interval=interval, experts=self._experts, vision=self._vision)
+        return _Generation(request, answer, time.perf_counter())
 
-    async def _run_part(self, answer: Answer, slot: Slot, replica: Replica, on_chunk: OnChunk) -> str:
-        """Let one replica add to the answer. The result is the error, or ''."""
-        part = answer.next_part(slot.name)
+    async def _finish(self, one: _Generation) -> None:
+        while not one.answer.finished:
+            slot, replica = await self._pick(one.request, one.answer.newest_version, one.avoid)
+            await self._run_parts([one], slot, replica)
+
+    async def _run_parts(self, each: Sequence[_Generation], slot: Slot, replica: Replica) -> None:
+        """Let one replica add to answers. Raises ServerUnavailable when one has failed too often."""
+        for one in each:
+            if one.answer.num_parts == 0:  # the limits are known once a replica has answered
+                one.answer.check(self._replicas.limits)
+        parts = [one.answer.next_part(slot.name) for one in each]
         version = self.version
-        self._replicas.router.serving.change(slot, +1)
+        problem = await self._generated(each, parts, slot, replica)
+        is_expected = self._updater.updating_to is not None or version != self.version
+        for one, part in zip(each, parts, strict=True):
+            one.answer.interrupted()
+            if one.answer.finished:
+                one.ended_s = time.perf_counter()
+            elif problem is None and not is_expected and one.answer.num_tokens == part.num_prior_output_tokens:
+                # as a success it could repeat without end
+                self._failed(one, slot, f"{slot.name} aborted the request without a token")
+            elif problem:
+                self._failed(one, slot, problem)
+
+    async def _generated(
+        self, each: Sequence[_Generation], parts: Sequence[GenerationPart], slot: Slot, replica: Replica
+    ) -> str | None:
+        """Generate parts. Returns why the replica failed, '' if that is no failure, and None without an error."""
+        serving = self._replicas.router.serving
+        on_chunks = [partial(self._add, one) for one in each]
+        serving.change(slot, +len(parts))
         try:
             async with self._replicas.lateness.timeout(self._config.request_timeout):
-                await replica.generate(part, on_chunk)
+                if len(parts) == 1:
+                    await replica.generate(parts[0], on_chunks[0])
+                else:
+                    await replica.generate_group(parts, on_chunks)
         except ServerUnavailable as error:
-            if self._is_behind(answer.newest_version) or slot not in self._replicas.slots:
+            if any(self._is_behind(one.answer.newest_version) for one in each) or slot not in self._replicas.slots:
                 return ""  # the fleet went back to an older version, or the replica was removed: not a failure
             self._replicas.request_failed(slot, replica, str(error))
             return str(error)
@@ -142,11 +181,24 @@ class Fleet:
             limit = f"{self._config.request_timeout:g} s (rollout.request_timeout)"
             return f"{slot.name} gave no complete answer in {limit}"
         finally:
-            self._replicas.router.serving.change(slot, -1)
-        is_expected = self._updater.updating_to is not None or version != self.version
-        if not answer.finished and not is_expected and answer.num_tokens == part.num_prior_output_tokens:
-            return f"{slot.name} aborted the request without a token"  # as a success it could repeat without end
-        return ""
+            serving.change(slot, -len(parts))
+        return None
+
+    def _add(self, one: _Generation, chunk: PartChunk) -> None:
+        one.answer.add(chunk)
+        if one.first_token_s is None and chunk.token_ids:
+            one.first_token_s = time.perf_counter()
+        self._num_tokens += len(chunk.token_ids)
+
+    def _failed(self, one: _Generation, slot: Slot, problem: str) -> None:
+        one.avoid = slot.name
+        one.num_failures += 1
+        if one.num_failures > self._config.request_retries:
+            raise ServerUnavailable(
+                f"request {one.request.request_id} failed {one.num_failures} times "
+                f"(rollout.request_retries={self._config.request_retries}), last: {problem}",
+                code="fleet.too_many_retries",
+            )
 
     async def _pick(self, request: GenerationRequest, newest_version: int | None, avoid: str) -> tuple[Slot, Replica]:
         """A serving replica; waits for one, and without a time limit for the version of the answer's newest token.

@@ -6,10 +6,10 @@ other prompts.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.fleet.replica import GenerationPart, OnChunk, PartChunk
@@ -27,25 +27,54 @@ _settings_of = attrgetter(*(one.name for one in fields(GenerationPart) if one.na
 
 
 @dataclass(slots=True, eq=False)
+class _Call:
+    """A caller that waits for its members."""
+
+    ended: asyncio.Future[None]
+    num_left: int
+    """Members that have not ended."""
+    error: ArealError | None = None
+    """The first of a member; a refusal replaces a failure."""
+
+
+@dataclass(slots=True, eq=False)
 class Member:
     """A part in a group."""
 
     part: GenerationPart
     on_chunk: OnChunk
-    ended: asyncio.Future[None]
+    call: _Call
+    outcome: Literal["", "finished", "failed"] = ""
+
+    @property
+    def is_awaited(self) -> bool:
+        return not self.outcome and not self.call.ended.done()
 
     def add(self, parse: Callable[[_Answer], PartChunk], answer: _Answer) -> None:
         """Give the chunk in an answer to the caller. An error ends this member alone."""
-        if self.ended.done():
+        if not self.is_awaited:
             return
         try:
             chunk = parse(answer)
             self.on_chunk(chunk)
         except ArealError as error:
-            self.ended.set_exception(error)
+            self.end(error)
             return
         if chunk.finish_reason is not None:
-            self.ended.set_result(None)
+            self.end()
+
+    def end(self, error: ArealError | None = None) -> None:
+        """Wakes the caller after the last of its members."""
+        call, self.outcome = self.call, "failed" if error else "finished"
+        call.num_left -= 1
+        if error is not None and (call.error is None or isinstance(error, RequestError)):
+            call.error = error
+        if call.num_left:
+            return
+        if call.error is None:
+            call.ended.set_result(None)
+        else:
+            call.ended.set_exception(call.error)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,21 +135,29 @@ class GroupCalls:
         self._short: list[_Group] = []
         self._tasks: set[asyncio.Task[object]] = set()
 
-    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        """See `areal.fleet.replica.Replica`. A cancelled call ends its part on the server."""
-        member = Member(part, on_chunk, asyncio.get_running_loop().create_future())
-        group = self._group_of(part)
-        group.add(member)
+    async def generate(self, parts: Sequence[GenerationPart], on_chunks: Sequence[OnChunk]) -> None:
+        """See `generate_group` of `areal.fleet.replica.Replica`. A cancelled call ends its parts on the server."""
+        call = _Call(asyncio.get_running_loop().create_future(), len(parts))
+        joined: list[tuple[_Group, Member]] = []
+        group: _Group | None = None
+        for part, on_chunk in zip(parts, on_chunks, strict=True):
+            if group is None or not group.takes(part):
+                group = self._group_of(part)
+            member = Member(part, on_chunk, call)
+            group.add(member)
+            joined.append((group, member))
         try:
-            await member.ended
+            await call.ended
         except (asyncio.CancelledError, ArealError):
-            self._left(group, part)
+            for group, member in joined:
+                if member.outcome != "finished":
+                    self._left(group, member.part)
             raise
 
     def _left(self, group: _Group, part: GenerationPart) -> None:
         """Nobody waits for a part any more."""
         assert group.task is not None
-        if all(one.ended.done() for one in group.members):
+        if not any(one.is_awaited for one in group.members):
             group.task.cancel()  # drops the connection, which ends all parts
         elif group.is_sent and not group.task.done():
             self._start(self._abort_quietly(part.part_id), "abort a part")
@@ -144,7 +181,7 @@ class GroupCalls:
         if groups is self._streamed.get(group_id) and not groups:
             del self._streamed[group_id]
         group.is_sent = True
-        await self._request([member for member in group.members if not member.ended.done()])
+        await self._request([member for member in group.members if member.is_awaited])
 
     async def _request(self, members: list[Member]) -> None:
         """Request parts; an error ends those that have not ended."""
@@ -163,8 +200,8 @@ class GroupCalls:
         except Exception as error:  # noqa: BLE001 - of one request: its callers get it
             text = f"{self._name} sent an answer that cannot be read: {error!r}"
         for member in members:
-            if not member.ended.done():
-                member.ended.set_exception(kind(text, code=code))
+            if member.is_awaited:
+                member.end(kind(text, code=code))
 
     async def _abort_quietly(self, part_id: str) -> None:
         with contextlib.suppress(RequestError, ServerUnavailable):  # the server may have ended

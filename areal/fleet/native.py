@@ -2,6 +2,7 @@
 
 import sys
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -36,9 +37,13 @@ class NativeReplica(HttpReplica):
 
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         """See the protocol."""
-        if part.adapter:
+        await self.generate_group([part], [on_chunk])
+
+    async def generate_group(self, parts: Sequence[GenerationPart], on_chunks: Sequence[OnChunk]) -> None:
+        """See the protocol."""
+        if any(part.adapter for part in parts):
             raise _no_adapters()
-        await self._groups.generate(part, on_chunk)
+        await self._groups.generate(parts, on_chunks)
 
     async def _generate(self, members: list[Member]) -> None:
         """Request parts with the same settings."""

@@ -3,12 +3,14 @@
 One adapter per backend implements the protocol.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import WeightUpdate
+from areal.api.errors import RequestError
 from areal.api.images import ImageRef
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.system.run_images import RunImages
@@ -125,6 +127,17 @@ class Replica(Protocol):
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         """Generate a part; `on_chunk` gets its tokens as they arrive, the last time with a finish reason."""
         ...
+
+    async def generate_group(self, parts: Sequence[GenerationPart], on_chunks: Sequence[OnChunk]) -> None:
+        """Generate parts at the same time, each as `generate` does.
+
+        An error is raised after all parts have ended: a RequestError if there is one, else the first.
+        """
+        calls = (self.generate(part, on_chunk) for part, on_chunk in zip(parts, on_chunks, strict=True))
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [one for one in found if one is not None]
+        if errors:
+            raise next((one for one in errors if isinstance(one, RequestError)), errors[0])
 
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...

@@ -16,6 +16,7 @@ from areal.api.columns import Column
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.fleet.http_connection import Connection, OnData
+from areal.fleet.replica import Replica
 
 _CONNECT_TIMEOUT_S = 10.0
 _LATE_S = 1.0
@@ -184,7 +185,7 @@ class ServerClient:
             connection.abort()
 
 
-class HttpReplica:
+class HttpReplica(Replica):
     """The base class of the clients of all servers: the connections, and the update group."""
 
     def __init__(self, name: str, address: str, token: str = "") -> None:

@@ -131,6 +131,8 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     lengths: list[int] = []
     rewards: list[float] = []
     token_ids, versions, logprobs, loss_mask = array("i"), array("i"), array("f"), bytearray()
+    # Rows of short answers to one prompt mostly share these two columns: they become an array once.
+    last_mask = last_made = mask_numbers = made_numbers = None
     for trajectory in trajectories:
         ids, mask, reward = trajectory.token_ids, trajectory.loss_mask, trajectory.reward
         given, made = trajectory.rollout_logprobs, trajectory.output_versions
@@ -141,10 +143,14 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
             raise not_finite("reward", reward)
         lengths.append(size)
         rewards.append(reward)
+        if mask_numbers is None or mask is not last_mask:
+            last_mask, mask_numbers = mask, to_array("B", mask)
+        if made_numbers is None or made is not last_made:
+            last_made, made_numbers = made, to_array("i", made)
         token_ids += to_array("i", ids)
-        versions += to_array("i", made)
+        versions += made_numbers
         logprobs += to_array("f", given)
-        loss_mask += to_array("B", mask)
+        loss_mask += mask_numbers
     num_trajectories, num_tokens = len(lengths), len(token_ids)
     finished = bytes([trajectory.finished for trajectory in trajectories])
     by_version = count_by_version(np.frombuffer(versions, "i4"), np.frombuffer(loss_mask, np.uint8))
@@ -168,22 +174,20 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     body = (sizes, *integers, *floats, loss_mask, finished, *rare)
     checksum = functools.reduce(lambda crc, piece: zlib.crc32(piece, crc), body, 0)
     made_by = [version for version, _, _ in by_version if version != -1]
-    found = first_of_sessions(trajectories)
     return EncodedEpisode(
         b"".join((_START.pack(magic, checksum), *body)),
         num_tokens,
         loss_mask.count(1),
         min(made_by, default=-1),
         max(made_by, default=-1),
-        TokenCounts(
-            num_trajectories,
-            len(found),
-            sum(one.finished for one in found),
-            max(lengths),
-            sum(one.reward for one in found) / len(found),
-            by_version,
-        ),
+        _counts(trajectories, max(lengths), by_version),
     )
+
+
+def _counts(trajectories: list[Trajectory], longest: int, by_version: tuple[tuple[int, int, int], ...]) -> TokenCounts:
+    found = first_of_sessions(trajectories)
+    num_finished, reward = sum(one.finished for one in found), sum(one.reward for one in found) / len(found)
+    return TokenCounts(len(trajectories), len(found), num_finished, longest, reward, by_version)
 
 
 def routed_experts(payload: bytes) -> RoutedExperts | None:

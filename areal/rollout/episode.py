@@ -3,9 +3,10 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from areal.api.columns import to_runs
 from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import AcceptFn
@@ -52,15 +53,36 @@ class EpisodeEngine:
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         while True:
-            if self._may_send is not None and not self._may_send.is_set():
-                with span("wait for the trainer"):
-                    await self._may_send.wait()
-            sent_at = self._engine.version
+            sent_at = await self._may_send_at()
             with span("generate"):
                 response = await self._engine.agenerate(request)
-            self._count_answer(response)
-            if self._may_send is None or min(response.output_versions, default=sent_at) >= sent_at:
-                break  # otherwise the trainer went back before the first token was generated: send the request again
+            if self._is_current(response, sent_at):
+                return self._recorded(request, response)
+
+    async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
+        sent_at = await self._may_send_at()
+        with span("generate"):
+            responses = await self._engine.agenerate_group(requests)
+        found: list[GenerationResponse] = []
+        for request, response in zip(requests, responses, strict=True):
+            is_current = self._is_current(response, sent_at)
+            found.append(self._recorded(request, response) if is_current else await self.agenerate(request))
+        return found
+
+    async def _may_send_at(self) -> int:
+        """Waits until a request may be sent. Returns the version that is served then."""
+        if self._may_send is not None and not self._may_send.is_set():
+            with span("wait for the trainer"):
+                await self._may_send.wait()
+        return self._engine.version
+
+    def _is_current(self, response: GenerationResponse, sent_at: int) -> bool:
+        """Whether the answer can be used. If the trainer went back to an older version before the first token was
+        generated, the request is sent again."""
+        self._count_answer(response)
+        return self._may_send is None or min(to_runs(response.output_versions).values, default=sent_at) >= sent_at
+
+    def _recorded(self, request: GenerationRequest, response: GenerationResponse) -> GenerationResponse:
         own = request.gconfig.temperature
         if self._temperature not in (None, own) and not request.gconfig.greedy:
             response = replace(response, temperature=own)

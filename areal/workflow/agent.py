@@ -25,13 +25,14 @@ from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ConfigError
 from areal.api.functions import FunctionRef, parse_function_path
+from areal.api.gather import gather_or_cancel
 from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 from areal.observe.log import get_logger
 from areal.observe.spans import span
 from areal.workflow.agent_group import FinishedSession, agent_group
-from areal.workflow.sampling import gather_or_cancel, request_settings
+from areal.workflow.sampling import request_settings
 from areal.workflow.scoring import Score, Scorer
 
 _log = get_logger(__name__)

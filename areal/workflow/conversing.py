@@ -12,13 +12,14 @@ from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import RewardError
+from areal.api.gather import gather_or_cancel
 from areal.api.images import ImageRef
 from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.conversation import Conversation
-from areal.workflow.sampling import gather_or_cancel, group_stats, new_request, settings_for_length, settings_of_row
+from areal.workflow.sampling import group_stats, new_request, settings_for_length, settings_of_row
 from areal.workflow.scored import ScoredWorkflow
 from areal.workflow.scoring import Score, Scorer
 

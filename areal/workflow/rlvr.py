@@ -13,8 +13,13 @@ from areal.api.images import ImageRef
 from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.tokenizer import Tokenizer
-from areal.workflow.conversation import Conversation
-from areal.workflow.sampling import gather_or_cancel, group_stats, new_request, settings_for_length, settings_of_row
+from areal.workflow.sampling import (
+    group_stats,
+    new_request,
+    settings_for_length,
+    settings_of_row,
+    single_turn_rows,
+)
 from areal.workflow.scored import ScoredWorkflow
 
 InputIdsFn = Callable[[dict[str, Any], Tokenizer, bool], list[int]]
@@ -54,24 +59,25 @@ class RLVRWorkflow(ScoredWorkflow):
         each = [settings] * self._num_samples
         if self._greedy_baseline:
             each.append(dataclasses.replace(settings, greedy=True))
-        responses = await gather_or_cancel(
+        responses = await engine.agenerate_group(
             [
-                engine.agenerate(new_request(prompt_ids, settings, group_id=group_id, number=number, images=images))
+                new_request(prompt_ids, settings, group_id=group_id, number=number, images=images)
                 for number, settings in enumerate(each)
             ]
         )
-        conversations = [Conversation(self.tokenizer, prompt) for _ in responses]
-        texts = [conversation.add_answer(one) for conversation, one in zip(conversations, responses, strict=True)]
-        answers = [(text, response.output_ids) for text, response in zip(texts, responses, strict=True)]
+        decode = self.tokenizer.decode
+        answers = [(decode([*one.output_ids], skip_special_tokens=True), one.output_ids) for one in responses]
         scores = await self._scorer.score(prompt.text, prompt_ids, answers, data)
         greedy = scores.pop() if self._greedy_baseline else None
         baseline = None if greedy is None else greedy.reward
-        trajectories = [
-            conversation.to_trajectory(score.reward, reward_parts=score.parts, baseline=baseline)
-            for conversation, score in zip(conversations, scores, strict=False)  # the greedy answer is not trained on
-        ]
-        if images:
-            trajectories = [dataclasses.replace(one, images=images) for one in trajectories]
+        trajectories = single_turn_rows(  # without the greedy answer, which is not trained on
+            prompt_ids,
+            responses,
+            [score.reward for score in scores],
+            reward_parts=[score.parts for score in scores],
+            baseline=baseline,
+            images=images,
+        )
         stats = group_stats(trajectories, num_errors=sum(score.num_errors for score in scores))
         stats |= self._scorer.stats(data, scores, reward=stats["reward"])
         if greedy is not None:

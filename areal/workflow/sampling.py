@@ -1,17 +1,18 @@
 """Functions that the workflows share: sampling settings, requests, statistics."""
 
-import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
+from areal.api.columns import Packed, Runs, to_array, to_runs, total
 from areal.api.config import GenerationHyperparameters
-from areal.api.data import GenerationRequest, Trajectory
+from areal.api.data import GenerationRequest, GenerationResponse, Trajectory
 from areal.api.errors import InputError
 from areal.api.images import ImageRef
+from areal.api.routed_experts import RoutedExperts
 from areal.data.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 
 def request_settings(
@@ -70,18 +71,51 @@ def new_request(
     )
 
 
-async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """All results. When one fails, the others are cancelled before its exception is raised."""
-    if len(awaitables) == 1:
-        return [await awaitables[0]]
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+def single_turn_rows(
+    prompt_ids: Sequence[int],
+    responses: Sequence[GenerationResponse],
+    rewards: Sequence[float],
+    *,
+    reward_parts: Sequence[dict[str, float]] | None = None,
+    baseline: float | None = None,
+    images: Sequence[ImageRef] = (),
+) -> list[Trajectory]:
+    """The training samples of answers to one prompt, one for each reward. Further responses are left out.
+
+    `Conversation.to_trajectory` makes the same rows, and takes several times as long for short answers.
+    """
+    prompt, size = to_array("i", prompt_ids), len(prompt_ids)
+    no_logprobs = array("f", bytes(4 * size))
+    shared: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Runs[int], Runs[int]]] = {}
+    """Masks and versions by the versions of an answer. Rows of one group share them."""
+    rows: list[Trajectory] = []
+    for number, (response, reward) in enumerate(zip(responses, rewards, strict=False)):
+        versions, count = to_runs(response.output_versions), len(response.output_ids)
+        key = versions.values, versions.ends
+        if key not in shared:
+            shared[key] = Runs(((0, size), (1, count))), Runs(((-1, size), *versions.runs))
+        experts, temperature = response.routed_experts, response.temperature
+        rows.append(
+            Trajectory(
+                token_ids=Packed(prompt + to_array("i", response.output_ids)),
+                loss_mask=shared[key][0],
+                rollout_logprobs=Packed(no_logprobs + to_array("f", response.output_logprobs)),
+                output_versions=shared[key][1],
+                reward=reward,
+                finished=response.stop_reason == "stop",
+                reward_parts={} if reward_parts is None else reward_parts[number],
+                baseline=baseline,
+                temperatures=[] if temperature is None else Runs(((math.nan, size), (temperature, count))),
+                routed_experts=None if experts is None else _with_last(experts),
+                images=images,
+            )
+        )
+    return rows
+
+
+def _with_last(experts: RoutedExperts) -> RoutedExperts:
+    """The experts of an answer, and unknown ones for its last token, which was never an input."""
+    return RoutedExperts.joined([experts, RoutedExperts.unknown(experts.shape, 1)])
 
 
 def group_stats(trajectories: Sequence[Trajectory], *, num_errors: int) -> dict[str, float]:
@@ -90,6 +124,6 @@ def group_stats(trajectories: Sequence[Trajectory], *, num_errors: int) -> dict[
     return {
         "reward": sum(t.reward for t in trajectories) / size,
         "reward_errors": float(num_errors),
-        "output_tokens": sum(sum(t.loss_mask) for t in trajectories) / size,
+        "output_tokens": sum(total(t.loss_mask) for t in trajectories) / size,
         "finished": sum(t.finished for t in trajectories) / size,
     }

@@ -13,13 +13,13 @@ from areal.api.config import RewardConfig
 from areal.api.config.reward import CODE_STARTS_S, CODE_TESTS_S
 from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
+from areal.api.gather import gather_or_cancel
 from areal.api.workflow import RewardFn
 from areal.observe.log import get_logger
 from areal.observe.spans import span
 from areal.reward.pool import RewardPool, RewardResult
 from areal.reward.sandbox_backends import log_reach
 from areal.reward.table import REWARD_FUNCTIONS, RewardTable, WeightedReward, reward_table
-from areal.workflow.sampling import gather_or_cancel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,8 @@ from areal.api.config.benchmark import LengthRule
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import RolloutWorkflow
-from areal.data.chat import EncodedPrompt
 from areal.data.tokenizer import Tokenizer
-from areal.workflow.conversation import Conversation
-from areal.workflow.sampling import gather_or_cancel, group_stats, new_request
+from areal.workflow.sampling import group_stats, new_request, single_turn_rows
 
 _TEXT = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -30,28 +28,18 @@ class SyntheticWorkflow(RolloutWorkflow):
         self._rule = LengthRule.parse(length)
         self._prompt_length = prompt_length
         self._num_samples = gconfig.n_samples
-        self._tokenizer = tokenizer
         self._settings = replace(gconfig, n_samples=1, ignore_eos=True, stop=[], stop_token_ids=[], min_new_tokens=0)
         self._alphabet = sorted({*tokenizer.encode(_TEXT, add_special_tokens=False)})
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         rng = random.Random(data["index"])
         prompt_ids = packed_ids(rng.choices(self._alphabet, k=self._prompt_length))
-        prompt = EncodedPrompt(self._tokenizer.decode(list(prompt_ids)), prompt_ids)
         lengths = [self._rule.draw(rng) for _ in range(self._num_samples)]
         group_id = uuid4().hex
-        responses = await gather_or_cancel(
-            [
-                engine.agenerate(
-                    new_request(
-                        prompt_ids, replace(self._settings, max_new_tokens=length), group_id=group_id, number=number
-                    )
-                )
-                for number, length in enumerate(lengths)
-            ]
+        settings = [replace(self._settings, max_new_tokens=length) for length in lengths]
+        responses = await engine.agenerate_group(
+            [new_request(prompt_ids, one, group_id=group_id, number=number) for number, one in enumerate(settings)]
         )
-        conversations = [Conversation(self._tokenizer, prompt) for _ in responses]
-        for conversation, response in zip(conversations, responses, strict=True):
-            conversation.add_answer(response)
-        trajectories = [conversation.to_trajectory(float(rng.randrange(2))) for conversation in conversations]
+        rewards = [float(rng.randrange(2)) for _ in responses]
+        trajectories = single_turn_rows(prompt_ids, responses, rewards)
         return TrajectoryGroup(trajectories=trajectories, stats=group_stats(trajectories, num_errors=0))

@@ -21,7 +21,7 @@ from areal.api.data import (
     TrajectoryGroup,
     WeightUpdate,
 )
-from areal.api.engine import InferenceEngine
+from areal.api.engine import InferenceEngine, InferenceFleet
 from areal.api.errors import LedgerError
 from areal.api.workflow import RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
@@ -35,11 +35,13 @@ from areal.rollout.controller import Controller
 from areal.rollout.share_codec import encode_head
 
 
-class FakeFleet:
+class FakeFleet(InferenceFleet):
     """Makes one token per `token_s`; a token bears the version at the moment it is made.
 
     Like the real fleet's, an answer waits where it would go on under an older version than it began with.
     """
+
+    version = 0
 
     def __init__(self, version: int = 0) -> None:
         self.version = version

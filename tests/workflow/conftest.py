@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from areal.api.data import GenerationRequest, GenerationResponse
+from areal.api.engine import InferenceEngine
 
 
 class CharTokenizer:
@@ -37,7 +38,7 @@ class CharTokenizer:
         return text + ("(think)" if enable_thinking and add_generation_prompt else "")
 
 
-class ScriptedEngine:
+class ScriptedEngine(InferenceEngine):
     """Answers from `answers`, in the order of the request numbers; text without <e> is cut by the length limit."""
 
     version = 7

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
+from areal.api.engine import InferenceEngine
 from areal.api.errors import InputError, RewardError
 from areal.data.pack import to_train_batch
 from areal.ledger.payload import encode_episode, to_columns
@@ -172,7 +173,7 @@ def test_every_row_is_checked_for_a_reward_function(workflow_of):
 async def test_one_failed_request_cancels_its_siblings(workflow_of):
     cancelled = []
 
-    class Engine:
+    class Engine(InferenceEngine):
         version = 0
 
         async def agenerate(self, request):
