@@ -153,7 +153,7 @@ class Fleet:
             if one.answer.finished:
                 one.ended_s = time.perf_counter()
             elif problem is None and not is_expected and one.answer.num_tokens == part.num_prior_output_tokens:
-                # as a success it could repeat without end
+                # counted as a failure: without a limit the request would be sent again forever
                 self._failed(one, slot, f"{slot.name} aborted the request without a token")
             elif problem:
                 self._failed(one, slot, problem)
@@ -161,7 +161,8 @@ class Fleet:
     async def _generated(
         self, each: Sequence[_Generation], parts: Sequence[GenerationPart], slot: Slot, replica: Replica
     ) -> str | None:
-        """Generate parts. Returns why the replica failed, '' if that is no failure, and None without an error."""
+        """Generate parts. Returns None after a call without an error, else why the replica failed, or '' when the error
+        is not a failure of the replica."""
         serving = self._replicas.router.serving
         on_chunks = [partial(self._add, one) for one in each]
         serving.change(slot, +len(parts))

@@ -25,7 +25,7 @@ class _Family:
     has_norms: bool = False
     """Of queries and keys."""
     has_windows: bool = True
-    """In some layers, perhaps."""
+    """Each attention module has `sliding_window`, which is None without a window."""
 
 
 _FAMILIES = {
@@ -46,9 +46,10 @@ def dense_decoder(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> Dense
     family = _FAMILIES.get(type(model).__name__)
     if family is None or model.device.type != "cpu":
         return None
-    found = DenseDecoder(model, family)
-    if found.rotation_kind not in _FIXED_ROTATIONS:
+    untyped: Any = model
+    if untyped.model.rotary_emb.rope_type not in _FIXED_ROTATIONS:
         return None
+    found = DenseDecoder(untyped, family)
     ids = torch.arange(_TRIAL_TOKENS)[None] % model.config.vocab_size
     with torch.inference_mode():
         plans = [_trial_plan(shapes, model.dtype) for _ in range(2)]
@@ -95,10 +96,6 @@ class DenseDecoder:
         self._rotary = decoder.rotary_emb
         self._head_size = decoder.layers[0].self_attn.head_dim
         self._layers = [_layer(one, family) for one in decoder.layers]
-
-    @property
-    def rotation_kind(self) -> str:
-        return self._rotary.rope_type
 
     def logits(self, token_ids: Tensor, positions: Tensor, kept: Tensor | None, plan: AttentionPlan) -> Tensor:
         """Logits [rows, vocabulary] of the rows `kept`, None = all. token_ids, positions: [1, tokens]."""

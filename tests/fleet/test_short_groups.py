@@ -73,7 +73,7 @@ async def test_a_group_of_a_dead_server_continues_on_another(kit: FleetKit) -> N
     assert {replica["running"] for replica in fleet.status()["replicas"]} == {0}
 
 
-async def test_each_answer_has_its_own_retries(kit: FleetKit) -> None:
+async def test_a_group_fails_when_an_answer_has_no_retries_left(kit: FleetKit) -> None:
     server = await kit.server(0)
     fleet = await kit.fleet(1, request_retries=0, health_check_interval_s=0.1)
     server.fail_generate = 500
