@@ -15,8 +15,11 @@ from torch import Tensor
 from areal.api.batch import TrainBatch
 from areal.engine.packed_attention import AnswerRun, PackedLayout
 
-MIN_SAVED = 0.25
-"""Minimum fraction of tokens saved. Answers of one length to prompts of several lengths need one call each."""
+MIN_SAVED = 0.15
+"""Minimum fraction of tokens saved: attention of an answer to a shared prompt has a mask and copies keys and values."""
+SAVED_PER_CALL = 32
+"""Minimum number of tokens saved for each additional call of attention. Sequences of equal length share a call; answers
+of equal length do only if their prompts have equal lengths too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,8 @@ def shared_row(batch: TrainBatch, layout: PackedLayout, *, needs_last: bool) -> 
         rows[last] = rows[last - 1]
     runs, blocks = _runs([(None, size[i]) for i in alone] + [(prompt_of[i], prompt_of[i]) for i in led])
     answer_runs = _answer_runs(answers, end_of, prompt_of, [place[leader_of[i]] for i in answers], led, blocks)
+    if saved < SAVED_PER_CALL * (len(runs) + len(answer_runs) - len(layout.runs)):
+        return None
     return SharedRow(source=source, rows=rows, layout=replace(layout, runs=runs, answers=answer_runs))
 
 

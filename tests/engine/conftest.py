@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from areal.engine import shared_prompts
 from tests.engine import engine_cases
 
 
@@ -21,3 +22,9 @@ def models(cases, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     cases.write_models(folder)
     return folder
+
+
+@pytest.fixture
+def shares_in_small_rows(monkeypatch) -> None:
+    """Prompts are shared even if that saves fewer tokens than an additional call of attention costs."""
+    monkeypatch.setattr(shared_prompts, "SAVED_PER_CALL", 0)

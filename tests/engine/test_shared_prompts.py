@@ -10,6 +10,8 @@ from areal.engine.micro_batch import make_micro_batch
 from areal.engine.packed_attention import packed_layout
 from areal.engine.shared_prompts import shared_row
 
+pytestmark = pytest.mark.usefixtures("shares_in_small_rows")
+
 CPU = torch.device("cpu")
 # (group, prompt, answer): group 1 has an answer to another prompt of the same length; one answer is alone.
 ANSWERS = [
@@ -57,11 +59,27 @@ def test_every_token_has_its_place_in_a_shorter_row(untrained, needs_last):
         assert run.prompts.max() < layout.runs[run.block][1]
 
 
-def test_a_row_that_saves_little_is_left_as_it_is():
-    rows = [[1, 2, *range(3, 20)], [1, 2, *range(4, 21)]]
-    batch = rows_to_train_batch(rows, [[0, 0, *[1] * (len(row) - 2)] for row in rows])
-    batch = replace(batch, group_ids=torch.zeros(2, dtype=torch.int64))
-    assert shared_row(batch, packed_layout(batch.cu_seqlens, batch.sequence_lengths), needs_last=True) is None
+def shared_row_of(prompts: list[int], answers: int):
+    """The row of two answers of `answers` tokens to each prompt. `prompts`: their lengths."""
+    rows = [[*range(length), *[9] * answers] for length in prompts for _ in range(2)]
+    masks = [[0] * length + [1] * answers for length in prompts for _ in range(2)]
+    groups = torch.arange(len(prompts)).repeat_interleave(2)
+    batch = replace(rows_to_train_batch(rows, masks), group_ids=groups)
+    return shared_row(batch, packed_layout(batch.cu_seqlens, batch.sequence_lengths), needs_last=True)
+
+
+@pytest.mark.parametrize(("prompt", "is_shared"), [(2, False), (4, True)])
+def test_a_row_that_saves_little_is_left_as_it_is(prompt, is_shared):
+    row = shared_row_of([prompt], 8)  # saves 2 of 20 tokens, or 4 of 24
+    assert (row is not None) == is_shared
+
+
+@pytest.mark.parametrize(("saved_per_call", "is_shared"), [(4, True), (5, False)])
+def test_a_row_of_many_small_calls_is_left_as_it_is(monkeypatch, saved_per_call, is_shared):
+    monkeypatch.setattr("areal.engine.shared_prompts.SAVED_PER_CALL", saved_per_call)
+    row = shared_row_of([4, 5], 3)  # saves 9 tokens; calls for 2 lengths become 2 of prompts and 2 of answers
+    assert (row is not None) == is_shared
+    assert shared_row_of([5, 5], 5) is not None  # saves 10 tokens; 1 call becomes 2
 
 
 @pytest.mark.parametrize(

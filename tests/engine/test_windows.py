@@ -15,6 +15,8 @@ from areal.weights.capped_attention import capped_attention
 from tests.engine.test_shared_prompts import grouped_batch
 from tests.expect import raises_code
 
+pytestmark = pytest.mark.usefixtures("shares_in_small_rows")
+
 WINDOW = 4
 SHAPE = {
     "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
