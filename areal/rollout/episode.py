@@ -60,14 +60,15 @@ class EpisodeEngine:
                 return self._recorded(request, response)
 
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
-        sent_at = await self._may_send_at()
-        with span("generate"):
-            responses = await self._engine.agenerate_group(requests)
-        found: list[GenerationResponse] = []
-        for request, response in zip(requests, responses, strict=True):
-            is_current = self._is_current(response, sent_at)
-            found.append(self._recorded(request, response) if is_current else await self.agenerate(request))
-        return found
+        found: dict[int, GenerationResponse] = {}
+        while missing := [number for number in range(len(requests)) if number not in found]:
+            sent_at = await self._may_send_at()
+            with span("generate"):
+                responses = await self._engine.agenerate_group([requests[number] for number in missing])
+            for number, response in zip(missing, responses, strict=True):
+                if self._is_current(response, sent_at):
+                    found[number] = self._recorded(requests[number], response)
+        return [found[number] for number in range(len(requests))]
 
     async def _may_send_at(self) -> int:
         """Waits until a request may be sent. Returns the version that is served then."""

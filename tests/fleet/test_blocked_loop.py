@@ -10,7 +10,7 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, WeightUpdate
 from areal.fleet.fleet import Fleet
-from areal.fleet.replica import PartChunk, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import PartChunk, Replica, ReplicaInfo, ReplicaLoad
 from areal.fleet.replica_set import RELEASED_PER_TURN, ReplicaSet
 from areal.fleet.replica_states import Slot
 from areal.fleet.server_client import ServerClient
@@ -40,7 +40,7 @@ def block(seconds=BLOCKED_S):
     asyncio.get_running_loop()._advance(seconds)
 
 
-class SlowReplica:
+class SlowReplica(Replica):
     """Answers each call after two seconds. During the call `blocked_in` something blocks the loop."""
 
     blocked_in = ""

@@ -17,7 +17,7 @@ from areal.api.data import GenerationRequest, WeightUpdate
 from areal.api.errors import ConfigError
 from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.fleet import Fleet
-from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_client import ServerClient
 from areal.fleet.server_command import foreign_command
@@ -30,7 +30,7 @@ from areal.system.network import bind_socket, http_address
 AREAL = Path(__file__).resolve().parents[2] / "areal"
 
 
-class EchoReplica:
+class EchoReplica(Replica):
     """The client of a server that answers with the prompt, again and again."""
 
     has_second_copy = False
@@ -145,8 +145,9 @@ async def test_the_fleet_generates_with_it(tmp_path: Path) -> None:
     try:
         await fleet.start()
         gconfig = GenerationHyperparameters(max_new_tokens=5)
-        answer = await fleet.agenerate(GenerationRequest(request_id="r", input_ids=[7, 8], gconfig=gconfig))
-        assert (answer.output_ids, answer.output_versions) == ([7, 8, 7, 8, 7], [3] * 5)
+        request = GenerationRequest(request_id="r", input_ids=[7, 8], gconfig=gconfig)
+        answers = [await fleet.agenerate(request), *await fleet.agenerate_group([request, request])]
+        assert [(one.output_ids, one.output_versions) for one in answers] == [([7, 8, 7, 8, 7], [3] * 5)] * 3
     finally:
         await fleet.close()
         await runner.cleanup()

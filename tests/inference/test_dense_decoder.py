@@ -40,6 +40,15 @@ def test_a_model_with_other_results_is_left_to_transformers(build_model, drive):
     assert dense_decoder(runner.model, runner.layer_shapes) is None
 
 
+def test_a_model_with_other_modules_is_left_to_transformers(build_model, drive):
+    runner = drive(build_model("llama")).engine.runner
+    attention = runner.model.model.layers[1].self_attn
+    attention.output = attention.o_proj  # as a version of transformers with another name
+    del attention.o_proj
+    attention.forward = lambda hidden_states, **others: (attention.output(hidden_states), None)
+    assert dense_decoder(runner.model, runner.layer_shapes) is None
+
+
 @pytest.mark.parametrize(("kind", "is_known"), [("linear", True), ("dynamic", False)])
 def test_frequencies_that_depend_on_the_length_are_left_to_transformers(drive, kind, is_known):
     rope = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0}

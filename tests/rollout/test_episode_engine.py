@@ -19,6 +19,7 @@ class Policy(InferenceEngine):
     def __init__(self, old: str) -> None:
         self.old = set(old)
         self.asked: list[str] = []
+        self.groups: list[int] = []
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         self.asked.append(request.request_id)
@@ -29,13 +30,17 @@ class Policy(InferenceEngine):
             output_versions=[version, 5], stop_reason="stop", replicas=[f"server-{version}"], num_interruptions=1,
         )  # fmt: skip
 
+    async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
+        self.groups.append(len(requests))
+        return await super().agenerate_group(requests)
+
 
 def requests(names: Sequence[str]) -> list[GenerationRequest]:
     return [GenerationRequest(request_id=name, input_ids=[1], gconfig=GenerationHyperparameters()) for name in names]
 
 
 async def test_old_answers_of_a_group_are_requested_again_if_a_trainer_may_recover() -> None:
-    policy, counted = Policy(old="b"), list[GenerationResponse]()
+    policy, counted = Policy(old="ab"), list[GenerationResponse]()
     may_send = asyncio.Event()
     engine = EpisodeEngine(policy, counted.append, may_send=may_send, keep_answers=True)
     group = asyncio.create_task(engine.agenerate_group(requests("abc")))
@@ -43,11 +48,12 @@ async def test_old_answers_of_a_group_are_requested_again_if_a_trainer_may_recov
     assert policy.asked == []
     may_send.set()
     found = await group
-    assert policy.asked == ["a", "b", "c", "b"]
+    assert policy.asked == ["a", "b", "c", "a", "b"]
+    assert policy.groups == [3, 2]
     assert [one.request_id for one in found] == ["a", "b", "c"]
     assert [one.output_versions[0] for one in found] == [5, 5, 5]
-    assert len(counted) == 4
-    assert list(engine.answers) == found
+    assert len(counted) == 5
+    assert list(engine.answers) == [found[2], *found[:2]]
     assert (engine.replicas, engine.num_interruptions) == (["server-5"], 3)
 
 
