@@ -45,7 +45,7 @@ _DROPPED = {
 _LACKED = {
     "beam search gives no log-probabilities of a policy": ("*gconfig.use_beam_search",),
     "there are no kernels of the hub": ("MODEL.use_kernels",),
-    "prompts that groups share are trained once: actor.shared_prefix_min_tokens": ("MODEL.enable_tree_training",),
+    "a prompt is computed once for its answers on the CPU only (actor.shared_prompts)": ("MODEL.enable_tree_training",),
     "every rank computes all images": ("MODEL.fsdp.shard_vision_across_sp",),
     "a recovery checkpoint has everything": ("recover.no_save_optim", "recover.no_load_optim"),
     "there is no FP8": ("MODEL.megatron.fp8_config*",),
