@@ -50,17 +50,17 @@ def dense_decoder(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> Dense
     if family is None or model.device.type != "cpu":
         return None
     untyped: Any = model
-    if untyped.model.rotary_emb.rope_type not in _FIXED_ROTATIONS:
-        return None
     ids = torch.arange(_TRIAL_TOKENS)[None] % model.config.vocab_size
     plans = [_trial_plan(shapes, model.dtype) for _ in range(2)]
     with torch.inference_mode():
         theirs = model(input_ids=ids, position_ids=ids, use_cache=False, attention_plan=plans[0]).logits[0]
         try:
+            if untyped.model.rotary_emb.rope_type not in _FIXED_ROTATIONS:
+                return None
             found = DenseDecoder(untyped, family)
             mine = found.logits(ids, ids, None, plans[1])
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            _LOG.warning("this version of transformers has other layers, so small steps are slower: %s", error)
+            _LOG.warning("transformers computes the layers of this model, and small steps are slower: %s", error)
             return None
     return found if torch.equal(mine, theirs) else None
 
