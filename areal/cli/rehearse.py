@@ -62,7 +62,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("words", nargs="*", metavar="AGENT", help="file.py:function or module:function")
     parser.add_argument("--command", metavar="TEXT", help="instead: a program; {column} is that column of the row")
-    parser.add_argument("--online", metavar="TEXT", help="instead: a program with own sessions; {run}: the run folder")
+    parser.add_argument(
+        "--online", metavar="TEXT", help="instead: a program that opens sessions; {run}: the run folder"
+    )
     parser.add_argument("--config", metavar="FILE", help="instead: what workflow_args start, with its rewards")
     parser.add_argument("--data", metavar="FILE", help="rows, .jsonl or .json (default: train_dataset of --config)")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="the row that is used, from 0 (default: 0)")

@@ -201,10 +201,12 @@ def text_of(facts: dict[str, Any], *, color: bool) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="areal test-workflow",
-        usage="%(prog)s --config FILE.yaml [key.sub=value ...] [--row N] [--samples N] [--answer TEXT]",
+        usage="%(prog)s --config FILE.yaml [key.sub=value ...] [--row N] [--samples N]\n"
+        "       [--answer TEXT ... | --answers FILE] [--json]",
         description="Run one episode on a row of train_dataset, on a native server that the command starts, and show "
         "its tokens, rewards and what is suspicious. With --answer or --answers no server starts.",
-        epilog="exit status: 0 = the episode is accepted without a warning, 1 = it has an error or a warning",
+        epilog="Exit status: 0 the episode is accepted without a warning, 1 it has an error or a warning, "
+        "2 it could not start.",
     )
     parser.add_argument("--config", metavar="FILE", required=True)
     parser.add_argument("--row", type=int, default=0, metavar="N", help="row of train_dataset, from 0 (default: 0)")

@@ -24,7 +24,9 @@ def watch(words: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=existing_run, help="folder of the run, or experiment/trial")
     parser.add_argument("--once", action="store_true", help="print the view once")
-    parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (default 1)")
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print the facts once as JSON")
     given = parser.parse_args(words)
     watched = Watched(given.run)
