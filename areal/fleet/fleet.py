@@ -115,9 +115,7 @@ class Fleet:
         allows, or none served for request_timeout. While the fleet serves an older version than that of the newest
         token, the request waits without a limit.
         """
-        one = self._begun(request)
-        await self._finish(one)
-        return one.response()
+        return (await self.agenerate_group([request]))[0]
 
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
         """The same for requests with one prompt. Short answers are one call of one replica; what it leaves unfinished

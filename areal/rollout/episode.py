@@ -52,12 +52,7 @@ class EpisodeEngine:
         return self._engine.version
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
-        while True:
-            sent_at = await self._may_send_at()
-            with span("generate"):
-                response = await self._engine.agenerate(request)
-            if self._is_current(response, sent_at):
-                return self._recorded(request, response)
+        return (await self.agenerate_group([request]))[0]
 
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
         found: dict[int, GenerationResponse] = {}

@@ -218,7 +218,7 @@ class PPOConfig(BaseExperimentConfig):
     elastic: ElasticConfig = section(ElasticConfig, relevant=when("rollout.server_addrs", []))
     """Adding and removing inference servers by their load."""
     workflow: str = "rlvr"
-    """Workflow of a run without a script: a registered name (rlvr, multi_turn, agent, synthetic) or module:Class."""
+    """Workflow of a run without a script: rlvr, vision_rlvr, multi_turn, agent, synthetic or module:Class."""
     workflow_args: dict[str, Any] = field(default_factory=dict[str, Any])
     """Additional keyword arguments of the workflow's constructor."""
     agent: AgentConfig = section(AgentConfig, relevant=when("workflow", "agent"))
