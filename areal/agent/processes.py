@@ -2,13 +2,12 @@
 
 import asyncio
 import dataclasses
-from typing import Any
 
 import orjson
 
 from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents
 from areal.agent.agent_worker import job_message
-from areal.api.errors import InputError
+from areal.api.row_json import row_json
 from areal.observe.log import get_logger
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.worker_process import WorkerEnded, WorkerProcess
@@ -130,9 +129,4 @@ class AgentPool:
 
 def checked_job(job: AgentJob) -> AgentJob:
     """The job with values that JSON can represent. InputError otherwise."""
-    try:
-        row: dict[str, Any] = orjson.loads(orjson.dumps(job.row, option=orjson.OPT_SERIALIZE_NUMPY))
-    except TypeError as error:
-        message = f"JSON cannot represent a value of a row ({error}): convert it in the dataset's map_fn"
-        raise InputError(message, code="reward.row_not_json") from error
-    return dataclasses.replace(job, row=row)
+    return dataclasses.replace(job, row=orjson.loads(row_json(job.row)))

@@ -93,14 +93,22 @@ def render_chat(
     enable_thinking: bool,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Render a conversation with the tokenizer's chat template."""
+    """Render a conversation with the tokenizer's chat template. Raises InputError when it refuses the conversation."""
     if not tokenizer.chat_template:
         message = "the tokenizer has no chat template: use that of a chat model, or rows with 'prompt', not 'messages'"
         raise InputError(message, code="data.chat_template")
     more = {} if tools is None else {"tools": tools}
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking, **more
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            enable_thinking=enable_thinking,
+            **more,
+        )
+    except Exception as error:  # a template is foreign code
+        message = f"the chat template refuses a dialogue: {type(error).__name__}: {error}"
+        raise InputError(message, code="data.template_refused") from error
 
 
 def _shown(value: Any) -> str:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal.api.config import BaseExperimentConfig, DatasetConfig
-from areal.api.errors import InputError
+from areal.api.errors import ConfigError, InputError
 from areal.data.mix import mixed_counts
-from areal.data.row_files import Row, dataset_files, json_value
+from areal.data.row_files import READERS, Row, count_rows_of, dataset_files, json_value
 
 MAX_SHOWN = 3
 """Maximum number of rows in a message."""
 MAX_FILE_BYTES = 256 * 2**20
-"""`file_problem` reads this much of a file."""
+"""`file_problem` reads this much of a .jsonl file, and no other file that is larger."""
 _TEXTS = ("prompt", "answer", "chosen", "rejected")
 
 
@@ -73,10 +73,10 @@ def require_prompts(rows: Sequence[Row]) -> None:
 
 
 def file_problem(data: DatasetConfig, *, kind: str) -> str:
-    """One sentence about unusable rows of a local .jsonl file; empty = none, or another kind of dataset.
+    """One sentence about unusable rows of local files; empty = none, or another kind of dataset.
 
     `kind`: rl, sft or rw; empty = the columns are not checked. Nor are those of a dataset with map_fn or columns,
-    which are known after the conversion. Of a large file, the rows in the first MAX_FILE_BYTES are checked.
+    which are known after the conversion.
     """
     problems = (_problem_of_file(file, data, kind) for path in data.paths for file in dataset_files(path))
     return next(filter(None, problems), "")
@@ -90,27 +90,33 @@ def dataset_paths(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def count_rows(config: BaseExperimentConfig) -> int | None:
-    """Rows per epoch of a training set of local .jsonl files, before any filter; None for others."""
+    """Rows per epoch of a training set of local files, before any filter; None for others."""
     data, sizes = config.train_dataset, list[int]()
     for files in map(dataset_files, data.paths):
-        if data.curriculum or any(path.suffix != ".jsonl" or not path.is_file() for path in files):
+        if data.curriculum or any(path.suffix not in READERS or not path.is_file() for path in files):
             return None
-        sizes.append(0)
-        for path in files:
-            with open(path, "rb") as file:
-                sizes[-1] += sum(1 for line in file if line.strip())
+        try:
+            sizes.append(sum(map(count_rows_of, files)))
+        except (InputError, ConfigError):  # `file_problem` says what is wrong
+            return None
     count = sum(mixed_counts(sizes, data.weights if len(data.weights) == len(sizes) else ()))
     return min(count, data.max_rows or count)
 
 
 def _problem_of_file(path: Path, data: DatasetConfig, kind: str) -> str:
-    if path.suffix != ".jsonl" or not path.is_file():
+    if path.suffix not in READERS or not path.is_file():
         return ""
     kind = "" if data.map_fn or data.columns else kind
     limit = None if data.map_fn else data.max_characters
+    if path.suffix == ".jsonl":
+        found = (_line_problem(line, kind, limit) for line in _first_lines(path))
+    elif path.stat().st_size <= MAX_FILE_BYTES:
+        found = (_row_problem(row, kind, limit) for row in READERS[path.suffix](path))
+    else:
+        return ""
     try:
-        require_usable((_line_problem(line, kind, limit) for line in _first_lines(path)), str(path))
-    except InputError as error:
+        require_usable(found, str(path))
+    except (InputError, ConfigError) as error:
         return str(error)
     return ""
 
@@ -132,6 +138,10 @@ def _line_problem(line: bytes, kind: str, limit: int | None) -> RowProblem | Non
         return RowProblem("data.invalid_file", f"is not JSON ({error})")
     if not isinstance(row, dict):
         return RowProblem("data.invalid_file", f"is of type {type(row).__name__}, not an object")
+    return _row_problem(row, kind, limit)
+
+
+def _row_problem(row: Row, kind: str, limit: int | None) -> RowProblem | None:
     return (column_problem(row, kind) if kind else None) or size_problem(row, limit)
 
 

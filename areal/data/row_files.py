@@ -65,21 +65,42 @@ def _separated(path: Path) -> Iterator[Row]:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         try:
             names = list(reader.fieldnames or ())
-            if repeated := sorted({name for name in names if names.count(name) > 1}):
-                message = f"{path}:1 names the column {repeated[0]!r} more than once: rename one of them"
-                raise InputError(message, code="data.invalid_file")
+            _require_different(names, f"{path}:1")
             for row in reader:
                 if None in row or None in row.values():
                     message = f"{path}:{reader.line_num} has not the {len(names)} values of the header"
                     raise InputError(f"{message}: fix or remove that line", code="data.invalid_file")
                 yield row
-        except (csv.Error, UnicodeDecodeError) as error:
-            message = f"{path}:{reader.line_num} is not CSV in UTF-8 ({error}): fix or remove that line"
+        except UnicodeDecodeError as error:
+            message = f"{path}:{_line_that_is_not_utf8(path)} is not UTF-8 ({error.reason}): save the file as UTF-8"
             raise InputError(message, code="data.invalid_file") from error
+        except csv.Error as error:
+            message = f"{path}:{reader.line_num} is not CSV ({error}): fix or remove that line"
+            raise InputError(message, code="data.invalid_file") from error
+
+
+def _line_that_is_not_utf8(path: Path) -> int:
+    """The first such line, from 1. The reader of text decodes many lines at once, and does not know it."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    raise AssertionError(f"{path} is UTF-8")
 
 
 def _columns(path: Path) -> Iterator[Row]:
     """Parquet, or Arrow as `datasets` and Feather write it."""
+    for batch in _batches(path):
+        yield from batch.to_pylist()
+
+
+def _batches(path: Path, columns: list[str] | None = None) -> Iterator[Any]:
+    """The record batches of a file of columns. Raises InputError, and ConfigError without pyarrow.
+
+    `columns`: those of a Parquet file that are read; None = all.
+    """
     try:
         import pyarrow as pa  # pyright: ignore[reportMissingImports] - optional
         import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports] - optional
@@ -89,21 +110,28 @@ def _columns(path: Path) -> Iterator[Row]:
     try:
         if path.suffix == ".parquet":
             with parquet.ParquetFile(path) as file:
-                for batch in file.iter_batches():
-                    yield from batch.to_pylist()
+                _require_different(file.schema_arrow.names, path)
+                yield from file.iter_batches(columns=columns)
             return
         with pa.memory_map(str(path)) as source:
             try:
-                batches = pa.ipc.open_stream(source)
+                batches = opened = pa.ipc.open_stream(source)
             except pa.ArrowInvalid:
                 source.seek(0)
                 opened = pa.ipc.open_file(source)
-                batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
-            for batch in batches:
-                yield from batch.to_pylist()
+                batches = map(opened.get_batch, range(opened.num_record_batches))
+            _require_different(opened.schema.names, path)
+            yield from batches
     except (pa.ArrowException, OSError) as error:
         first_line = str(error).partition("\n")[0]
         raise InputError(f"{path} cannot be read: {first_line}", code="data.invalid_file") from error
+
+
+def _require_different(names: list[str], place: str | Path) -> None:
+    """InputError for two columns with one name, of which a row could have one only."""
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        message = f"{place} names the column {repeated[0]!r} more than once: rename one of them"
+        raise InputError(message, code="data.invalid_file")
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -116,6 +144,16 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".feather": _columns,
 }
 """End of a file's name -> its reader, which raises InputError with the file and the line or row."""
+
+
+def count_rows_of(path: Path) -> int:
+    """The number of rows of a file with one of these ends, without making them if that is possible."""
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    if READERS[path.suffix] is _columns:
+        return sum(batch.num_rows for batch in _batches(path, columns=[]))
+    return sum(1 for _ in READERS[path.suffix](path))
 
 
 def dataset_files(path: str) -> list[Path]:

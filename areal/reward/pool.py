@@ -19,8 +19,9 @@ from typing import Any, Literal
 import orjson
 
 from areal.api.config import RewardConfig
-from areal.api.errors import InputError, RewardError
+from areal.api.errors import RewardError
 from areal.api.functions import FunctionRef
+from areal.api.row_json import row_json
 from areal.observe.log import get_logger
 from areal.reward import sandbox_backends
 from areal.system.device import cpu_count
@@ -294,27 +295,13 @@ def _message_part(calls: Iterable[_Call]) -> tuple[orjson.Fragment, list[tuple[s
 
 
 def _shared_json(function: FunctionRef, prompt: str, prompt_ids: Sequence[int], row: dict[str, Any]) -> orjson.Fragment:
-    shared = {"function": function, "prompt": prompt, "prompt_ids": list(prompt_ids), "row": row}
-    try:
-        return orjson.Fragment(orjson.dumps(shared, option=orjson.OPT_SERIALIZE_NUMPY))
-    except TypeError as error:
-        named = (f"column {name!r}, a {type(item).__name__}" for name, item in row.items() if not _is_json(item))
-        message = (
-            f"JSON cannot represent {next(named, 'a value')} of a row ({error}): convert it in the dataset's map_fn"
-        )
-        raise InputError(message, code="reward.row_not_json") from error
+    columns = orjson.Fragment(row_json(row))
+    shared = {"function": function, "prompt": prompt, "prompt_ids": list(prompt_ids), "row": columns}
+    return orjson.Fragment(orjson.dumps(shared, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def _closed_error() -> RewardError:
     return RewardError("the reward pool was closed before the answer was scored", code="reward.pool_closed")
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:
-        return False
-    return True
 
 
 def _failure(status: RewardStatus, message: str, seconds: float) -> RewardResult:

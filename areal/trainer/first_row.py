@@ -21,6 +21,7 @@ from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigProblem, InputError
 from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, load_function
+from areal.api.row_json import row_json
 from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt, has_images
 from areal.data.dataset import load_rows
@@ -61,6 +62,7 @@ class Trial:
     config: PPOConfig
     tokenizer: Tokenizer
     workflow: RolloutWorkflow
+    images: PromptImages | None
     row: dict[str, Any]
 
     @classmethod
@@ -78,7 +80,7 @@ class Trial:
             message = f"train_dataset has {len(rows)} rows, and there is no row {index} (rows count from 0)"
             raise InputError(message, code="data.no_rows")
         workflow.check_rows(rows[index : index + 1])
-        return cls(config=config, tokenizer=tokenizer, workflow=workflow, row=rows[index])
+        return cls(config=config, tokenizer=tokenizer, workflow=workflow, images=images, row=rows[index])
 
     def prompt(self) -> EncodedPrompt | None:
         """The prompt of the row; None when the workflow makes it in its own way."""
@@ -89,6 +91,12 @@ class Trial:
         with suppress(InputError):
             return encode_prompt(self.row, self.tokenizer)
         return None
+
+    def scored_row(self) -> dict[str, Any]:
+        """The columns that reward functions get: only workflow=rlvr passes images on."""
+        if self.images is None or self.config.workflow == "rlvr":
+            return self.row
+        return self.images.without_images(self.row)
 
     def _agent_prompt(self) -> EncodedPrompt | None:
         """The messages of the row with the tools; None for a program or an environment, which makes its messages.
@@ -159,12 +167,13 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
     """Call each reward function of the row once. One that only raises may be unable to read the dummy answer."""
     answer_ids = trial.tokenizer.encode(DUMMY_ANSWER, add_special_tokens=False)
     table = reward_table(trial.config.reward_fn, trial.config.reward)
+    row = orjson.loads(row_json(trial.scored_row()))
     for term in table.of(trial.row):
         loaded, problem = _loaded(term.function)
         if loaded is None:
             found.problems.append(ConfigProblem(str(term.function), problem, "reward.cannot_load"))
             continue
-        columns = loaded.keywords(orjson.loads(orjson.dumps(trial.row, option=orjson.OPT_SERIALIZE_NUMPY)))
+        columns = loaded.keywords(row)
         if term.function in REWARD_FUNCTIONS.values():
             continue
         try:
@@ -188,9 +197,8 @@ def _try_held_out(trial: Trial, found: FirstRow, *, has_rewards: bool) -> None:
         f"evaluator.sets.{name}": path for name, path in config.evaluator.sets.items()
     }
     for key, path in sets.items():
-        data, tokenizer = replace(valid, path=path), trial.tokenizer
-        images = PromptImages.of(config, tokenizer)
-        rows = load_rows(data, default_split="test", tokenizer=tokenizer, first=1, images=images)[:1]
+        data = replace(valid, path=path)
+        rows = load_rows(data, default_split="test", tokenizer=trial.tokenizer, first=1, images=trial.images)[:1]
         held_out = replace(trial, workflow=trial.workflow.for_evaluation(settings), row=rows[0])
         try:
             held_out.workflow.check_rows(rows)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from areal.api.config import DatasetConfig
+from areal.api.config import DatasetConfig, SFTConfig, TrainDatasetConfig, TrainEngineConfig
 from areal.data import row_check
 from areal.data.dataset import load_rows
-from areal.data.row_check import column_problem, file_problem, require_prompts, require_usable
+from areal.data.row_check import column_problem, count_rows, file_problem, require_prompts, require_usable
 from tests.expect import raises_code
 
 GOOD = {"prompt": "1+1", "answer": "2"}
@@ -16,6 +16,10 @@ GOOD = {"prompt": "1+1", "answer": "2"}
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def sft_config(train):
+    return SFTConfig(train_dataset=train, model=TrainEngineConfig(path="m"))
 
 
 @pytest.mark.parametrize(
@@ -63,6 +67,40 @@ def test_a_file_is_checked_before_the_start(tmp_path):
     assert file_problem(DatasetConfig(path=str(tmp_path / "absent.jsonl")), kind="rl") == ""
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows.feather"])
+def test_rows_of_every_kind_of_file_are_checked_and_counted(tmp_path, name):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    feather, path = pytest.importorskip("pyarrow.feather"), tmp_path / name
+    rows = [GOOD, {"prompt": None, "answer": "1"}, GOOD]
+    if name == "rows.jsonl":
+        write(path, rows)
+    elif name == "rows.json":
+        path.write_text(json.dumps(rows))
+    elif name == "rows.parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    else:
+        feather.write_feather(pa.Table.from_pylist(rows), path, compression="uncompressed", chunksize=2)
+    train = TrainDatasetConfig(path=str(path))
+    assert "row 1 " in file_problem(train, kind="rl")
+    assert file_problem(train, kind="") == ""
+    assert count_rows(sft_config(train)) == 3
+
+
+def test_rows_of_separated_values_are_checked_and_counted(tmp_path):
+    train = TrainDatasetConfig(path=str(tmp_path / "rows.csv"))
+    (tmp_path / "rows.csv").write_text("question,answer\n1+1,2\n2+1,3\n")
+    assert "2 of 2" in file_problem(train, kind="rl")
+    assert count_rows(sft_config(train)) == 2
+
+
+def test_the_rows_of_a_damaged_file_are_not_counted(tmp_path):
+    pytest.importorskip("pyarrow")
+    train = TrainDatasetConfig(path=str(tmp_path / "rows.parquet"))
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    assert count_rows(sft_config(train)) is None
+    assert "rows.parquet" in file_problem(train, kind="rl")
+
+
 def test_a_line_that_is_no_object_is_found_wherever_it_is(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "a"}\n\n[1]\n{"prompt"\n')
@@ -72,10 +110,12 @@ def test_a_line_that_is_no_object_is_found_wherever_it_is(tmp_path):
     assert "row 2" in found
 
 
-def test_a_large_file_is_read_in_part(tmp_path, monkeypatch):
-    path = write(tmp_path / "train.jsonl", [GOOD] * 10 + [{"prompt": 7}])
+def test_a_large_file_is_read_in_part_or_not_at_all(tmp_path, monkeypatch):
+    lines = write(tmp_path / "train.jsonl", [GOOD] * 10 + [{"prompt": 7}])
+    (tmp_path / "train.json").write_text(json.dumps([{"prompt": 7}] * 10))
     monkeypatch.setattr(row_check, "MAX_FILE_BYTES", 60)
-    assert file_problem(DatasetConfig(path=path), kind="rl") == ""
+    assert file_problem(DatasetConfig(path=lines), kind="rl") == ""
+    assert file_problem(DatasetConfig(path=str(tmp_path / "train.json")), kind="rl") == ""
 
 
 @pytest.mark.parametrize("row", [{"prompt": "x" * 2001}, {"messages": [{"role": "user", "content": "x" * 2001}]}])

@@ -1,7 +1,9 @@
 """The trial of the first row: what fails every episode is found before anything starts."""
 
+import dataclasses
 import json
 
+import jinja2
 import pytest
 
 from areal.api.config import (
@@ -169,7 +171,7 @@ class ToolTokenizer(CharTokenizer):
 
 
 def agent_prompt(config, row):
-    return Trial(config=config, tokenizer=ToolTokenizer(), workflow=None, row=row).prompt()
+    return Trial(config=config, tokenizer=ToolTokenizer(), workflow=None, images=None, row=row).prompt()
 
 
 def test_the_first_prompt_of_tools_is_the_row_with_the_tools_and_other_agents_have_none(config_of, tmp_path):
@@ -193,3 +195,22 @@ def test_a_missing_tool_or_message_of_an_agent_is_found_before_the_start(config_
     with pytest.raises(ConfigError) as error:
         agent_prompt(config, row)
     assert error.value.code == code
+
+
+def test_a_value_that_json_cannot_represent_is_a_problem(config_of, tmp_path):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    row = {"prompt": "2+2=", "answer": "4", "raw": b"x"}
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    data = TrainDatasetConfig(path=str(tmp_path / "rows.parquet"), batch_size=1)
+    (problem,) = try_first_row(dataclasses.replace(config_of(), train_dataset=data)).problems
+    assert problem.code == "reward.row_not_json"
+    assert "'raw'" in problem.message
+
+
+def test_a_chat_template_with_a_wrong_syntax_is_a_problem(config_of, monkeypatch):
+    def refuse(tokenizer, conversation, **options):
+        raise jinja2.TemplateSyntaxError("unexpected '}'", 1)
+
+    monkeypatch.setattr(CharTokenizer, "apply_chat_template", refuse)
+    rows = ({"messages": [{"role": "user", "content": "2+2="}], "answer": "4"},)
+    assert codes_of(config_of(rows=rows)) == ["data.template_refused"]

@@ -10,6 +10,7 @@ from areal.api.config import (
     PPOActorConfig,
     PPOConfig,
     TrainDatasetConfig,
+    ValidDatasetConfig,
 )
 from areal.api.config.data import VisionConfig
 from areal.trainer.first_row import try_first_row
@@ -26,22 +27,28 @@ def try_row(tmp_path):
         "def one(prompt, completion, prompt_ids, completion_ids, **row):\n    return 1.0\n"
     )
 
-    def tried(images, prompt="<image>"):
+    def tried(images, prompt="<image>", *, in_parquet=False):
         files = []
         for number, source in enumerate(images):
             if isinstance(source, bytes):
                 (tmp_path / f"{number}.png").write_bytes(source)
             files.append(f"{number}.png" if isinstance(source, bytes) else source)
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "images": files}) + "\n")
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps({"prompt": prompt, "images": files}) + "\n")
+        if in_parquet:  # as the datasets of the hub have them
+            pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+            path, row = tmp_path / "rows.parquet", {"prompt": prompt, "images": [{"bytes": one} for one in images]}
+            parquet.write_table(pa.Table.from_pylist([row]), path)
         config = PPOConfig(
             experiment_name="e",
             trial_name="t",
             allocation_mode="native:d1+fsdp:d1",
-            train_dataset=TrainDatasetConfig(path=str(tmp_path / "rows.jsonl"), batch_size=1),
+            train_dataset=TrainDatasetConfig(path=str(path), batch_size=1),
             actor=PPOActorConfig(path=str(tmp_path / "model")),
             native=NativeServerConfig(context_length=64),
             gconfig=GenerationHyperparameters(max_new_tokens=8),
             vision=VisionConfig(root=str(tmp_path), max_images=2),
+            valid_dataset=ValidDatasetConfig(path=str(path)),
             reward_fn=f"{tmp_path / 'reward.py'}:one",
             workflow="vision_rlvr",
         )
@@ -52,6 +59,12 @@ def try_row(tmp_path):
 
 def test_a_usable_image_has_no_problem(try_row):
     found = try_row([png()], "<image>ab")
+    assert (found.problems, found.warnings) == ([], [])
+    assert found.num_tokens > 3
+
+
+def test_images_may_be_bytes_which_the_reward_does_not_get(try_row):
+    found = try_row([png()], "<image>ab", in_parquet=True)
     assert (found.problems, found.warnings) == ([], [])
     assert found.num_tokens > 3
 
