@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def can_have_nodes() -> None:
     if problem := missing():
-        pytest.skip(problem)
+        pytest.fail(problem)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def can_have_ssh(can_have_nodes: None) -> None:
     if problem := ssh_missing():
-        pytest.skip(problem)
+        pytest.fail(problem)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def mounts(node: Node, folder: Path) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def can_mount() -> None:
     if problem := missing():
-        pytest.skip(problem)
+        pytest.fail(problem)
 
 
 def test_the_folder_behaves_as_that_of_an_nfs_client(make_nodes, tmp_path):
