@@ -84,6 +84,7 @@ def set_devices(
     own = (key for key in keys if key not in draft.notes)
     draft.set("allocation_mode", f"{servers}{trainer.backend}:{sizes}", why, *own)
     needed = replicas * server_size + sizes.world_size
+    keys_of_nodes = ("trainer.nnodes", "num_nodes")
     if needed > nodes * per_node:
-        draft.set("cluster.n_nodes", -(-needed // per_node), f"{needed} GPUs of allocation_mode", "trainer.nnodes")
+        draft.set("cluster.n_nodes", -(-needed // per_node), f"{needed} GPUs of allocation_mode", *keys_of_nodes)
     return sizes

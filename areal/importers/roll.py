@@ -2,19 +2,22 @@
 
 import re
 from collections.abc import Mapping
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from areal.api.allocation import ParallelDims
+from areal.api.config.lora import ALL_LINEAR
 from areal.api.errors import ConfigError
 from areal.importers.devices import Trainer, halves, megatron_trainer, set_devices
 from areal.importers.draft import Draft
+from areal.importers.roll_defaults import is_agentic, name_defaults, with_defaults
 from areal.importers.roll_loss import has_critic, take_advantages, take_loss, take_variant
+from areal.importers.roll_optimizer import take_minibatches, take_optimizer
+from areal.importers.roll_sampling import take_sampling
 
 _SAME = {
     "exp_name": "trial_name",
     "seed": "seed",
-    "max_steps": "total_train_steps",
     "output_dir": "cluster.fileroot",
     "num_gpus_per_node": "cluster.n_gpus_per_node",
     "prompt_length": "train_dataset.max_length",
@@ -27,11 +30,7 @@ _SAME = {
     "entropy_loss_coef": "actor.entropy_coef",
     "loss_agg_mode": "actor.loss_aggregation",
     "gamma": "actor.discount",
-    "lambd": "actor.gae_lambda",
     "max_grad_norm": "actor.optimizer.gradient_clipping",
-    "actor_train.training_args.learning_rate": "actor.optimizer.lr",
-    "actor_train.training_args.weight_decay": "actor.optimizer.weight_decay",
-    "actor_train.training_args.warmup_ratio": "actor.optimizer.warmup_steps_proportion",
     "actor_train.data_args.file_name": "train_dataset.path",
     "validation.data_args.file_name": "valid_dataset.path",
     "validation.generating_args.num_return_sequences": "evaluator.n_samples",
@@ -54,98 +53,73 @@ _SERVERS = {"vllm": "vllm", "sglang": "sglang"}
 
 
 def from_roll(values: Mapping[str, Any]) -> Draft:
-    """The draft of a ROLL file."""
-    draft = Draft("ROLL", dict(values))
+    """The draft of a ROLL file, with ROLL's defaults where they differ from ours."""
+    draft = Draft("ROLL", with_defaults(values))
     project = draft.get("logger_project", draft.get("tracker_kwargs.project", "roll"))
     draft.set("experiment_name", project, "ROLL: the name of its project", "tracker_kwargs.project")
-    _sampling(draft)
+    take_sampling(draft)
     if draft.get("use_pg_clip_range", False):
         draft.drop("pg_clip_low and pg_clip_high are used", "use_pg_clip_range", "pg_clip")
     else:
         draft.drop("pg_clip is used", "use_pg_clip_range", "pg_clip_low", "pg_clip_high")
     draft.keep_all(_SAME)
+    _length(draft)
     _batches(draft)
     take_loss(draft)
     take_variant(draft)
     take_advantages(draft)
     _devices(draft)
     _rewards(draft)
+    _agents(draft)
     _dropped(draft)
     draft.finish()
+    name_defaults(draft, values)
     return draft
 
 
-def _sampling(draft: Draft) -> None:
-    prompt = draft.whole("prompt_length", 1024)
-    own = "actor_infer.generating_args.max_new_tokens"
-    answer = draft.whole("response_length" if draft.get("response_length") is not None else own, 1024)
-    longest, why = prompt + answer, "ROLL: prompt_length + response_length"
-    if draft.get("sequence_length"):
-        longest, why = draft.whole("sequence_length", longest), "ROLL: sequence_length"
+def _length(draft: Draft) -> None:
+    epochs = "actor_train.training_args.num_train_epochs"
+    if draft.whole("max_steps", 500, least=-1) > 0:
+        draft.keep("max_steps", "total_train_steps")
+        draft.drop("epochs follow from max_steps", epochs)
     else:
-        draft.defaults({"train_dataset.max_length": prompt})
-    draft.set("gconfig.max_tokens", longest, why, "sequence_length")
-    draft.keep("response_length", "gconfig.max_new_tokens")
-    draft.set("gconfig.max_new_tokens", answer, "ROLL: response_length, else max_new_tokens", own)
-    if draft.whole("actor_infer.generating_args.top_k", -1, least=-1) > 0:
-        draft.keep("actor_infer.generating_args.top_k", "gconfig.top_k")
-    draft.drop("set by num_return_sequences_in_group", "actor_infer.generating_args.num_return_sequences")
-    if "validation.data_args.file_name" in draft.values:
-        for name in ("temperature", "top_p"):
-            draft.keep(f"validation.generating_args.{name}", f"eval_gconfig.{name}")
-        if draft.whole("validation.generating_args.top_k", -1, least=-1) > 0:
-            draft.keep("validation.generating_args.top_k", "eval_gconfig.top_k")
-        if any(option.startswith("eval_gconfig.") for option in draft.options):
-            draft.set("eval_gconfig.max_new_tokens", answer, "ROLL: response_length")
-            draft.set("eval_gconfig.max_tokens", longest, why)
-        draft.drop("the limit of training counts", "validation.generating_args.max_new_tokens")
-    else:
-        draft.drop("there is no held-out set", "validation.*")
-    roles = ("actor_infer", "validation")
-    draft.drop("all tokens, or one beam, as here", *(f"{role}.generating_args.top_k" for role in roles))
-    beams = [f"{role}.generating_args.num_beams" for role in roles]
-    draft.lack("there is no beam search", *beams, off=(1,))
-    stops = "actor_infer.generating_args.stop_strings"
-    if draft.get(stops):
-        draft.set("gconfig.stop", draft.listed(stops), "ROLL: stop_strings", stops)
+        why = "ROLL: num_train_epochs, as max_steps sets no number of steps"
+        draft.set("total_train_epochs", max(1, ceil(draft.number(epochs, 1))), why, "max_steps", epochs)
 
 
 def _batches(draft: Draft) -> None:
     ratio, option = draft.number("async_generation_ratio", 0), "rollout.max_head_offpolicyness"
     draft.set(option, ceil(ratio), "ROLL: async_generation_ratio, rounded up", "async_generation_ratio")
-    if "train_env_manager.group_size" in draft.values:  # whose rollout_batch_size counts trajectories
+    if is_agentic(draft.values):  # rollout_batch_size counts trajectories
         group = draft.whole("train_env_manager.group_size", 1)
-        prompts = max(1, draft.whole("rollout_batch_size", 64) // group)
+        prompts = max(1, draft.whole("rollout_batch_size", 128) // group)
         draft.set("train_dataset.batch_size", prompts, "ROLL: trajectories / group_size", "rollout_batch_size")
         draft.keep("train_env_manager.group_size", "gconfig.n_samples")
     else:
-        prompts, group = draft.whole("rollout_batch_size", 64), draft.whole("num_return_sequences_in_group", 1)
+        prompts, group = draft.whole("rollout_batch_size", 128), draft.whole("num_return_sequences_in_group", 1)
         draft.keep("rollout_batch_size", "train_dataset.batch_size")
         draft.keep("num_return_sequences_in_group", "gconfig.n_samples")
-        draft.defaults({"train_dataset.batch_size": prompts})
-    args = "actor_train.training_args"
-    micro, steps = (
-        draft.whole(f"{args}.per_device_train_batch_size", 1),
-        draft.whole(f"{args}.gradient_accumulation_steps", 1),
-    )
-    sizes = _trainer(draft).sizes
-    ranks = len(_devices_of(draft, "actor_train")) // sizes.world_size or 1
-    size = micro * steps * ranks
-    count = max(1, prompts * group // size)
-    why = f"ROLL: {prompts} x {group} answers / global batch of {size}"
-    draft.set("actor.ppo_n_minibatches", count, why, f"{args}.gradient_accumulation_steps")
-    tokens = micro * draft.options["gconfig.max_tokens"].value
-    why = f"ROLL: {micro} sequences of {draft.options['gconfig.max_tokens'].value} tokens"
-    draft.set("actor.mb_spec.max_tokens_per_mb", tokens, why, f"{args}.per_device_train_batch_size")
-    total, warmup = draft.number("max_steps", 0), draft.number(f"{args}.warmup_steps", -1, least=-1)
-    if total and warmup >= 0:
-        option = "actor.optimizer.warmup_steps_proportion"
-        draft.set(option, warmup / total, f"ROLL: warmup_steps {warmup} / max_steps {total}", f"{args}.warmup_steps")
-    for role, section in (("actor_train", "actor"), ("critic", "critic")):
-        key = f"{role}.training_args.lr_scheduler_type"
-        if draft.get(key) in ("constant", "linear", "cosine") and (role == "actor_train" or has_critic(draft)):
-            draft.keep(key, f"{section}.optimizer.lr_scheduler_type")
-    draft.lack("schedules are constant, linear and cosine", "actor_train.training_args.lr_scheduler_type")
+    answers, steps = prompts * group, max(0, draft.whole("max_steps", 500, least=-1))
+    ranks = _ranks(draft, "actor_train")
+    count = take_minibatches(draft, "actor_train", "actor", answers=answers, ranks=ranks)
+    trained = max(1, steps - draft.whole("critic_warmup", 0, least=0)) if steps and has_critic(draft) else steps
+    updates = trained * count * draft.whole("ppo_epochs", 1)
+    take_optimizer(draft, "actor_train", "actor", updates=updates)
+    if has_critic(draft):
+        of_critic = _ranks(draft, "critic") if draft.get("critic.device_mapping") is not None else ranks
+        count = take_minibatches(draft, "critic", "critic", answers=answers, ranks=of_critic)
+        draft.keep("critic_epochs", "critic.ppo_epochs")
+        take_optimizer(draft, "critic", "critic", updates=steps * count * draft.whole("critic_epochs", 1))
+    key, longest = "actor_train.max_tokens_per_microbatch_in_train", draft.options["gconfig.max_tokens"].value
+    if draft.get("actor_train.use_dynamic_batching_in_train", False) and draft.get(key):
+        draft.keep(key, "actor.mb_spec.max_tokens_per_mb")
+    else:
+        key = "actor_train.training_args.per_device_train_batch_size"
+        why = f"ROLL: {(micro := draft.whole(key, 8))} sequences of {longest} tokens"
+        draft.set("actor.mb_spec.max_tokens_per_mb", micro * longest, why, key)
+    packing = ("use_sequence_packing", "use_remove_padding", "sequence_packing_args.*", "use_dynamic_batching_in_*",
+               "max_tokens_per_microbatch_in_*", "sequence_length_round_in_*")  # fmt: skip
+    draft.drop("micro-batches are filled by tokens, without padding", *(f"*.{name}" for name in packing))
     draft.drop("micro-batches are filled by tokens", "*.infer_batch_size", "*per_device_train_batch_size")
     draft.drop("gradients are accumulated over a mini-batch", "*.gradient_accumulation_steps")
 
@@ -167,6 +141,18 @@ def _devices_of(draft: Draft, role: str) -> set[int]:
     return found
 
 
+def _ranks(draft: Draft, role: str) -> int:
+    """Data ranks of a trained role."""
+    prefix = f"{role}.strategy_args.strategy_config."
+    if draft.get(f"{role}.strategy_args.strategy_name") == "megatron_train":
+        sizes = [
+            f"{prefix}{name}_size" for name in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+        ]
+    else:
+        sizes = [f"{role}.model_args.ulysses_size"]
+    return max(1, len(_devices_of(draft, role)) // prod(draft.whole(size, 1) for size in sizes))
+
+
 def _trainer(draft: Draft) -> Trainer:
     if draft.get("actor_train.strategy_args.strategy_name") == "megatron_train" and not _has_adapters(draft):
         return megatron_trainer(draft, f"{_TRAIN}.")
@@ -175,7 +161,8 @@ def _trainer(draft: Draft) -> Trainer:
 
 
 def _has_adapters(draft: Draft) -> bool:
-    return draft.whole("actor_train.model_args.lora_rank", 0, least=0) > 0
+    """ROLL trains adapters if they have modules; a rank alone has no effect."""
+    return bool(draft.get("actor_train.model_args.lora_target"))
 
 
 def _devices(draft: Draft) -> None:
@@ -196,6 +183,7 @@ def _devices(draft: Draft) -> None:
         keys += [key for key in draft.values if key.startswith(f"{_TRAIN}.") and key.endswith("parallel_size")]
     per_node = draft.whole("num_gpus_per_node", 8)
     set_devices(draft, server, parts, trainer, f"ROLL: device_mapping, {shared}", keys, per_node=per_node)
+    draft.drop("one machine has the GPUs of device_mapping, from which ROLL computes it too", "num_nodes")
     draft.drop("the servers load the policy, then get its weights", f"{config}.load_format")
     if server != "native":
         draft.server(f"{config}.", server)
@@ -234,7 +222,7 @@ def _rewards(draft: Draft) -> None:
             for tag in tags[name]:
                 draft.set(f"reward.by_source.{tag}", {function: 1.0}, f"ROLL: rewards.{name}.tag_included")
         draft.set("reward.source_key", "tag", "ROLL: its column of sources")
-    else:
+    elif names or not is_agentic(draft.values):  # the environments of an agentic file reward
         function = next(iter(known.values()), "math")
         draft.set("reward_fn", function, f"ROLL: rewards {', '.join(names)}: check it (docs/rewards.md)")
     for name in names:
@@ -258,24 +246,42 @@ def _columns(draft: Draft, role: str, section: str) -> None:
     draft.drop("a column that is read as it is", *keys)
 
 
-def _listed(value: Any) -> Any:
-    """Names of modules as a list."""
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+def _adapters(draft: Draft) -> None:
+    args = "actor_train.model_args"
+    for name in ("rank", "alpha", "dropout"):
+        draft.keep(f"{args}.lora_{name}", f"actor.lora.{name}")
+    draft.keep(f"{args}.lora_target", "actor.lora.target_modules", convert=_modules)
+    rank = draft.whole(f"{args}.lora_rank", 8)
+    draft.defaults({"actor.lora.rank": rank, "actor.lora.alpha": 2 * rank})
 
 
-def _dropped(draft: Draft) -> None:
-    if str(draft.get("actor_train.data_args.template", "native")) in ("native", "qwen2_5", "qwen3", "qwen2-vl"):
-        draft.drop("the chat template of the tokenizer", "*.data_args.template")
-    draft.lack("the chat template of the tokenizer is used", "*.data_args.template")
-    for key, option in (("save_steps", "saver.freq_steps"), ("eval_steps", "evaluator.freq_steps")):
-        if draft.whole(key, 0, least=-1) > 0:
-            draft.keep(key, option)
-    draft.drop("never", "save_steps", "eval_steps")
+def _modules(value: Any) -> Any:
+    """Modules of adapters: all, names with commas, or a regular expression."""
+    if not isinstance(value, str) or any(sign in value for sign in "*$|("):
+        return value
+    return ALL_LINEAR if value == "all" else [name.strip() for name in value.split(",")]
+
+
+def _agents(draft: Draft) -> None:
     draft.lack("write workflow: agent, or a workflow, and a dataset of its tasks (docs/agents.md)",
                "train_env_manager.*", "val_env_manager.*", "custom_envs.*", "env_manager_cls", "max_actions_per_traj",
                "agent_config*", "max_tokens_per_step", "parse_tool_call_*", "skip_mock_*", "reward_normalization.*",
                "batch_adjust_mode", "step_reward_gamma",
                off=(None,))  # fmt: skip
+    draft.lack("add a section teacher (docs/algorithms.md)", "use_opd", "opd_*", "teacher.*", off=(None, False))
+
+
+def _dropped(draft: Draft) -> None:
+    template = draft.get("global_template", draft.get("actor_train.data_args.template", "native"))
+    if template in ("native", "qwen2_5", "qwen3", "qwen2-vl"):
+        draft.drop("the chat template of the tokenizer", "*.data_args.template", "global_template")
+    draft.lack("the chat template of the tokenizer is used", "*.data_args.template", "global_template")
+    if draft.whole("save_steps", 0, least=-1) > 0:
+        draft.keep("save_steps", "saver.freq_steps")
+    draft.drop("no interval: only the last step is exported", "save_steps")
+    if draft.whole("max_ckpt_to_keep", 0, least=0) > 0:
+        draft.keep("max_ckpt_to_keep", "saver.keep_last")
+    draft.drop("all exports are kept", "max_ckpt_to_keep")
     _columns(draft, "actor_train", "train_dataset")
     if "valid_dataset.path" in draft.options:
         _columns(draft, "validation", "valid_dataset")
@@ -289,7 +295,9 @@ def _dropped(draft: Draft) -> None:
     draft.drop("an answer has all of its tokens, those of a stop string too", "*.include_stop_str_in_output")
     draft.drop("answers are written to samples/, calls have the limits of launcher", "rollout_dump_dir", "rpc_timeout")
     draft.drop("answers are evaluated as servers have room", "val_batch_size")
-    draft.drop("the loss is that of pg_variant", "actor_train.worker_cls")
+    if str(draft.get("actor_train.worker_cls")).rpartition(".")[2] in ("ActorWorker", "ActorPGWorker"):
+        draft.drop("the loss is that of pg_variant", "actor_train.worker_cls")
+    draft.lack("choose actor.policy_loss (docs/algorithms.md)", "actor_train.worker_cls")
     draft.keep("actor_train.data_args.cache_dir", "train_dataset.cache_dir")
     draft.drop("how ROLL's loader works", "*.data_args.preprocessing_num_workers", "*.data_args.dataset_dir",
                "*.data_args.overwrite_cache")  # fmt: skip
@@ -307,14 +315,15 @@ def _dropped(draft: Draft) -> None:
     draft.drop("checkpoints are in the run's folder, exports in Hugging Face format", "checkpoint_config.*")
     draft.drop("options of Hydra itself", "hydra.*")
     if _has_adapters(draft):
-        for name, option in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_target", "target_modules")):
-            draft.keep(f"actor_train.model_args.{name}", f"actor.lora.{option}", convert=_listed)
+        _adapters(draft)
     draft.drop("there are no adapters, or those of actor_train", "*.model_args.lora_*", "lora_*")
     names = ("device_map", "attn_implementation", "dtype", "model_type", "disable_gradient_checkpointing", "flash_attn")
     draft.drop("models have the attention and dtype of their role", *(f"*.model_args.{name}" for name in names))
     draft.drop("the environment of processes is in launcher", "model_name", "*system_envs.*")
     draft.drop("rejected groups are replaced while the run lasts", "is_use_additional_prompts", "max_running_requests")
     draft.drop("the sizes of a queue follow from the staleness", "is_num_return_sequences_expand", "generate_opt_level")
-    draft.drop("epochs follow from max_steps", "actor_train.training_args.num_train_epochs")
-    draft.lack("the length of the run is not known: warmup_steps_proportion", "*.training_args.warmup_steps")
     draft.drop("eval_steps decides", "validation.eval_steps")
+    draft.drop("the data type is that of model_args", "*.training_args.bf16")
+    draft.drop("max_steps of the run counts", "*.training_args.max_steps")
+    draft.drop("servers get the weights over their own channel", "model_update_buffer_size_mb", "transfer_backend.*")
+    draft.drop("the loss needs them or not", "enable_reference", "*enable_old_logprobs_recompute")

@@ -1,22 +1,22 @@
 """Losses, KL terms and advantages of ROLL."""
 
 from areal.importers.draft import Draft
+from areal.importers.roll_defaults import is_agentic
 
 _OF_CRITIC = {
-    "critic.training_args.learning_rate": "critic.optimizer.lr",
-    "critic.training_args.weight_decay": "critic.optimizer.weight_decay",
-    "critic.training_args.warmup_ratio": "critic.optimizer.warmup_steps_proportion",
+    "lambd": "actor.gae_lambda",
     "value_clip": "critic.eps_clip",
     "critic_warmup": "critic.warmup_steps",
 }
 _OF_ROLES = (
-    "name", "data_args.template", "infer_batch_size", "training_args.num_train_epochs", "training_args.warmup_steps",
+    "name", "data_args.template", "infer_batch_size", "training_args.num_train_epochs", "training_args.warmup_*",
     "training_args.per_device_train_batch_size", "training_args.gradient_accumulation_steps",
 )  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
 _VARIANTS = {"vanilla": "ppo", "ppo": "ppo", "topr": "topr", "cispo": "cispo", "kimi15": "kimi15"}
 _KL = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 _LEVELS = ("batch", "group")
+_GROUPINGS = {"batch": "batch", "traj_group_id": "group"}
 
 
 def take_loss(draft: Draft) -> None:
@@ -58,7 +58,6 @@ def take_loss(draft: Draft) -> None:
         bound = 1 + 2 * draft.number("pg_clip", 0.2)
         draft.set("actor.c_clip", bound, "ROLL: dual_clip_loss, 1 + 2 x pg_clip", "dual_clip_loss")
     draft.drop("no limit of negative advantages", "dual_clip_loss")
-    draft.defaults({"actor.loss_aggregation": "seq-mean-token-mean", "total_train_steps": 500})
     draft.set("actor.recompute_logprob", True, "ROLL recomputes the log-probabilities of the old policy")
 
 
@@ -82,27 +81,29 @@ def take_variant(draft: Draft) -> None:
 
 
 def take_advantages(draft: Draft) -> None:
-    if draft.get("adv_estimator", "gae") in ("gae", "grpo"):
-        draft.set("actor.adv_estimator", draft.get("adv_estimator", "gae"), "ROLL: adv_estimator", "adv_estimator")
+    name, agentic = str(draft.get("adv_estimator", "gae")), is_agentic(draft.values)
+    if name == "gae" or (name == "grpo" and not agentic):
+        draft.set("actor.adv_estimator", name, "ROLL: adv_estimator", "adv_estimator")
     if has_critic(draft):
         path = draft.get("reward_pretrain", draft.get("pretrain"))
         draft.set("critic.path", path, "ROLL: reward_pretrain, else pretrain", "reward_pretrain")
-        draft.defaults({"actor.gae_lambda": 0.95})
         for name, option in _OF_CRITIC.items():
             draft.keep(name, option)
         draft.defaults({"critic.eps_clip": None})
         draft.drop("the critic has the options of the actor", *(f"critic.{name}" for name in _OF_ROLES))
-    elif draft.get("adv_estimator") == "reinforce":
-        why = "ROLL: reinforce with normalised rewards, written with reward_norm"
+    elif name in ("reinforce", "step_reinforce") or (agentic and _sums_rewards(draft, name)):
+        why = f"ROLL: {name}, whose normalised rewards are written with reward_norm"
         draft.set("actor.adv_estimator", "gae", why, "adv_estimator")
-        draft.set("actor.gae_lambda", 1.0, "ROLL: no critic")
     if "actor.adv_estimator" not in draft.options:
-        draft.set("actor.adv_estimator", "grpo", f"ROLL: {draft.get('adv_estimator')} has no counterpart")
+        group = draft.options["gconfig.n_samples"].value if "gconfig.n_samples" in draft.options else 1
+        draft.set("actor.adv_estimator", "grpo" if group != 1 else "gae", f"ROLL: {name} has no counterpart")
+    if draft.options["actor.adv_estimator"].value == "gae" and "critic.path" not in draft.options:
+        draft.set("actor.gae_lambda", 1.0, "ROLL: no critic")
     draft.lack("choose actor.adv_estimator (docs/algorithms.md)", "adv_estimator")
-    if draft.get("adv_estimator") == "grpo" and draft.get("reward_shift", False):
+    if draft.options["actor.adv_estimator"].value == "grpo" and draft.get("reward_shift", False):
         draft.set("actor.adv_estimator", "dr_grpo", "ROLL: grpo with reward_shift", "adv_estimator", "reward_shift")
     if draft.options["actor.adv_estimator"].value == "gae":
-        _take_norm(draft)
+        (_take_agentic_norm if agentic else _take_norm)(draft)
         white = {"mean_level": "batch", "std_level": "batch"} if draft.get("whiten_advantages", False) else None
         draft.set("actor.adv_norm", white, "ROLL: whiten_advantages", "whiten_advantages")
     draft.lack("grpo does not whiten its advantages again: use gae with reward_norm and adv_norm", "whiten_advantages")
@@ -112,14 +113,35 @@ def take_advantages(draft: Draft) -> None:
                "difficulty_loss_weight", "length_loss_weight")  # fmt: skip
     group = draft.whole("num_return_sequences_in_group", 1)
     clip = draft.number("advantage_clip", 0)
-    if draft.get("adv_estimator") == "grpo" and clip**2 * group >= (group - 1) ** 2:
+    if name == "grpo" and not agentic and clip**2 * group >= (group - 1) ** 2:
         draft.drop("no advantage of a group of this size is beyond it", "advantage_clip")
     draft.lack("advantages are not clipped", "advantage_clip", off=(None,))
     if not draft.get("difficulty_mask", False):
         draft.drop("it is switched off", "difficulty_*_threshold")
     draft.lack("answers have no masks by difficulty", "difficulty_*_threshold", off=(None,))
     if "critic.path" not in draft.options:
-        draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup", "reward_pretrain")
+        draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup", "critic_epochs",
+                   "reward_pretrain", "lambd")  # fmt: skip
+
+
+def _sums_rewards(draft: Draft, name: str) -> bool:
+    """Whether the advantage of a token of an agentic file is the sum of the normalised rewards after it.
+
+    agentic_reinforce discounts from turn to turn, actor.discount from token to token.
+    """
+    return name == "grpo" or (name == "agentic_reinforce" and draft.number("gamma", 1) == 1)
+
+
+def _take_agentic_norm(draft: Draft) -> None:
+    """Agentic files normalise by reward_normalization, for grpo too."""
+    keys = [f"reward_normalization.{key}" for key in ("grouping", "method")]
+    level = _GROUPINGS.get(str(draft.get(keys[0], "state")))
+    method = str(draft.get(keys[1], "identity"))
+    if method == "identity" or (level is not None and method in ("mean", "mean_std")):
+        mean, std = (level if method in names else None for names in (("mean", "mean_std"), ("mean_std",)))
+        norm = {"mean_level": mean, "std_level": std} if mean else None
+        draft.set("actor.reward_norm", norm, "ROLL: reward_normalization", *keys)
+    draft.lack("give actor.reward_norm: levels are batch and group", *keys, off=())
 
 
 def _take_norm(draft: Draft) -> None:
