@@ -46,6 +46,14 @@ _COLUMNS = {"prompt": "prompt", "messages": "messages", "response": "answer"}
 _REWARDS = {"math_rule": "math", "code_sandbox": "code"}
 _WORKERS = {"MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code"}
 """Class of a reward worker -> reward function: a domain may have any name."""
+_OTHERS = {
+    "sft_train.": "supervised training",
+    "chosen_key.": "DPO",
+    "ipo.": "DPO",
+    "student.": "distillation",
+    "student_train.": "on-policy distillation",
+}
+"""Start of a key -> the pipeline that has it."""
 _TRAIN = "actor_train.strategy_args.strategy_config"
 _MAX_GPUS = 100_000
 """Entries of one range that are counted."""
@@ -54,6 +62,7 @@ _SERVERS = {"vllm": "vllm", "sglang": "sglang"}
 
 def from_roll(values: Mapping[str, Any]) -> Draft:
     """The draft of a ROLL file, with ROLL's defaults where they differ from ours."""
+    _refuse_others(values)
     draft = Draft("ROLL", with_defaults(values))
     project = draft.get("logger_project", draft.get("tracker_kwargs.project", "roll"))
     draft.set("experiment_name", project, "ROLL: the name of its project", "tracker_kwargs.project")
@@ -75,6 +84,18 @@ def from_roll(values: Mapping[str, Any]) -> Draft:
     draft.finish()
     name_defaults(draft, values)
     return draft
+
+
+def _refuse_others(values: Mapping[str, Any]) -> None:
+    """Refuse the files of pipelines that are no reinforcement learning of a language model."""
+    for start, kind in _OTHERS.items():
+        key = next((key for key in values if f"{key}.".startswith(start)), None)
+        if key is not None:
+            message = f"ROLL files of {kind} ({key}) are not imported: write one (docs/choosing.md)"
+            raise ConfigError(message, code="config.unsupported")
+    strategy = "actor_train.strategy_args.strategy_name"
+    if str(values.get(strategy)).startswith("diffusion"):
+        raise ConfigError(f"ROLL files of diffusion models ({strategy}) are not imported", code="config.unsupported")
 
 
 def _length(draft: Draft) -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from areal.api.errors import ConfigError
 from areal.importers.roll import from_roll
 from areal.importers.roll_defaults import DEFAULTS
+from tests.expect import raises_code
 from tests.importers.drafts import fates, values
 
 ROLL = {"pretrain": "m", "adv_estimator": "grpo", "response_length": 64, "rollout_batch_size": 64}
@@ -124,6 +126,19 @@ def test_a_file_with_the_defaults_written_out_is_the_file_without_them():
         assert {path: one.value for path, one in short.options.items()} == {
             path: one.value for path, one in long.options.items()
         }
+
+
+@pytest.mark.parametrize("key", ["sft_train.device_mapping", "student_train.device_mapping", "student.device_mapping",
+                                 "chosen_key", "ipo"])  # fmt: skip
+def test_files_of_other_pipelines_of_roll_are_refused(key):
+    with raises_code("config.unsupported", key):
+        from_roll(ROLL | {key: "x"})
+
+
+def test_diffusion_models_of_roll_are_refused():
+    key = f"{STRATEGY}.strategy_name"
+    with pytest.raises(ConfigError, match=key):
+        from_roll(ROLL | {key: "diffusion_deepspeed_train"})
 
 
 @pytest.mark.parametrize(
