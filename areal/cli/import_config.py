@@ -58,9 +58,10 @@ def import_config(words: Sequence[str]) -> int:
         tree = _given(given.file, given.overrides, None)
     known, unknown = _resolved(tree)
     draft = SYSTEMS[given.system](known)
-    if all(note.fate in ("dropped", "missing") for note in draft.notes.values()):
-        keys = ", ".join(list(draft.values)[:3]) or "no keys"
-        raise _unreadable(given.file, f"it is no configuration of {draft.system}; it has {keys}")
+    if draft.is_foreign:
+        keys, likely = ", ".join(list(draft.values)[:3]) or "no keys", _likely_system(known)
+        hint = f": areal config import {likely} {given.file}" if likely else ""
+        raise _unreadable(given.file, f"it is no configuration of {draft.system}; it has {keys}{hint}")
     for key, (value, why) in unknown.items():
         draft.unresolved(key, value, why)
     draft.refer({key: found[1] for key, value in flat(tree).items() if (found := _REFERENCE.fullmatch(str(value)))})
@@ -73,6 +74,18 @@ def import_config(words: Sequence[str]) -> int:
     sys.stdout.write("" if given.output is not None else text)
     sys.stderr.write("\n".join(report_lines(draft)) + "\n")
     return 0
+
+
+def _likely_system(tree: dict[str, Any]) -> str:
+    """The system that knows most keys of the tree; empty if it is foreign to each."""
+    known: dict[str, int] = {}
+    for system, translate in SYSTEMS.items():
+        try:
+            draft = translate(tree)
+            known |= {} if draft.is_foreign else {system: draft.num_known}
+        except ConfigError as error:  # unsupported: a file of the system that is not imported
+            known |= {system: 1} if error.code == "config.unsupported" else {}
+    return max(known, key=known.__getitem__, default="")
 
 
 def _write(path: Path, text: str) -> None:

@@ -151,6 +151,17 @@ class Draft:
         self.lack("the file of this entry of Hydra's defaults was not found", "defaults.*", "defaults", off=())
         self.lack(UNKNOWN, "*", off=(None,))
 
+    @property
+    def num_known(self) -> int:
+        """Keys that became options or flags."""
+        return sum(note.fate in ("kept", "computed", "server") for note in self.notes.values())
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the source is of another system: it has no known key, or more than ten unknown ones for each."""
+        unknown = sum(note.fate == "missing" and note.text.startswith(UNKNOWN) for note in self.notes.values())
+        return self.num_known == 0 or unknown > 10 * self.num_known
+
     def unresolved(self, key: str, written: Any, why: str) -> None:
         """A key, or a section, without a value. The comments of the options that it decides say so."""
         self.values[key], self.notes[key] = written, Note("missing", f"give {key}=VALUE after the file: {why}")

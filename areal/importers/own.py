@@ -10,7 +10,7 @@ from areal.api.config.legacy_rules import LegacyRule, legacy_rule, moved_to
 from areal.api.config.load import read
 from areal.api.config.schema import find_field
 from areal.importers.areal_one import take_new_keys, with_old_sections
-from areal.importers.draft import Draft, flat
+from areal.importers.draft import UNKNOWN, Draft, flat
 
 FOREIGN = ("sglang", "vllm")
 _VISION_PIXELS = {
@@ -42,7 +42,7 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
             draft.set(key, value, "AReaL")
             draft.keep(key, key)
         elif wrong or rule is None:
-            draft.lack(wrong or "an unknown key: of a script, or of another version", key, off=())
+            draft.lack(wrong or f"{UNKNOWN}: it is of a script, or of another version", key, off=())
         elif rule.action in ("move", "rejection_sampling", "backend"):
             section = key.rpartition(".")[0]
             path = {"backend": "allocation_mode", "rejection_sampling": "actor.rollout_correction"}.get(

@@ -11,7 +11,7 @@ import yaml
 from areal.api.errors import ConfigError
 from areal.cli.import_config import SYSTEMS
 from areal.cli.main import run_command
-from areal.importers.draft import Draft, flat
+from areal.importers.draft import UNKNOWN, Draft, Note, flat
 from areal.importers.text import report_json, report_lines, yaml_text
 from tests.expect import raises_code
 
@@ -92,6 +92,35 @@ def test_a_file_without_a_key_of_the_system_is_refused(system, tmp_path):
     path.write_text("other: {key: 1}\n")
     with raises_code("config.unreadable_file", path, "other.key"):
         run_command(["config", "import", system, str(path)])
+
+
+WRONG = {(path, system) for path in FILES for system in SYSTEMS if not path.name.startswith(system)}
+
+
+@pytest.mark.parametrize(("path", "system"), sorted(WRONG), ids=lambda value: getattr(value, "stem", value))
+def test_a_file_of_another_system_is_refused_and_its_own_is_named(path, system):
+    own = path.name.partition("_")[0]
+    with raises_code("config.unreadable_file", path, f"areal config import {own} "):
+        run_command(["config", "import", system, str(path)])
+
+
+def test_a_file_that_no_import_supports_is_refused_with_its_reason(tmp_path):
+    path = tmp_path / "f.yaml"
+    path.write_text("pretrain: m\nseed: 1\nstudent_train: {training_args: {learning_rate: 1.0e-6}, a: 1, b: 2}\n")
+    with raises_code("config.unsupported", "student_train"):
+        run_command(["config", "import", "roll", str(path)])
+    with raises_code("config.unreadable_file", path, "areal config import roll "):
+        run_command(["config", "import", "verl", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("known", "unknown", "is_foreign"), [(0, 1, True), (1, 10, False), (1, 11, True), (2, 20, False)]
+)
+def test_a_source_is_foreign_with_more_than_ten_unknown_keys_for_a_known_one(known, unknown, is_foreign):
+    notes = {f"k{number}": Note("kept", "seed") for number in range(known)}
+    notes |= {f"u{number}": Note("missing", UNKNOWN) for number in range(unknown)}
+    notes |= {f"m{number}": Note("missing", "write a workflow") for number in range(50)}
+    assert Draft("ROLL", {}, notes=notes).is_foreign == is_foreign
 
 
 @pytest.mark.parametrize(
