@@ -46,10 +46,3 @@ def check_containers(slurm: SlurmConfig, *, has_srun: bool, has_shared_agents: b
         why = "differs from trainer_image: one agent per node starts both, so use one image"
         why += " or launcher.slurm.separate_jobs=true" if has_srun else ""
         raise ConfigError(f"launcher.slurm.inference_server_image {why}", code="config.conflict")
-
-
-def unused_image(slurm: SlurmConfig) -> str:
-    """What to tell the user of a launcher that starts no containers; empty without an image."""
-    image = image_of(slurm, None)
-    text = f"launcher.slurm names the image {image}: the local launcher starts no container, and does not use it"
-    return text if image else ""

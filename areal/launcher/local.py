@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import signal
 import socket
@@ -23,7 +22,6 @@ from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError, LaunchError
 from areal.data.row_check import count_rows
 from areal.launcher import attach
-from areal.launcher.agent_command import unused_image
 from areal.launcher.attach import RequestBox
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
@@ -33,7 +31,7 @@ from areal.launcher.job import LaunchPlan, make_plan
 from areal.launcher.memory_plan import memory_problems
 from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.placement import Machine
-from areal.launcher.plan_text import plan_text
+from areal.launcher.plan_text import given_step_s, plan_text
 from areal.launcher.preflight import (
     check_not_complete,
     check_run_folder,
@@ -94,15 +92,17 @@ class Launch:
     """Print one JSON object: the plan of a dry run, else the summary of the run at its end."""
     step_s: float | None = None
     """Seconds of a train step, for the GPU hours of a dry run; None = as an earlier run measured."""
+    launcher: str = "local"
+    """The launcher that reads it."""
 
 
-def read_command_line(argv: Sequence[str], *, on_one_machine: bool = True) -> Launch:
+def read_command_line(argv: Sequence[str], *, launcher: str = "local") -> Launch:
     """Read and check the whole configuration. ConfigError lists every problem."""
     flags = ("--dry-run", "--overwrite", "--json")
     words = [word for word in argv if word not in flags and not word.startswith("--step-s=")]
     script = words.pop(0) if words and words[0].endswith(".py") else None
     config = load_experiment(words, allow_unknown_top_level=script is not None)
-    if on_one_machine and config.cluster.n_nodes > 1:
+    if launcher == "local" and config.cluster.n_nodes > 1:
         message = f"cluster.n_nodes={config.cluster.n_nodes}: the local launcher runs on one machine; use n_nodes=1"
         raise ConfigError(message, code="launch.several_nodes")
     config = with_attached_servers(config, os.environ)
@@ -112,21 +112,13 @@ def read_command_line(argv: Sequence[str], *, on_one_machine: bool = True) -> La
         extras = script_keys(words, path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
         numbers = script_numbers(words, extras)
     raise_problems(list(function_problems(config, has_script=script is not None)))
-    given = {"dry_run": "--dry-run" in argv, "overwrite": "--overwrite" in argv, "as_json": "--json" in argv}
-    return Launch(config=config, extras=extras, numbers=numbers, script=script, step_s=_step_s(argv), **given)
-
-
-def _step_s(argv: Sequence[str]) -> float | None:
-    """The number of `--step-s=SECONDS`; None without this word. ConfigError when it is not positive."""
-    for text in (word.partition("=")[2] for word in argv if word.startswith("--step-s=")):
-        try:
-            step_s = float(text)
-        except ValueError:
-            step_s = math.nan
-        if not 0 < step_s < math.inf:
-            raise ConfigError(f"--step-s={text}: give seconds, such as --step-s=90", code="config.bad_override")
-        return step_s
-    return None
+    given = {
+        "dry_run": "--dry-run" in argv,
+        "overwrite": "--overwrite" in argv,
+        "as_json": "--json" in argv,
+        "launcher": launcher,
+    }
+    return Launch(config=config, extras=extras, numbers=numbers, script=script, step_s=given_step_s(argv), **given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +185,9 @@ def checked_plan(
     if isinstance(config, PPOConfig):
         fetch_vision_layout(config)
     plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config), nccl=nccl)
+    launched = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, type=request.launcher))
     # An evaluation has the options of a training, most of which it does not read.
-    for notice in ("" if config.allocation.evaluation else notice_of(config), plan.warning):
+    for notice in ("" if config.allocation.evaluation else notice_of(launched), plan.warning):
         if notice:
             line.say(f"areal: {notice}")
     problems = missing_inputs(config, request.script)
@@ -390,8 +383,6 @@ def run_command(words: Sequence[str]) -> int:
         return attach.run_command(words)
     help_if_asked(words, USAGE)
     request = read_command_line(words)
-    if notice := unused_image(request.config.launcher.slurm):
-        StatusLine().say(f"areal: warning: {notice}")
     return launch(request, LocalCluster(this_machine()))
 
 

@@ -1,10 +1,12 @@
 """The text of a plan, which --dry-run prints."""
 
+import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.api.config.redaction import public_command, public_environment
+from areal.api.errors import ConfigError
 from areal.launcher.job import LaunchPlan
 from areal.system.process import AREAL_PROCESS
 
@@ -90,3 +92,16 @@ def describe(plan: LaunchPlan) -> dict[str, Any]:
     shown["maximum train steps per epoch"] = numbers.steps_per_epoch
     shown["maximum train steps"] = numbers.total_steps
     return {name: "known after the dataset is read" if value is None else value for name, value in shown.items()}
+
+
+def given_step_s(argv: Sequence[str]) -> float | None:
+    """The number of `--step-s=SECONDS`; None without this word. ConfigError when it is not positive."""
+    for text in (word.partition("=")[2] for word in argv if word.startswith("--step-s=")):
+        try:
+            step_s = float(text)
+        except ValueError:
+            step_s = math.nan
+        if not 0 < step_s < math.inf:
+            raise ConfigError(f"--step-s={text}: give seconds, such as --step-s=90", code="config.bad_override")
+        return step_s
+    return None

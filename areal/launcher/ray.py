@@ -366,7 +366,7 @@ def _text(resources: Mapping[str, float]) -> str:
 def run_command(words: Sequence[str]) -> int:
     """Run the words of a command line; returns the exit status."""
     help_if_asked(words, USAGE)
-    request = read_command_line(words, on_one_machine=False)
+    request = read_command_line(words, launcher="ray")
     check_containers(request.config.launcher.slurm, has_srun=False, has_shared_agents=False)
     return launch(request, RayCluster(request.config.cluster, request.config.launcher))
 

@@ -175,10 +175,10 @@ def run_command(words: Sequence[str]) -> int:
             )
         case _:
             sweep = read_sweep([word for word in words if word != "--detach"])
-            request = read_command_line(sweep.words, on_one_machine=False)
+            request = read_command_line(sweep.words, launcher="slurm")
             trial = request.config.trial_name
             requests = [
-                read_command_line([*sweep.words, *overrides, f"trial_name={trial}_{index}"], on_one_machine=False)
+                read_command_line([*sweep.words, *overrides, f"trial_name={trial}_{index}"], launcher="slurm")
                 for index, overrides in enumerate(sweep.overrides)
             ]
             paths = RunPaths.of(request.config)

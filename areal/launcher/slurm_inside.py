@@ -93,7 +93,7 @@ def run_inside(words: Sequence[str], environ: Mapping[str, str]) -> int:
     slurm, job = SlurmClient(), _job_of(environ)
     restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     words = [word for word in words if word != "--overwrite" or not restarts]  # for the first allocation only
-    request = read_command_line(words, on_one_machine=False)
+    request = read_command_line(words, launcher="slurm")
     config, paths = request.config, RunPaths.of(request.config)
     names = slurm.hostnames(environ["SLURM_JOB_NODELIST"])
     if restarts:

@@ -81,7 +81,7 @@ def run_command(argv: Sequence[str]) -> int:
     hosts = take_option(words, "--hosts")
     options = take_option(words, "--ssh-option")
     python = take_option(words, "--python") or [sys.executable]
-    request = read_command_line(words, on_one_machine=False)
+    request = read_command_line(words, launcher="ssh")
     launcher = request.config.launcher
     check_containers(launcher.slurm, has_srun=False, has_shared_agents=True)
     named = nodes_of(",".join(hosts), options, agent_command(launcher.slurm, None, python[-1]))

@@ -95,7 +95,7 @@ def test_a_file_with_every_option_at_its_default_loads(backend: str, trainer: st
     assert reading.config is not None
     assert list(backend_named(backend).problems(reading.config)) == []
     unused = {one.path for one in options_without_effect(reading.config)}
-    assert unused == {"sglang", "vllm", "launcher.slurm.mount"} - {backend}
+    assert unused == {"sglang", "vllm", "launcher.slurm.mount", "valid_dataset.batch_size"} - {backend}
 
 
 @pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
@@ -277,7 +277,7 @@ def test_a_key_of_statistics_without_effect_is_named() -> None:
 def test_strict_config_refuses_keys_that_are_ignored() -> None:
     tree, _ = grpo()
     tree |= {"strict_config": True, "enable_offload": True}
-    del tree["launcher"]["slurm"]["mount"], tree["vllm"], tree["scheduler"]
+    del tree["launcher"]["slurm"]["mount"], tree["vllm"], tree["scheduler"], tree["valid_dataset"]["batch_size"]
     found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
     assert found == [("enable_offload", "config.no_effect")]
 
@@ -303,6 +303,22 @@ def test_profiled_steps_and_ranks_exist(values, path) -> None:
     tree["perf_tracer"] |= values
     found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
     assert found == ([(path, "config.out_of_range")] if path else [])
+
+
+@pytest.mark.parametrize(
+    ("values", "problems"),
+    [
+        ({"pin_memory": 7}, [("train_dataset.pin_memory", "config.wrong_type")]),
+        ({"num_workers": "banana"}, [("train_dataset.num_workers", "config.wrong_type")]),
+        ({"num_workers": -1}, [("train_dataset.num_workers", "config.out_of_range")]),
+        ({"pin_memory": "true", "num_workers": 8}, []),
+        ({"pin_memory": None, "num_workers": None}, []),
+    ],
+)
+def test_options_of_the_data_loader_have_types(values, problems) -> None:
+    tree, _ = grpo()
+    tree["train_dataset"] |= values
+    assert [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems] == problems
 
 
 def test_the_launcher_of_areal_1_is_chosen_by_the_type_of_its_scheduler() -> None:

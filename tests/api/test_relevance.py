@@ -213,3 +213,29 @@ def test_strict_config_refuses_what_has_no_effect(load):
         load("strict_config=true", "actor.policy_loss=sapo", "actor.eps_clip=0.3")
     assert caught.value.code == "config.no_effect"
     assert [problem.path for problem in caught.value.problems] == ["actor.eps_clip"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "unused"),
+    [
+        ("auto", set()),
+        ("slurm", set()),
+        ("ssh", {"launcher.trainer_mem_per_gpu", "launcher.slurm.partition"}),
+        ("local", {"launcher.trainer_mem_per_gpu", "launcher.slurm.partition", "launcher.slurm.trainer_image"}),
+    ],
+)
+def test_options_of_another_launcher_are_listed(load, launcher, unused):
+    options = ["launcher.trainer_mem_per_gpu=1", "launcher.slurm={partition: gpu, trainer_image: a.sif}"]
+    assert {one.path for one in options_without_effect(load(*options, f"launcher.type={launcher}"))} == unused
+
+
+def test_the_number_of_samples_needs_an_interval(load):
+    assert not options_without_effect(load("stats_logger.samples=9"))
+    unused = options_without_effect(load("stats_logger.samples=9", "stats_logger.samples_freq_steps=null"))
+    assert [one.path for one in unused] == ["stats_logger.samples"]
+
+
+@pytest.mark.parametrize(("drop_last", "unused"), [("true", []), ("false", ["valid_dataset.batch_size"])])
+def test_generated_evaluations_have_no_batches_of_rows(load, drop_last, unused):
+    config = load(f"valid_dataset={{path: a.jsonl, batch_size: 2, drop_last: {drop_last}}}")
+    assert [one.path for one in options_without_effect(config)] == unused

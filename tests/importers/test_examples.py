@@ -162,7 +162,7 @@ def test_the_reward_of_each_can_be_called_on_row_0(path, files, tmp_path, capsys
 def dry_run(path: Path, monkeypatch, tries_row: bool):
     monkeypatch.setattr(local, "server_problems", lambda *given: [])  # SGLang, vLLM and Megatron-Core are not installed
     monkeypatch.setattr(mesh_rules, "package_problem", lambda *given: None)
-    request = read_command_line(["--config", str(path), "--dry-run"], on_one_machine=False)
+    request = read_command_line(["--config", str(path), "--dry-run"], launcher="ray")
     cluster = request.config.cluster
     gpus = tuple(map(str, range(cluster.n_gpus_per_node)))
     machines = [Machine(cores=64, gpus=gpus, host=Host(node=f"n{n}")) for n in range(cluster.n_nodes)]

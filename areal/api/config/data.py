@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
-from areal.api.config.relevance import given, satisfies, when
+from areal.api.config.relevance import given, satisfies, unless, when
 
 _SEVERAL = satisfies("path", lambda path: not isinstance(path, str), "a list")
 _FILE_ENDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
@@ -108,7 +108,9 @@ class ValidDatasetConfig(DatasetConfig):
 
     shuffle: bool = option(False, relevant=given("max_rows") | when("drop_last", True), also="verl: validation_shuffle")
     """Choose the rows of max_rows and drop_last at random, equal in every run, not from the start."""
-    batch_size: int | None = number(None, low=1, also="verl: data.val_batch_size")
+    batch_size: int | None = number(
+        None, low=1, relevant=unless("type", "rl") | when("drop_last", True), also="verl: data.val_batch_size"
+    )
     """Rows that sft, rw and dpo evaluate at once, and the unit of drop_last; null = train_dataset.batch_size."""
     drop_last: bool = False
     """Leave out the rows after the last full batch_size."""

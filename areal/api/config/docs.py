@@ -7,6 +7,7 @@ from typing import Any
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.api.config.help import default_text
 from areal.api.config.kinds import KINDS
+from areal.api.config.legacy import LoaderOptions
 from areal.api.config.legacy_rules import LEGACY
 from areal.api.config.legacy_scheduling import NODES, SBATCH, SLURM, WITHOUT_OPTION
 from areal.api.config.relevance import relevance_of
@@ -119,12 +120,14 @@ def _keys_of_areal(places: Mapping[type[Any], Sequence[str]]) -> Iterator[str]:
     """The table of the keys with rules in `legacy`."""
     yield _KEYS
     rows: dict[tuple[str, str], list[str]] = {}
+    loader = fields_of(LoaderOptions)
     for name, rules in LEGACY.items():
         above = {path for cls, paths in places.items() for path in paths if name in (up.__name__ for up in cls.__mro__)}
         where = "MODEL" if name == "TrainEngineConfig" else min(above, key=lambda path: (len(path.split(".")), path))
         where = where.replace("actor.", "MODEL.") if where.startswith("actor.") else where
         for key, rule in rules.items():
             values = {"accept": ", ".join(map(_yaml, rule.values)), "copy": "empty, or equal", "lora": "any"}
+            values |= {"loader": loader[key].type_text} if key in loader else {}
             rows.setdefault((values.get(rule.action, "any"), rule.why), []).append(
                 f"`{where}.{key}`".replace("`.", "`")
             )

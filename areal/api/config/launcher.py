@@ -5,8 +5,16 @@ from dataclasses import dataclass, field
 
 from areal.api.config.fields import Problems, choice, number, option
 from areal.api.config.redaction import has_secret
-from areal.api.config.relevance import given, when
+from areal.api.config.relevance import Condition, given, satisfies, when
 
+
+def _with(*launchers: str) -> Condition:
+    """The launcher is one of these, or is chosen on the command line."""
+    text = f"{when('', *launchers).text}, also by --launcher"
+    return satisfies("/launcher.type", lambda chosen: chosen in ("auto", *launchers), text)
+
+
+_SLURM, _RESERVES, _NODES = _with("slurm"), _with("slurm", "ray"), _with("slurm", "ray", "ssh")
 _ELASTIC = given("max")
 _ETCD = when("type", "etcd", "etcd3")
 _ADDRESS = re.compile(r"(https?://)?([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")
@@ -57,40 +65,40 @@ class ClusterSpecConfig:
 
 
 _TIME_LIMIT = re.compile(r"\d+|(\d+-)?\d+:\d{1,2}(:\d{1,2})?|\d+-\d+")
-_HAS_IMAGE = given("trainer_image") | given("inference_server_image")
+_HAS_IMAGE = (given("trainer_image") | given("inference_server_image")) & _NODES
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
     """The job of a run with the Slurm launcher. ssh and Ray read the last five options only."""
 
-    partition: str = ""
+    partition: str = option("", relevant=_SLURM)
     """Partition; empty = the default one."""
-    account: str = ""
+    account: str = option("", relevant=_SLURM)
     """Account; empty = the default one of the user."""
-    qos: str = ""
+    qos: str = option("", relevant=_SLURM)
     """Quality of service; empty = the default one."""
-    reservation: str = ""
+    reservation: str = option("", relevant=_SLURM)
     """Reservation; empty = none."""
-    time_limit: str = ""
+    time_limit: str = option("", relevant=_SLURM)
     """Time limit in Slurm's form, for example 30 (minutes), 12:00:00 or 2-00:00:00; empty = that of the partition."""
-    signal_s: int = number(120, low=30, high=65535)
+    signal_s: int = number(120, low=30, high=65535, relevant=_SLURM)
     """Seconds before the time limit at which the run saves and requeues itself; Slurm may be up to 60 s early."""
-    separate_jobs: bool = False
+    separate_jobs: bool = option(False, relevant=_SLURM)
     """Submit one job for the controller, one for each server and one for all trainers, in place of one for all."""
-    sbatch_additional_args: str = ""
+    sbatch_additional_args: str = option("", relevant=_SLURM)
     """More options of sbatch, separated by spaces, for example --constraint=a100."""
-    srun_additional_args: str = ""
+    srun_additional_args: str = option("", relevant=_SLURM)
     """More options of the srun that starts the agent of a node; $NAME is replaced by the environment variable."""
-    additional_bash_cmds: list[str] | None = None
+    additional_bash_cmds: list[str] | None = option(None, relevant=_NODES)
     """Shell commands that run on each node before the agent, in the container if there is one; null = none."""
     container_type: str = choice("apptainer", "apptainer", "pyxis", "none", relevant=_HAS_IMAGE)
     """How containers are started; pyxis = srun --container-image, with Slurm only."""
     mount: str = option("", relevant=_HAS_IMAGE)
     """Folders mounted into the container: source:target pairs separated by commas."""
-    trainer_image: str | None = None
+    trainer_image: str | None = option(None, relevant=_NODES)
     """Container image in which the agent of a node and its processes start; null = inference_server_image, or none."""
-    inference_server_image: str | None = None
+    inference_server_image: str | None = option(None, relevant=_NODES)
     """Image for servers, if it differs: with Ray, or with Slurm and separate_jobs. null = trainer_image."""
 
     def problems(self) -> Problems:
@@ -148,17 +156,17 @@ class LauncherConfig:
     """Maximum CPU threads for each GPU of a server, which Slurm and Ray reserve; without GPUs all share the cores."""
     trainer_cpus_per_gpu: int = number(4, low=1)
     """Maximum CPU threads of a trainer rank, which Slurm and Ray reserve; without GPUs all share the cores."""
-    inference_server_mem_per_gpu: int = number(32768, low=1)
+    inference_server_mem_per_gpu: int = number(32768, low=1, relevant=_RESERVES)
     """Memory in MiB for each GPU of a server (Slurm: also for a server on the CPU): Slurm and Ray reserve it."""
-    trainer_mem_per_gpu: int = number(32768, low=1)
+    trainer_mem_per_gpu: int = number(32768, low=1, relevant=_RESERVES)
     """Memory in MiB for each trainer rank: Slurm and Ray reserve it."""
     inference_server_env_vars: str = ""
     """Additional environment variables of servers: K=V pairs separated by commas (\\, is a comma inside a value)."""
     trainer_env_vars: str = ""
     """Additional environment variables of trainer ranks, in the same syntax."""
-    nodelist: str = ""
+    nodelist: str = option("", relevant=_NODES)
     """Nodes to use, in the form node[1-3],node7: of --hosts, Ray (also addresses) or Slurm; empty = any."""
-    exclude: str = ""
+    exclude: str = option("", relevant=_NODES)
     """Nodes not to use, in the form of nodelist."""
     ready_timeout_s: float = number(300.0, above=0)
     """Maximum seconds from the start of a process until it reports ready; the default grows with the checkpoint."""

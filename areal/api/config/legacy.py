@@ -91,6 +91,10 @@ class LegacyKeys:
                 if launcher := scheduler.get("type"):
                     self._move(f"{path}.type", launcher, "launcher.type", launcher)
                 self.ignored += [path] if scheduler.keys() - {"type"} else []
+            case "loader":
+                section, _, key = path.rpartition(".")
+                _, wrong = validated(LoaderOptions, {key: value})
+                self.problems += [problem._replace(path=f"{section}.{problem.path}") for problem in wrong]
             case "lora":
                 section, _, key = path.rpartition(".")
                 self._lora.setdefault(section, {})[key] = value
@@ -239,6 +243,14 @@ class LegacyKeys:
         why = why or f"this version reads only {other}"
         message = f"{shown(value)} differs from {other}={shown(found)}: remove it, {why}"
         self.problems.append(ConfigProblem(path, message))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """The types of the options of AReaL's data loader, which have no effect here."""
+
+    pin_memory: bool | None = False
+    num_workers: int | None = number(0, low=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ class LegacyRule:
 
     action: Literal[
         "accept", "ignore", "copy", "move", "turn_on", "rejection_sampling", "backend", "lora", "scheduling",
-        "strategy", "scheduler", "memory_profiler",
+        "strategy", "scheduler", "memory_profiler", "loader",
     ]  # fmt: skip
     """accept: only `values`, without effect. ignore: any value, without effect. copy: null, empty or equal to `path`.
     move: the value of the option `path`. turn_on: true means true at `path`, false means nothing. rejection_sampling,
     backend, lora: keys that belong to `rollout_correction`, `allocation_mode` and `lora`. scheduling, strategy,
     scheduler: keys of AReaL's launchers, see legacy_scheduling. memory_profiler: a section, whose steps are counted
-    from 0.
+    from 0. loader: an option of AReaL's data loader, of the right type, without effect.
     """
     path: str = ""
     """copy: the other key. move: the other option, dotted below the section of the key; `../` = the section above."""
@@ -159,7 +159,10 @@ LEGACY: dict[str, dict[str, LegacyRule]] = {
         "tokenizer_path": _copy("tokenizer_path"),
         "dump_to_file": _ignore("the ledger keeps every trajectory"),
     },
-    "DatasetConfig": {"pin_memory": _ignore(_IN_MEMORY), "num_workers": _ignore(_LOADER)},
+    "DatasetConfig": {
+        "pin_memory": LegacyRule("loader", why=_IN_MEMORY),
+        "num_workers": LegacyRule("loader", why=_LOADER),
+    },
     "ClusterSpecConfig": {"cluster_name": _ignore("AReaL does not use it either")},
     "NameResolveConfig": {
         "ray_actor_name": _accept("ray_kv_store", why="the actor of `type: ray` is named after the run"),

@@ -238,9 +238,9 @@ class TrackioConfig:
 class StatsLoggerConfig:
     """Metric trackers; metrics.jsonl in the run folder is always written."""
 
-    samples_freq_steps: int | None = number(10, low=1, relevant=_GENERATES, also="verl: trainer.log_val_generations")
+    samples_freq_steps: int | None = number(10, low=1, relevant=_GENERATES)
     """Interval in train steps of tables of samples, in samples/ and the trackers; step 1 has one too; null = none."""
-    samples: int = number(4, low=1, relevant=_GENERATES)
+    samples: int = number(4, low=1, relevant=_GENERATES & given("samples_freq_steps"))
     """Trajectories in a table of samples."""
     wandb: WandBConfig = field(default_factory=WandBConfig)
     """Weights & Biases."""
