@@ -280,7 +280,7 @@ launch.first_row: The trial of row 0, which runs before a run starts, failed wit
     Fix the error; areal test-workflow runs one episode and shows more.
 launch.folder_not_shared: The working directory or the run folder does not exist on a node.
     Use a file system that all nodes mount at the same path, for the code and for cluster.fileroot.
-launch.missing_inputs: The configuration names absent or unusable files, models or functions; the message lists them.
+launch.missing_inputs: The configuration names absent or unusable files, models, functions or trackers; see the message.
     Correct the listed keys.
 launch.no_answer: No launcher runs on the run folder, or it does not answer in time.
     Look at the output of the run's launcher.

@@ -52,6 +52,7 @@ from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import fetch_vision_layout, nccl_versions, notices, server_problems
 from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
+from areal.launcher.tracker_check import tracker_problems
 from areal.launcher.usage import help_if_asked
 from areal.observe.step_files import read_step_lines
 from areal.system.device import cpu_count, gpu_memory_bytes, host_memory_bytes, visible_gpus
@@ -190,7 +191,7 @@ def checked_plan(
     for notice in ("" if config.allocation.evaluation else notice_of(launched), plan.warning):
         if notice:
             line.say(f"areal: {notice}")
-    problems = missing_inputs(config, request.script)
+    problems = missing_inputs(config, request.script) + tracker_problems(config, plan)
     if isinstance(config, PPOConfig):
         for notice in notices(config):
             line.say(notice)

@@ -40,7 +40,6 @@ from areal.api.workflow import constructor_problems
 from areal.data.row_check import count_rows, dataset_paths, file_problem
 from areal.data.row_files import READERS, dataset_files
 from areal.fleet.backends import backend_named
-from areal.observe.chosen_trackers import missing_packages
 from areal.system.adapter_files import adapter_weights, prefixes, require_targets
 from areal.system.checkpoint_files import stored_weights
 from areal.system.durable import is_complete
@@ -93,8 +92,6 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
             problems.append(f"{key}: {path} does not exist")
     if script is None:  # a script may have its own rows
         problems += _row_problems(config)
-    if config.launcher.slurm.trainer_image is None:  # an image has its own packages
-        problems += missing_packages(config)
     return problems
 
 

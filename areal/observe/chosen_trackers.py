@@ -26,7 +26,7 @@ from areal.system.run_paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = {
+PACKAGES = {
     "tensorboard.path": ("tensorboardX", "tensorboardX", "tensorboard"),
     "wandb.mode": ("wandb", "wandb", "wandb"),
     "swanlab.mode": ("swanlab", "swanlab", "swanlab"),
@@ -87,7 +87,7 @@ def build_trackers(
         "mlflow.mode": partial(MlflowTracker, chosen.mlflow, config, paths.root, images, first_step=first_step),
         "trackio.mode": partial(TrackioTracker, chosen.trackio, config, images),
     }
-    started = [_started(key, makers[key], after_failure=after_failure) for key in _keys_on(config)]
+    started = [_started(key, makers[key], after_failure=after_failure) for key in keys_on(config)]
     dashboards = [tracker for tracker in started if tracker is not None]
     return [JsonlTracker(paths.metrics, first_step=first_step), *dashboards]
 
@@ -96,13 +96,13 @@ def missing_packages(config: BaseExperimentConfig) -> list[str]:
     """For each dashboard that is on and has no package here: its option and how to install the package."""
     return [
         f"stats_logger.{key} needs the package {package}: pip install -e '.[{extra}]' in the repository of areal"
-        for key in _keys_on(config)
-        for module, package, extra in [_PACKAGES[key]]
+        for key in keys_on(config)
+        for module, package, extra in [PACKAGES[key]]
         if find_spec(module) is None
     ]
 
 
-def _keys_on(config: BaseExperimentConfig) -> list[str]:
+def keys_on(config: BaseExperimentConfig) -> list[str]:
     """The options that turn a dashboard on in this configuration."""
     chosen = config.stats_logger
     modes = {

@@ -6,10 +6,12 @@ Dashboards are TensorBoard, Weights & Biases, SwanLab, MLflow and Trackio; `area
 import dataclasses
 import logging
 import math
+import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -201,12 +203,16 @@ class MlflowTracker:
 
         self._metric, self._images = Metric, images
         is_local = settings.mode == "local"
-        uri = f"sqlite:///{folder.absolute()}/mlflow.db" if is_local else settings.tracking_uri or None
+        uri = f"sqlite:///{folder.absolute()}/mlflow.db" if is_local else mlflow_uri(settings, os.environ)
+        if not uri:
+            message = "stats_logger.mlflow.tracking_uri is not set, nor is MLFLOW_TRACKING_URI: set one"
+            raise ConfigError(message, code="launch.tracker_failed")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._client = MlflowClient(tracking_uri=uri)
             name = settings.experiment or config.experiment_name
-            experiment = self._client.get_experiment_by_name(name)
+            with _limited_request():
+                experiment = self._client.get_experiment_by_name(name)
             place = (folder / "mlflow").absolute().as_uri() if is_local else None
             experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, place)
             continued = self._continued_run(experiment_id, config) if first_step > 1 else None
@@ -279,6 +285,26 @@ class MlflowTracker:
                 logger.warning("MLflow did not receive %s: %s", what, public_text(str(error)))
 
 
+def mlflow_uri(settings: MlflowConfig, environ: Mapping[str, str]) -> str:
+    """The address that is given for MLflow; empty when there is none, or none is needed."""
+    given = settings.tracking_uri or environ.get("MLFLOW_TRACKING_URI", "")
+    return given if settings.mode == "online" else ""
+
+
+@contextmanager
+def _limited_request() -> Iterator[None]:
+    """Within it MLflow's client, which reads these variables at each request, gives up after seconds, not minutes."""
+    own = {name: value for name, value in FIRST_REQUEST.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
+
+
+FIRST_REQUEST = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+"""Limits of the first request to an MLflow server: two tries of 10 s. Its variables in the environment come first."""
 _WAIT_S = 30.0
 """Longest wait for an MLflow server at a recovery checkpoint and at the end of a run."""
 _MAX_CALLS = 1000
@@ -292,7 +318,8 @@ _MLFLOW_NAME = re.compile(r"[^\w\-./: ]")
 
 
 def _run_name(config: BaseExperimentConfig) -> str:
-    return f"{config.experiment_name}/{config.trial_name}"
+    """Without the quotation mark that ends a text in a filter of MLflow."""
+    return f"{config.experiment_name}/{config.trial_name}".replace("'", '"')
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -242,6 +242,25 @@ def test_the_consequences_of_a_mistake_are_not_reported(problem, overrides: list
     assert [problem.path for problem in problem(*overrides).problems] == [path]
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "stats_logger.wandb.wandb_base_url=notaurl",
+        "stats_logger.mlflow.tracking_uri=http://",
+        "stats_logger.trackio.space_id=a/b/c/d",
+    ],
+)
+def test_an_address_of_a_tracker_has_the_form_of_one(problem, override: str) -> None:
+    (found,) = problem(override).problems
+    path, _, value = override.partition("=")
+    assert (found.path, found.code) == (path, "config.conflict")
+    assert value in found.message
+
+
+def test_a_wrong_address_of_wandb_is_not_shown_with_its_password(problem) -> None:
+    assert "s3cr3t" not in str(problem("stats_logger.wandb.wandb_base_url=me:s3cr3t@wandb.example"))
+
+
 def test_an_empty_mapping_reports_all_that_is_required(problem) -> None:
     paths = {problem.path for problem in problem(text="{}").problems}
     assert paths == {"experiment_name", "trial_name", "train_dataset.path", "actor.path", "actor.optimizer",

@@ -6,7 +6,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from dataclasses import replace
@@ -282,7 +281,7 @@ def test_swanlab_offline(tmp_path):
 @pytest.mark.slow  # a database, or a process
 def test_mlflow_keeps_one_run_over_a_recovery(tmp_path):
     mlflow = pytest.importorskip("mlflow")
-    config = config_with(mlflow=MlflowConfig(mode="local"))
+    config = replace(config_with(mlflow=MlflowConfig(mode="local")), trial_name="it's")
     log_three(build_trackers(config, RunPaths(tmp_path)), with_pictures(tmp_path))
     (*_, tracker) = build_trackers(config, RunPaths(tmp_path), first_step=4)
     tracker.log(4, {"eval/pass@4": 0.25})
@@ -326,56 +325,6 @@ def test_metrics_that_mlflow_does_not_take_are_warnings(tmp_path, caplog, monkey
     tracker.log_samples(2, [SAMPLE])
     tracker.flush()
     assert [record.name for record in caplog.records if record.levelname == "WARNING"] == ["areal.observe.trackers"]
-
-
-def test_training_waits_a_limited_time_for_an_mlflow_server(tmp_path, caplog, monkeypatch):
-    answers, received = threading.Event(), []
-
-    class Client:
-        """Its requests after the start wait until the server answers."""
-
-        def __init__(self, tracking_uri):
-            pass
-
-        def get_experiment_by_name(self, name):
-            return SimpleNamespace(experiment_id="1")
-
-        def create_run(self, experiment_id, tags, run_name):
-            return SimpleNamespace(info=SimpleNamespace(run_id="run"))
-
-        def log_batch(self, run_id, metrics=(), params=(), synchronous=None):
-            if not params:
-                self._receive(metrics[0][-1])
-
-        def log_text(self, run_id, text, artifact_file):
-            self._receive(artifact_file)
-
-        def set_terminated(self, run_id):
-            self._receive("end")
-
-        def _receive(self, what):
-            assert answers.wait(60), "the caller waits for the server"
-            received.append(what)
-
-    entities = SimpleNamespace(Metric=lambda *fields: fields, Param=lambda *fields: fields)
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(__spec__=object(), MlflowClient=Client))
-    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    monkeypatch.setitem(sys.modules, "mlflow.exceptions", SimpleNamespace(MlflowException=OSError))
-    monkeypatch.setattr(trackers, "_WAIT_S", 0.01)
-    monkeypatch.setattr(trackers, "_MAX_CALLS", 3)
-    (*_, tracker) = build_trackers(config_with(mlflow=MlflowConfig(mode="online")), RunPaths(tmp_path))
-    tracker.log(1, {"loss": 1.0})
-    tracker.log_samples(1, [SAMPLE])
-    tracker.flush()
-    assert len(caplog.records) == 1, "the server has not received everything"
-    for step in (2, 3, 4):
-        tracker.log(step, {"loss": 1.0})
-    assert len(caplog.records) > 1, "the number of waiting requests has a limit"
-    monkeypatch.setattr(trackers, "_WAIT_S", 60.0)
-    monkeypatch.setattr(trackers, "_MAX_CALLS", 1000)
-    answers.set()
-    tracker.close()
-    assert (received[:2], received[-1], 4 in received) == ([1, "samples/step-000001.md"], "end", False)
 
 
 @pytest.mark.slow  # a database, or a process

@@ -29,6 +29,8 @@ class Cadence:
         return any(freq is not None for freq in (self.freq_epochs, self.freq_steps, self.freq_secs))
 
 
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_SERVER = re.compile(r"https?://[^\s/]")
 _UPLOADS = given("repo_id")
 
 
@@ -48,7 +50,7 @@ class HubUploadConfig:
     """Seconds that the end of the run waits for uploads."""
 
     def problems(self) -> Problems:
-        if self.repo_id and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.repo_id):
+        if self.repo_id and not _HUB_NAME.fullmatch(self.repo_id):
             yield "repo_id", f"{self.repo_id!r} is not a name on the hub: use NAME or OWNER/NAME"
 
 
@@ -175,6 +177,11 @@ class WandBConfig:
     id_suffix: str | None = option("train", relevant=_TRACKS)
     """Suffix of the run id; timestamp = the time of the first start, which a resumed run keeps; null = none."""
 
+    def problems(self) -> Problems:
+        if self.wandb_base_url and not _SERVER.match(self.wandb_base_url):
+            given = "this text with @" if "@" in self.wandb_base_url else repr(self.wandb_base_url)
+            yield "wandb_base_url", f"{given} is not the URL of a server: use https://HOST"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SwanlabConfig:
@@ -209,11 +216,15 @@ class MlflowConfig:
     mode: str = choice("disabled", "disabled", "online", "local", also="verl: trainer.logger")
     """disabled = off; online = to tracking_uri; local = to mlflow.db in the run folder."""
     tracking_uri: str = option("", relevant=when("mode", "online"))
-    """URI of the MLflow server or database; empty = MLFLOW_TRACKING_URI of the environment."""
+    """URI of the MLflow server or database; empty = MLFLOW_TRACKING_URI of the environment, which must be set then."""
     experiment: str | None = option(None, relevant=_TRACKS, also="verl: trainer.project_name")
     """Name of the MLflow experiment; null = experiment_name."""
     name: str | None = option(None, relevant=_TRACKS, also="verl: trainer.experiment_name")
     """Run name; null = trial_name."""
+
+    def problems(self) -> Problems:
+        if self.tracking_uri.startswith("http") and not _SERVER.match(self.tracking_uri):
+            yield "tracking_uri", f"{self.tracking_uri!r} is not the URL of a server: use https://HOST"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +243,8 @@ class TrackioConfig:
     def problems(self) -> Problems:
         if self.mode == "online" and not self.space_id:
             yield Problem("space_id", "is not set: name the Space, or use mode=local", "config.missing_requirement")
+        if self.space_id and not _HUB_NAME.fullmatch(self.space_id):
+            yield "space_id", f"{self.space_id!r} is not a name on the hub: use NAME or OWNER/NAME"
 
 
 @dataclass(frozen=True, kw_only=True)
