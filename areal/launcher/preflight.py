@@ -42,7 +42,7 @@ from areal.data.row_files import READERS, dataset_files
 from areal.fleet.backends import backend_named
 from areal.system.adapter_files import adapter_weights, prefixes, require_targets
 from areal.system.checkpoint_files import stored_weights
-from areal.system.durable import is_complete
+from areal.system.durable import is_complete, write_problem
 from areal.system.mesh_rules import trainer_problem
 from areal.system.model_shape import ModelShape
 from areal.system.run_paths import RunPaths
@@ -106,6 +106,8 @@ def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
         kind = "" if isinstance(config, PPOConfig) and not has_prompts else dataset.type if dataset else ""
         if dataset is not None and (problem := file_problem(dataset, kind=kind)):
             yield f"{key}: {problem}"
+        if dataset is not None and dataset.cache_dir and (problem := write_problem(Path(dataset.cache_dir))):
+            yield f"{key}.cache_dir: cannot write to {dataset.cache_dir}: {problem}; choose another folder"
 
 
 def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iterator[ConfigProblem]:

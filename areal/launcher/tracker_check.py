@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from areal.api.config import BaseExperimentConfig
 from areal.launcher.job import LaunchPlan, parse_env_vars
 from areal.observe.chosen_trackers import PACKAGES, keys_on, missing_packages
 from areal.observe.trackers import FIRST_REQUEST, mlflow_uri
+from areal.system.durable import write_problem
 
 _LIMIT_S = 90.0
 
@@ -46,7 +46,7 @@ def _place_problems(config: BaseExperimentConfig, environ: Mapping[str, str]) ->
         "trackio.mode": ("TRACKIO_DIR", environ.get("TRACKIO_DIR")),
     }
     for option, folder in (folders[key] for key in is_on if key in folders):
-        if folder and (problem := _write_problem(Path(folder).absolute())):
+        if folder and (problem := write_problem(Path(folder))):
             yield f"{option}: cannot write to {folder}: {problem}; choose another folder"
 
 
@@ -54,16 +54,6 @@ def _sqlite_folder(uri: str) -> str:
     """The folder of an SQLite file; empty for any other address."""
     scheme, _, file = uri.partition(":///")
     return str(Path(file).parent) if file and scheme.startswith("sqlite") else ""
-
-
-def _write_problem(folder: Path) -> str:
-    """Why a folder cannot be written, or made where it is missing; empty when it can. Leaves nothing behind."""
-    try:
-        parent = next(path for path in (folder, *folder.parents) if path.exists())
-        with tempfile.TemporaryDirectory(dir=parent):
-            return ""
-    except OSError as error:
-        return error.strerror or str(error)
 
 
 def _package_problems(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks: bool) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -28,6 +29,17 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_problem(folder: Path) -> str:
+    """Why a folder cannot be written, or made where it is missing; empty when it can. Leaves nothing behind."""
+    try:
+        folder = folder.expanduser().absolute()
+        parent = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=parent):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def open_regular(path: Path) -> BinaryIO:

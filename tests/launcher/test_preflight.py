@@ -249,6 +249,17 @@ def test_rows_of_a_local_file(tmp_path):
     assert count_rows(sft_config(tmp_path)) is None
 
 
+@pytest.mark.parametrize(("folder", "is_refused"), [("file/cache", True), ("new/cache", False)])
+def test_a_folder_of_a_cache_that_cannot_be_written_is_refused(tmp_path, folder, is_refused):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    config = sft_config(tmp_path, data=tmp_path / "rows.jsonl")
+    data = dataclasses.replace(config.train_dataset, cache_dir=str(tmp_path / folder))
+    problems = missing_inputs(dataclasses.replace(config, train_dataset=data), None)
+    assert any(problem.startswith("train_dataset.cache_dir: ") for problem in problems) is is_refused
+    assert not (tmp_path / "new").exists()
+
+
 def test_second_launcher_is_refused_with_pid_and_host(tmp_path):
     paths = RunPaths(tmp_path)
     refused = pytest.raises(LaunchError, match=rf"\b{os.getpid()}\b.*{re.escape(socket.gethostname())}")
