@@ -141,6 +141,8 @@ config.not_a_choice: The option takes one of a few words.
     Use one of the words in the message.
 config.out_of_range: A number is outside the range of its option, or not finite.
     Use a number in the range of the message.
+config.output: The file that `areal config import` shall write exists, or is the file that it reads.
+    Choose another file with -o, or replace an old one with --overwrite.
 config.required: An option that has no default is not given.
     Give it in the file or on the command line.
 config.unknown_key: There is no option of this name.

@@ -39,7 +39,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def import_config(words: Sequence[str]) -> int:
-    """`areal config import SYSTEM FILE [key=value ...] [-o OUT.yaml] [--json]`; returns the exit status."""
+    """`areal config import SYSTEM FILE [key=value ...] [-o OUT [--overwrite]] [--json]`; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="areal config import",
         description="Translate a configuration. The YAML has the origin of each line as a comment; the report says for "
@@ -49,8 +49,11 @@ def import_config(words: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML or TOML, or a shell script with key=value words")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options in the words of the other system")
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="write the YAML there (default: print it)")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_intermixed_args(words)
+    if given.output is not None:
+        _check_output(given.output, given.file, may_replace=given.overwrite)
     if given.system == "areal":
         kind = kind_of(_given(given.file, given.overrides, GRPOConfig), allow_unknown=True)
         tree = _given(given.file, given.overrides, kind)
@@ -86,6 +89,13 @@ def _likely_system(tree: dict[str, Any]) -> str:
         except ConfigError as error:  # unsupported: a file of the system that is not imported
             known |= {system: 1} if error.code == "config.unsupported" else {}
     return max(known, key=known.__getitem__, default="")
+
+
+def _check_output(path: Path, source: Path, *, may_replace: bool) -> None:
+    if path.exists() and source.exists() and path.samefile(source):
+        raise InputError(f"--output {path} is the file to import: choose another one", code="config.output")
+    if path.is_file() and not may_replace:
+        raise InputError(f"--output {path} exists: choose another file, or add --overwrite", code="config.output")
 
 
 def _write(path: Path, text: str) -> None:

@@ -169,6 +169,23 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path):
             run_command(["config", "import", "verl", str(path), "-o", str(output)])
 
 
+def test_an_output_that_exists_is_replaced_only_on_request_and_the_input_never(tmp_path):
+    path, output, link = tmp_path / "f.yaml", tmp_path / "ours.yaml", tmp_path / "link.yaml"
+    text = "data: {train_batch_size: 8}\n"
+    path.write_text(text)
+    output.write_text("mine")
+    link.symlink_to(path)
+    words = ["config", "import", "verl", str(path), "-o"]
+    with raises_code("config.output", output, "--overwrite"):
+        run_command([*words, str(output)])
+    for same in (path, link):
+        with raises_code("config.output", same):
+            run_command([*words, str(same), "--overwrite"])
+    assert (path.read_text(), output.read_text()) == (text, "mine")
+    assert run_command([*words, str(output), "--overwrite"]) == 0
+    assert yaml.safe_load(output.read_text())["train_dataset"]["batch_size"] == 8
+
+
 def test_a_key_whose_interpolation_has_no_value_is_missing_and_the_others_are_imported(tmp_path, capsys):
     path = tmp_path / "f.yaml"
     path.write_text("pretrain: m\nreference: {strategy_args: {strategy_config: '${deepspeed_zero3}'}}\nseed: ${exp}\n")
@@ -214,7 +231,12 @@ def test_secrets_are_in_the_file_but_in_no_report(tmp_path, capsys):
         "actor: {path: m, optimizer: {lr: 1.0e-6}, scheduling_spec: [{env_vars: {API_TOKEN: fedcba9876}}]}\n"
     )
     for word in ("--json", "-o"):
-        assert run_command(["config", "import", "areal", str(path), "-o", str(output), *([word] * (word != "-o"))]) == 0
+        assert (
+            run_command(
+                ["config", "import", "areal", str(path), "-o", str(output), "--overwrite", *([word] * (word != "-o"))]
+            )
+            == 0
+        )
         shown = "".join(capsys.readouterr())
         assert "launcher.trainer_env_vars" in shown
         assert not [secret for secret in ("0123456789abcdef", "fedcba9876") if secret in shown]

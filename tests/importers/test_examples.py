@@ -281,7 +281,7 @@ def test_supervised_files_of_areal_1_get_the_sections_of_v05(files, tmp_path, ca
     for kind, section in (("sft", "model"), ("dpo", "actor")):
         more = "ref: {path: m, backend: 'fsdp:d1'}\nbeta: 0.2\nloss_type: ipo\n" if kind == "dpo" else ""
         source.write_text(f"{text}{more}train_dataset: {{path: d.jsonl, type: {kind}, batch_size: 2}}\n")
-        assert run_command(["config", "import", "areal", str(source), "-o", str(output)]) == 0
+        assert run_command(["config", "import", "areal", str(source), "-o", str(output), "--overwrite"]) == 0
         config = load_experiment(["--config", str(output)])
         assert config.models[section].path == "m"
         assert config.allocation_mode == "fsdp:d1"
