@@ -1,5 +1,6 @@
 """Devices of a draft: allocation_mode, the number of machines, and options of Megatron that several systems share."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -47,13 +48,15 @@ def megatron_trainer(draft: Draft, prefix: str, *more: str) -> Trainer:
 
 def halves(total: int, server_size: int, trainer: Trainer) -> tuple[int, int, int]:
     """Replicas and size of servers, and GPUs of the trainer, where the source uses `total` GPUs for both in turn."""
-    model = trainer.sizes.world_size
+    sizes = trainer.sizes
+    unit = sizes.pp * math.lcm(sizes.world_size // sizes.pp, sizes.ep * sizes.etp)
+    if total % unit:  # experts that the source cannot divide either
+        unit = sizes.world_size
     while server_size > max(1, total // 2):
         server_size //= 2
     replicas = max(1, total // 2 // server_size)
-    if total - replicas * server_size < model:
-        replicas = max(1, (total - model) // server_size)
-    return replicas, server_size, max(model, total - replicas * server_size)
+    trained = max(unit, (total - replicas * server_size) // unit * unit)
+    return max(1, (total - trained) // server_size), server_size, trained
 
 
 def set_devices(
