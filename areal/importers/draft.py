@@ -14,6 +14,8 @@ Fate = Literal["kept", "computed", "server", "dropped", "missing"]
 """kept: an option with the same meaning. computed: from this and other keys. server: a flag of the inference server.
 dropped: safe to leave out. missing: there is no counterpart."""
 UNKNOWN = "no counterpart is known"
+TENSORBOARD = "${cluster.fileroot}/${experiment_name}/${trial_name}/tensorboard"
+"""In the run folder, so that every run has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ class Draft:
         self.options[option] = Option(value, why, keys)
         for key in keys:
             if key in self.values:
-                self.notes[key] = Note("computed", f"{option}={public(value, option)}")
+                found = [(path, one.value) for path, one in self.options.items() if key in one.keys]
+                self.notes[key] = Note("computed", ", ".join(f"{path}={public(value, path)}" for path, value in found))
 
     def defaults(self, values: Mapping[str, Any]) -> None:
         """Defaults of the source that differ from ours, by option: for the options that no key has set."""

@@ -3,12 +3,22 @@
 from typing import Any
 
 from areal.api.errors import ConfigError
-from areal.importers.draft import Draft, minibatches
+from areal.importers.draft import TENSORBOARD, Draft, minibatches
 from areal.importers.verl_async import streamed_batch, take_staleness
 from areal.importers.verl_correction import take_correction
 from areal.importers.verl_loss import take_advantages, take_kl, take_loss
 from areal.importers.verl_optimizer import take_optimizer
-from areal.importers.verl_rollout import ACTOR, MODEL, ROLLOUT, is_fully_async, is_megatron, take_sampling, take_servers
+from areal.importers.verl_rollout import (
+    ACTOR,
+    MODEL,
+    NO_EVALUATION,
+    ROLLOUT,
+    is_fully_async,
+    is_megatron,
+    take_sampling,
+    take_servers,
+    validates,
+)
 from areal.importers.verl_sections import (
     drop_newest,
     take_adapters,
@@ -75,6 +85,8 @@ def from_verl(values: dict[str, Any]) -> Draft:
         )
         raise ConfigError(message, code="config.unsupported")
     take_switches(draft)
+    if not validates(draft):
+        draft.drop(NO_EVALUATION, "data.val_*", "trainer.val_before_train", "trainer.test_freq")
     _data(draft)
     draft.keep_all(_SAME)
     if draft.get(f"{_A}.clip_ratio_low") is not None:
@@ -117,13 +129,13 @@ def _data(draft: Draft) -> None:
     keys += ["data.truncation"] if is_filtered or draft.get("data.truncation", "error") == "error" else []
     why = "verl: filter_overlong_prompts; cut prompts do not exist here"
     draft.set("train_dataset.truncation", how, why, *keys)
-    if draft.get("data.val_files"):
+    if validates(draft):
         draft.set("valid_dataset.max_length", prompt, "verl: data.max_prompt_length")
         draft.set("valid_dataset.truncation", how, why)
     columns = {str(draft.get("data.prompt_key", "prompt")): "messages", "reward_model.ground_truth": "answer"}
     why = "verl: data.prompt_key has messages, and reward_model.ground_truth the answer"
     draft.set("train_dataset.columns", columns, why, "data.prompt_key")
-    if draft.get("data.val_files"):
+    if validates(draft):
         draft.set("valid_dataset.columns", columns, why)
     for name, section in (("train", "train_dataset"), ("val", "valid_dataset")):
         if draft.get(f"data.{name}_max_samples", -1) != -1:
@@ -141,7 +153,7 @@ def _data(draft: Draft) -> None:
     draft.keep("data.image_key", "vision.image_key")
     draft.keep(f"{_R}.limit_images", "vision.max_images")
     draft.lack("there is no video", "data.video_key", off=("videos", None, ""))
-    if draft.get("data.val_files"):
+    if validates(draft):
         draft.keep("data.val_batch_size", "valid_dataset.batch_size")
     names = ("return_*", "filter_overlong_prompts_workers", "val_batch_size", "dataloader_num_workers")
     draft.drop("how verl's loader works", *(f"data.{name}" for name in (*names, "need_tools_kwargs", "use_shm")))
@@ -181,11 +193,15 @@ def _batches(draft: Draft) -> None:
 
 def _saving(draft: Draft) -> None:
     for key, option in (("save_freq", "saver.freq_steps"), ("test_freq", "evaluator.freq_steps")):
-        if draft.whole(f"trainer.{key}", -1, least=-1) > 0:
+        if option not in draft.options and draft.whole(f"trainer.{key}", -1, least=-1) > 0:
             draft.keep(f"trainer.{key}", option)
-    draft.drop("never", "trainer.save_freq", "trainer.test_freq")
-    mode = str(draft.get("trainer.resume_mode", "auto"))
-    draft.set("recover.mode", _RECOVER.get(mode, "auto"), "verl: trainer.resume_mode", "trainer.resume_mode")
+    draft.drop("the last step is exported, and no other", "trainer.save_freq")
+    why = "rollout.test_freq decides" if is_fully_async(draft) else "the last step is evaluated, and none before it"
+    draft.drop(why, "trainer.test_freq")
+    key, mode = "trainer.resume_mode", str(draft.get("trainer.resume_mode", "auto"))
+    known = [key] if mode in _RECOVER else []
+    draft.set("recover.mode", _RECOVER.get(mode, "auto"), "verl: trainer.resume_mode", *known)
+    draft.lack("modes are auto, disable and resume_path", key, off=(None,))
 
 
 def _defaults(draft: Draft) -> None:
@@ -193,7 +209,7 @@ def _defaults(draft: Draft) -> None:
     draft.defaults({"experiment_name": "verl_examples", "trial_name": "gsm8k"})
     if "critic.path" in draft.options:
         draft.defaults({"critic.gradient_checkpointing": True})
-    if draft.get("data.val_files"):
+    if validates(draft):
         draft.defaults({"evaluator.eval_before_train": True})
 
 
@@ -204,7 +220,7 @@ def _trackers(draft: Draft) -> None:
     if "swanlab" in names:
         draft.set("stats_logger.swanlab.mode", "cloud", "verl: trainer.logger", "trainer.logger")
     if "tensorboard" in names:
-        draft.set("stats_logger.tensorboard.path", "tensorboard", "verl: trainer.logger", "trainer.logger")
+        draft.set("stats_logger.tensorboard.path", TENSORBOARD, "verl: trainer.logger", "trainer.logger")
     if "mlflow" in names:
         draft.set("stats_logger.mlflow.mode", "online", "verl: trainer.logger", "trainer.logger")
     if "trackio" in names:
@@ -288,6 +304,6 @@ def _model(draft: Draft) -> None:
     if draft.get(offload, False) and draft.options["actor.gradient_checkpointing"].value and is_fsdp:
         draft.set("actor.checkpointing", "offload", "verl: enable_activation_offload", offload)
     draft.lack("actor.checkpointing: offload needs gradient_checkpointing and fsdp", offload)
-    draft.drop(
-        "activations are recomputed", "critic.model.enable_activation_offload", f"{_M}.use_liger", f"{_M}.use_shm"
-    )
+    draft.drop("activations of a critic are recomputed", "critic.model.enable_activation_offload")
+    draft.drop("other kernels of the layers, with equal results (actor.logprob_kernel)", "*.model.use_liger")
+    draft.drop("how verl reads the files of a model", "*.model.use_shm")

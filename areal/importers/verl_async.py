@@ -40,6 +40,8 @@ def take_staleness(draft: Draft) -> None:
     else:
         why = "verl trains on answers of the current policy; 2 is faster"
         draft.set("rollout.max_head_offpolicyness", 0, why)
+    if mode != "sync":  # the known ones are computed
+        draft.lack("choose rollout.max_head_offpolicyness: the mode is not known", f"{_V1}.trainer_mode", off=())
     draft.drop("rollout.max_head_offpolicyness limits the age of answers", f"{_V1}.sampler.max_off_policy_*")
     if draft.get(f"{_V1}.sampler.custom_sampler.path") is None:
         draft.drop("there is no such sampler", f"{_V1}.sampler.*")

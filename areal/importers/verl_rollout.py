@@ -6,6 +6,7 @@ from areal.importers.draft import Draft
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _STRATEGY, _MEGATRON = f"{ACTOR}.strategy", f"{ACTOR}.megatron."
+NO_EVALUATION = "no evaluation: see data.val_files, trainer.test_freq and val_before_train"
 OTHER_ENGINES = ("veomni", "torchtitan", "automodel")
 """Trainers of verl with FSDP2 and its own names of the sizes."""
 _VLLM_FLAGS = {
@@ -46,8 +47,8 @@ def take_sampling(draft: Draft) -> None:
 
 
 def _take_evaluation(draft: Draft, own: str) -> None:
-    if not draft.get("data.val_files"):
-        draft.drop("there is no held-out set", f"{own}.*")
+    if not validates(draft):
+        draft.drop(NO_EVALUATION, f"{own}.*")
         return
     sampled = bool(draft.get(f"{own}.do_sample", False))
     mode = "sampled" if sampled else "greedy"
@@ -67,13 +68,18 @@ def _take_evaluation(draft: Draft, own: str) -> None:
 
 
 def take_servers(draft: Draft) -> None:
-    backend = "sglang" if draft.get(f"{ROLLOUT}.name") == "sglang" else "vllm"
+    name = str(draft.get(f"{ROLLOUT}.name", "vllm"))
+    backend = "sglang" if name.startswith("sglang") else "vllm"
+    if not name.startswith((backend, "???")):
+        draft.lack("servers are vLLM or SGLang: vLLM is used", f"{ROLLOUT}.name", off=())
     nodes, per_node = draft.whole("trainer.nnodes", 1), draft.whole("trainer.n_gpus_per_node", 8)
     total = nodes * per_node
     size = draft.whole(f"{ROLLOUT}.tensor_model_parallel_size", 2)
     names = ("name", "tensor_model_parallel_size")
     gpus = f"trainer.nnodes x trainer.n_gpus_per_node = {total} GPUs"
     why = f"verl uses all {gpus} in turn; here about half generate while the others train"
+    if draft.get(_STRATEGY, "fsdp") not in ("fsdp", "fsdp2", "megatron", *OTHER_ENGINES):
+        draft.lack("trainers are fsdp and megatron: fsdp is used", _STRATEGY, off=())
     trainer, keys = _trainer(draft)
     keys += [f"{ROLLOUT}.{name}" for name in names]
     parts = halves(total, size, trainer)
@@ -120,6 +126,12 @@ def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
     context, tensor, expert = (max(draft.whole(key, 1) for key in names) for names in (contexts, tensors, experts))
     sizes = ParallelDims(cp=context, tp=tensor, ep=expert)
     return Trainer(sizes=sizes), [_STRATEGY, *contexts, *tensors, *experts]
+
+
+def validates(draft: Draft) -> bool:
+    """Whether there is a held-out set, and a step that evaluates it. Without test_freq verl's last step does not."""
+    at_steps = draft.whole("trainer.test_freq", -1, least=-1) > 0 or is_fully_async(draft)
+    return bool(draft.get("data.val_files")) and (at_steps or bool(draft.get("trainer.val_before_train", True)))
 
 
 def is_fully_async(draft: Draft) -> bool:

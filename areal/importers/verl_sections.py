@@ -177,7 +177,6 @@ def drop_newest(draft: Draft) -> None:
     )
     draft.drop("a recovery checkpoint has everything", "*.checkpoint.strict")
     draft.lack("it changes the model's configuration", "critic.model.override_config*")
-    draft.drop("activations are recomputed", "critic.model.use_liger", "critic.model.use_shm")
     names = ("use_fused_kernels", "fused_kernel_options.*", "pad_to_length*", "use_prefix_grouper", "use_no_sync_*")
     draft.drop("chosen by the engine", *(f"*.{name}" for name in names))
     draft.drop("a metric", "*.calculate_sum_pi_squared", f"{ROLLOUT}.moe_load_balance_metrics_interval")

@@ -226,3 +226,61 @@ def test_targets_of_states_replace_switches(engine, option):
     assert fates(draft, *given) == ["computed", "dropped", "dropped"]
     disk = from_verl(VERL | strategy | {f"{own}.optimizer.target": "disk"})
     assert (values(disk, option), fates(disk, f"{own}.optimizer.target")) == ((None,), ["missing"])
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "fate"),
+    [
+        ({"trainer.test_freq": -1, "trainer.val_before_train": False}, None, "dropped"),
+        ({"trainer.val_before_train": False}, None, None),
+        ({"trainer.test_freq": -1}, "v", "dropped"),
+        ({"trainer.test_freq": 5, "trainer.val_before_train": False}, "v", "kept"),
+        ({"async_training.require_batches": 1, "trainer.val_before_train": False}, "v", None),
+    ],
+)
+def test_a_held_out_set_that_verl_never_evaluates_is_left_out(given, path, fate):
+    draft = from_verl(VERL | {"data.val_files": "v", f"{ROLLOUT}.val_kwargs.do_sample": True} | given)
+    assert values(draft, "valid_dataset.path", "evaluator.modes") == (path, path and ["sampled"])
+    assert "missing" not in fates(draft, *given)
+    assert ("evaluator.eval_before_train" in draft.options) == (path is not None)
+    note = draft.notes.get("trainer.test_freq")
+    assert (None if note is None else note.fate) == fate
+
+
+def test_the_interval_of_a_fully_asynchronous_run_is_that_of_its_servers():
+    given = {"async_training.require_batches": 1, "rollout.test_freq": 3, "trainer.test_freq": 7}
+    draft = from_verl(VERL | {"data.val_files": "v"} | given)
+    assert values(draft, "evaluator.freq_steps") == (3,)
+    assert fates(draft, *given) == ["computed", "kept", "dropped"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "option", "default"),
+    [
+        ("trainer.resume_mode", "x", "recover.mode", "auto"),
+        ("trainer.v1.trainer_mode", "x", "rollout.max_head_offpolicyness", 0),
+        (f"{ROLLOUT}.name", "trtllm", "allocation_mode", "vllm:d2t2+fsdp:d4"),
+        (f"{ACTOR}.strategy", "deepspeed", "allocation_mode", "vllm:d2t2+fsdp:d4"),
+    ],
+)
+def test_a_value_that_is_not_known_is_missing_and_the_default_is_used(key, value, option, default):
+    draft = from_verl(VERL | {key: value})
+    assert fates(draft, key) == ["missing"]
+    assert values(draft, option) == (default,)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "sglang_async", "???"])
+def test_names_of_servers_in_older_scripts_are_known(name):
+    assert fates(from_verl(VERL | {f"{ROLLOUT}.name": name}), f"{ROLLOUT}.name") == ["computed"]
+
+
+def test_tensorboard_of_a_run_is_in_its_folder():
+    draft = from_verl(VERL | {"trainer.logger": ["tensorboard"]})
+    expected = "${cluster.fileroot}/${experiment_name}/${trial_name}/tensorboard"
+    assert values(draft, "stats_logger.tensorboard.path") == (expected,)
+
+
+def test_a_key_names_every_option_that_it_decides():
+    draft = from_verl(VERL | {f"{ACTOR}.optim.betas": [0.8, 0.9]})
+    text = draft.notes[f"{ACTOR}.optim.betas"].text
+    assert text == "actor.optimizer.beta1=0.8, actor.optimizer.beta2=0.9"
