@@ -103,7 +103,9 @@ def _take_grpo(draft: Draft) -> None:
     same = draft.get("rollout.sampling_config.temperature", 1.0) == draft.get(f"{_T}.temperature", 1.0)
     draft.lack("log-probabilities are those of gconfig.temperature", *([] if same else [f"{_T}.temperature"]), off=())
     draft.drop("it is gconfig.temperature", f"{_T}.temperature")
-    draft.drop("always GRPO", f"{_T}.type")
+    if draft.get(f"{_T}.type", "grpo") == "grpo":
+        draft.drop("always GRPO", f"{_T}.type")
+    draft.lack("training is grpo or sft: grpo is used", f"{_T}.type", off=())
     draft.drop("servers return tokens with log-probabilities", f"{_T}.rollout_as_token_ids", f"{_T}.collect_rollout_*")
     draft.drop("a step waits until its batch is full", f"{_T}.max_retry_for_on_policy")
     draft.drop("rollout.max_head_offpolicyness limits them", *(f"{_T}.{name}" for name in _OF_THROTTLE))
@@ -141,9 +143,14 @@ def _batches(draft: Draft) -> None:
         draft.whole("policy.parallelism.n_init_replicas", 1),
     )
     answers = draft.whole("train.train_batch_per_replica", 8) * replicas
-    prompts = max(1, answers // group)
+    prompts, key = max(1, answers // group), "train.train_batch_per_replica"
     why = f"cosmos-rl: train_batch_per_replica x {replicas} replicas = {answers} answers / {group} per prompt"
-    draft.set("train_dataset.batch_size", prompts, why, "train.train_batch_per_replica")
+    if answers % group:
+        lost = f"{answers} answers of a step are no whole groups of {group}: here a step has {prompts * group}"
+        draft.lack(lost, key, off=(None,))
+        draft.set("train_dataset.batch_size", prompts, f"{why}; {lost}")
+    else:
+        draft.set("train_dataset.batch_size", prompts, why, key)
     size = draft.whole(f"{_T}.batch_size_per_optimize", 0, least=0)
     of_rank = max(1, answers // replicas // data_ranks(draft))
     count = minibatches(of_rank, size) if size else 1
@@ -189,7 +196,10 @@ def _advantages(draft: Draft) -> None:
 
 def _loss(draft: Draft) -> None:
     variant, is_gspo = f"{_T}.variant", draft.get(f"{_T}.variant") == "gspo"
-    draft.set("actor.policy_loss", "gspo" if is_gspo else "ppo", "cosmos-rl: variant", variant)
+    if draft.get(variant, "grpo") not in ("grpo", "dapo", "gspo"):
+        draft.lack("choose actor.policy_loss (docs/algorithms.md)", variant, off=())
+    own = [variant] if variant not in draft.notes else []
+    draft.set("actor.policy_loss", "gspo" if is_gspo else "ppo", "cosmos-rl: variant", *own)
     if is_gspo:
         for option, value in (("advantage", "token"), ("max_log_ratio", 10.0)):
             draft.set(f"actor.sequence_level.{option}", value, "cosmos-rl: its form of GSPO", variant)
@@ -243,7 +253,9 @@ def _devices(draft: Draft) -> None:
         parts = halves(gpus, parts[1], trainer)
         keys += ["mode"]
     set_devices(draft, server, parts, trainer, why, keys)
-    draft.drop("servers and trainers have separate GPUs, as here", "mode")
+    if draft.get("mode", "disaggregated") == "disaggregated":
+        draft.drop("servers and trainers have separate GPUs, as here", "mode")
+    draft.lack("servers and trainers have separate GPUs: choose allocation_mode", "mode", off=())
     draft.lack(f"{backend} is not supported: the servers are vLLM", "rollout.backend", off=())
     draft.lack("a server has tensor ranks only", "rollout.parallelism.*", off=(1, 0, -1))
     flags = {"gpu_memory_utilization": "gpu_memory_utilization" if server == "vllm" else "mem_fraction_static"}
@@ -302,6 +314,9 @@ def _columns(draft: Draft) -> None:
     columns = {str(draft.get(key)): name for key, name in ours.items() if draft.get(key) not in (None, "", name)}
     if columns:
         keys = [key for key in ours if str(draft.get(key)) in columns]
-        draft.set("train_dataset.columns", columns, "cosmos-rl: prompt_column_name, response_column_name", *keys)
+        for section in ("train_dataset", "valid_dataset"):
+            if f"{section}.path" in draft.options or section == "train_dataset":
+                why = "cosmos-rl: prompt_column_name, response_column_name"
+                draft.set(f"{section}.columns", columns, why, *keys)
     draft.drop("a column that is read as it is", *ours)
     draft.lack("write valid_dataset.columns", "validation.*_column_name")

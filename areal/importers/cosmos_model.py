@@ -70,7 +70,7 @@ def take_shared(draft: Draft, role: str) -> None:
 
 def _switches(draft: Draft) -> None:
     if draft.get("train.ckpt.enable_checkpoint", False) is False:
-        draft.drop("nothing is saved", "train.ckpt.*")
+        draft.drop("the last step is exported, and no other", "train.ckpt.*")
     else:
         draft.defaults({"saver.keep_last": 5})
         if draft.whole("train.ckpt.save_freq_in_epoch", 0, least=-1) > 0:
@@ -126,7 +126,7 @@ def _precision(draft: Draft, role: str) -> None:
     draft.lack("data types are bfloat16 and float32", "train.param_dtype")
     if draft.get("train.logprob_dtype", "float32") == "bfloat16":
         draft.set(f"{role}.head_dtype", "compute", "cosmos-rl: train.logprob_dtype", "train.logprob_dtype")
-    draft.drop("logits are float32 on a GPU", "train.logprob_dtype")
+    draft.lack("data types are bfloat16 and float32", "train.logprob_dtype", off=("float32", "bfloat16", None))
     draft.drop("master weights and gradients are float32", "train.master_dtype", "train.fsdp_reduce_dtype")
     draft.drop("servers have their own data type", "train.transfer_dtype")
     for kind in ("fp8", "fp4"):

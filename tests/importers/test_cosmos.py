@@ -212,3 +212,40 @@ def test_turns_and_budgets_of_cosmos_are_not_lost():
     assert set(fates(from_cosmos(GRPO | off), *off)) == {"dropped"}
     budget = {f"{POLICY}.train_units_per_data_rank": 8, f"{POLICY}.max_inflight_rollouts": 4}
     assert fates(from_cosmos(GRPO | budget), *budget) == ["missing", "missing"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "group", "replicas", "prompts", "fate"),
+    [(128, 16, 1, 8, "computed"), (8, 16, 1, 1, "missing"), (100, 16, 1, 6, "missing"), (8, 16, 2, 1, "computed")],
+)
+def test_answers_that_are_no_whole_groups_are_missing_with_both_numbers(answers, group, replicas, prompts, fate):
+    key = "train.train_batch_per_replica"
+    draft = from_cosmos(GRPO | {key: answers, "rollout.n_generation": group, f"{SIZES}.n_init_replicas": replicas})
+    assert values(draft, "train_dataset.batch_size") == (prompts,)
+    assert fates(draft, key) == [fate]
+    if fate == "missing":
+        assert {str(answers), str(group), str(prompts * group)} <= set(draft.notes[key].text.replace(":", " ").split())
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_held_out_set_has_the_columns_of_training(is_on):
+    given = {f"{POLICY}.prompt_column_name": "question", f"{POLICY}.response_column_name": "result"}
+    given |= {"validation.enable": is_on, "validation.dataset.name": "v"}
+    columns = {"question": "prompt", "result": "answer"}
+    found = values(from_cosmos(GRPO | given), "train_dataset.columns", "valid_dataset.columns")
+    assert found == (columns, columns if is_on else None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "option", "default"),
+    [
+        (f"{POLICY}.variant", "x", "actor.policy_loss", "ppo"),
+        (f"{POLICY}.type", "x", "train_dataset.type", None),
+        ("mode", "x", "allocation_mode", "vllm:d1t2+fsdp:d1t2"),
+        ("train.logprob_dtype", "float16", "actor.head_dtype", None),
+    ],
+)
+def test_a_value_that_is_not_known_is_missing_and_the_default_is_used(key, value, option, default):
+    draft = from_cosmos(GRPO | {key: value})
+    assert fates(draft, key) == ["missing"]
+    assert values(draft, option) == (default,)
