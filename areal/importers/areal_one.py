@@ -113,9 +113,10 @@ def _agent(draft: Draft) -> None:
         module, _, name = str(run).rpartition(".")
         draft.set("workflow_args.agent", f"{module}:{name}", why, source)
     style = draft.values.get(f"{prefix}.export_style")
-    if style is not None:
+    if style in ("individual", "concat"):
         cut = "per_turn" if style == "individual" else "concat"
         draft.set("agent.cut", cut, f"AReaL: {prefix}.export_style", f"{prefix}.export_style")
+    draft.lack("agent.cut is per_turn or concat", f"{prefix}.export_style", off=(None,))
     mode = draft.values.get(f"{prefix}.mode")
     if mode in ("inline", "subproc"):
         draft.set("agent.inline", mode == "inline", f"AReaL: {prefix}.mode", f"{prefix}.mode")

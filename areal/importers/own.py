@@ -1,18 +1,27 @@
 """Configurations of AReaL, v0.5 and 1.x: most keys are options here, others have rules in `api.config.legacy_rules`."""
 
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 from areal.api.config.experiment import PPOConfig
 from areal.api.config.kinds import kind_of
 from areal.api.config.legacy_rules import LegacyRule, legacy_rule, moved_to
 from areal.api.config.load import read
+from areal.api.config.lora import LoRAConfig
 from areal.api.config.schema import find_field
 from areal.importers.areal_one import take_new_keys, with_old_sections
-from areal.importers.draft import UNKNOWN, Draft, flat
+from areal.importers.draft import UNKNOWN, Draft, Note, flat
 
 FOREIGN = ("sglang", "vllm")
+_LORA = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
+"""Keys beside use_lora -> options of the section lora."""
+_WITHOUT_EFFECT = {
+    "scheduling": "the resources are the defaults of launcher; the command is AReaL's",
+    "lora": "actor.lora is the section of adapters",
+}
+"""Action of a rule -> why its key sets no option."""
 _VISION_PIXELS = {
     "clevr_count_70k": {"rl": 336 * 336, "sft": 336 * 336},
     "geometry3k": {"rl": 448 * 448, "sft": 512 * 512},
@@ -23,6 +32,7 @@ _VISION_PIXELS = {
 
 def from_areal(tree: Mapping[str, Any]) -> Draft:
     """The draft of an AReaL file without interpolations."""
+    source = flat(tree)
     tree = with_old_sections(dict(tree))
     kind = kind_of(tree, allow_unknown=True)
     draft = Draft("AReaL", flat(tree))
@@ -54,11 +64,37 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
         elif rule.action == "copy":
             draft.drop(f"a copy of {rule.path}", key)
         else:
-            draft.drop(rule.why or "no effect here", key)
+            draft.drop(_WITHOUT_EFFECT.get(rule.action) or rule.why or "no effect here", key)
     _take_rest(draft, kind, found)
     _take_script(draft)
+    if issubclass(kind, PPOConfig):
+        _lack_reward(draft)
     draft.finish()
+    _restore_names(draft, source)
     return draft
+
+
+def _lack_reward(draft: Draft) -> None:
+    """AReaL's script passes its reward function to the workflow: a file does not name it."""
+    chosen = ("reward_fn", "workflow", "reward.", "reward_model.")
+    if not any(option.startswith(chosen) for option in draft.options):
+        draft.values["reward_fn"] = None
+        draft.notes["reward_fn"] = Note("missing", "AReaL's script has the reward function: name it (docs/rewards.md)")
+
+
+def _restore_names(draft: Draft, source: Mapping[str, Any]) -> None:
+    """Give the keys of a supervised file the names of the source again, where the section actor was read as model."""
+    if not any(key.startswith("model.") for key in draft.values.keys() - source.keys()):
+        return
+
+    def named(key: str) -> str:
+        return f"actor.{key.removeprefix('model.')}" if key.startswith("model.") else key
+
+    draft.values = {named(key): source.get(named(key), value) for key, value in draft.values.items()}
+    draft.notes = {named(key): note for key, note in draft.notes.items()}
+    for path, option in draft.options.items():
+        origin = re.sub(r"(?<=[ ,])model\.", "actor.", option.origin)
+        draft.options[path] = replace(option, origin=origin, keys=tuple(map(named, option.keys)))
 
 
 def _take_rest(draft: Draft, kind: type[Any], found: Mapping[str, Any]) -> None:
@@ -72,6 +108,10 @@ def _take_rest(draft: Draft, kind: type[Any], found: Mapping[str, Any]) -> None:
     open_to_change = found.keys() - (draft.options.keys() - kept)
     for path in [path for path in found if path in open_to_change and mine.get(path) != found[path]]:
         keys = [key for key in draft.values if _decides(kind, key, path)]
+        section, _, name = path.rpartition(".")
+        is_named = name == "rank" or any(_LORA.get(key.rpartition(".")[2]) == name for key in keys)
+        if section.endswith(".lora") and not is_named and found[path] == getattr(LoRAConfig(), name):
+            continue
         draft.set(path, found[path], f"AReaL: {', '.join(keys) or 'other keys'}", *keys)
 
 
@@ -80,7 +120,8 @@ def _decides(kind: type[Any], key: str, path: str) -> bool:
     rule, section = _rule(kind, key), key.rpartition(".")[0]
     match rule.action if rule is not None else "":
         case "lora":
-            return path.startswith(f"{section}.lora")
+            own = _LORA.get(key.rpartition(".")[2], "")
+            return path == f"{section}.lora.{own}" if own else path.startswith(f"{section}.lora.")
         case "scheduling" | "scheduler":
             return path.startswith("launcher.")
         case "turn_on":
