@@ -59,13 +59,14 @@ def import_config(words: Sequence[str]) -> int:
         tree = _given(given.file, given.overrides, kind)
     else:
         tree = _given(given.file, given.overrides, None)
+    unset = _of_shell(tree) if given.file.suffix == ".sh" else {}
     known, unknown = _resolved(tree)
     draft = SYSTEMS[given.system](known)
     if draft.is_foreign:
         keys, likely = ", ".join(list(draft.values)[:3]) or "no keys", _likely_system(known)
         hint = f": areal config import {likely} {given.file}" if likely else ""
         raise _unreadable(given.file, f"it is no configuration of {draft.system}; it has {keys}{hint}")
-    for key, (value, why) in unknown.items():
+    for key, (value, why) in (unset | unknown).items():
         draft.unresolved(key, value, why)
     draft.refer({key: found[1] for key, value in flat(tree).items() if (found := _REFERENCE.fullmatch(str(value)))})
     text = yaml_text(draft, given.file.name)
@@ -179,6 +180,20 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
         below = place.get(section)
         place[section] = place = cast("dict[str, Any]", below) if isinstance(below, dict) else {}
     place[name] = value
+
+
+def _of_shell(tree: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, str]]:
+    """Remove the keys whose value has a variable that the script does not set; their values, with the reason."""
+    found: dict[str, tuple[Any, str]] = {}
+    for name, value in list(tree.items()):
+        if isinstance(value, dict) and value:
+            found |= _of_shell(cast("dict[str, Any]", value), f"{prefix}{name}.")
+            if not value:
+                del tree[name]
+        elif names := dict.fromkeys(re.findall(r"\$\w+", str(value))):
+            found[f"{prefix}{name}"] = value, f"the value of {', '.join(names)} is not known"
+            del tree[name]
+    return found
 
 
 def _resolved(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:

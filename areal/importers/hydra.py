@@ -5,24 +5,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-_MAX_DEPTH = 16
+from areal.api.errors import ConfigError
+
 _HEADER = re.compile(r"\A(?:\s*#[^\n]*\n)*?\s*#\s*@package\s+(\S+)", re.M)
 _ENTRY = re.compile(r"(?:override\s+|optional\s+)*/?(?P<group>[^@]*)(?:@(?P<package>.*))?")
 
 Tree = dict[str, Any]
 
 
-def composed(tree: Tree, path: Path, read: Callable[[Path], Tree], *, root: Path | None = None, depth: int = 0) -> Tree:
+def composed(tree: Tree, path: Path, read: Callable[[Path], Tree], *, above: tuple[Path, ...] = ()) -> Tree:
     """`tree`, which was read from `path`, over the files of its `defaults`; `_self_` is last unless the list says more.
 
-    Groups are folders next to the first file. What is not found stays in the tree under `defaults`, entry by entry.
+    Groups are folders next to the first file of `above`, the files that include this one. What is not found stays in
+    the tree under `defaults`, entry by entry. Raises ConfigError for a file that includes itself.
     """
     entries: Any = tree.pop("defaults", None)
     if not isinstance(entries, list):
         return tree if entries is None else tree | {"defaults": entries}
-    if depth == _MAX_DEPTH:
-        return tree | {"defaults": dict.fromkeys(map(str, cast("list[Any]", entries)), "")}
-    root = root or path.parent
+    above = (*above, path)
     chosen = _chosen(cast("list[Any]", entries))
     if "_self_" not in chosen:
         chosen["_self_"] = ""
@@ -33,11 +33,13 @@ def composed(tree: Tree, path: Path, read: Callable[[Path], Tree], *, root: Path
             found = _merged(found, tree)
             continue
         base, _, package = group.partition("@")
-        file = _file(root, path.parent, base, name)
+        file = _file(above[0].parent, path.parent, base, name)
         if file is None:
             lost[group.replace("../", "").replace(".", "/")] = name
             continue
-        part = composed(read(file), file, read, root=root, depth=depth + 1)
+        if file.resolve() in [one.resolve() for one in above]:
+            raise ConfigError(f"{path}: its defaults include {file}, which includes it", code="config.unreadable_file")
+        part = composed(read(file), file, read, above=above)
         deeper = part.pop("defaults", {})
         lost |= deeper if isinstance(deeper, dict) else {base: deeper}
         header = _HEADER.match(file.read_text(encoding="utf-8"))

@@ -214,6 +214,21 @@ def test_a_comment_says_that_a_key_without_a_value_has_its_default(text, lost, o
         assert origin.endswith(f"the default of {lost}, which has no value") == is_lost
 
 
+def test_a_key_with_a_variable_that_a_script_does_not_set_is_missing_with_its_name(tmp_path, capsys):
+    path = tmp_path / "f.sh"
+    path.write_text("A=a\nrun data.train_files=$A data.val_files=\"['$TEST', 'b']\" trainer.nnodes=${NODES}\n")
+    assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = {entry["key"]: (entry["fate"], entry["value"], entry["text"]) for entry in report["keys"]}
+    assert found["data.train_files"][:2] == ("kept", "a")
+    for key, value, name in (("data.val_files", ["$TEST", "b"], "$TEST"), ("trainer.nnodes", "$NODES", "$NODES")):
+        assert found[key][:2] == ("missing", value)
+        assert name in found[key][2]
+    assert not report["options"].keys() & {"valid_dataset.path", "cluster.n_nodes"}
+    assert run_command(["config", "import", "verl", str(path), "data.val_files=v", "trainer.nnodes=2", "--json"]) == 0
+    assert "missing" not in {entry["fate"] for entry in json.loads(capsys.readouterr().out)["keys"]}
+
+
 def test_numbers_and_dates_are_read_as_the_other_system_reads_them(tmp_path, capsys):
     path = tmp_path / "f.yaml"
     path.write_text("trainer: {experiment_name: 2026-01-31}\nactor_rollout_ref: {actor: {optim: {lr: 1e-6}}}\n")
@@ -230,28 +245,31 @@ def test_secrets_are_in_the_file_but_in_no_report(tmp_path, capsys):
         "stats_logger: {wandb: {mode: online, wandb_api_key: 0123456789abcdef}}\n"
         "actor: {path: m, optimizer: {lr: 1.0e-6}, scheduling_spec: [{env_vars: {API_TOKEN: fedcba9876}}]}\n"
     )
-    for word in ("--json", "-o"):
-        assert (
-            run_command(
-                ["config", "import", "areal", str(path), "-o", str(output), "--overwrite", *([word] * (word != "-o"))]
-            )
-            == 0
-        )
+    words = ["config", "import", "areal", str(path), "-o", str(output), "--overwrite"]
+    for more in (["--json"], []):
+        assert run_command([*words, *more]) == 0
         shown = "".join(capsys.readouterr())
         assert "launcher.trainer_env_vars" in shown
         assert not [secret for secret in ("0123456789abcdef", "fedcba9876") if secret in shown]
     assert yaml.safe_load(output.read_text())["stats_logger"]["wandb"]["wandb_api_key"] == "0123456789abcdef"
 
 
-def test_files_of_defaults_that_include_themselves_end(tmp_path, capsys):
+@pytest.mark.parametrize(("first", "second"), [("[f]", "[]"), ("[g]", "[f]"), ("[g]", "[g]")])
+def test_a_file_of_defaults_that_includes_itself_is_named(first, second, tmp_path):
+    path, below = tmp_path / "f.yaml", tmp_path / "g.yaml"
+    path.write_text(f"defaults: {first}\ndata: {{train_batch_size: 8}}\n")
+    below.write_text(f"defaults: {second}\n")
+    with raises_code("config.unreadable_file", path if first == "[f]" else below):
+        run_command(["config", "import", "verl", str(path)])
+
+
+def test_a_file_that_two_files_of_defaults_include_is_no_cycle(tmp_path, capsys):
     path = tmp_path / "f.yaml"
-    for defaults in ("[f]", "{f: 1}"):
-        (tmp_path / "g.yaml").write_text(f"defaults: {defaults}\n")
-        path.write_text("defaults: [g, f]\ndata: {train_batch_size: 8}\n")
-        assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
-        fates = {entry["key"]: entry["fate"] for entry in json.loads(capsys.readouterr().out)["keys"]}
-        assert fates.pop("data.train_batch_size") == "kept"
-        assert set(fates.values()) == {"missing"}
+    path.write_text("defaults: [a, b]\ndata: {train_files: t}\n")
+    for name, text in (("a", "defaults: [c]"), ("b", "defaults: [c]"), ("c", "data: {train_batch_size: 8}")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["train_dataset.batch_size"]["value"] == 8
 
 
 def test_a_file_of_defaults_that_is_no_text_is_named(tmp_path):

@@ -13,6 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from areal.api.config.load import load_experiment
 from areal.cli.main import run_command
 from areal.data.tiny_model import character_tokenizer, tiny_model
+from areal.importers.verl_rollout import NO_EVALUATION
 from areal.launcher import local
 from areal.launcher.local import checked_plan, read_command_line
 from areal.launcher.placement import Machine
@@ -95,7 +96,7 @@ IS_OFF = {
     "there is no critic": "critic.path",
     "there is no reference": "ref.path",
     "there is no penalty for long answers": "actor.overlong_reward_penalty",
-    "there is no held-out set": "valid_dataset.path",
+    NO_EVALUATION: "valid_dataset.path",
     "there is no evaluation": "valid_dataset.path",
 }
 """Reason for which a whole section is dropped -> an option that contradicts it."""
@@ -335,7 +336,7 @@ def test_a_script_may_have_defaults_arithmetic_and_lists_of_words(tmp_path, caps
     )
     assert run_command(["config", "import", "verl", str(script), "--json"]) == 0
     found = {path: one["value"] for path, one in json.loads(capsys.readouterr().out)["options"].items()}
-    assert (found["train_dataset.path"], found["actor.path"]) == ("/home/u/a.parquet", "$MODEL")
+    assert (found["train_dataset.path"], found.get("actor.path")) == ("/home/u/a.parquet", None)
     assert (found["train_dataset.max_length"], found["gconfig.max_new_tokens"]) == (2048, 4096)
     assert found["allocation_mode"].startswith("sglang:")
 
