@@ -89,6 +89,8 @@ def _take_grpo(draft: Draft) -> None:
     take_shared(draft, "actor")
     _staleness(draft)
     draft.keep_all(_SAME)
+    if draft.get(f"{_T}.epsilon_low") is not None:
+        draft.defaults({"actor.eps_clip_higher": 0.2})
     if draft.whole("rollout.sampling_config.top_k", -1, least=-1) > 0:
         draft.keep("rollout.sampling_config.top_k", "gconfig.top_k")
     draft.drop("all tokens, as here", "rollout.sampling_config.top_k")
@@ -286,27 +288,30 @@ def _evaluation(draft: Draft) -> None:
     top_k = draft.whole(f"{own}.top_k", 1, least=-1)
     if draft.number(f"{own}.temperature", 0) and top_k != 1:
         draft.set("evaluator.modes", ["sampled"], "cosmos-rl: validation.temperature is above 0, top_k is not 1")
-        for name in ("temperature", "top_p", "repetition_penalty"):
+        for name in ("temperature", "top_p"):
             draft.keep(f"{own}.{name}", f"eval_gconfig.{name}")
+        if "gconfig.top_p" in draft.options and "eval_gconfig.top_p" not in draft.options:
+            draft.set("eval_gconfig.top_p", draft.options["gconfig.top_p"].value, "cosmos-rl: top_p of training")
         if top_k > 1:
             draft.keep(f"{own}.top_k", "eval_gconfig.top_k")
         draft.drop("all tokens, as here", f"{own}.top_k")
         draft.keep(f"{own}.n_generation", "evaluator.n_samples")
-        length = draft.whole(f"{own}.max_response_length", int(draft.options["gconfig.max_new_tokens"].value))
-        draft.set("eval_gconfig.max_new_tokens", length, "cosmos-rl: max_response_length", f"{own}.max_response_length")
-        longest = draft.options["gconfig.max_tokens"]
-        draft.set("eval_gconfig.max_tokens", longest.value, longest.origin)
     else:
         why = "cosmos-rl: validation.temperature is 0, or top_k is 1"
         draft.set("evaluator.modes", ["greedy"], why, f"{own}.temperature")
-        draft.drop("evaluations are greedy, of the length of training", *(f"{own}.{name}" for name in _SAMPLING))
+        draft.drop("evaluations are greedy", *(f"{own}.{name}" for name in ("top_p", "top_k", "n_generation")))
+    draft.keep(f"{own}.repetition_penalty", "eval_gconfig.repetition_penalty")
+    key, length = f"{own}.max_response_length", int(draft.options["gconfig.max_new_tokens"].value)
+    has_own = any(option.startswith("eval_gconfig.") for option in draft.options) or draft.get(key) is not None
+    if has_own or "gconfig.repetition_penalty" in draft.options:
+        draft.set("eval_gconfig.max_new_tokens", draft.whole(key, length), "cosmos-rl: max_response_length", key)
+        longest = draft.options["gconfig.max_tokens"]
+        draft.set("eval_gconfig.max_tokens", longest.value, longest.origin)
+    draft.drop("that of training", key)
     draft.drop("answers are evaluated as servers have room", f"{own}.batch_size")
     if draft.get(f"{own}.reward_function") in (None, draft.get(f"{_T}.reward_function")):
         draft.drop("that of training", f"{own}.reward_function")
     draft.lack("evaluations have the reward function of training", f"{own}.reward_function*")
-
-
-_SAMPLING = ("top_p", "top_k", "repetition_penalty", "n_generation", "max_response_length")
 
 
 def _columns(draft: Draft) -> None:

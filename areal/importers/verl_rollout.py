@@ -50,9 +50,11 @@ def _take_evaluation(draft: Draft, own: str) -> None:
     if not validates(draft):
         draft.drop(NO_EVALUATION, f"{own}.*")
         return
-    sampled = bool(draft.get(f"{own}.do_sample", False))
-    mode = "sampled" if sampled else "greedy"
-    draft.set("evaluator.modes", [mode], "verl: rollout.val_kwargs.do_sample", f"{own}.do_sample")
+    # asynchronous rollouts, the default of newer versions, do not read do_sample; a temperature of 0 is greedy
+    may_sample = draft.get(f"{own}.do_sample", False) or draft.get(f"{ROLLOUT}.mode", "async") == "async"
+    sampled = bool(may_sample) and draft.number(f"{own}.temperature", 0) > 0
+    why = "verl: rollout.val_kwargs.do_sample, temperature"
+    draft.set("evaluator.modes", ["sampled" if sampled else "greedy"], why, f"{own}.do_sample")
     if sampled:
         draft.keep(f"{own}.n", "evaluator.n_samples")
         for name in ("temperature", "top_p"):

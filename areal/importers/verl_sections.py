@@ -7,6 +7,8 @@ from areal.importers.verl_loss import KL_ESTIMATORS
 from areal.importers.verl_rollout import ACTOR, MODEL, OTHER_ENGINES, ROLLOUT
 
 _TEACHER = "distillation"
+_NO_CLIP = 1e9
+"""The bound of rewards where the source has none: an option here is a finite number."""
 _SWITCHES = {
     "qat": "weights are not quantised", "mtp": "there is no prediction of several tokens",
     "tiled_mlp": "an MLP is computed at once: actor.mb_spec", "disaggregation": "a server does prefill and decoding",
@@ -50,6 +52,8 @@ def take_rewards(draft: Draft) -> None:
         files = str(draft.get("data.train_files", ""))
         why = "verl chooses by the column data_source: check it; reward.by_source does the same"
         draft.set("reward_fn", "gsm8k" if "gsm8k" in files else "math", why)
+    if (path or enabled) and draft.options["actor.adv_estimator"].value != "gdpo":
+        draft.set("actor.reward_clip", _NO_CLIP, "verl does not clip rewards")
     if not path:
         draft.drop("there is no custom reward function", "custom_reward_function.*", "reward.custom_reward_function.*")
     draft.lack("write a reward function with these values", "*custom_reward_function.*", "reward.compute_score_kwargs*")

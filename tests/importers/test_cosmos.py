@@ -249,3 +249,22 @@ def test_a_value_that_is_not_known_is_missing_and_the_default_is_used(key, value
     draft = from_cosmos(GRPO | {key: value})
     assert fates(draft, key) == ["missing"]
     assert values(draft, option) == (default,)
+
+
+def test_the_upper_clip_ratio_does_not_follow_the_lower_one():
+    options = ("actor.eps_clip", "actor.eps_clip_higher")
+    assert values(from_cosmos(GRPO | {f"{POLICY}.epsilon_low": 0.1}), *options) == (0.1, 0.2)
+    given = {f"{POLICY}.epsilon_low": 0.1, f"{POLICY}.epsilon_high": 0.3}
+    assert values(from_cosmos(GRPO | given), *options) == (0.1, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "top_p"),
+    [({}, "greedy", None), ({"temperature": 0.6, "top_k": 50}, "sampled", 0.9)],
+)
+def test_evaluations_have_their_own_length_and_penalty_and_the_nucleus_of_training(given, mode, top_p):
+    keys = {"enable": True, "dataset.name": "v", "max_response_length": 99, "repetition_penalty": 1.1} | given
+    sampling = {"rollout.sampling_config.top_p": 0.9, "rollout.sampling_config.repetition_penalty": 1.3}
+    draft = from_cosmos(GRPO | sampling | {f"validation.{key}": value for key, value in keys.items()})
+    assert values(draft, "evaluator.modes", "eval_gconfig.top_p") == ([mode], top_p)
+    assert values(draft, "eval_gconfig.max_new_tokens", "eval_gconfig.repetition_penalty") == (99, 1.1)

@@ -239,7 +239,8 @@ def test_targets_of_states_replace_switches(engine, option):
     ],
 )
 def test_a_held_out_set_that_verl_never_evaluates_is_left_out(given, path, fate):
-    draft = from_verl(VERL | {"data.val_files": "v", f"{ROLLOUT}.val_kwargs.do_sample": True} | given)
+    sampling = {f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ROLLOUT}.val_kwargs.temperature": 1.0}
+    draft = from_verl(VERL | {"data.val_files": "v"} | sampling | given)
     assert values(draft, "valid_dataset.path", "evaluator.modes") == (path, path and ["sampled"])
     assert "missing" not in fates(draft, *given)
     assert ("evaluator.eval_before_train" in draft.options) == (path is not None)
@@ -284,3 +285,32 @@ def test_a_key_names_every_option_that_it_decides():
     draft = from_verl(VERL | {f"{ACTOR}.optim.betas": [0.8, 0.9]})
     text = draft.notes[f"{ACTOR}.optim.betas"].text
     assert text == "actor.optimizer.beta1=0.8, actor.optimizer.beta2=0.9"
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({}, "greedy"),
+        ({"val_kwargs.do_sample": True}, "greedy"),
+        ({"val_kwargs.do_sample": True, "val_kwargs.temperature": 0.6}, "sampled"),
+        ({"val_kwargs.temperature": 0.6}, "sampled"),
+        ({"val_kwargs.temperature": 0.6, "mode": "sync"}, "greedy"),
+    ],
+)
+def test_evaluations_are_sampled_above_a_temperature_of_0(given, mode):
+    draft = from_verl(VERL | {"data.val_files": "v"} | {f"{ROLLOUT}.{key}": value for key, value in given.items()})
+    sampled = mode == "sampled"
+    assert values(draft, "evaluator.modes", "eval_gconfig.temperature") == ([mode], 0.6 if sampled else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "bound"),
+    [
+        ({}, None),
+        ({"custom_reward_function.path": "f.py"}, 1e9),
+        ({"reward_model.enable": True, "reward_model.model.path": "r"}, 1e9),
+        ({"custom_reward_function.path": "f.py", "algorithm.adv_estimator": "gdpo"}, None),
+    ],
+)
+def test_rewards_of_unknown_size_are_not_clipped(given, bound):
+    assert values(from_verl(VERL | given), "actor.reward_clip") == (bound,)
