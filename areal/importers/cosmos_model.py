@@ -5,7 +5,7 @@ from typing import Any
 from areal.api.allocation import ParallelDims
 from areal.importers.cosmos_optimizer import take_optimizer
 from areal.importers.devices import Trainer
-from areal.importers.draft import Draft
+from areal.importers.draft import TENSORBOARD, Draft
 
 POLICY = "train.train_policy"
 _SAME = {
@@ -147,8 +147,13 @@ def _resume(draft: Draft) -> None:
 
 
 def _logging(draft: Draft) -> None:
-    if "wandb" in draft.listed("logging.logger"):
-        draft.set("stats_logger.wandb.mode", "online", "cosmos-rl: logging.logger", "logging.logger")
+    names = draft.listed("logging.logger")
+    if unknown := {*map(str, names)} - {"console", "wandb", "tensorboard"}:
+        draft.lack(f"there is no tracker {', '.join(sorted(unknown))}", "logging.logger")
+    own = [] if unknown else ["logging.logger"]
+    for name, option, value in (("wandb", "wandb.mode", "online"), ("tensorboard", "tensorboard.path", TENSORBOARD)):
+        if name in names:
+            draft.set(f"stats_logger.{option}", value, "cosmos-rl: logging.logger", *own)
     draft.keep("logging.group_name", "stats_logger.wandb.group")
     draft.drop("metrics.jsonl and the status line always exist", "logging.*")
 

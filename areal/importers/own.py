@@ -16,7 +16,7 @@ from areal.importers.draft import UNKNOWN, Draft, Note, flat
 
 FOREIGN = ("sglang", "vllm")
 _LORA = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
-"""Keys beside use_lora -> options of the section lora."""
+"""Keys of AReaL -> options of the section lora. use_lora decides the whole section."""
 _WITHOUT_EFFECT = {
     "scheduling": "the resources are the defaults of launcher; the command is AReaL's",
     "lora": "actor.lora is the section of adapters",

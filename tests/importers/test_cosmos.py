@@ -268,3 +268,19 @@ def test_evaluations_have_their_own_length_and_penalty_and_the_nucleus_of_traini
     draft = from_cosmos(GRPO | sampling | {f"validation.{key}": value for key, value in keys.items()})
     assert values(draft, "evaluator.modes", "eval_gconfig.top_p") == ([mode], top_p)
     assert values(draft, "eval_gconfig.max_new_tokens", "eval_gconfig.repetition_penalty") == (99, 1.1)
+
+
+@pytest.mark.parametrize(
+    ("names", "mode", "has_path", "fate"),
+    [
+        (["console", "wandb"], "online", False, "computed"),
+        (["tensorboard"], None, True, "computed"),
+        (["wandb", "other"], "online", False, "missing"),
+        ([], None, False, "dropped"),
+    ],
+)
+def test_trackers_are_kept_and_another_one_is_missing(names, mode, has_path, fate):
+    draft = from_cosmos(GRPO | {"logging.logger": names})
+    path = "${cluster.fileroot}/${experiment_name}/${trial_name}/tensorboard" if has_path else None
+    assert values(draft, "stats_logger.wandb.mode", "stats_logger.tensorboard.path") == (mode, path)
+    assert fates(draft, "logging.logger") == [fate]
