@@ -9,7 +9,7 @@ from areal.api.allocation import ParallelDims
 from areal.api.config.lora import ALL_LINEAR
 from areal.api.errors import ConfigError
 from areal.importers.devices import Trainer, halves, megatron_trainer, set_devices
-from areal.importers.draft import Draft
+from areal.importers.draft import TENSORBOARD, Draft
 from areal.importers.roll_defaults import is_agentic, name_defaults, with_defaults
 from areal.importers.roll_loss import has_critic, take_advantages, take_loss, take_variant
 from areal.importers.roll_optimizer import take_minibatches, take_optimizer
@@ -58,6 +58,13 @@ _TRAIN = "actor_train.strategy_args.strategy_config"
 _MAX_GPUS = 100_000
 """Entries of one range that are counted."""
 _SERVERS = {"vllm": "vllm", "sglang": "sglang"}
+
+_TRACKERS = {
+    "wandb": ("wandb.mode", "online"),
+    "swanlab": ("swanlab.mode", "cloud"),
+    "tensorboard": ("tensorboard.path", TENSORBOARD),
+}
+"""Value of track_with -> option of stats_logger, and its value."""
 
 
 def from_roll(values: Mapping[str, Any]) -> Draft:
@@ -322,12 +329,12 @@ def _dropped(draft: Draft) -> None:
     draft.keep("actor_train.data_args.cache_dir", "train_dataset.cache_dir")
     draft.drop("how ROLL's loader works", "*.data_args.preprocessing_num_workers", "*.data_args.dataset_dir",
                "*.data_args.overwrite_cache")  # fmt: skip
-    tracker = draft.get("track_with", "none")
-    if tracker in ("wandb", "tensorboard", "swanlab"):
-        value = {"wandb": ("wandb.mode", "online"), "swanlab": ("swanlab.mode", "cloud")}.get(
-            str(tracker), ("tensorboard.path", "tensorboard")
-        )
-        draft.set(f"stats_logger.{value[0]}", value[1], "ROLL: track_with", "track_with")
+    tracker = str(draft.get("track_with", "none"))
+    if tracker in _TRACKERS:
+        option, value = _TRACKERS[tracker]
+        draft.set(f"stats_logger.{option}", value, "ROLL: track_with", "track_with")
+    elif tracker not in ("none", "None", "stdout"):
+        draft.lack("there is no such tracker here (docs/reading_metrics.md)", "track_with")
     draft.drop("names and keys of a tracker are in its own variables", "tracker_kwargs.*", "track_with", "logging_*")
     if isinstance(resume := draft.get("resume_from_checkpoint"), bool):
         why = "ROLL: resume_from_checkpoint"

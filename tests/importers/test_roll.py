@@ -3,6 +3,7 @@
 import pytest
 
 from areal.api.errors import ConfigError
+from areal.importers.draft import TENSORBOARD
 from areal.importers.roll import from_roll
 from areal.importers.roll_defaults import DEFAULTS
 from tests.expect import raises_code
@@ -100,7 +101,7 @@ def test_keys_that_a_file_does_not_have_get_the_defaults_of_roll():
     assert values(draft, *optimizer) == (5e-5, 0.0, 5e-5, 0.0)
     assert values(draft, "actor.optimizer.lr_scheduler_type", "train_dataset.batch_size") == ("linear", 128)
     assert values(draft, "gconfig.temperature", "gconfig.top_p", "gconfig.top_k") == (0.95, 0.7, 50)
-    assert values(draft, "saver.freq_steps", "stats_logger.tensorboard.path", "seed") == (50, "tensorboard", 42)
+    assert values(draft, "saver.freq_steps", "stats_logger.tensorboard.path", "seed") == (50, TENSORBOARD, 42)
     assert values(draft, "actor.mb_spec.max_tokens_per_mb", "actor.ppo_n_minibatches") == (8 * (1024 + 64), 16)
     assert values(draft, "total_train_steps", "recover.mode", "actor.reward_clip") == (500, "disabled", 1e9)
     assert values(draft, "evaluator.freq_steps", "valid_dataset.path") == (None, None)
