@@ -269,11 +269,11 @@ def kill_trees(pids: Iterable[int], grace_s: float, *, hurry: Callable[[], bool]
     for root in roots:
         _send(root, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while not hurry() and time.monotonic() < deadline and any(_alive(root) for root in roots):
+    while not hurry() and time.monotonic() < deadline and any(is_alive(root) for root in roots):
         known |= {process.pid: process for root in roots for process in _descendants(root)}
         time.sleep(_POLL_S)
     known |= {process.pid: process for root in roots for process in _descendants(root)}
-    while alive := [process for process in known.values() if _alive(process)]:
+    while alive := [process for process in known.values() if is_alive(process)]:
         for process in alive:
             known |= {child.pid: child for child in _descendants(process)}
             _send(process, signal.SIGKILL)
@@ -282,7 +282,9 @@ def kill_trees(pids: Iterable[int], grace_s: float, *, hurry: Callable[[], bool]
 
 def kill_rest_of_group() -> None:
     """SIGKILL all other processes of this one's group. Returns when none of them runs."""
-    while others := [one for pid in psutil.pids() if _is_in_own_group(pid) and (one := _process(pid)) and _alive(one)]:
+    while others := [
+        one for pid in psutil.pids() if _is_in_own_group(pid) and (one := _process(pid)) and is_alive(one)
+    ]:
         for process in others:
             _send(process, signal.SIGKILL)
         time.sleep(_POLL_S)
@@ -309,7 +311,7 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     """A zombie counts as ended; its parent collects the exit code."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -6,6 +6,7 @@ import sys
 
 import psutil
 
+from areal.system.process import is_alive
 from tests.cluster.nodes import NETWORK, wait_for
 
 SERVES = "import socket, sys\nwith socket.create_server((sys.argv[1], 80)) as server:\n  while True: server.accept()"
@@ -82,7 +83,7 @@ def test_everything_ends_with_the_owner_that_is_killed(can_have_nodes):
         finally:
             owner.kill()
     assert len(made) >= 7  # a bridge, two nodes of three processes
-    wait_for(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in made))
+    wait_for(lambda: not any(map(is_alive, made)))
 
 
 def test_an_ssh_server_answers_on_the_address_of_its_node(make_nodes, ssh):

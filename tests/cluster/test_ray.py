@@ -87,7 +87,10 @@ def run(ray_cluster, tmp_path):
 
 
 def ended(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_processes_in_actors_behave_as_local_ones(run, tmp_path):

@@ -23,7 +23,7 @@ from areal.launcher.nodes import NodesBackend
 from areal.launcher.placement import Machine
 from areal.launcher.transport import CommandTransport
 from areal.system.network import Host
-from areal.system.process import ProcessContext
+from areal.system.process import ProcessContext, is_alive
 from areal.system.run_paths import RunPaths
 from tests.cluster.nodes import wait_for
 from tests.launcher.fake_apptainer import path_with_apptainer
@@ -170,7 +170,7 @@ def test_a_killed_agent_ends_its_processes_and_its_node_is_connected_again(backe
     process = psutil.Process(pid)
     agent_of(pid).kill()
     assert wait_for(lambda: backend.poll("server-0")) == 75
-    wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: not is_alive(process))
     assert "launch.node_lost" in backend.last_lines("server-0").lines[-1]
     again = backend.start(program(tmp_path, SLEEPS))
     assert again != pid

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -46,8 +47,9 @@ async def quick_pool():
 
 
 async def until_gone(pid):
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        await asyncio.sleep(0.01)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
 
 
 async def score(pool, name, completion="yes", **row):
