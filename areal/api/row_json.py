@@ -1,4 +1,4 @@
-"""JSON of a dataset row, in which it reaches the processes of rewards and agents."""
+"""JSON of a dataset row, as the processes of rewards and agents get it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.columns import packed_ids
 from areal.api.errors import InputError
+from areal.data.chat_template import applied
 from areal.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -97,18 +98,8 @@ def render_chat(
     if not tokenizer.chat_template:
         message = "the tokenizer has no chat template: use that of a chat model, or rows with 'prompt', not 'messages'"
         raise InputError(message, code="data.chat_template")
-    more = {} if tools is None else {"tools": tools}
-    try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            enable_thinking=enable_thinking,
-            **more,
-        )
-    except Exception as error:  # a template is foreign code
-        message = f"the chat template refuses a dialogue: {type(error).__name__}: {error}"
-        raise InputError(message, code="data.template_refused") from error
+    variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "enable_thinking": enable_thinking}
+    return applied(tokenizer, messages, variables if tools is None else variables | {"tools": tools})
 
 
 def _shown(value: Any) -> str:

@@ -144,12 +144,15 @@ class ChatTemplate:
             variables["areal_dates"] = self._dates
             variables["chat_template"] = self._dated["tool_use" if tools and "tool_use" in self._dated else "default"]
         adapted = [self.forms.adapted(message) for message in messages]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                adapted, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
-            )
-            text.encode()  # half of a character, as JSON can write it, has no tokens
-        except Exception as error:  # a template is foreign code
-            message = f"the chat template refuses a dialogue: {type(error).__name__}: {error}"
-            raise InputError(message, code="data.template_refused") from error
-        return text
+        return applied(self.tokenizer, adapted, variables | {"add_generation_prompt": add_generation_prompt})
+
+
+def applied(tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    """The text that the tokenizer's template makes of a dialogue. Raises InputError when the template refuses it."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+        text.encode()  # half of a character, as JSON can write it, has no tokens
+    except Exception as error:  # a template is foreign code
+        message = f"the chat template refuses a dialogue: {type(error).__name__}: {error}"
+        raise InputError(message, code="data.template_refused") from error
+    return text

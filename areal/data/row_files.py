@@ -80,7 +80,7 @@ def _separated(path: Path) -> Iterator[Row]:
 
 
 def _line_that_is_not_utf8(path: Path) -> int:
-    """The first such line, from 1. The reader of text decodes many lines at once, and does not know it."""
+    """Number of the first such line, from 1. The CSV reader cannot tell it: text is decoded in blocks."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
