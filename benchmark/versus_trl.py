@@ -139,10 +139,11 @@ def run(*argv: str) -> None:
 
 def compare_quickstart(seed: int, batch: list[int], fileroot: str) -> dict[str, Any]:
     common = (f"seed={seed}", f"cluster.fileroot={fileroot}")
-    sizes = (f"train_dataset.batch_size={batch[0]}", f"gconfig.n_samples={batch[1]}")
+    own = (f"train_dataset.batch_size={batch[0]}", f"gconfig.n_samples={batch[1]}")
+    own += ("evaluator.eval_before_train=false",)  # TRL does not evaluate before its first train step either
     run("examples/quickstart/prepare.py", f"{fileroot}/quickstart/data", "--seed", str(seed))
     run("-m", "areal", "run", "--config", "examples/quickstart/sft.yaml", *common)
-    areal, config = run_areal(QUICKSTART, (5, None), *common, *sizes)
+    areal, config = run_areal(QUICKSTART, (5, None), *common, *own)
     trl = run_trl(config, (5, None))
     return {"seed": seed, "areal": areal, "trl": trl, "ratio": round(trl["seconds"] / areal["seconds"], 2)}
 

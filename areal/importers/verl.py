@@ -153,9 +153,8 @@ def _data(draft: Draft) -> None:
     draft.keep("data.image_key", "vision.image_key")
     draft.keep(f"{_R}.limit_images", "vision.max_images")
     draft.lack("there is no video", "data.video_key", off=("videos", None, ""))
-    if validates(draft):
-        draft.keep("data.val_batch_size", "valid_dataset.batch_size")
-    names = ("return_*", "filter_overlong_prompts_workers", "val_batch_size", "dataloader_num_workers")
+    draft.drop("answers are evaluated as servers have room", "data.val_batch_size")
+    names = ("return_*", "filter_overlong_prompts_workers", "dataloader_num_workers")
     draft.drop("how verl's loader works", *(f"data.{name}" for name in (*names, "need_tools_kwargs", "use_shm")))
     draft.drop("the model's processor has it", "data.image_patch_size")
     draft.lack("train_dataset.columns names the columns of supervised rows", "data.response_key", "data.messages_key")

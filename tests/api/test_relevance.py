@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.config import GRPOConfig, load_config
+from areal.api.config import GRPOConfig, load_config, load_experiment
 from areal.api.config.fields import choice, number, option, section
 from areal.api.config.help import help_text
 from areal.api.config.kinds import KINDS
@@ -23,6 +23,8 @@ from areal.api.config.relevance import (
 )
 from areal.api.config.schema import FieldSpec, fields_of, find_field
 from areal.api.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,3 +241,8 @@ def test_the_number_of_samples_needs_an_interval(load):
 def test_generated_evaluations_have_no_batches_of_rows(load, drop_last, unused):
     config = load(f"valid_dataset={{path: a.jsonl, batch_size: 2, drop_last: {drop_last}}}")
     assert [one.path for one in options_without_effect(config)] == unused
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_option_of_an_example_has_an_effect(path):
+    assert options_without_effect(load_experiment(["--config", str(path)])) == []
