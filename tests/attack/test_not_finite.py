@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 
+@pytest.mark.timeout(300)  # starts a run three times
 @pytest.mark.parametrize("mode", ["disk", "xccl"])
 def test_a_diverging_run_publishes_nothing_more_and_keeps_its_checkpoint(folder, mode):
     root = folder / "runs" / "e2e" / f"diverged-{mode}"
