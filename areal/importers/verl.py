@@ -221,7 +221,7 @@ def _trackers(draft: Draft) -> None:
     if "tensorboard" in names:
         draft.set("stats_logger.tensorboard.path", TENSORBOARD, "verl: trainer.logger", "trainer.logger")
     if "mlflow" in names:
-        why = "verl: trainer.logger; a local file, for a server set online and tracking_uri"
+        why = "verl: trainer.logger; a local file. To use a server, set mode: online and tracking_uri"
         draft.set("stats_logger.mlflow.mode", "local", why, "trainer.logger")
     if "trackio" in names:
         draft.set("stats_logger.trackio.mode", "local", "verl: trainer.logger", "trainer.logger")

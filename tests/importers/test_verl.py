@@ -281,6 +281,16 @@ def test_tensorboard_of_a_run_is_in_its_folder():
     assert values(draft, "stats_logger.tensorboard.path") == (expected,)
 
 
+def test_mlflow_needs_no_server():
+    draft = from_verl(VERL | {"trainer.logger": ["mlflow"]})
+    assert values(draft, "stats_logger.mlflow.mode") == ("local",)
+
+
+def test_the_size_of_batches_of_held_out_rows_is_dropped():
+    draft = from_verl(VERL | {"data.val_batch_size": 64})
+    assert fates(draft, "data.val_batch_size") == ["dropped"]
+
+
 def test_a_key_names_every_option_that_it_decides():
     draft = from_verl(VERL | {f"{ACTOR}.optim.betas": [0.8, 0.9]})
     text = draft.notes[f"{ACTOR}.optim.betas"].text

@@ -108,9 +108,7 @@ class ValidDatasetConfig(DatasetConfig):
 
     shuffle: bool = option(False, relevant=given("max_rows") | when("drop_last", True), also="verl: validation_shuffle")
     """Choose the rows of max_rows and drop_last at random, equal in every run, not from the start."""
-    batch_size: int | None = number(
-        None, low=1, relevant=unless("type", "rl") | when("drop_last", True), also="verl: data.val_batch_size"
-    )
+    batch_size: int | None = number(None, low=1, relevant=unless("type", "rl") | when("drop_last", True))
     """Rows that sft, rw and dpo evaluate at once, and the unit of drop_last; null = train_dataset.batch_size."""
     drop_last: bool = False
     """Leave out the rows after the last full batch_size."""
