@@ -100,13 +100,19 @@ class EncodedEpisode(NamedTuple):
         return self.counts.reward
 
 
+def check_episode(group: TrajectoryGroup) -> None:
+    """Raise TrajectoryError for a group without trajectories, unequal lengths or a reward that is not finite."""
+    _require_trajectories(group)
+    try:
+        for trajectory in group.trajectories:
+            _checked_length(trajectory, is_scored=True)
+    except TypeError as error:
+        raise _wrong_type(error) from error
+
+
 def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
-    """The payload of a group. Raises TrajectoryError for unequal lengths or a reward that is not finite."""
-    if not group.trajectories:
-        raise TrajectoryError(
-            "the workflow returned a group without trajectories; return None to reject an episode",
-            code="workflow.trajectory_lengths",
-        )
+    """The payload of a group. Raises TrajectoryError as `check_episode`, and for values of a wrong type or range."""
+    _require_trajectories(group)
     return _encode(episode_id, group.trajectories, record=group.record)._replace(turn_ids=tuple(group.turn_ids))
 
 
@@ -123,8 +129,31 @@ def _encode(
     except TrajectoryError:
         raise
     except (TypeError, OverflowError, ValueError) as error:
-        message = f"a trajectory holds a value of the wrong type or range: {error}"
-        raise TrajectoryError(message, code="workflow.wrong_type") from error
+        raise _wrong_type(error) from error
+
+
+def _require_trajectories(group: TrajectoryGroup) -> None:
+    if not group.trajectories:
+        raise TrajectoryError(
+            "the workflow returned a group without trajectories; return None to reject an episode",
+            code="workflow.trajectory_lengths",
+        )
+
+
+def _wrong_type(error: Exception) -> TrajectoryError:
+    message = f"a trajectory holds a value of the wrong type or range: {error}"
+    return TrajectoryError(message, code="workflow.wrong_type")
+
+
+def _checked_length(trajectory: Trajectory, *, is_scored: bool) -> int:
+    """The number of tokens of a trajectory that passes the checks."""
+    size = len(trajectory.token_ids)
+    columns = (trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions)
+    if not size or any(len(column) != size for column in columns):
+        raise uneven(trajectory)
+    if is_scored and not math.isfinite(trajectory.reward):
+        raise not_finite("reward", trajectory.reward)
+    return size
 
 
 def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool, record: str) -> EncodedEpisode:
@@ -134,22 +163,16 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     # Rows of short answers to one prompt mostly share these two columns: they become an array once.
     last_mask = last_made = mask_numbers = made_numbers = None
     for trajectory in trajectories:
-        ids, mask, reward = trajectory.token_ids, trajectory.loss_mask, trajectory.reward
-        given, made = trajectory.rollout_logprobs, trajectory.output_versions
-        size = len(ids)
-        if not size or not size == len(mask) == len(given) == len(made):
-            raise uneven(trajectory)
-        if is_scored and not math.isfinite(reward):
-            raise not_finite("reward", reward)
-        lengths.append(size)
-        rewards.append(reward)
+        mask, made = trajectory.loss_mask, trajectory.output_versions
+        lengths.append(_checked_length(trajectory, is_scored=is_scored))
+        rewards.append(trajectory.reward)
         if mask_numbers is None or mask is not last_mask:
             last_mask, mask_numbers = mask, to_array("B", mask)
         if made_numbers is None or made is not last_made:
             last_made, made_numbers = made, to_array("i", made)
-        token_ids += to_array("i", ids)
+        token_ids += to_array("i", trajectory.token_ids)
         versions += made_numbers
-        logprobs += to_array("f", given)
+        logprobs += to_array("f", trajectory.rollout_logprobs)
         loss_mask += mask_numbers
     num_trajectories, num_tokens = len(lengths), len(token_ids)
     finished = bytes([trajectory.finished for trajectory in trajectories])

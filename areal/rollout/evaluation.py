@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
-from areal.api.data import GenerationResponse, TrajectoryGroup
+from areal.api.columns import total
+from areal.api.data import GenerationResponse, TrajectoryGroup, first_of_sessions
 from areal.api.engine import InferenceEngine
 from areal.api.errors import RequestError, RewardError, ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import encode_episode
+from areal.ledger.payload import check_episode
 from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
 from areal.rollout.answer_metrics import Graded, answer_metrics
 from areal.rollout.episode import EpisodeEngine, check_stats
+from areal.rollout.executor import STARTS_PER_TURN
 
 _log = get_logger(__name__)
 T = TypeVar("T")
@@ -65,12 +67,13 @@ async def evaluate_episode(
         return None
     if group.rejected:
         raise RewardError(f"the workflow rejected the episode: {group.rejected}", code="workflow.episode_rejected")
-    episode = encode_episode(0, group)
+    check_episode(group)
     check_stats(group)
+    sessions = first_of_sessions(group.trajectories)
     return EvaluatedEpisode(
         group=group,
-        reward=episode.reward,
-        num_generated=episode.num_generated / episode.counts.num_sessions,
+        reward=sum(one.reward for one in sessions) / len(sessions),
+        num_generated=sum(total(one.loss_mask) for one in group.trajectories) / len(sessions),
         stats={name: float(value) for name, value in (logged.means() | group.stats).items()},
     )
 
@@ -292,7 +295,10 @@ class Evaluations:
 
 
 async def run_all(items: Sequence[T], work: Callable[[T], Awaitable[None]], *, max_concurrent: int) -> None:
-    """Call `work` for each item, in order, at most `max_concurrent` at once. The first error ends all and is raised."""
+    """Call `work` for each item, in order, at most `max_concurrent` at once. The first error ends all and is raised.
+
+    The event loop sends the first requests before it makes the last ones.
+    """
     remaining = iter(items)
 
     async def run() -> None:
@@ -303,5 +309,7 @@ async def run_all(items: Sequence[T], work: Callable[[T], Awaitable[None]], *, m
         async with asyncio.TaskGroup() as group:
             for index in range(min(max_concurrent, len(items))):
                 group.create_task(run(), name=f"evaluation-worker-{index}")
+                if index % STARTS_PER_TURN == STARTS_PER_TURN - 1:
+                    await asyncio.sleep(0)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -1,13 +1,16 @@
-"""Evaluations in a training with several answers to each row and several held-out sets."""
+"""Evaluations in a training: single episodes, several answers to each row, several held-out sets."""
 
 import dataclasses
 
 import pytest
 
 from areal.api.config import GenerationHyperparameters
-from areal.rollout.evaluation import HeldOutOptions, last_answer_ids
+from areal.api.data import TrajectoryGroup
+from areal.ledger.payload import TrajectoryError, encode_episode
+from areal.rollout.evaluation import HeldOutOptions, evaluate_episode, last_answer_ids
 from areal.trainer.serve import held_out_options
 from tests.rollout import rollout_kit
+from tests.rollout.test_episodes import GOOD
 
 REWARDS = {0: [0.0, 1.0, 0.0, 0.0], 1: [1.0, 1.0, 0.0, 1.0], 2: [1.0] * 4, 7: [0.5] * 4}
 """By row, the reward of each visit."""
@@ -70,3 +73,44 @@ def test_options_that_cannot_work():
     )
     assert {"evaluator.n_samples", "evaluator.sets"} <= {path for path, *_ in greedy.problems()}
     assert [path for path, *_ in greedy.evaluator.problems()] == ["sets"]
+
+
+class Fixed(rollout_kit.ScriptedWorkflow):
+    """Each episode has the same result."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    async def arun_episode(self, engine, data):
+        return self.group
+
+
+async def evaluated(group):
+    return await evaluate_episode(None, Fixed(group), {}, count_answer=lambda response: None)
+
+
+async def test_an_episode_has_the_mean_reward_and_length_of_its_sessions():
+    longer = {"token_ids": [5] * 4, "loss_mask": [0, 1, 1, 1], "rollout_logprobs": [0.0] * 4}
+    second = dataclasses.replace(GOOD, session=0, output_versions=[-1, 3, 3, 3], **longer)
+    rows = [dataclasses.replace(GOOD, session=0), second, dataclasses.replace(GOOD, reward=2.0, session=1)]
+    episode = await evaluated(TrajectoryGroup(trajectories=rows))
+    assert (episode.reward, episode.num_generated) == (1.25, 3.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ([], "trajectory_lengths"),
+        ([{"loss_mask": [0, 1]}], "trajectory_lengths"),
+        ([{}, {"reward": float("nan")}], "not_finite"),
+        ([{"reward": "high"}], "wrong_type"),
+    ],
+)
+async def test_an_episode_is_refused_as_one_of_training_is(changes, code):
+    group = TrajectoryGroup(trajectories=[dataclasses.replace(GOOD, **change) for change in changes])
+    with pytest.raises(TrajectoryError) as of_evaluation:
+        await evaluated(group)
+    with pytest.raises(TrajectoryError) as of_training:
+        encode_episode(0, group)
+    assert of_evaluation.value.code == of_training.value.code == f"workflow.{code}"
