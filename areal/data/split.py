@@ -30,7 +30,9 @@ def split_by_tokens(
     if max_tokens is not None and units and max(units) > max_tokens:
         message = f"a unit of {max(units)} tokens exceeds max_tokens={max_tokens}: raise the limit"
         raise InputError(message, code="data.too_long")
-    bins = [list(range(len(units)))] if max_tokens is None else _first_fit_decreasing(units, max_tokens)
+    bins = [list(range(len(units)))]
+    if max_tokens is not None and sum(units) > max_tokens:
+        bins = _first_fit_decreasing(units, max_tokens)
     num_parts = -(-max(len(bins), min_parts) // divisor) * divisor
     level = balanced_parts(units, num_parts)
     if max_tokens is not None and max(sum(units[i] for i in part) for part in level) > max_tokens:

@@ -209,12 +209,11 @@ def uniform_groups(rows: Sequence[Row]) -> float | None:
 
 def slowest_replica(rows: Sequence[Row]) -> float | None:
     """The speed of the slowest replica as a share of the median of the others, without those that just joined."""
-    speeds: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name.startswith(REPLICA_SPEED):
-                speeds.setdefault(name, []).append(value)
-    warm = [values for name, values in speeds.items() if name in rows[-1] and len(values) >= REPLICA_START + SPEED_MEAN]
+    names = [name for name in rows[-1] if name.startswith(REPLICA_SPEED)]
+    if len(names) < 2:
+        return None
+    speeds = [[row[name] for row in rows if name in row] for name in names]
+    warm = [values for values in speeds if len(values) >= REPLICA_START + SPEED_MEAN]
     means = sorted(fmean(values[-SPEED_MEAN:]) for values in warm)
     if len(means) < 2 or (others := median(means[1:])) == 0:
         return None

@@ -115,7 +115,7 @@ class PPOActor:
         batch, in_loss = replace(batch, shares_first_pass=True), sequences_in_loss(batch)
         cut = Passes(num_minibatches=self._config.ppo_n_minibatches).rows(without_filtered(batch), epoch=0)
         first = [in_loss[row] for row in cut[0]]
-        self._first_pass = FirstPass(self._config, first)
+        self._first_pass = FirstPass(self._config, first, cut)
         others = sorted(set(range(batch.num_sequences)).difference(first))
         if self._config.ppo_n_minibatches == 1 and batch.filtered is None:  # on all ranks: the pass is a collective
             return batch
@@ -132,8 +132,7 @@ class PPOActor:
 
     def with_correction(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """Add off-policy weights and rejections of the whole batch, and their metrics; a collective."""
-        found, metrics = with_correction(batch, self._config, reduce=self._engine.all_reduce)
-        return found, {} if batch.shares_first_pass else metrics
+        return with_correction(batch, self._config, reduce=self._engine.all_reduce)
 
     def with_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Rewards -> advantages; a collective (statistics are over all ranks).
@@ -183,16 +182,17 @@ class PPOActor:
         Sequences that filters removed are not computed. Metrics of this rank's tokens.
         """
         batch = with_chosen_tokens(batch, self._config, reduce=self._engine.all_reduce)
-        config, rule = self._config, self._rule(self._first_pass if batch.shares_first_pass else None)
+        config, first_pass = self._config, self._first_pass if batch.shares_first_pass else None
         passes = Passes(
             num_minibatches=config.ppo_n_minibatches,
             num_epochs=config.ppo_epochs if step >= self._frozen_steps else 0,
             seed=self._seed,
             step=step,
+            known=None if first_pass is None else first_pass.cut,
         )
         with updating("actor", step):
             metrics = train_on_minibatches(
-                self._engine, without_filtered(batch), passes, rule, target_kl=config.target_kl
+                self._engine, without_filtered(batch), passes, self._rule(first_pass), target_kl=config.target_kl
             )
         metrics |= penalty_metrics(batch, config, self._max_new_tokens)
         if batch.ref_logprobs is not None:

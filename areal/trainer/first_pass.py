@@ -44,6 +44,8 @@ class FirstPass:
     config: PPOActorConfig
     rows: list[int]
     """The sequences of the batch that are in the mini-batch, in order."""
+    cut: list[list[int]]
+    """`Passes.rows` of the first epoch."""
     _found: list[tuple[list[int], Tensor]] = field(default_factory=list[tuple[list[int], Tensor]])
 
     def filled(self, micro: MicroBatch, logprobs: Tensor) -> TrainBatch:
