@@ -22,17 +22,20 @@ def seconds_per_step(elapsed: Sequence[float], *, first: int, last: int) -> floa
     return (elapsed[last - 1] - elapsed[first - 1]) / (last - first)
 
 
-def areal_figures(rows: Sequence[Mapping[str, float]], *, first: int, last: int | None = None) -> dict[str, float]:
-    """Steps, seconds of all steps with their evaluations, seconds per step and tokens per answer of a metrics.jsonl.
+def areal_figures(
+    rows: Sequence[Mapping[str, float]], *, ready_s: float, first: int, last: int | None = None
+) -> dict[str, float]:
+    """Steps, seconds, seconds per step and tokens per answer of a metrics.jsonl.
 
-    `last` None: the last step of the run.
+    `ready_s`: when all processes were ready. The seconds end after the last evaluation, as TRL's do. `last` None: the
+    last step of the run.
     """
     trained = [row for row in rows if row["step"] > 0]
     elapsed = [row["seconds/elapsed"] for row in trained]
     evaluated = [row for row in rows if "eval/greedy/reward" in row]
     found = {
         "steps": len(trained),
-        "seconds": round(elapsed[-1], 2),
+        "seconds": round(trained[-1]["time"] - ready_s, 2),
         "seconds_per_step": round(seconds_per_step(elapsed, first=first, last=last or len(elapsed)), 3),
         "tokens_per_answer": round(fmean(row["batch/answer_length"] for row in trained), 1),
         "staleness": round(fmean(row["rollout/staleness_mean"] for row in trained), 2),

@@ -5,9 +5,9 @@
 
 quickstart: the model of examples/quickstart after its supervised stage, with 512 answers in a train step (the example
 itself has 48 prompts with 8 answers: --batch 48 8). Both systems train until the same held-out goals (greedy 0.96,
-sampled 0.87, evaluated every 10 train steps). Counted: seconds from the first train step to the stop, with evaluations,
-without the start of processes. wide: a random model of 24M parameters, 8 x 8 answers of at most 256 tokens. Counted:
-seconds per train step in the middle of a run.
+sampled 0.87, evaluated every 10 train steps). Counted: seconds from the moment at which all processes are ready to the
+end of the evaluation that reaches the goals. wide: a random model of 24M parameters, 8 x 8 answers of at most 256
+tokens. Counted: seconds per train step in the middle of a run.
 
 TRL's settings are derived from areal's configuration (`trl_settings`). What differs by design: areal generates while it
 trains (rollout.max_head_offpolicyness), with the decoupled loss, and its quickstart replaces groups of equal rewards.
@@ -128,7 +128,9 @@ def run_areal(path: str, measured: tuple[int, int | None], *overrides: str) -> t
     assert isinstance(config, PPOConfig)
     folder = REPOSITORY / config.cluster.fileroot / config.experiment_name / config.trial_name
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return areal_figures(rows, first=measured[0], last=measured[1]), config
+    # TRL's clock starts with its model in memory, areal's trainer may wait for the servers in its first step
+    ready_s = max(one.stat().st_mtime for one in (folder / "names/ready").iterdir())
+    return areal_figures(rows, ready_s=ready_s, first=measured[0], last=measured[1]), config
 
 
 def run(*argv: str) -> None:

@@ -60,6 +60,7 @@ def test_rewards_goals_and_figures(versus):
     rows = [{"step": 0, "eval/greedy/reward": 0.1, "eval/sampled/reward": 0.2}] + [
         {
             "step": step,
+            "time": 1000.0 + 2.0 * step,
             "seconds/elapsed": 2.0 * step + (step > 2),
             "batch/answer_length": 6.0,
             "rollout/staleness_mean": 1.0,
@@ -67,12 +68,12 @@ def test_rewards_goals_and_figures(versus):
         for step in range(1, 6)
     ]
     rows[-1] |= {"eval/greedy/reward": 0.97, "eval/sampled/reward": 0.9}
-    found = task.areal_figures(rows, first=3)
+    found = task.areal_figures(rows, ready_s=1001.5, first=3)
     assert found == {
-        "steps": 5, "seconds": 11.0, "seconds_per_step": 2.0, "tokens_per_answer": 6.0, "staleness": 1.0,
+        "steps": 5, "seconds": 8.5, "seconds_per_step": 2.0, "tokens_per_answer": 6.0, "staleness": 1.0,
         "greedy": 0.97, "sampled": 0.9,
     }  # fmt: skip
-    assert task.areal_figures(rows, first=2, last=4)["seconds_per_step"] == 2.5
+    assert task.areal_figures(rows, ready_s=0.0, first=2, last=4)["seconds_per_step"] == 2.5
     with pytest.raises(ValueError, match="5"):
         task.seconds_per_step([1.0] * 5, first=5, last=5)
 
