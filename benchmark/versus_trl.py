@@ -3,16 +3,16 @@
     make bench-trl           creates .venv-trl on the first call, then runs both workloads (about 6 minutes, idle)
     python benchmark/versus_trl.py [--only quickstart|wide] [--seeds 0 1] [--batch 32 16] [--staleness 0 2]
 
-quickstart: the model of examples/quickstart after its supervised stage, with 512 answers in a train step (the example
-itself has 48 prompts with 8 answers: --batch 48 8). Both systems train until the same held-out goals (greedy 0.96,
-sampled 0.87, evaluated every 10 train steps). Counted: seconds from the moment at which all processes are ready to the
-end of the evaluation that reaches the goals. wide: a random model of 24M parameters, 8 x 8 answers of at most 256
-tokens. Counted: seconds per train step in the middle of a run.
+quickstart: the model of examples/quickstart after its supervised stage, with 32 prompts of 16 answers in a train step
+(the example itself has 64 prompts of 8 answers: --batch 64 8). Both systems train until the same held-out goals (greedy
+0.96, sampled 0.87, evaluated every 10 train steps). Counted: seconds from the moment at which all processes are ready
+to the end of the evaluation that reaches the goals. wide: a random model of 24M parameters, 8 x 8 answers of at most
+256 tokens. Counted: seconds per train step in the middle of a run.
 
 TRL's settings are derived from areal's configuration (`trl_settings`). What differs by design: areal generates while it
-trains (rollout.max_head_offpolicyness), with the decoupled loss, and its quickstart replaces groups of equal rewards.
-TRL gets all cores, one batch for generation, fused AdamW and no gradient checkpointing. Prints one line of JSON at the
-end, with ratios TRL / areal.
+trains (rollout.max_head_offpolicyness), with the decoupled loss, and its quickstart leaves groups of equal rewards,
+whose gradient is zero, out of the batch. TRL gets all cores, one batch for generation, fused AdamW and no gradient
+checkpointing. Prints one line of JSON at the end, with ratios TRL / areal.
 """
 
 from __future__ import annotations

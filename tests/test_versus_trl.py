@@ -21,7 +21,7 @@ def versus(monkeypatch):
 
 def test_trl_trains_as_areal_is_configured(versus, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for path, completions, minibatches, steps in ((versus.QUICKSTART, 384, 2, 200), (versus.WIDE, 64, 1, 14)):
+    for path, completions, minibatches, steps in ((versus.QUICKSTART, 512, 2, 250), (versus.WIDE, 64, 1, 14)):
         config = load_experiment(["--config", path])
         assert isinstance(config, PPOConfig)
         assert config.actor.optimizer is not None

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def runs(tmp_path):
     for name, rate, rewards in (("slow", "4.0e-4", [0.1, 0.2, None]), ("fast", "8.0e-4", [0.1, 0.5, 0.9])):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "config.yaml").write_text(QUICKSTART.read_text().replace("lr: 4.0e-4", f"lr: {rate}"))
+        (folder / "config.yaml").write_text(re.sub(r"\blr: \S+", f"lr: {rate}", QUICKSTART.read_text()))
         rows = [{"step": step, "time": 1.0, "rollout/reward": value} for step, value in enumerate(rewards, start=1)]
         if name == "fast":
             rows[2]["eval/greedy/reward"] = 0.75
