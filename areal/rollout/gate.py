@@ -64,7 +64,8 @@ def why_closed(limits: GateLimits, *, running: int, accepted: int, version: int,
         return ""
     if running >= limits.max_concurrent:
         return f"{running} episodes are running, the maximum (max_concurrent_rollouts={limits.max_concurrent})"
-    started = f"{accepted} accepted and {running} running episodes"
+    counted = "accepted" if limits.smallest_batch is None else "accepted or rejected"
+    started = f"{accepted} {counted} and {running} running episodes"
     if accepted + running >= limits.total_episodes:
         return f"the run needs no more than its {started}"
     if limits.queue_size is not None and waiting + running >= limits.queue_size:

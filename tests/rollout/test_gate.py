@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from areal.rollout.gate import GateLimits, room, why_closed
 
 LIMITS = GateLimits(batch_size=4, max_concurrent=6, max_staleness=1, total_episodes=40)
@@ -46,3 +48,8 @@ def test_why_closed_names_the_numbers():
     assert "max_concurrent_rollouts=6" in why_closed(LIMITS, running=6, accepted=0, version=0)
     assert "(1 + 0 + 1) x 4 = 8 until policy version 1 " in why_closed(LIMITS, running=3, accepted=5, version=0)
     assert "38 accepted and 2 running" in why_closed(LIMITS, running=2, accepted=38, version=9)
+
+
+def test_with_a_smallest_batch_why_closed_says_that_rejected_episodes_count():
+    limits = replace(LIMITS, smallest_batch=1)
+    assert "5 accepted or rejected and 3 running" in why_closed(limits, running=3, accepted=5, waiting=2, version=0)
