@@ -3,11 +3,11 @@
     make bench-trl           creates .venv-trl on the first call, then runs both workloads (about 6 minutes, idle)
     python benchmark/versus_trl.py [--only quickstart|wide] [--seeds 0 1] [--batch 32 16] [--staleness 0 2]
 
-quickstart: the model of examples/quickstart after its supervised stage, with 32 prompts of 16 answers in a train step
-(the example itself has 64 prompts of 8 answers: --batch 64 8). Both systems train until the same held-out goals (greedy
-0.96, sampled 0.87, evaluated every 10 train steps). Counted: seconds from the moment at which all processes are ready
-to the end of the evaluation that reaches the goals. wide: a random model of 24M parameters, 8 x 8 answers of at most
-256 tokens. Counted: seconds per train step in the middle of a run.
+quickstart: the model of examples/quickstart after its supervised stage, with the example's prompts and answers in a
+train step, or those of --batch. Both systems train until the same held-out goals (greedy 0.96, sampled 0.87, evaluated
+every 10 train steps). Counted: seconds from the moment at which all processes are ready to the end of the evaluation
+that reaches the goals. wide: a random model of 24M parameters, 8 x 8 answers of at most 256 tokens. Counted: seconds
+per train step in the middle of a run.
 
 TRL's settings are derived from areal's configuration (`trl_settings`). What differs by design: areal generates while it
 trains (rollout.max_head_offpolicyness), with the decoupled loss, and its quickstart leaves groups of equal rewards,
@@ -139,10 +139,11 @@ def run(*argv: str) -> None:
         sys.exit(code)
 
 
-def compare_quickstart(seed: int, batch: list[int], fileroot: str) -> dict[str, Any]:
+def compare_quickstart(seed: int, batch: list[int] | None, fileroot: str) -> dict[str, Any]:
     common = (f"seed={seed}", f"cluster.fileroot={fileroot}")
-    own = (f"train_dataset.batch_size={batch[0]}", f"gconfig.n_samples={batch[1]}")
-    own += ("evaluator.eval_before_train=false",)  # TRL does not evaluate before its first train step either
+    own = ("evaluator.eval_before_train=false",)  # TRL does not evaluate before its first train step either
+    if batch is not None:
+        own += (f"train_dataset.batch_size={batch[0]}", f"gconfig.n_samples={batch[1]}")
     run("examples/quickstart/prepare.py", f"{fileroot}/quickstart/data", "--seed", str(seed))
     run("-m", "areal", "run", "--config", "examples/quickstart/sft.yaml", *common)
     areal, config = run_areal(QUICKSTART, (5, None), *common, *own)
@@ -202,9 +203,8 @@ def main() -> None:
         "--batch",
         type=int,
         nargs=2,
-        default=[32, 16],
         metavar=("PROMPTS", "ANSWERS"),
-        help="of a train step of the first workload: prompts, answers to each",
+        help="of a train step of the first workload: prompts, answers to each (default: as the example has)",
     )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2], help="of areal in the second workload")
     parser.add_argument("--fileroot", default="runs/versus_trl", help="root of the run folders, which must be new")

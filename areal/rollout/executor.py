@@ -24,7 +24,7 @@ from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
 from areal.observe.spans import episode_ended, track
 from areal.rollout.episode import EpisodeEngine, Rejected, verdict_on
-from areal.rollout.gate import GateLimits, room, why_closed
+from areal.rollout.gate import GateCounts, GateLimits, room, why_closed
 from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.rejections import Rejections
 
@@ -99,14 +99,18 @@ class Executor:
 
     def why_closed(self) -> str:
         """Why no episode may start; empty while one may."""
-        state = self._ledger.state
-        counts = {"accepted": self._gate_accepted(), "waiting": state.counts[WAITING]}
-        return why_closed(self.limits, running=len(self._tasks), version=state.version, **counts)
+        return why_closed(self.limits, self._gate_counts())
 
-    def _gate_accepted(self) -> int:
+    def _gate_counts(self) -> GateCounts:
         state = self._ledger.state
         rejected = 0 if self.limits.smallest_batch is None else state.counts[REJECTED]
-        return state.num_accepted + rejected + state.skipped_steps * self.limits.batch_size
+        return GateCounts(
+            running=len(self._tasks),
+            accepted=state.num_accepted + rejected + state.skipped_steps * self.limits.batch_size,
+            version=state.version,
+            waiting=state.counts[WAITING],
+            next_step=state.next_step,
+        )
 
     def hold_requests(self, hold: bool) -> None:
         """While true, running episodes send no new request; requests already sent continue."""
@@ -119,10 +123,8 @@ class Executor:
         """Start as many episodes as the gate allows, first those that ran when the previous controller died."""
         if not self.is_open:
             return
-        state = self._ledger.state
-        version, waiting = state.version, state.counts[WAITING]
-        accepted = self._gate_accepted()
-        free = room(self.limits, running=len(self._tasks), accepted=accepted, waiting=waiting, version=version)
+        version = self._ledger.state.version
+        free = room(self.limits, self._gate_counts())
         if free > STARTS_PER_TURN:
             free = STARTS_PER_TURN
             if not self._admits_more:

@@ -41,27 +41,45 @@ class GateLimits:
         return by_version if by_version < self.total_episodes else self.total_episodes
 
 
-def room(limits: GateLimits, *, running: int, accepted: int, version: int, waiting: int = 0) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateCounts:
+    """Where the run is."""
+
+    running: int
+    accepted: int
+    """All accepted episodes except those dropped as stale. With a smallest batch also the rejected ones; else their
+    room, like that of failed episodes, is free immediately."""
+    version: int
+    """Policy version of the servers."""
+    waiting: int = 0
+    """Accepted episodes that no train step has."""
+    next_step: int = 0
+    """The first train step without a batch."""
+
+
+def room(limits: GateLimits, counts: GateCounts) -> int:
     """Episodes that may start now, 0 when the gate is closed.
 
-    `accepted` counts all accepted episodes except those dropped as stale, `waiting` those of them that no train step
-    has. Rejected and failed episodes are in no number, so their room is free immediately. With a smallest batch
-    `accepted` includes the rejected ones, and there is always room for the episodes that the next batch lacks.
+    With a smallest batch, rejected episodes may use up the room before the next batch has enough accepted ones. There
+    is room for those that it lacks, unless the servers will get a newer version before it: that opens the gate.
     """
-    by_staleness = limits.open_until(version) - accepted - running
+    running, waiting = counts.running, counts.waiting
+    by_staleness = limits.open_until(counts.version) - counts.accepted - running
     by_concurrency = limits.max_concurrent - running
     free = by_staleness if by_staleness < by_concurrency else by_concurrency
     if limits.queue_size is not None and limits.queue_size - waiting - running < free:
         free = limits.queue_size - waiting - running
-    if limits.smallest_batch is not None and waiting + running < limits.smallest_batch:
-        free = max(free, min(limits.smallest_batch - waiting - running, by_concurrency))
+    smallest = limits.smallest_batch
+    if smallest is not None and waiting + running < smallest and counts.next_step == counts.version:
+        free = max(free, min(smallest - waiting - running, by_concurrency))
     return free if free > 0 else 0
 
 
-def why_closed(limits: GateLimits, *, running: int, accepted: int, version: int, waiting: int = 0) -> str:
+def why_closed(limits: GateLimits, counts: GateCounts) -> str:
     """Why no episode may start, as the end of a sentence; empty while the gate is open."""
-    if room(limits, running=running, accepted=accepted, waiting=waiting, version=version) > 0:
+    if room(limits, counts) > 0:
         return ""
+    running, accepted, version, waiting = counts.running, counts.accepted, counts.version, counts.waiting
     if running >= limits.max_concurrent:
         return f"{running} episodes are running, the maximum (max_concurrent_rollouts={limits.max_concurrent})"
     counted = "accepted" if limits.smallest_batch is None else "accepted or rejected"

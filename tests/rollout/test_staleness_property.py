@@ -141,10 +141,12 @@ def test_wait_consumes_in_order_of_admission(run):
     assert not [episode_id for episode_id in state.waiting if episode_id < flat[-1]]
 
 
+@pytest.mark.parametrize("dynamic_bs", [False, True])
 @settings(max_examples=40, deadline=None)
 @given(run=runs())
-def test_max_staleness_zero_trains_only_on_its_own_version(run):
-    _, steps = play(run | {"max_staleness": 0}, "train")
+def test_max_staleness_zero_trains_only_on_its_own_version(dynamic_bs, run):
+    run = run | {"max_staleness": 0, "dp_size": min(run["dp_size"], run["batch_size"])}
+    _, steps = play(run, "train", dynamic_bs=dynamic_bs)
     for shares in steps:
         assert set(trained_ages(shares)) <= {0}
 
