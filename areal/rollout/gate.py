@@ -43,25 +43,25 @@ class GateLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateCounts:
-    """Where the run is."""
+    """The state of a run that admission depends on."""
 
     running: int
     accepted: int
-    """All accepted episodes except those dropped as stale. With a smallest batch also the rejected ones; else their
-    room, like that of failed episodes, is free immediately."""
+    """Accepted episodes, without those dropped as stale. With a smallest batch, rejected episodes are included."""
+    waiting: int
+    """Accepted episodes that no train step has."""
     version: int
     """Policy version of the servers."""
-    waiting: int = 0
-    """Accepted episodes that no train step has."""
-    next_step: int = 0
+    next_step: int
     """The first train step without a batch."""
 
 
 def room(limits: GateLimits, counts: GateCounts) -> int:
     """Episodes that may start now, 0 when the gate is closed.
 
-    With a smallest batch, rejected episodes may use up the room before the next batch has enough accepted ones. There
-    is room for those that it lacks, unless the servers will get a newer version before it: that opens the gate.
+    The room of a failed episode is free immediately. So is that of a rejected one, but not with a smallest batch. Then
+    rejected episodes can use up the room while the next batch has too few accepted ones. If that batch is for the
+    served version, the missing episodes may start. If not, a newer version is published first and opens the gate.
     """
     running, waiting = counts.running, counts.waiting
     by_staleness = limits.open_until(counts.version) - counts.accepted - running
