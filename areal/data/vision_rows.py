@@ -1,8 +1,8 @@
 """Rows of public datasets with images, as chats that ask for an answer in the form that their reward reads."""
 
-from typing import Any
+from areal.data.row_files import Row
 
-Row = dict[str, Any]
+
 _COUNT = "\n\nCount the objects. Write only their number in square brackets, like: [7]"
 _FORMULA = "\n\nThink step by step. Write the final answer in a box, like: \\boxed{42}"
 
