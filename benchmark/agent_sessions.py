@@ -33,7 +33,7 @@ from areal.agent.dialects import chat_completions
 from areal.agent.dialects.dialect import Sent
 from areal.agent.directory import Sessions
 from areal.agent.session import Session, SessionLimits, SessionSetup
-from areal.agent.session_routes import SessionServer
+from areal.agent.session_server import SessionServer
 from areal.agent.tool_calls import style_of
 from areal.agent.transcript import Transcript
 from areal.api.config import GenerationHyperparameters

@@ -40,7 +40,7 @@ from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
 from areal.rollout.client import RolloutClient
 from areal.rollout.controller import Controller
-from areal.rollout.controller_routes import make_app
+from areal.rollout.controller_process import make_app
 from areal.system.network import bind_socket, http_address
 
 MAX_TOKENS = 4096

@@ -17,8 +17,7 @@ import torch
 from transformers import LlamaConfig
 
 from areal.api.config import OptimizerConfig, RecoverConfig, TrainEngineConfig
-from areal.engine.fsdp import FSDPEngine
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.trainer.recover import RecoverPoint, RecoverStore
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from areal.api.allocation import ParallelDims
 from areal.api.config import FSDPEngineConfig
 from areal.api.engine import ReduceOp
-from areal.engine.cpu_reduction import AddedParts
+from areal.engine.fsdp import AddedParts
 from areal.engine.mesh import TrainerMesh
 
 NOT_CACHED = 2**26

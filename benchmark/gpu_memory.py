@@ -27,7 +27,7 @@ from areal.api.allocation import ParallelDims
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.errors import TrainingDiverged
 from areal.launcher.memory_plan import rank_memory
-from areal.system.model_shape import ModelShape
+from areal.models.model_shape import ModelShape
 
 SHAPES = {
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,

@@ -20,10 +20,9 @@ from gpu_step import HALF_BILLION, TINY
 from transformers import Qwen2Config
 
 from areal.api.config import OptimizerConfig, TrainEngineConfig
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.weights.checksum import WeightsChecksum
-from areal.weights.weight_files import write_weights
+from areal.weights.weight_files import WeightsChecksum, write_weights
 
 
 def main() -> None:

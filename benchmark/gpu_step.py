@@ -19,7 +19,7 @@ from transformers import Qwen2Config
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.data.pack import rows_to_train_batch
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import PhaseClock, phase
 from areal.system.device import CudaClock

@@ -26,9 +26,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from transformers.utils import logging as transformers_logging
 
 from areal.api.config import NativeServerConfig
-from areal.inference.engine import Engine
-from areal.inference.engine_builder import build_engine
-from areal.inference.sequence import SamplingParams, Sequence
+from areal.inference.engine import Engine, build_engine
+from areal.inference.scheduler import SamplingParams, Sequence
 
 Clock = Callable[[], float]
 CONCURRENCY = (1, 16, 64, 256)

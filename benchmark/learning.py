@@ -39,7 +39,7 @@ from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import PhaseClock
 from areal.trainer.ppo_loop import PPOLoop
 from areal.trainer.progress import Progress, TrainingLength
-from areal.trainer.rng import seed_process
+from areal.trainer.recover import seed_process
 from areal.trainer.roles import build_roles
 
 HERE = Path(__file__).resolve().parent.parent

@@ -25,9 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.api.allocation import AllocationMode
 from areal.api.config import TrainEngineConfig
-from areal.engine.fsdp_builder import build_fsdp_engine
-from areal.engine.mesh import TrainerMesh
-from areal.engine.region import local_part
+from areal.engine.fsdp import build_fsdp_engine
+from areal.engine.mesh import TrainerMesh, local_part
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import ProcessContext

@@ -38,8 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from areal.api.config.inference import GenerationHyperparameters  # noqa: E402
-from areal.api.config.rollout import InferenceEngineConfig  # noqa: E402
+from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig  # noqa: E402
 from areal.api.data import GenerationRequest  # noqa: E402
 from areal.fleet.fleet import Fleet  # noqa: E402
 from areal.fleet.native import NativeReplica  # noqa: E402

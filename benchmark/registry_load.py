@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from areal.launcher.node_messages import FROM_AGENT, Alive  # noqa: E402
 from areal.system.discovery import NameRegistry  # noqa: E402
-from areal.system.etcd_registry import EtcdRegistry  # noqa: E402
+from areal.system.etcd import EtcdRegistry  # noqa: E402
 from areal.system.file_registry import FileRegistry  # noqa: E402
 from areal.system.heartbeat import HEARTBEAT, Heartbeat, NodeBeats, write_beats  # noqa: E402
 from areal.system.ray_registry import RayRegistry, connect_ray  # noqa: E402

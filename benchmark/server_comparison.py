@@ -36,7 +36,7 @@ from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.load import load_config
 from areal.fleet.backends import backend_named, replica_factory
 from areal.fleet.replica import GenerationPart, PartChunk, Replica
-from areal.fleet.server_command import prepended
+from areal.fleet.server_backend import prepended
 
 ROOT = Path(__file__).resolve().parent.parent
 SGLANG_STUBS = ROOT / "tests" / "servers" / "environments" / "sglang_cpu"

@@ -31,14 +31,17 @@ from areal.api.config import GenerationHyperparameters, InferenceEngineConfig  #
 from areal.api.data import GenerationResponse  # noqa: E402
 from areal.data.tiny_model import character_tokenizer  # noqa: E402
 from areal.fleet.fleet import Fleet  # noqa: E402
-from areal.fleet.http_connection import OnData  # noqa: E402
 from areal.fleet.native import NativeReplica  # noqa: E402
 from areal.fleet.replica import ReplicaInfo  # noqa: E402
-from areal.fleet.server_client import Body, ServerClient  # noqa: E402
+from areal.fleet.server_client import (  # noqa: E402
+    Body,
+    OnData,
+    ServerClient,
+)
 from areal.ledger.payload import EncodedEpisode  # noqa: E402
 from areal.rollout.controller_process import collecting_cycles  # noqa: E402
-from areal.rollout.episode import EpisodeEngine, verdict_on  # noqa: E402
 from areal.rollout.evaluation import evaluate_episode  # noqa: E402
+from areal.rollout.executor import EpisodeEngine, verdict_on  # noqa: E402
 from areal.workflow.rlvr import RLVRWorkflow  # noqa: E402
 from benchmark.scale_servers import MemoryRegistry  # noqa: E402
 from examples.quickstart.task import CHARACTERS, SPECIALS, make_rows  # noqa: E402

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from areal.api.batch_share import BatchShare
+from areal.api.batch import BatchShare
 from areal.api.config import PPOConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.engine import WeightSource
-from areal.inference.engine import Engine
-from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits
-from areal.inference.sequence import SamplingParams
-from areal.inference.sequence import Sequence as Request
+from areal.inference.engine import Engine, build_engine, load_detokenizer, request_limits
+from areal.inference.scheduler import SamplingParams
+from areal.inference.scheduler import Sequence as Request
 from areal.ledger.payload import encode_episode
-from areal.rollout.batching import SharePart, build_share
+from areal.rollout.train_batches import SharePart, build_share
 
 PROMPTS, SAMPLES = 32, 16
 MAX_NEW_TOKENS = 8

@@ -50,7 +50,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from areal.api.allocation import AllocationMode, ModelAllocation
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.api.config.lora import LoRAConfig
+from areal.api.config.train import LoRAConfig
 from areal.api.engine import TrainEngine
 from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch

@@ -40,8 +40,7 @@ from transformers import Qwen2Config
 
 from areal.api.config import GenerationHyperparameters, InferenceEngineConfig, OptimizerConfig, TrainEngineConfig
 from areal.api.data import GenerationRequest, WeightUpdate
-from areal.engine.fsdp import FSDPEngine
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica

@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _LIMIT_S = 250.0
-_IMPORTED = ["torch", "transformers", "areal.engine.fsdp_builder"]
+_IMPORTED = ["torch", "transformers", "areal.engine.fsdp"]
 
 
 def start(script: str | Path, run_name: str, *, imported: Sequence[str] = (), **variables: object) -> BaseProcess:

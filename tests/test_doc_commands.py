@@ -22,7 +22,7 @@ from areal.cli.main import run_command
 from areal.data.row_check import dataset_paths
 from areal.data.tiny_model import character_tokenizer, tiny_model
 from areal.launcher import local, logs, ray, slurm, ssh
-from areal.launcher.first_row_check import TriedRow
+from areal.launcher.local import TriedRow
 from areal.launcher.placement import Machine
 from areal.system.network import Host
 from tests.expect import raises_code

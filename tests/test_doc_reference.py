@@ -14,11 +14,12 @@ from areal.api.config import GRPOConfig, load_experiment
 from areal.api.config.load import read
 from areal.api.config.schema import fields_of
 from areal.data.tiny_model import character_tokenizer, tiny_model
-from areal.inference import generate_body, weight_routes
+from areal.inference import generate_route as generate_body
+from areal.inference import server as weight_routes
 from areal.ledger.state import LedgerState
 from areal.observe.metric_table import entry_of
 from areal.rollout import control_requests
-from areal.rollout.controller_routes import make_app
+from areal.rollout.controller_process import make_app
 from areal.system.run_paths import RunPaths
 from tests.importers.test_examples import dry_run
 from tests.test_docs import ROOT, areal_words, blocks, is_option, of_each_page

@@ -8,19 +8,211 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+import sysconfig
+import traceback
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType, TracebackType
+from typing import Any, Literal, Protocol
 
-from areal.agent.agent_watch import AgentWatch, place_of, printed_place
-from areal.agent.environment import run_environment
-from areal.agent.turns import END_CODES
+import psutil
+
+from areal.agent.tool_calls import Tool, answer_call, parsed_arguments, tool_schema
+from areal.agent.turns import BUDGET_CODES, END_CODES, Message
 from areal.api.errors import ArealError, ConfigError, InputError, RewardError
 from areal.api.functions import FunctionRef, load_function
-from areal.observe.episode_metrics import logged_metrics
+from areal.observe.step_files import logged_metrics
 from areal.system.process import tied_to_this_process
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sessions without code of an agent: an environment that answers the policy, and Python functions as its tools.
+
+MAX_TURNS = 64
+"""Turns of a session without agent.max_turns."""
+_TOOL_TIMEOUT_S = 60.0
+
+
+class Environment(Protocol):
+    """What the policy talks to. One instance per session."""
+
+    async def reset(self, row: dict[str, Any]) -> list[Message]:
+        """The first messages of the dialogue on a row."""
+        ...
+
+    async def step(self, message: Message) -> tuple[list[Message], float, bool]:
+        """The messages after an answer without tool calls, its reward, and whether the dialogue ends."""
+        ...
+
+
+async def run_environment(
+    client: Any, row: dict[str, Any], environment: Environment | None, tools: Sequence[Tool]
+) -> dict[str, Any] | None:
+    """One dialogue. `client`: AsyncOpenAI of the session. Returns the reward of each turn that the environment gave.
+
+    Tool calls of an answer run at the same time and are answered; any other answer goes to the environment. A dialogue
+    that the budget of the session ends has the rewards so far, 0 without any. Without an environment the first answer
+    without a call ends the dialogue, and it has no reward here.
+    """
+    messages = list(await environment.reset(row) if environment is not None else first_messages(row))
+    schemas, turns = [tool_schema(tool) for tool in tools], dict[str, float]()
+    for _ in range(MAX_TURNS):
+        options = {"tools": schemas} if schemas else {}
+        try:
+            completion = await client.chat.completions.create(model="policy", messages=messages, **options)
+        except Exception as error:
+            if getattr(error, "code", None) not in BUDGET_CODES:
+                raise
+            break
+        answer = completion.choices[0].message
+        message = _sent_back(answer)
+        messages.append(message)
+        if answer.tool_calls:
+            messages += await asyncio.gather(*(_tool_message(call, tools) for call in answer.tool_calls))
+            continue
+        if environment is None:
+            break
+        found = await environment.step(message)
+        new, reward, is_done = _checked(found)
+        turns[completion.id] = reward
+        messages += new
+        if is_done:
+            break
+    return {"reward": 0.0, "turns": turns} if environment is not None else None
+
+
+def first_messages(row: dict[str, Any]) -> list[Message]:
+    """Where no environment gives the first messages: those of the row. ConfigError when it has none."""
+    if isinstance(row.get("messages"), list):
+        return list(row["messages"])
+    if isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    message = f"a row needs `messages` or `prompt` where no environment gives the first messages, not {sorted(row)}"
+    message += ": set train_dataset.map_fn (docs/data.md)"
+    raise ConfigError(message, code="agent.no_messages")
+
+
+def _sent_back(answer: Any) -> Message:
+    message: Message = {"role": "assistant", "content": answer.content}
+    if answer.tool_calls:
+        message["tool_calls"] = [call.model_dump() for call in answer.tool_calls]
+    return message
+
+
+async def _tool_message(call: Any, tools: Sequence[Tool]) -> Message:
+    arguments, problem = parsed_arguments(call.function.arguments)
+    content = await answer_call(call.function.name, arguments, problem, tools, timeout_s=_TOOL_TIMEOUT_S)
+    if isinstance(content, list):
+        content = [
+            {"type": "image_url", "image_url": {"url": part["url"]}} if part["type"] == "image" else part
+            for part in content
+        ]
+    return {"role": "tool", "tool_call_id": call.id, "content": content}
+
+
+def _checked(found: Any) -> tuple[list[Message], float, bool]:
+    try:
+        messages, reward, is_done = found
+        return list(messages), float(reward), bool(is_done)
+    except (TypeError, ValueError) as error:
+        message = f"step returned {found!r}: return (messages, reward, done)"
+        raise RewardError(message, code="agent.wrong_step") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run of an agent leaves behind, and the last error in its code: for rehearsals.
+
+_OWN_FOLDER = str(Path(__file__).parent)
+_STDLIB = sysconfig.get_path("stdlib")
+_SETTLE_S = 0.2
+"""What tasks and processes have to end after the agent has returned."""
+_FRAME = re.compile(r'^  File "([^"\n]+)", line ([0-9]+)', re.MULTILINE)
+_CONTROL = (StopIteration, StopAsyncIteration, GeneratorExit)
+
+
+def place_of(found: TracebackType | None) -> str:
+    """FILE:LINE of the last code of a traceback outside of the standard library and of packages; empty = none."""
+    return last_place(traceback.extract_tb(found))
+
+
+def last_place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The same for a stack."""
+    others = (_OWN_FOLDER, _STDLIB, "<")
+    own = [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(others)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def printed_place(text: str) -> str:
+    """The same for the output of a program in Python with a traceback; empty = none."""
+    frames = [traceback.FrameSummary(file, int(line), "", lookup_line=False) for file, line in _FRAME.findall(text)]
+    return last_place(frames)
+
+
+class AgentWatch:
+    """Follows the tasks, child processes and errors of one agent. At most one at a time in a process."""
+
+    def __init__(self, files: Collection[str]) -> None:
+        """`files`: the source of the agent, in which errors are followed."""
+        self._files = files
+        self._tasks: dict[asyncio.Task[Any], str] = {}
+        """With the line that created it."""
+        self._children: set[psutil.Process] = set()
+        self.last_error = ""
+        """Error and line of the last exception in the agent's files."""
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the current task, and the tasks that it creates."""
+        loop, owner = asyncio.get_running_loop(), asyncio.current_task()
+        before, trace = loop.get_task_factory(), sys.gettrace()
+
+        def create(
+            loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any
+        ) -> asyncio.Task[Any]:
+            task = asyncio.Task(coro, loop=loop, **options)
+            current = asyncio.current_task()
+            if current is owner or current in self._tasks:
+                self._tasks[task] = last_place(traceback.extract_stack())
+            return task
+
+        self._children = set(psutil.Process().children(recursive=True))
+        loop.set_task_factory(create)  # pyright: ignore[reportArgumentType]
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(trace)
+            loop.set_task_factory(before)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        return self._local if frame.f_code.co_filename in self._files else None
+
+    def _local(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+        if event == "exception" and not issubclass(arg[0], _CONTROL):
+            self.last_error = f"{arg[0].__name__} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        return self._local
+
+    async def leaks(self) -> list[str]:
+        """The tasks and processes that remain, each with what is known of its origin. They are ended."""
+        if left := {task for task in self._tasks if not task.done()}:
+            await asyncio.wait(left, timeout=_SETTLE_S)
+        tasks = [task for task in self._tasks if not task.done()]
+        found = [f"task {task.get_name()} ({self._tasks[task]})" for task in tasks]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_SETTLE_S)
+        children = [one for one in psutil.Process().children(recursive=True) if one not in self._children]
+        _, alive = psutil.wait_procs(children, timeout=_SETTLE_S if children else 0)
+        for child in alive:
+            try:
+                found.append(f"process {child.pid} ({' '.join(child.cmdline())[:80]})")
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
 
 OutcomeStatus = Literal["ok", "error", "timeout", "died", "unusable"]
 _OUTPUT_CHARS = 400

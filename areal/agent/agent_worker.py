@@ -12,8 +12,7 @@ from typing import Any
 
 import orjson
 
-from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents
-from areal.agent.agent_watch import place_of
+from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents, place_of
 from areal.api.functions import FunctionRef
 from areal.system.worker_process import enter_worker
 

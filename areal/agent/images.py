@@ -12,8 +12,7 @@ from typing import Any
 from areal.agent.turns import TurnRefused, TurnRequest
 from areal.api.errors import InputError
 from areal.api.images import ImageRef, collapsed, expanded
-from areal.system.image_codec import encode_image
-from areal.system.run_images import RunImages
+from areal.data.image_files import RunImages, encode_image
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -1,10 +1,17 @@
 """The scenarios of `areal rehearse`: what the scripted policy and the server do, and what counts as a loss."""
 
+import asyncio
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aiohttp import web
 
 from areal.agent.agent_run import AgentOutcome
+from areal.agent.directory import OpenedSession, OpenRequest, SessionReward
+from areal.agent.tool_calls import split_answer, style_of
+from areal.agent.turns import FinishReason, Message, ToolCall, TurnAnswer, TurnRefused, TurnRequest
 
 StepKind = Literal[
     "call", "calls", "wrong", "unknown", "malformed", "answer", "cut", "empty", "busy", "down", "overflow"
@@ -134,3 +141,212 @@ def problems_of(
 def chosen(names: Sequence[str]) -> tuple[Scenario, ...]:
     """The scenarios of these names after the first, which is always played; all when there are no names."""
     return tuple(one for one in SCENARIOS if not names or one is SCENARIOS[0] or one.name in names)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sessions of `areal rehearse`: a scripted policy instead of a model, and connections that end too early.
+
+MAX_REQUESTS = 50
+"""Requests of a session. Further ones are refused, so that an agent without a limit of turns ends."""
+_RETRY_AFTER_S = 0.05
+_NEED_TOOLS = ("call", "calls", "wrong", "unknown", "malformed")
+_MALFORMED = '<tool_call>\n{"name": "%s", "arguments": {"a": '
+_STYLE = style_of("hermes", None)
+_TYPES: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What the scripted policy knows of the task."""
+
+    answer: str
+    arguments: str = ""
+    """Arguments of valid tool calls as JSON text; empty: made from the schema of the tool."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """The answers to a request, and how their next deliveries end."""
+
+    answers: tuple[TurnAnswer, ...]
+    faults: list[Fault] = field(default_factory=list[Fault])
+    is_delivered: bool = False
+
+
+class RehearsedSession:
+    """Answers by the steps of a scenario. Implements SessionTurns."""
+
+    def __init__(self, steps: Sequence[Step], script: Script) -> None:
+        self._steps, self._script = list(steps), script
+        self._turns: list[_Turn] = []
+        self._by_fingerprint: dict[str, _Turn] = {}
+        self.next_fault: Fault = ""
+        """Of the next reply with an answer."""
+        self.num_requests = 0
+        self.has_played_fault = False
+        """Whether a request got something else than a plain answer or call."""
+        self.num_malformed = 0
+        """Tool calls that were delivered as text."""
+        self.reported = SessionReward()
+        self.is_final = asyncio.Event()
+        """Set by a report that ends the session."""
+        self.last_text = ""
+        """Of the last answer."""
+        self.messages: tuple[Message, ...] = ()
+        """Before the last answer."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    @property
+    def num_lost(self) -> int:
+        """Turns that the client never received."""
+        return sum(not turn.is_delivered for turn in self._turns)
+
+    async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
+        self.num_requests += 1
+        turn = await self._turn(request)
+        self.next_fault = turn.faults.pop(0) if turn.faults else ""
+        return turn.answers
+
+    async def _turn(self, request: TurnRequest) -> _Turn:
+        turn = self._by_fingerprint.get(request.fingerprint) if request.retry_count else None
+        if turn is None:
+            step = self._next_step(request)
+            await asyncio.sleep(step.delay_s)
+            turn = _Turn(self._answers(step, request), list(step.faults))
+            self._turns.append(turn)
+            self._by_fingerprint[request.fingerprint] = turn
+            self.last_text, self.messages = turn.answers[-1].text, request.messages
+        return turn
+
+    async def count_tokens(self, request: TurnRequest) -> int:
+        return _num_tokens(request)
+
+    def delivered(self, answers: Sequence[TurnAnswer]) -> None:
+        for turn in self._turns:
+            turn.is_delivered |= turn.answers[0].turn_id == answers[0].turn_id
+
+    def _next_step(self, request: TurnRequest) -> Step:
+        """The step of a request. TurnRefused when it is a refusal."""
+        if self.num_requests > MAX_REQUESTS:
+            raise TurnRefused(f"more than {MAX_REQUESTS} requests", code="agent.turn_budget", status=400)
+        while len(self._steps) > 1 and self._steps[0].kind in _NEED_TOOLS and not request.tools:
+            self._steps.pop(0)
+        step = self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
+        self.has_played_fault |= not step.is_plain
+        match step.kind:
+            case "busy":
+                raise TurnRefused("no place", code="agent.no_place", status=429, retry_after_s=_RETRY_AFTER_S)
+            case "down":
+                raise TurnRefused("no server", code="agent.no_server", status=503, retry_after_s=_RETRY_AFTER_S)
+            case "overflow":
+                raise TurnRefused("the prompt is too long", code="agent.prompt_too_long", status=400, param="messages")
+            case _:
+                return step
+
+    def _answers(self, step: Step, request: TurnRequest) -> tuple[TurnAnswer, ...]:
+        return tuple(self._answer(step, request, number) for number in range(request.num_answers))
+
+    def _answer(self, step: Step, request: TurnRequest, number: int) -> TurnAnswer:
+        turn_id = f"rehearsal-{len(self._turns)}.{number}"
+        text, calls, finish = self._script.answer, list[ToolCall](), "stop"
+        match step.kind:
+            case "call" | "calls" if request.tools:
+                arguments = [self._script.arguments or _arguments(request.tools[0])] * (1 + (step.kind == "calls"))
+                text, calls = "", _calls(request, turn_id, arguments)
+            case "wrong" if request.tools:
+                text, calls = "", _calls(request, turn_id, ['{"no_such_argument": 1}'])
+            case "unknown" if request.tools:
+                text, calls = "", _calls(request, turn_id, ["{}"], name="no_such_tool")
+            case "malformed" if request.tools:
+                raw = _MALFORMED % request.tools[0]["function"]["name"]
+                found = split_answer(raw, (), _STYLE, tools=request.tools, turn_id=turn_id)
+                text, calls = found.text, list(found.tool_calls)
+                self.num_malformed += found.num_malformed
+            case "cut":
+                text, finish = text[: len(text) // 2], "length"
+            case "empty":
+                text = ""
+            case _:
+                pass
+        reason: FinishReason = "tool_calls" if calls else "length" if finish == "length" else "stop"
+        return TurnAnswer(
+            turn_id=turn_id,
+            text=text,
+            tool_calls=tuple(calls),
+            finish_reason=reason,
+            num_prompt_tokens=_num_tokens(request),
+            token_ids=(1,),
+            logprobs=(-0.5,),
+        )
+
+
+def _num_tokens(request: TurnRequest) -> int:
+    """About as many as a tokenizer would give."""
+    return 1 + len(str(request.messages or request.prompt)) // 4
+
+
+def _calls(request: TurnRequest, turn_id: str, arguments: Sequence[str], name: str = "") -> list[ToolCall]:
+    """Calls of the first tool, or of `name`."""
+    name = name or request.tools[0]["function"]["name"]
+    return [
+        ToolCall(call_id=f"call-{turn_id}-{number}", name=name, arguments=text) for number, text in enumerate(arguments)
+    ]
+
+
+def _arguments(tool: dict[str, Any]) -> str:
+    """Arguments that fit the schema of a tool."""
+    properties: dict[str, Any] = (tool["function"].get("parameters") or {}).get("properties") or {}
+    return json.dumps({name: _value(schema) for name, schema in properties.items()})
+
+
+def _value(schema: dict[str, Any]) -> Any:
+    if choices := schema.get("enum") or schema.get("examples"):
+        return choices[0]
+    return schema.get("default", _TYPES.get(str(schema.get("type")), "1"))
+
+
+class RehearsalDirectory:
+    """The session that is rehearsed now. Implements SessionDirectory."""
+
+    def __init__(self) -> None:
+        self.key = ""
+        self.session: RehearsedSession | None = None
+        self.place: OpenedSession | None = None
+        """What the next program from outside gets."""
+        self.num_refused = 0
+        """Programs that are refused before."""
+
+    def find(self, key: str) -> RehearsedSession | None:
+        return self.session if key == self.key else None
+
+    async def open(self, wish: OpenRequest) -> OpenedSession:
+        if self.place is None or self.num_refused:
+            self.num_refused = max(self.num_refused - 1, 0)
+            raise TurnRefused("no place", code="agent.no_place", status=429, retry_after_s=_RETRY_AFTER_S)
+        opened, self.place = self.place, None
+        return opened
+
+    async def finish(self, key: str, reward: SessionReward) -> None:
+        session = self.find(key)
+        if session is None:
+            raise TurnRefused("this session does not exist", code="agent.unknown_session", status=404)
+        session.reported = reward
+        if reward.final:
+            session.is_final.set()
+
+    async def end_connection(self, request: web.Request, response: web.StreamResponse) -> None:
+        """For `on_response_prepare` of the server: end the connection where the scenario says so."""
+        session, transport = self.session, request.transport
+        if session is None or transport is None or response.status != 200 or not session.next_fault:
+            return
+        fault, session.next_fault = session.next_fault, ""
+        body = response.body if isinstance(response, web.Response) else None
+        if fault == "dropped" and isinstance(body, bytes):
+            kind = response.headers.get("Content-Type", "application/json")
+            head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+            transport.write(head.encode() + body[: len(body) // 2])
+        transport.close()
+        raise ConnectionResetError(f"{fault} by the rehearsal")

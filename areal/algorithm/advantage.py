@@ -1,12 +1,300 @@
 """From one reward per sequence to one advantage per token: reward shaping, token rewards, GAE, distillation."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from areal.algorithm.aggregate import require_same_shape, trained_counts
-from areal.algorithm.importance import log_ratio
+from areal.algorithm.aggregate import Reduce, identity_reduce, require_same_shape, trained_counts
+from areal.algorithm.correction import Spans, first_of_units
+from areal.algorithm.normalise import Scope, group_scope, normalise
+from areal.algorithm.policy_loss import log_ratio
+from areal.api.config import AdvantageOptions, NormConfig
+from areal.api.errors import ConfigError
+from areal.api.functions import ADVANTAGE_CALL, load_function, parse_function_path
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Baselines of sequence rewards beyond plain means; per group, by id, groups of any size.
+
+_GRPO = NormConfig(mean_level="group", std_level="group")
+
+
+def length_weighted(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
+    """r - sum_j n_j r_j / sum_j n_j over the group: the variance-optimal baseline of OPO (arXiv 2505.23585, eq. 8).
+
+    The paper weights each answer by its squared gradient norm and assumes that the norm grows with its length n.
+    rewards [S] float, lengths [S] int (trained tokens), group_ids [S] int64 -> [S] of rewards' dtype, sums in float64.
+    A group of one answer gives 0; a group without a trained token keeps its rewards. Raises ValueError on unequal
+    shapes.
+    """
+    require_same_shape(rewards=rewards, lengths=lengths, group_ids=group_ids)
+    scope, weight, reward = group_scope(group_ids), lengths.double(), rewards.double()
+    total = scope.sums(weight)[0]
+    baseline = scope.sums(weight * reward)[0] / torch.where(total > 0, total, 1.0)
+    return (reward - baseline[scope.index]).to(rewards.dtype)
+
+
+def best_of_group(rewards: Tensor, group_ids: Tensor, *, divide_by_std: bool = False) -> Tensor:
+    """Best minus second-best reward for the best answer of a group, 0 for the others: the gradient of max@k.
+
+    Source: Tang, Zheng, Synnaeve and Munos 2025, arXiv 2503.19595. divide_by_std: divided by the unbiased std of the
+    group + 1e-6 (verl's default). rewards [S] float, group_ids [S] int64 -> [S] of rewards' dtype. A group of one
+    answer, or with several best answers, gives 0; NaN in a group gives NaN. Raises ValueError on unequal shapes.
+    """
+    require_same_shape(rewards=rewards, group_ids=group_ids)
+    scope = group_scope(group_ids)
+    groups = scope.index
+    lowest = torch.full((scope.size,), float("-inf"), dtype=rewards.dtype, device=rewards.device)
+    best = lowest.scatter_reduce(0, groups, rewards, "amax")
+    is_best = (rewards == best[groups]) | rewards.isnan()
+    second = lowest.scatter_reduce(0, groups, torch.where(is_best, float("-inf"), rewards), "amax")
+    holders, size = scope.sums(is_best.double())
+    lead = torch.where((holders == 1) & (size > 1), best - second, 0.0)
+    lead = torch.where(best.isnan(), best, lead)[groups]
+    if divide_by_std:
+        deviations = rewards.double() - scope.means(rewards.double())
+        lead = (lead / scope.divisors(deviations, unbiased=True, eps=1e-6)).to(rewards.dtype)
+    return torch.where(is_best, lead, 0.0)
+
+
+def decoupled_rewards(parts: Tensor, weights: Sequence[float], group_ids: Tensor) -> Tensor:
+    """sum_k w_k (r_k - mean_G r_k) / (std_G r_k + eps): GDPO (arXiv 2601.05242), before its norm over the batch.
+
+    Each reward function is normalised within the group, so that functions of different scale count equally. parts
+    [S, K] float, NaN where function k did not score the answer (its term is then 0), weights of length K, group_ids
+    [S] int64 -> [S] of parts' dtype. std with n - 1, eps 1e-5 (verl: 1e-6); a function that is constant in a group
+    gives 0.
+    """
+    total = torch.zeros_like(parts[:, 0]) if parts.shape[1] else parts.new_zeros(parts.shape[0])
+    for part, weight in zip(parts.unbind(1), weights, strict=True):
+        total = total + weight * normalise(part, _GRPO, group_ids, mask=~part.isnan())
+    return total
+
+
+def valid_sample_scale(rewards: Tensor, group_ids: Tensor, *, reduce: Reduce = identity_reduce) -> float:
+    """N / N_valid over all ranks, N_valid = answers of groups whose rewards differ (GPG, arXiv 2504.02546, eq. 7).
+
+    Groups of equal rewards have no gradient; the factor removes them from the mean over the answers.
+    rewards [S] float, group_ids [S] int64; a collective (`reduce` once). 1.0 when no group is valid.
+    """
+    require_same_shape(rewards=rewards, group_ids=group_ids)
+    valid = mixed_group(rewards, group_ids)
+    counts = reduce(torch.tensor([float(rewards.numel()), float(valid.sum())], dtype=torch.float64))
+    return float(counts[0] / counts[1]) if counts[1] else 1.0
+
+
+def mixed_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Answers whose group has at least two different rewards; the others have no gradient under a group baseline.
+
+    rewards [S] float, group_ids [S] int64 -> [S] bool.
+    """
+    scope = group_scope(group_ids)
+    extremes = rewards.new_empty(2, scope.size)
+    extremes[0].fill_(float("-inf")).scatter_reduce_(0, scope.index, rewards, "amax")
+    extremes[1].fill_(float("inf")).scatter_reduce_(0, scope.index, rewards, "amin")
+    return (extremes[0] != extremes[1])[scope.index]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The optimal token baseline: one baseline per token position of a group, weighted by squared gradient norms.
+
+EPS = 1e-8
+"""Added to the sum of weights of a position."""
+
+
+def score_norms(logprobs: Tensor, squared_sums: Tensor) -> Tensor:
+    """1 - 2 p + sum_v p_v^2 of each token: the squared norm of d log p / d logits. Both [T] -> [T]."""
+    return 1.0 - 2.0 * logprobs.exp() + squared_sums
+
+
+def optimal_token_baseline(
+    returns: Tensor,
+    norms: Tensor,
+    group_ids: Tensor,
+    spans: Spans,
+    *,
+    over_trained: bool,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """A_t = G_t - B_t with B_t = sum_j G_j,t W_j,t / (sum_j W_j,t + 1e-8) over the answers j of the group.
+
+    W_t = sum of w_i^2 n_i over the trained tokens i <= t of the answer, n = `norms`, w = `weights` of the off-policy
+    correction, None = 1 (verl: optimal_token_baseline, tir_optimal_token_baseline). Only answers with a trained token
+    at position t count. Position: tokens since the first trained token of the answer, or with over_trained (TIR,
+    multi-turn) the number of trained tokens before, so that the tool outputs of an answer do not shift its turns.
+    B_t = 0 in a group of one answer, and for the tokens of the longest answer beyond the second longest.
+
+    returns, norms, weights [T] float, group_ids [S] int64 -> [T] of returns' dtype, 0 where the mask is off; sums in
+    float64. Groups are whole on a rank: no exchange. Raises ValueError on unequal shapes.
+    """
+    mask, index = spans.mask, spans.sequence_index
+    require_same_shape(returns=returns, norms=norms, mask=mask, weights=mask if weights is None else weights)
+    energy = torch.where(mask, norms, 0.0).double()
+    if weights is not None:
+        energy = energy * torch.where(mask, weights, 0.0).double().square()
+    count = mask.long().cumsum(0) - 1 if over_trained else torch.arange(mask.numel(), device=mask.device)
+    first = first_of_units("sequence_sum", spans)
+    place = count - _of_sequences(count[first], first, spans)
+    total = energy.cumsum(0)
+    path = total - _of_sequences((total - energy)[first], first, spans)
+    groups = group_scope(group_ids)
+    extents = place.new_zeros(spans.num_sequences).scatter_reduce(0, index[mask], place[mask] + 1, "amax")
+    width = int(extents.max()) + 1 if extents.numel() else 1
+    slots = Scope(groups.index[index] * width + place.clamp(0, width - 1), groups.size * width, identity_reduce)
+    gain = torch.where(mask, returns, 0.0).double()
+    inside = torch.where(mask, path, 0.0)
+    baseline = slots.sums(gain * inside)[0] / (slots.sums(inside)[0] + EPS)
+    # tokens of the longest answer beyond the second longest; all tokens of a group of one answer
+    lead = best_of_group(extents.double(), group_ids).long()
+    size = groups.sums(extents.double())[1][groups.index]
+    is_tail = place >= torch.where(size == 1, 0, extents - lead)[index]
+    advantage = gain - torch.where(is_tail, 0.0, baseline[slots.index])
+    return torch.where(mask, advantage, 0.0).to(returns.dtype)
+
+
+def _of_sequences(values: Tensor, first: Tensor, spans: Spans) -> Tensor:
+    """`values` at the first trained tokens (`first` [T] bool), at every position of their sequences. -> [T]"""
+    each = values.new_zeros(spans.num_sequences).index_copy(0, spans.sequence_index[first], values)
+    return each[spans.sequence_index]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The advantage estimators by name: the baseline, normalisation and recursion of each.
+
+Baseline = Literal["none", "greedy", "length_weighted", "best_of_group", "decoupled"]
+TokenBaseline = Literal["none", "token", "trained_token"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageRecipe:
+    """From the shaped reward r of a sequence to the advantages of its tokens, in this order."""
+
+    baseline: Baseline = "none"
+    """Subtracted from r first: nothing, the reward of the prompt's greedy answer, or one of `baselines`."""
+    reward_norm: NormConfig | None = None
+    """Then r is centred and scaled."""
+    rescale_valid: bool = False
+    """Then r is multiplied by `valid_sample_scale` (GPG)."""
+    gae_lambda: float = 1.0
+    """Then GAE runs over the token rewards; 1 without a critic = the discounted sum of the rewards that follow."""
+    token_baseline: TokenBaseline = "none"
+    """Then `optimal_token_baseline` is subtracted, with positions by token or by trained token."""
+    adv_norm: NormConfig | None = None
+    """Last, the advantages of the tokens are centred and scaled."""
+    is_custom: bool = False
+    """All of the above is replaced by `custom_advantages`."""
+
+
+_GROUP_MEAN = NormConfig(mean_level="group", std_level=None)
+_WHITENED = NormConfig(mean_level="batch", std_level="batch")
+_RECIPES = {
+    "reinforce": AdvantageRecipe(),
+    "reinforce_plus_plus": AdvantageRecipe(adv_norm=_WHITENED),
+    "reinforce_plus_plus_baseline": AdvantageRecipe(reward_norm=_GROUP_MEAN, adv_norm=_WHITENED),
+    "grpo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", std_level="group")),
+    "dr_grpo": AdvantageRecipe(reward_norm=_GROUP_MEAN),
+    "rloo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", mean_leave1out=True, std_level=None)),
+    "lite_ppo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", std_level="batch")),
+    "gpg": AdvantageRecipe(reward_norm=_GROUP_MEAN, rescale_valid=True),
+    "opo": AdvantageRecipe(baseline="length_weighted"),
+    "gdpo": AdvantageRecipe(baseline="decoupled", adv_norm=_WHITENED),
+    "grpo_passk": AdvantageRecipe(baseline="best_of_group"),
+    "otb": AdvantageRecipe(token_baseline="token"),
+    "otb_tir": AdvantageRecipe(token_baseline="trained_token"),
+    "remax": AdvantageRecipe(baseline="greedy"),
+    "custom": AdvantageRecipe(is_custom=True),
+}
+
+
+def recipe_of(options: AdvantageOptions) -> AdvantageRecipe:
+    """The recipe of `options.adv_estimator`; "gae" is composed of reward_norm, gae_lambda and adv_norm."""
+    if options.adv_estimator == "gae":
+        return AdvantageRecipe(
+            reward_norm=options.reward_norm, gae_lambda=options.gae_lambda, adv_norm=options.adv_norm
+        )
+    return _RECIPES[options.adv_estimator]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An advantage estimator that the user names by path.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardedAnswers:
+    """What an estimator reads: one rank's S answers of a train batch, packed into T tokens. Whole groups are on a rank.
+
+    Per-token tensors are predicted-token aligned: position t refers to token t + 1 of its sequence.
+    """
+
+    rewards: Tensor  # [S] float32, after penalty, bias, scale, clip and mask_no_eos_with_zero
+    token_rewards: Tensor  # [T] float32: the reward at the last trained token, minus the KL penalty at each
+    mask: Tensor  # [T] bool: trained tokens
+    sequence_index: Tensor  # [T] int64
+    num_sequences: int
+    group_ids: Tensor  # [S] int64, unique over all ranks
+    finished: Tensor  # [S] bool: the answer was not cut by a length limit
+    logprobs: Tensor  # [T] float32 of the trainer's policy before the update, or of the servers if not computed
+    values: Tensor | None  # [T] float32 of the critic
+    reward_parts: Tensor | None  # [S, K] float32: the scores of the functions reward_names, NaN where one did not score
+    reward_names: tuple[str, ...]
+    reduce: Reduce
+    """Sums a float64 tensor over all ranks; every rank must call it equally often, also one without answers."""
+
+
+def custom_advantages(answers: RewardedAnswers, options: AdvantageOptions) -> Tensor:
+    """Call the function at `custom_advantage.path` as estimator(answers, options) -> advantages [T].
+
+    The result is without gradient, in the dtype of token_rewards, 0 where the mask is off. Raises ConfigError when the
+    function cannot be loaded, or does not return a floating-point tensor with one number per token.
+    """
+    path = options.custom_advantage.path
+    found = _function(path)(answers, options)
+    expected = tuple(answers.mask.shape)
+    if not isinstance(found, Tensor) or not found.is_floating_point() or tuple(found.shape) != expected:
+        what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(
+            f"custom_advantage.path={path!r} returned {what}: a floating-point tensor with one number per token is "
+            f"expected, {expected}",
+            code="algorithm.custom_advantage",
+        )
+    return torch.where(answers.mask, found.detach().to(answers.token_rewards.dtype), 0.0)
+
+
+def median_baseline(answers: RewardedAnswers, options: AdvantageOptions) -> Tensor:
+    """An example: A = scale (r - median of r in the group), scale from options.custom_advantage.args."""
+    centred = torch.zeros_like(answers.rewards)
+    groups = group_scope(answers.group_ids)
+    for group in range(groups.size):
+        members = groups.index == group
+        centred[members] = answers.rewards[members] - answers.rewards[members].median()
+    return float(options.custom_advantage.args["scale"]) * centred[answers.sequence_index]
+
+
+@cache
+def _function(path: str) -> Callable[..., Any]:
+    return load_function(parse_function_path(path, key="custom_advantage.path"), ADVANTAGE_CALL)
+
+
+def no_answers() -> RewardedAnswers:
+    """An empty batch, to call an estimator before the first rollouts."""
+    tokens, index = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    return RewardedAnswers(
+        rewards=tokens,
+        token_rewards=tokens,
+        mask=index.bool(),
+        sequence_index=index,
+        num_sequences=0,
+        group_ids=index,
+        finished=index.bool(),
+        logprobs=tokens,
+        values=None,
+        reward_parts=None,
+        reward_names=(),
+        reduce=identity_reduce,
+    )
 
 
 def shape_rewards(rewards: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip: float | None = None) -> Tensor:

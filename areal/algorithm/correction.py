@@ -1,17 +1,293 @@
 """Correction of a policy loss for rollouts of another policy: weights, rejected tokens and the statistics to log."""
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from areal.algorithm.aggregate import Reduce, TokenStat, identity_reduce, require_same_shape
-from areal.algorithm.correction_rules import Spans, at_level, broken_by, first_of_units, outside, ratio_at_level
-from areal.algorithm.importance import log_ratio
-from areal.algorithm.policy_loss import PolicyLoss
-from areal.algorithm.second_moment import second_moment_kept
-from areal.api.config import RolloutCorrectionConfig
-from areal.api.config.off_policy import WEIGHT_LEVELS
+from areal.algorithm.aggregate import Reduce, TokenStat, identity_reduce, require_same_shape, to_metrics
+from areal.algorithm.policy_loss import LOG_RATIO_LIMIT, PolicyLoss, kl_of_samples, log_ratio
+from areal.api.config import CorrectionRule, RolloutCorrectionConfig
+from areal.api.config.algorithm import WEIGHT_LEVELS
+from areal.api.metrics import Metric, Metrics
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The quantities that the bounds of an off-policy correction read: log-ratios and KL estimates of tokens or units.
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The trained tokens of packed sequences."""
+
+    mask: Tensor  # [T] bool
+    sequence_index: Tensor  # [T] int64 ascending
+    num_sequences: int
+
+    def __post_init__(self) -> None:
+        require_same_shape(mask=self.mask, sequence_index=self.sequence_index)
+
+
+def segment_index(spans: Spans) -> Tensor:
+    """Number of the segment that each position is in or follows, from 0; a segment is one run of trained tokens.
+
+    -> [T] int64. Runs end at untrained tokens (a prompt, a tool's answer) and at the end of a sequence. Positions
+    before the first segment get 0.
+    """
+    return (first_of_units("segment_sum", spans).cumsum(0) - 1).clamp(min=0)
+
+
+def first_of_units(level: str, spans: Spans) -> Tensor:
+    """The first trained token of each unit (token, segment or sequence) of `level`, to count units. -> [T] bool"""
+    mask, index = spans.mask, spans.sequence_index
+    if level == "token":
+        return mask
+    if level.startswith("segment"):
+        continues = torch.zeros_like(mask)
+        continues[1:] = mask[:-1] & (index[1:] == index[:-1])
+        return mask & ~continues
+    places = torch.arange(mask.numel(), device=mask.device)
+    none = places.new_full((spans.num_sequences,), mask.numel())
+    return places == none.scatter_reduce(0, index[mask], places[mask], "amin")[index]
+
+
+def at_level(values: Tensor, level: str, spans: Spans) -> Tensor:
+    """`values` of trained tokens reduced over each unit of `level`, at every token of the unit; 0 outside the mask.
+
+    values [T] float64; level: token, or segment or sequence with _sum, _mean or _max -> [T] float64. Values outside
+    the mask are not read. Raises ValueError for an unknown level or unequal shapes.
+    """
+    mask = spans.mask
+    require_same_shape(values=values, mask=mask)
+    if level == "token":
+        return torch.where(mask, values, 0.0)
+    unit, _, how = level.partition("_")
+    if unit not in ("segment", "sequence") or how not in ("sum", "mean", "max"):
+        raise ValueError(f"unknown level {level!r}: token, or segment or sequence with _sum, _mean or _max")
+    index, size = spans.sequence_index, spans.num_sequences
+    if unit == "segment":
+        index, size = segment_index(spans), int(mask.numel())
+    chosen, places = values[mask], index[mask]
+    if how == "max":
+        reduced = values.new_full((size,), float("-inf")).scatter_reduce(0, places, chosen, "amax")
+    else:
+        reduced = values.new_zeros(size).index_add(0, places, chosen)
+    if how == "mean":
+        reduced = reduced / torch.bincount(places, minlength=size).clamp(min=1)
+    return torch.where(mask, reduced[index], 0.0)
+
+
+def ratio_at_level(log_ratio: Tensor, level: str, spans: Spans) -> Tensor:
+    """exp of the log-ratios reduced over `level`, the logarithm clamped to +-20 again; 1 outside the mask."""
+    return at_level(log_ratio, level, spans).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def outside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
+    """Where `values` are below `lower` or above `upper`; NaN is not, so that it stays visible in the loss."""
+    found = torch.zeros_like(values, dtype=torch.bool)
+    if lower is not None:
+        found |= values < lower
+    if upper is not None:
+        found |= values > upper
+    return found
+
+
+def broken_by(rule: CorrectionRule, log_ratio: Tensor, spans: Spans) -> Tensor:
+    """The trained tokens whose metric is outside the bounds of `rule`. log_ratio [T] float64 -> [T] bool."""
+    if rule.metric == "ratio":
+        values = ratio_at_level(log_ratio, rule.level, spans)
+    else:
+        values = at_level(kl_of_samples(log_ratio, rule.metric), rule.level, spans)
+    return spans.mask & outside(values, rule.lower, rule.upper)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# M2PO's mask: the tokens that are kept to bound the second moment of the log-ratios over all ranks.
+
+_STEP_BITS = 40
+_DIGIT_BITS = 10
+_NUM_DIGITS = 5
+"""Second moments are counted in steps of 2^-40; the largest, 20^2 * 2^40, has 49 of the 50 bits."""
+_HALF = 20
+"""Sums are taken of the upper and the lower 20 bits apart: both stay exact in float64 up to 2e7 tokens."""
+
+
+def second_moment_kept(log_ratio: Tensor, mask: Tensor, threshold: float, *, reduce: Reduce) -> Tensor:
+    """M2PO (arXiv 2510.01161): remove the tokens of largest (log ratio)^2 until the mean of the rest <= threshold.
+
+    log_ratio [T] clamped to +-20, mask [T] bool -> [T] bool, the tokens of the mask that are kept. The result is that
+    of sorting the tokens of all ranks, computed from histograms added by `reduce`; it is exact because squares are
+    multiples of 2^-40. Equal squares are kept or removed together. The tokens with the smallest square are always
+    kept. NaN is kept, so that it reaches the loss, and is not counted.
+    """
+    require_same_shape(log_ratio=log_ratio, mask=mask)
+    counted = mask & ~log_ratio.isnan()
+    squares = torch.where(counted, log_ratio, 0.0).double().square()
+    steps = (squares * 2.0**_STEP_BITS).round().long()
+    limit = _largest_kept(steps[counted], Fraction(threshold) * 2**_STEP_BITS, reduce)
+    return mask & (~counted | (steps <= limit))
+
+
+def _largest_kept(steps: Tensor, threshold: Fraction, reduce: Reduce) -> int:
+    """The largest kept square, found digit by digit: the mean of all squares up to c grows with c."""
+    first, count, total = 0, 0, 0
+    for digit in reversed(range(_NUM_DIGITS)):
+        shift = digit * _DIGIT_BITS
+        same_before = (steps >> (shift + _DIGIT_BITS)) == (first >> (shift + _DIGIT_BITS))
+        for value, (more, added) in enumerate(_sums_by_digit(steps[same_before], shift, reduce)):
+            if (total + added) * threshold.denominator > threshold.numerator * (count + more):
+                first |= value << shift
+                break
+            count, total = count + more, total + added
+        else:
+            return 2 ** (_DIGIT_BITS * _NUM_DIGITS)  # only at the first digit: the mean of all is low enough
+    return first - 1 if count else first
+
+
+def _sums_by_digit(steps: Tensor, shift: int, reduce: Reduce) -> list[tuple[int, int]]:
+    """(count, sum) of the `steps` of all ranks for each value of one digit."""
+    size = 1 << _DIGIT_BITS
+    digits = (steps >> shift) & (size - 1)
+    parts = torch.stack([torch.ones_like(steps), steps >> _HALF, steps & ((1 << _HALF) - 1)]).double()
+    local = parts.new_zeros(3, size).index_add(1, digits, parts)
+    numbers = reduce(local.cpu().reshape(-1)).reshape(3, size).long()
+    rows = cast("list[list[int]]", numbers.T.tolist())  # pyright: ignore[reportUnknownMemberType]
+    return [(more, (high << _HALF) + low) for more, high, low in rows]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Approximations of the proximal policy's log-probabilities, used instead of a forward pass.
+#
+# A policy's version is the number of weight updates before it, and the batch of step k is trained with weights k: the
+# proximal policy, at the start of the update, has version k. Its update takes M optimiser steps to version k + 1, so
+# after j of them the policy in training has version v_theta = k + j / M. A token was sampled at version v <= k. If the
+# log-probability of a token is a linear function of the version,
+#
+#     log pi_prox = log pi_old + alpha (log pi_theta - log pi_old)
+#
+#     alpha = (k - v) / (v_theta - v) = (k - v) / (k - v + j / M),
+#
+# and alpha = 1 at j = 0, where the policy in training is the proximal one (for v = k too, where it is 0 / 0).
+# For example, v = k - 1 half way through the update gives 1 / 1.5. docs/algorithms.md describes how AReaL differs.
+
+
+def prox_position(output_versions: Tensor, *, version: int, progress: float) -> Tensor:
+    """alpha of each token, [T] float32 from 0 (the rollout policy) to 1 (the policy in training).
+
+    output_versions [T] int64: the version v that sampled token t+1, -1 for none, which gives 0. `version` is k,
+    `progress` is j / M, from 0 to below 1. A version above k counts as k.
+    """
+    staleness = (version - output_versions).clamp(min=0).float()
+    alpha = staleness / (staleness + progress) if progress > 0 else torch.ones_like(staleness)
+    return torch.where(output_versions < 0, 0.0, alpha)
+
+
+def loglinear_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, alpha: Tensor) -> Tensor:
+    """log pi_old + alpha (log pi_theta - log pi_old), [T], no gradient. At alpha 0 or 1 exactly one of the two."""
+    require_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, alpha=alpha)
+    now = logprobs.detach()
+    between = rollout_logprobs + alpha.to(now.dtype) * (now - rollout_logprobs)
+    return torch.where(alpha == 1, now, torch.where(alpha == 0, rollout_logprobs.to(now.dtype), between))
+
+
+def linear_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, alpha: Tensor) -> Tensor:
+    """The same line between probabilities: log((1 - alpha) pi_old + alpha pi_theta), [T], no gradient."""
+    require_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, alpha=alpha)
+    share = alpha.to(logprobs.dtype)
+    return torch.logaddexp(rollout_logprobs + torch.log1p(-share), logprobs.detach() + share.log())
+
+
+def approximation_errors(
+    logprobs: Tensor, rollout_logprobs: Tensor, prox_logprobs: Tensor, alpha: Tensor, mask: Tensor
+) -> dict[str, TokenStat]:
+    """|guess - log pi_prox| of each trained token, in nats, for every guess that needs no forward pass. All [T].
+
+    Names: prox_error/loglinear, prox_error/linear, prox_error/rollout (the old policy in its place), each with _max.
+    """
+    guesses = {
+        "loglinear": loglinear_logprobs(logprobs, rollout_logprobs, alpha),
+        "linear": linear_logprobs(logprobs, rollout_logprobs, alpha),
+        "rollout": rollout_logprobs,
+    }
+    stats: dict[str, TokenStat] = {}
+    for name, guess in guesses.items():
+        error = (guess - prox_logprobs).abs()
+        stats[f"prox_error/{name}"] = TokenStat(error, mask)
+        stats[f"prox_error/{name}_max"] = TokenStat(error, mask, "max")
+    return stats
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Distances between the policy that sampled a batch and the old policy of the loss, over all ranks.
+
+
+def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, spans: Spans, *, reduce: Reduce) -> Metrics:
+    """Distances between pi_rollout, which sampled, and pi_old, over the trained tokens of all ranks; on every rank.
+
+    Log-probabilities [T] float32 or float64. With d_t = log old - log rollout, clamped to +-20, of N trained tokens;
+    r_t = exp(d_t); r_s = exp(sum of d_t of a sequence), its logarithm clamped to +-20; S sequences with a trained
+    token:
+
+    k1, k2, k3           estimates of KL(rollout || old): means of -d, d^2 / 2, r - 1 - d
+    ppl_rollout, ppl_old exp of the mean of -log pi;  ppl_gap = ppl_old - ppl_rollout, ppl_ratio = ppl_old / ppl_rollout
+    ppl_ratio_max        the largest of exp(mean of -d) of one sequence
+    ratio, _max, _min    mean, largest and smallest r_t
+    chi2_token, _sequence    estimates of the chi-square divergence of old from rollout: mean of r^2, minus 1
+    ess_token, _sequence     effective sample size (Kish): (sum r)^2 / sum r^2, as a fraction of N or S
+
+    Calls `reduce` once. Without a trained token on any rank the metrics have count 0. NaN in a trained token gives NaN.
+    """
+    mask = spans.mask
+    gap = log_ratio(old_logprobs, rollout_logprobs, mask).double()
+    each = first_of_units("sequence_sum", spans)
+    token = gap.exp()
+    sequence = ratio_at_level(gap, "sequence_sum", spans)
+    means = {
+        **{name: (kl_of_samples(gap, name), mask) for name in ("k1", "k2", "k3")},
+        "nll_rollout": (-rollout_logprobs.double(), mask),
+        "nll_old": (-old_logprobs.double(), mask),
+        "ratio": (token, mask),
+        "square_token": (token.square(), mask),
+        "ratio_sequence": (sequence, each),
+        "square_sequence": (sequence.square(), each),
+    }
+    found, count = _global_means(means, mask, each, reduce)
+    rollout, old = found["nll_rollout"].exp(), found["nll_old"].exp()
+    values = {name: found[name] for name in ("k1", "k2", "k3", "ratio")}
+    values |= {"ppl_rollout": rollout, "ppl_old": old, "ppl_gap": old - rollout, "ppl_ratio": old / rollout}
+    for level, mean in (("token", found["ratio"]), ("sequence", found["ratio_sequence"])):
+        values[f"chi2_{level}"] = found[f"square_{level}"] - 1.0
+        values[f"ess_{level}"] = mean.square() / found[f"square_{level}"]
+    extremes = {
+        "ratio_max": TokenStat(token, mask, "max"),
+        "ratio_min": TokenStat(token, mask, "min"),
+        "ppl_ratio_max": TokenStat((-at_level(gap, "sequence_mean", spans)).exp(), mask, "max"),
+    }
+    # every rank has the same value, so the mean over ranks that the step takes is that value
+    shared = {name: Metric(float(value) if count else 0.0, float(count > 0)) for name, value in values.items()}
+    return {f"mismatch/{name}": metric for name, metric in (shared | to_metrics(extremes)).items()}
+
+
+def _global_means(
+    values: dict[str, tuple[Tensor, Tensor]], mask: Tensor, each: Tensor, reduce: Reduce
+) -> tuple[dict[str, Tensor], float]:
+    """The mean of each of `values` where its mask is on, over all ranks, in float64; and the number of tokens."""
+    sums = [torch.where(where, each_value, 0.0).sum() for each_value, where in values.values()]
+    total = reduce(torch.stack([*sums, mask.sum().double(), each.sum().double()]).cpu())
+    num_tokens, num_sequences = total[-2], total[-1]
+    means: dict[str, Tensor] = {}
+    for i, (name, (_, where)) in enumerate(values.items()):
+        means[name] = total[i] / (num_sequences if where is each else num_tokens)
+    return means, float(num_tokens)
+
+
+def effective_sample_size(weights: Tensor, kept: Tensor, *, reduce: Reduce) -> Metric:
+    """(sum w)^2 / (N sum w^2) of the N kept tokens of all ranks, the same on every rank; weights [T], kept [T] bool."""
+    chosen = torch.where(kept, weights, 0.0).double()
+    local = torch.stack([chosen.sum(), chosen.square().sum(), kept.sum().double()])
+    total, squares, count = reduce(local.cpu()).unbind()
+    return Metric(float(total.square() / (count * squares)), 1.0) if float(count) else Metric(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

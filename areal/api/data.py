@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from areal.api.columns import to_array
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.images import ImageRef
 from areal.api.routed_experts import RoutedExperts
 

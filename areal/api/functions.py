@@ -37,17 +37,17 @@ REWARD_FUNCTIONS: dict[str, FunctionRef] = {
     "none": FunctionRef(name="no_reward", module="areal.reward.text"),
     "exact": FunctionRef(name="exact_reward", module="areal.reward.text"),
     "format": FunctionRef(name="format_reward", module="areal.reward.text"),
-    "choice": FunctionRef(name="choice_reward", module="areal.reward.choice"),
+    "choice": FunctionRef(name="choice_reward", module="areal.reward.text"),
     "gsm8k": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
     "math": FunctionRef(name="symbolic_math_reward", module="areal.reward.math_symbolic"),
     "code": FunctionRef(name="code_reward", module="areal.reward.code"),
-    "clevr_count_70k": FunctionRef(name="count_reward", module="areal.reward.vision_answer"),
-    "geometry3k": FunctionRef(name="vision_math_reward", module="areal.reward.vision_answer"),
-    "virl39k": FunctionRef(name="vision_math_reward", module="areal.reward.vision_answer"),
+    "clevr_count_70k": FunctionRef(name="count_reward", module="areal.reward.math_symbolic"),
+    "geometry3k": FunctionRef(name="vision_math_reward", module="areal.reward.math_symbolic"),
+    "virl39k": FunctionRef(name="vision_math_reward", module="areal.reward.math_symbolic"),
 }
 WORKFLOWS: dict[str, FunctionRef] = {
     "rlvr": FunctionRef(name="RLVRWorkflow", module="areal.workflow.rlvr"),
-    "vision_rlvr": FunctionRef(name="VisionRLVRWorkflow", module="areal.workflow.vision_rlvr"),
+    "vision_rlvr": FunctionRef(name="VisionRLVRWorkflow", module="areal.workflow.rlvr"),
     "multi_turn": FunctionRef(name="MultiTurnWorkflow", module="areal.workflow.multi_turn"),
     "agent": FunctionRef(name="AgentWorkflow", module="areal.workflow.agent"),
     "synthetic": FunctionRef(name="SyntheticWorkflow", module="areal.workflow.synthetic"),
@@ -57,13 +57,13 @@ ACCEPT_FUNCTIONS: dict[str, FunctionRef] = {
 }
 MAP_FUNCTIONS: dict[str, FunctionRef] = {
     "gsm8k": FunctionRef(name="gsm8k_row", module="areal.data.dataset"),
-    "clevr_count_70k": FunctionRef(name="clevr_count_row", module="areal.data.vision_rows"),
-    "geometry3k": FunctionRef(name="geometry3k_row", module="areal.data.vision_rows"),
-    "virl39k": FunctionRef(name="virl39k_row", module="areal.data.vision_rows"),
+    "clevr_count_70k": FunctionRef(name="clevr_count_row", module="areal.data.dataset"),
+    "geometry3k": FunctionRef(name="geometry3k_row", module="areal.data.dataset"),
+    "virl39k": FunctionRef(name="virl39k_row", module="areal.data.dataset"),
 }
 ANSWER_FUNCTIONS: dict[str, FunctionRef] = {
     "number": FunctionRef(name="canonical_answer", module="areal.reward.math_answer"),
-    "choice": FunctionRef(name="extract_choice", module="areal.reward.choice"),
+    "choice": FunctionRef(name="extract_choice", module="areal.reward.text"),
     "text": FunctionRef(name="stripped", module="areal.reward.text"),
 }
 """The tables of registered names are here, so that the launcher checks names without importing the functions."""

@@ -27,7 +27,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionLayout:
-    """How a family of models takes images; `areal.system.vision_layout` reads it from a checkpoint folder."""
+    """How a family of models takes images; `areal.models.vision_layout` reads it from a checkpoint folder."""
 
     family: str
     """`model_type` in config.json."""

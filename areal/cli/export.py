@@ -11,7 +11,7 @@ from pathlib import Path
 
 from areal.api.config import BaseExperimentConfig, FSDPEngineConfig, RWConfig
 from areal.api.config.load import load_experiment
-from areal.api.config.megatron import MegatronEngineConfig
+from areal.api.config.train import MegatronEngineConfig
 from areal.api.engine import ModelRole
 from areal.api.errors import InputError
 from areal.system.durable import damage_of, publish_folder, writing_folder

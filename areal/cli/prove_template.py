@@ -9,9 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from areal.agent.bridge import TemplateBridge, TemplateScenario
-from areal.agent.bridge.dialogues import Comparison, compare
-from areal.agent.bridge.proof import Row, Scope
+from areal.agent.bridge import Comparison, Row, Scope, TemplateBridge, TemplateScenario, compare
 from areal.api.errors import ConfigError, InputError
 from areal.data.tiny_model import template_tokenizer
 from areal.data.tokenizer import Tokenizer, load_tokenizer

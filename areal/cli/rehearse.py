@@ -17,11 +17,10 @@ from typing import Any
 from aiohttp import web
 
 from areal.agent.agent_run import AgentJob, AgentOutcome, run_command
+from areal.agent.directory import OpenedSession
 from areal.agent.processes import AgentPool
-from areal.agent.rehearsal import SCENARIOS, Scenario, chosen, problems_of
-from areal.agent.rehearsal_session import RehearsalDirectory, RehearsedSession, Script
-from areal.agent.session_directory import OpenedSession
-from areal.agent.session_routes import SessionServer
+from areal.agent.rehearsal import SCENARIOS, RehearsalDirectory, RehearsedSession, Scenario, Script, chosen, problems_of
+from areal.agent.session_server import SessionServer
 from areal.agent.turns import BUDGET_CODES
 from areal.api.config import DatasetConfig, PPOConfig
 from areal.api.config.load import load_experiment
@@ -30,7 +29,7 @@ from areal.api.errors import ConfigError, InputError
 from areal.api.functions import parse_function_path
 from areal.api.workflow import constructor_problems
 from areal.data.dataset import load_rows
-from areal.observe.http_log import HttpLogger
+from areal.observe.log import HttpLogger
 from areal.system.network import bind_socket, http_address, new_token
 from areal.system.run_paths import RunPaths
 from areal.workflow.agent import AgentWorkflow, agent_job

@@ -19,17 +19,17 @@ from areal.api.config.load import load_experiment, save_config
 from areal.api.data import GenerationRequest, GenerationResponse, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError, ConfigError, LaunchError
+from areal.data.image_files import RunImages
 from areal.data.tokenizer import Tokenizer
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
-from areal.observe.episode_metrics import logged_metrics
-from areal.rollout.episode import Rejected, verdict_on
+from areal.observe.step_files import logged_metrics
+from areal.rollout.executor import Rejected, verdict_on
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import kill_trees, spawn
-from areal.system.run_images import RunImages
 from areal.trainer.first_row import Trial
-from areal.workflow.sampling import request_settings
+from areal.workflow.scoring import request_settings
 from areal.workflow.trajectory_check import Remark, remarks_on, spans_of
 
 _POLL_S = 0.1

@@ -2,17 +2,579 @@
 
 import argparse
 import dataclasses
+import itertools
+import json
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
 import orjson
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from areal.cli.watch_facts import Watched
-from areal.cli.watch_view import view
-from areal.system.run_paths import existing_run
+from areal.api.config import BaseExperimentConfig
+from areal.api.config.load import load_experiment
+from areal.api.errors import InputError
+from areal.cli.compare import Curve, sparkline
+from areal.cli.show import safe
+from areal.launcher.preflight import has_launcher
+from areal.launcher.result import episodes_of, recorded_alarms
+from areal.launcher.status import StatusSource
+from areal.observe.alarms import Alarm, alarms_text, by_meaning
+from areal.system.discovery import registry_of
+from areal.system.heartbeat import Beat, read_beats
+from areal.system.run_paths import RunPaths, existing_run
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `areal watch` shows of a run, read from its folder and, while it runs, from its controller.
+
+WINDOW = 20
+"""Steps over which rates, phases and staleness are averaged."""
+NUM_SAMPLES = 3
+_EVALUATION = re.compile(r"eval/([^/]+(?:/[^/]+)?)/reward|eval/(loss)")
+_NOT_EVALUATION = "/episode"
+_CURVES = {
+    "reward": ("rollout/reward",),
+    "loss": ("loss",),
+    "entropy": ("actor/entropy",),
+    "KL from the reference": ("batch/ref_kl",),
+    "KL of the update": ("actor/approx_kl",),
+    "answer length": ("batch/answer_length",),
+    "gradient norm": ("actor/grad_norm", "grad_norm"),
+}
+"""Name -> the metrics of which the first recorded one is its curve."""
+_SPEED = "rollout/generated_tokens_per_s"
+_STALENESS = "rollout/staleness_frac/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedProcess:
+    """One process of the plan."""
+
+    name: str
+    node: str
+    device: str
+    doing: str
+    """From its newest heartbeat, with the seconds since it began that; empty without one."""
+    memory_gib: float | None
+    """Resident memory, of an ended process in its last step."""
+    silent_s: float | None
+    """Seconds from the newest heartbeat to the newest sign of the run; None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """Everything that one look at a run shows."""
+
+    run: str
+    state: str
+    """running, completed, failed, interrupted, or dead: it ended without a summary."""
+    cause: str
+    """Why it failed."""
+    step: int
+    """Train steps done."""
+    total_steps: int | None
+    elapsed_s: float | None
+    """Of training."""
+    step_s: float | None
+    """Median of the newest steps, evaluation included."""
+    eta_s: float | None
+    """Seconds of training that remain of a running run, at the speed of the newest steps."""
+    curves: dict[str, Curve]
+    held_out: dict[str, Curve]
+    """Evaluation -> its curve."""
+    staleness: Mapping[str, float]
+    """Staleness in versions -> share of the generated tokens of the newest steps."""
+    seconds_by_phase: Mapping[str, float]
+    """Mean of the newest steps, the longest first."""
+    waits: Mapping[str, float]
+    """Who waits for whom -> share of the time of the newest steps."""
+    waiting_for: str
+    """What a running run waits for now."""
+    tokens_per_s: float | None
+    """Generated."""
+    episodes: Mapping[str, Any]
+    """Numbers by state, and by reason; empty without a controller."""
+    first_failure: str
+    alarms: Sequence[Alarm]
+    restarts: Mapping[str, Sequence[str]]
+    """Of an ended run: server, or all trainer ranks -> the causes of its restarts."""
+    samples: Sequence[Mapping[str, Any]]
+    """Rows of the newest table of samples: the highest reward, one between, the lowest."""
+    samples_step: int | None
+    processes: Sequence[WatchedProcess]
+
+
+@dataclass(slots=True)
+class _Metrics:
+    """The rows of a growing metrics file. Only what is shown is kept."""
+
+    path: Path
+    newest: deque[dict[str, Any]] = field(default_factory=lambda: deque[dict[str, Any]](maxlen=WINDOW + 1))
+    points: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
+    _read_bytes: int = 0
+    _file: int = -1
+
+    def read(self) -> None:
+        """Read the complete lines since the last call. A recovery replaces the file, which is then read again."""
+        try:
+            with open(self.path, "rb") as file:
+                number = self.path.stat().st_ino
+                if number != self._file or self.path.stat().st_size < self._read_bytes:
+                    self.newest.clear()
+                    self.points.clear()
+                    self._file, self._read_bytes = number, 0
+                file.seek(self._read_bytes)
+                *lines, rest = file.read().split(b"\n")
+                self._read_bytes = file.tell() - len(rest)
+        except FileNotFoundError:
+            return
+        for line in lines:
+            try:
+                row = orjson.loads(line)
+                self._take(row["step"], row)
+            except (ValueError, KeyError, TypeError):
+                continue
+
+    def _take(self, step: int, row: dict[str, Any]) -> None:
+        if step:  # line 0 is the evaluation before training
+            self.newest.append(row)
+        shown = {key for keys in _CURVES.values() for key in keys} & row.keys()
+        shown |= {key for key in row if _EVALUATION.fullmatch(key) and _NOT_EVALUATION not in key}
+        for key in shown:
+            if isinstance(row[key], int | float):
+                self.points.setdefault(key, {})[step] = float(row[key])
+
+    def curve(self, key: str) -> Curve | None:
+        points = self.points.get(key)
+        return Curve(list(points), list(points.values())) if points else None
+
+
+class Watched:
+    """A run that is looked at once or again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        """InputError when `folder` is no run folder."""
+        self._paths = RunPaths(folder.absolute())
+        if not self._paths.config.is_file():
+            raise InputError(f"{folder} is no run folder: it has no config.yaml", code="launch.no_run_folder")
+        self._config: BaseExperimentConfig = load_experiment(
+            ["--config", str(self._paths.config)], allow_unknown_top_level=True
+        )
+        self._metrics = _Metrics(self._paths.metrics)
+        self._source: StatusSource | None = None
+        self._token = ""
+        self._last_status: dict[str, Any] | None = None
+        self._clock = RunClock()
+
+    def look(self) -> RunView:
+        """Read what is new, and ask the controller of a running run."""
+        paths, plan = self._paths, _json(self._paths.plan)
+        self._metrics.read()
+        is_running = has_launcher(paths)
+        summary = {} if is_running else _newer(paths.summary, paths.plan)
+        status = self._status(plan) if is_running else None
+        rows = list(self._metrics.newest)
+        last: dict[str, Any] = rows[-1] if rows else {}
+        total = (status or {}).get("total_steps") or plan.get("numbers", {}).get("total_steps")
+        step, step_s = int(last.get("step", 0)), _step_s(rows)
+        samples_step, samples = _samples(paths)
+        now_s = self._clock.now_s(newest_s(paths), time.monotonic())
+        beats, since_beats_s = read_beats(paths.alive), max(0.0, now_s - written_s(paths.alive))
+        return RunView(
+            run=str(paths.root),
+            state="running" if is_running else summary.get("status", "dead"),
+            cause=summary.get("cause", ""),
+            step=step,
+            total_steps=total,
+            elapsed_s=last.get("seconds/elapsed"),
+            step_s=step_s,
+            eta_s=(total - step) * step_s if is_running and total and step_s is not None else None,
+            curves=self._curves(),
+            held_out=self._held_out(),
+            staleness=_staleness(rows),
+            seconds_by_phase=_phases(rows),
+            waits=_waits(rows),
+            waiting_for=(status or {}).get("waiting_for", ""),
+            tokens_per_s=status["tokens_per_s"] if status else _tokens_per_s(rows),
+            episodes=episodes_of(paths, status or self._last_status) or {},
+            first_failure=(status or {}).get("first_failure", ""),
+            alarms=recorded_alarms(paths.alarms),
+            samples=samples,
+            samples_step=samples_step,
+            restarts=summary.get("restarts", {}),
+            processes=[
+                _process(process, beats.get(process["name"]), last, since_beats_s)
+                for process in plan.get("processes", ())
+            ],
+        )
+
+    def _status(self, plan: Mapping[str, Any]) -> dict[str, Any] | None:
+        try:
+            token = self._paths.token.read_text(encoding="utf-8").strip()
+        except OSError:  # of another user, or the run has just ended
+            return None
+        if self._source is None or token != self._token:
+            has_controller = any(process["role"] == "controller" for process in plan.get("processes", ()))
+            self._token, self._source = (
+                token,
+                StatusSource(
+                    registry_of(self._config),
+                    self._paths.metrics,
+                    has_controller=has_controller,
+                    total_steps=None,
+                    token=token,
+                ),
+            )
+        self._last_status = status = self._source.status()
+        return status
+
+    def _curves(self) -> dict[str, Curve]:
+        found = {name: [self._metrics.curve(key) for key in keys] for name, keys in _CURVES.items()}
+        return {name: curves[0] for name, known in found.items() if (curves := [curve for curve in known if curve])}
+
+    def _held_out(self) -> dict[str, Curve]:
+        found: dict[str, Curve] = {}
+        for key in self._metrics.points:
+            match, curve = _EVALUATION.fullmatch(key), self._metrics.curve(key)
+            if match and curve:
+                found[match[1] or match[2]] = curve
+        return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _newer(summary: Path, plan: Path) -> dict[str, Any]:
+    """The summary, unless a later launch has written its plan and died."""
+    try:
+        return _json(summary) if summary.stat().st_mtime_ns >= plan.stat().st_mtime_ns else {}
+    except OSError:
+        return _json(summary)
+
+
+def _step_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    times = [row["time"] for row in rows]
+    return median(after - before for before, after in pairwise(times)) if len(times) > 1 else None
+
+
+def _tokens_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean of the newest steps. In the last ones less is generated, because no batch needs more."""
+    found = [row[_SPEED] for row in rows if _SPEED in row]
+    return fmean(found) if found else None
+
+
+def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    newest = [row for row in rows[-WINDOW:] if "rollout/staleness_mean" in row]
+    names = sorted({name for row in newest for name in row if name.startswith(_STALENESS)}, key=_number)
+    return {name.removeprefix(_STALENESS): fmean(row.get(name, 0.0) for row in newest) for name in names}
+
+
+def _number(name: str) -> int:
+    digits = re.sub(r"\D", "", name)
+    return int(digits) if digits else 0
+
+
+def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    newest = rows[-WINDOW:]
+    names = {name for row in newest for name in row if name.startswith("seconds/")}
+    names -= {"seconds/step", "seconds/elapsed"}
+    mean = {name.removeprefix("seconds/"): fmean(row.get(name, 0.0) for row in newest) for name in names}
+    return dict(sorted(mean.items(), key=lambda item: -item[1]))
+
+
+def _waits(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares of the newest steps, from the phases of trainer rank 0 and from the state when each batch was made."""
+    newest = rows[-WINDOW:]
+    if not newest or "rollout/running" not in newest[-1]:
+        return {}
+    seconds = sum(row["seconds/step"] for row in newest) or 1.0
+
+    def share(phase: str) -> float:
+        return sum(row.get(f"seconds/{phase}", 0.0) for row in newest) / seconds
+
+    return {
+        "the trainer waits for answers": share("rollout"),
+        "the trainer sends weights, or waits until the servers have them": share("publish_weights"),
+        "the servers wait for the trainer": fmean(row["rollout/running"] == 0 for row in newest),
+    }
+
+
+def _samples(paths: RunPaths) -> tuple[int | None, list[dict[str, Any]]]:
+    """The step and rows of the newest table of samples, which is sorted by reward."""
+    newest = max(paths.samples.glob("step-*.jsonl"), default=None)
+    if newest is None:
+        return None, []
+    try:
+        rows: list[dict[str, Any]] = [orjson.loads(line) for line in newest.read_bytes().splitlines()]
+    except (OSError, ValueError):
+        return None, []
+    places = sorted({round(part * (len(rows) - 1) / (NUM_SAMPLES - 1)) for part in range(NUM_SAMPLES)} if rows else ())
+    return int(newest.stem.removeprefix("step-")), [rows[place] for place in places]
+
+
+def newest_s(paths: RunPaths) -> float:
+    """When the newest file that running processes write was written, by the clock of the file system; 0 without one."""
+    return max(map(written_s, (paths.metrics, paths.ledger, paths.alive, *paths.logs.glob("*.log"))))
+
+
+def written_s(path: Path) -> float:
+    """When a file was written, by the clock of its file system; 0 when it does not exist."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+class RunClock:
+    """The time of a run by the clock of its files, because the clock of this machine may be another one."""
+
+    def __init__(self) -> None:
+        self._newest_s = self._seen_s = 0.0
+
+    def now_s(self, newest_s: float, local_s: float) -> float:
+        """The time of the newest file, and the local seconds since it was first seen.
+
+        Of a run whose processes all hang, only the time since the first look counts.
+        """
+        if newest_s > self._newest_s:
+            self._newest_s, self._seen_s = newest_s, local_s
+        return self._newest_s + local_s - self._seen_s
+
+
+def _process(
+    planned: Mapping[str, Any], beat: Beat | None, last: Mapping[str, Any], since_beats_s: float
+) -> WatchedProcess:
+    """`beat`: None of a process that has ended. `since_beats_s`: seconds since the launcher wrote the heartbeats."""
+    in_metrics: float | None = last.get(f"memory/{planned['name']}")
+    return WatchedProcess(
+        name=planned["name"],
+        node=beat.node if beat and beat.node else planned["host"]["node"],
+        device=f"GPU {','.join(planned['gpus'])}" if planned["gpus"] else planned["device"],
+        doing=f"{beat.doing} ({beat.for_s:.0f} s)" if beat else "",
+        memory_gib=beat.resident_bytes / 2**30 if beat and beat.resident_bytes else in_metrics,
+        silent_s=beat.silent_s + since_beats_s if beat else None,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The picture of a run that `areal watch` draws with rich: panels of curves, shares, samples and processes.
+
+_STATES = {"running": "cyan", "completed": "green", "interrupted": "yellow", "failed": "red", "dead": "red"}
+_COLORS = ("cyan", "magenta", "yellow", "green", "blue")
+_CHART_ROWS, _LABEL = 9, 8
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of a braille character by row and column of its dots."""
+_BAR = 18
+_MIN_SHARE = 0.005
+_MAX_TEXT = 160
+_WIDE = 100
+"""Columns from which on panels are next to each other."""
+
+
+def view(found: RunView, width: int) -> RenderableType:
+    """The whole picture for a terminal of `width` columns."""
+    half = width // 2 - 4 if width >= _WIDE else width - 4
+    parts: list[RenderableType] = [_head(found)]
+    main = {name: found.curves[name] for name in ("reward", "loss") if name in found.curves}
+    rest = {name: curve for name, curve in found.curves.items() if name not in main}
+    title = "reward and held-out sets" if "reward" in main else "loss"
+    left, right = _chart(main | found.held_out, half), _curves(rest | found.held_out, half)
+    parts.append(_row([_panel(title, left), _panel("curves", right)], width))
+    parts.append(_row([_panel("time of a step", _times(found)), _panel("episodes", _episodes(found))], width))
+    if problems := _problems(found):
+        parts.append(Panel(problems, title="failures and alarms", title_align="left", border_style="red"))
+    if found.samples:
+        parts.append(_panel(f"samples of step {found.samples_step}", _sample_texts(found)))
+    parts.append(_panel("processes", _processes(found.processes)))
+    return Group(*parts)
+
+
+def _panel(title: str, body: RenderableType) -> Panel:
+    return Panel(body, title=title, title_align="left", border_style="bright_black")
+
+
+def _row(panels: Sequence[Panel], width: int) -> RenderableType:
+    if width < _WIDE:
+        return Group(*panels)
+    grid = Table.grid(expand=True)
+    for _ in panels:
+        grid.add_column(ratio=1)
+    grid.add_row(*panels)
+    return grid
+
+
+def _head(found: RunView) -> Text:
+    text = Text(overflow="fold")
+    text.append("/".join(Path(found.run).parts[-2:]), style="bold")
+    text.append(f"  {found.state}", style=f"bold {_STATES.get(found.state, 'white')}")
+    share = min(1.0, found.step / found.total_steps) if found.total_steps else 0.0
+    filled = round(share * _BAR)
+    text.append(f"  {'━' * filled}", style="cyan").append("━" * (_BAR - filled), style="bright_black")
+    text.append(f" step {found.step}/{found.total_steps or '?'}")
+    for name, value in (
+        ("ETA ", _duration(found.eta_s)),
+        ("", None if found.step_s is None else f"{found.step_s:.3g} s/step"),
+        ("", None if found.tokens_per_s is None else f"{found.tokens_per_s:,.0f} tokens/s"),
+        ("trained for ", _duration(found.elapsed_s)),
+    ):
+        if value is not None:
+            text.append(f"  {name}{value}")
+    if found.cause:
+        text.append(f"\n{safe(found.cause)}", style="red")
+    if found.waiting_for:
+        text.append(f"\nwaits for {safe(found.waiting_for)}", style="bright_black")
+    return text
+
+
+def _duration(seconds: float | None) -> str | None:
+    return None if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def _chart(curves: Mapping[str, Curve], width: int) -> RenderableType:
+    """All curves in one chart of braille dots, with a legend."""
+    if not curves:
+        return Text("no train step yet", style="bright_black")
+    legend = Text()
+    for color, (name, curve) in zip(itertools.cycle(_COLORS), curves.items(), strict=False):
+        legend.append(f"— {name} {curve.values[-1]:.4g}  ", style=color)
+    columns = max(10, width - _LABEL - 1)
+    everything = [value for curve in curves.values() for value in curve.values]
+    low, high = min(everything), max(everything)
+    first, last = min(curve.steps[0] for curve in curves.values()), max(curve.steps[-1] for curve in curves.values())
+    cells: dict[tuple[int, int], tuple[int, str]] = {}
+    for color, curve in zip(itertools.cycle(_COLORS), curves.values(), strict=False):
+        for x, y in _dots(curve, (first, last), (low, high), columns * 2, _CHART_ROWS * 4):
+            bits, _ = cells.get((y // 4, x // 2), (0, ""))
+            cells[y // 4, x // 2] = (bits | _DOTS[y % 4][x % 2], color)
+    text = Text(no_wrap=True)
+    for row in range(_CHART_ROWS):
+        label = {0: high, _CHART_ROWS - 1: low}.get(row)
+        text.append(f"{'' if label is None else format(label, '.4g'):>{_LABEL}} ", style="bright_black")
+        for column in range(columns):
+            bits, color = cells.get((row, column), (0, ""))
+            text.append(chr(0x2800 + bits), style=color)
+        text.append("\n")
+    text.append(f"{'':>{_LABEL}} step {first} to {last}", style="bright_black")
+    return Group(text, legend)
+
+
+def _dots(
+    curve: Curve, steps: tuple[int, int], values: tuple[float, float], width: int, height: int
+) -> list[tuple[int, int]]:
+    """Places of the dots of a curve, joined by lines. Row 0 is the highest value."""
+    across = (width - 1) / max(1, steps[1] - steps[0])
+    up = (height - 1) / (values[1] - values[0] if values[1] > values[0] else 1.0)
+    places = [
+        (round((step - steps[0]) * across), height - 1 - round((value - values[0]) * up))
+        for step, value in zip(curve.steps, curve.values, strict=True)
+    ]
+    dots = places[:1]
+    for (x, y), (next_x, next_y) in itertools.pairwise(places):
+        count = max(abs(next_x - x), abs(next_y - y), 1)
+        dots += [(x + (next_x - x) * i // count, y + (next_y - y) * i // count) for i in range(1, count + 1)]
+    return dots
+
+
+def _curves(curves: Mapping[str, Curve], width: int) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    bars = max(8, width - 36)
+    for name, curve in curves.items():
+        low, high = min(curve.values), max(curve.values)
+        table.add_row(
+            name, Text(sparkline(curve.values, low, high, width=bars), style="cyan"), f"{curve.values[-1]:.4g}"
+        )
+    return table if curves else Text("none yet", style="bright_black")
+
+
+def _shares(rows: Sequence[tuple[str, float, str]]) -> Table:
+    """Name, share from 0 to 1 as a bar, and text."""
+    table = Table.grid(padding=(0, 1))
+    for name, share, text in rows:
+        filled = round(min(1.0, share) * _BAR)
+        bar = Text("█" * filled, style="cyan").append("░" * (_BAR - filled), style="bright_black")
+        table.add_row(name, bar, text)
+    return table
+
+
+def _times(found: RunView) -> RenderableType:
+    total = sum(found.seconds_by_phase.values()) or 1.0
+    phases = [
+        (name, spent / total, f"{spent:.3g} s")
+        for name, spent in found.seconds_by_phase.items()
+        if spent >= _MIN_SHARE * total
+    ]
+    waits = [(name, share, f"{share:.0%}") for name, share in found.waits.items()]
+    parts: list[RenderableType] = [_shares(phases)] if phases else [Text("no train step yet", style="bright_black")]
+    if waits:
+        parts += [Text("\nwho waits for whom", style="bold"), _shares(waits)]
+    return Group(*parts)
+
+
+def _episodes(found: RunView) -> RenderableType:
+    names = ("running", "waiting", "consumed", "rejected", "failed")
+    counts = ", ".join(f"{found.episodes[name]} {name}" for name in names if name in found.episodes)
+    parts: list[RenderableType] = [Text(counts or "no rollouts")]
+    reasons: Mapping[str, int] = found.episodes.get("reasons", {})
+    for reason, count in sorted(reasons.items(), key=lambda pair: -pair[1])[:4]:
+        parts.append(Text(f"  {count} {safe(reason)}", style="yellow", no_wrap=True, overflow="ellipsis"))
+    if found.staleness:
+        rows = [(name, share, f"{share:.0%} of the tokens") for name, share in found.staleness.items()]
+        parts += [Text("\nstaleness in policy versions", style="bold"), _shares(rows)]
+    return Group(*parts)
+
+
+def _problems(found: RunView) -> Text:
+    lines = [f"first failure: {safe(found.first_failure)}"] if found.first_failure else []
+    lines += [f"{name} was restarted: {safe(cause)}" for name, causes in found.restarts.items() for cause in causes]
+    lines += [alarms_text(group) for group in by_meaning(found.alarms)[-3:]]
+    return Text("\n".join(lines))
+
+
+def _sample_texts(found: RunView) -> RenderableType:
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="bright_black")
+    for name, ratio in (("reward", None), ("prompt", 1), ("answer", 2), ("end", None)):
+        table.add_column(name, ratio=ratio, no_wrap=ratio is None)
+    for row in found.samples:
+        parts = "".join(f"\n{name} {score:g}" for name, score in row["reward_parts"].items())
+        end = f"{row['stop_reason']}, {row['num_generated']} tokens"
+        table.add_row(f"{row['reward']:g}{parts}", _short(row["prompt"]), _short(row["answer"]), end)
+    return table
+
+
+def _short(text: str) -> Text:
+    """The end of a prompt or an answer, which has the question or the result."""
+    text = safe(text).strip()
+    return Text(text if len(text) <= _MAX_TEXT else f"...{text[-_MAX_TEXT:]}")
+
+
+def _processes(processes: Sequence[WatchedProcess]) -> Table:
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="bright_black")
+    for name in ("node", "process", "device", "memory", "heartbeat"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("does", ratio=1, no_wrap=True, overflow="ellipsis")
+    for node, group in itertools.groupby(sorted(processes, key=lambda one: one.node), key=lambda one: one.node):
+        for place, one in enumerate(group):
+            memory = "" if one.memory_gib is None else f"{one.memory_gib:.2f} GiB"
+            silent = "none" if one.silent_s is None else f"{one.silent_s:.0f} s ago"
+            table.add_row("" if place else node, one.name, one.device, memory, silent, safe(one.doing))
+    return table
 
 
 def watch(words: Sequence[str]) -> int:

@@ -1,12 +1,15 @@
 """Datasets: rows from files, folders and the hub, mapped to the columns that workflows and rewards read."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+import orjson
 
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.config.data import is_row_function
@@ -21,13 +24,79 @@ from areal.api.functions import (
 )
 from areal.data.chat import encode_prompt
 from areal.data.images import PromptImages
-from areal.data.length_cache import cached_lengths
-from areal.data.mix import mixed_rows
-from areal.data.preference_rows import EncodedPair, encode_pair
-from areal.data.row_check import require_usable, size_problem
+from areal.data.row_check import mixed_rows, require_usable, size_problem
 from areal.data.row_files import READERS, Row, dataset_files, object_row
-from areal.data.sft_rows import EncodedRow, encode_sft_row
+from areal.data.supervised_rows import EncodedPair, EncodedRow, encode_pair, encode_sft_row
 from areal.data.tokenizer import Tokenizer
+from areal.system.durable import write_atomic
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers of tokens of prompts, kept in a folder between runs: counting them takes most of the time of reading rows.
+
+
+def cached_lengths(folder: str, rows: Sequence[Row], tokenizer: Tokenizer, count: Callable[[], list[int]]) -> list[int]:
+    """The numbers of tokens of all prompts: those in `folder`, or the result of `count`, which is then kept there.
+
+    The name of the file is a hash of the rows, the tokenizer and its template, so a change of one of them counts again.
+    A file that cannot be read or is damaged counts as missing. Raises InputError when the folder cannot be written.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not folder or backend is None:  # a tokenizer in Python has no text that identifies it
+        return count()
+    digest = hashlib.sha256(backend.to_str().encode())
+    digest.update(repr(tokenizer.chat_template).encode())
+    for row in rows:
+        digest.update(repr(row).encode())  # JSON has no lone surrogates and no integers of more than 64 bits
+    path = Path(folder).expanduser() / f"lengths-{digest.hexdigest()}.json"
+    try:
+        found = orjson.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, orjson.JSONDecodeError):
+        found = None
+    if isinstance(found, list) and len(found) == len(rows) and all(type(length) is int for length in found):
+        return found
+    lengths = count()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, orjson.dumps(lengths))
+    except OSError as error:
+        message = f"cache_dir: {folder} cannot be written: {error.strerror}"
+        raise InputError(message, code="data.cache_dir") from error
+    return lengths
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows of public datasets with images, as chats that ask for an answer in the form that their reward reads.
+
+_COUNT = "\n\nCount the objects. Write only their number in square brackets, like: [7]"
+_FORMULA = "\n\nThink step by step. Write the final answer in a box, like: \\boxed{42}"
+
+
+def clevr_count_row(row: Row) -> Row:
+    """A row of clevr_count_70k (images, problem, answer); its answer becomes `[n]`."""
+    return _chat(row, "problem", "images", _COUNT, f"[{str(row['answer']).strip(' []')}]")
+
+
+def geometry3k_row(row: Row) -> Row:
+    r"""A row of geometry3k (images, problem, answer); its answer becomes `\boxed{answer}`."""
+    return _chat(row, "problem", "images", _FORMULA, _boxed(row["answer"]))
+
+
+def virl39k_row(row: Row) -> Row:
+    r"""A row of ViRL39K (image, question, answer); its answer becomes `\boxed{answer}`."""
+    return _chat(row, "question", "image", _FORMULA, _boxed(row["answer"]))
+
+
+def _chat(row: Row, question: str, images: str, instruction: str, answer: str) -> Row:
+    """`question` and `images` are columns, which `messages` and the column `images` replace; the others stay."""
+    others = {name: value for name, value in row.items() if name not in (question, images)}
+    message = {"role": "user", "content": row[question] + instruction}
+    return {**others, "messages": [message], "images": row[images], "answer": answer}
+
+
+def _boxed(answer: Any) -> str:
+    text = str(answer).strip()
+    return text if "\\boxed" in text else f"\\boxed{{{text}}}"
+
 
 AnyT = TypeVar("AnyT")
 EncodedT = TypeVar("EncodedT", EncodedRow, EncodedPair)

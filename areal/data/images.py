@@ -12,12 +12,10 @@ from typing import Any, Self
 from areal.api.config import BaseExperimentConfig, VisionConfig
 from areal.api.errors import InputError
 from areal.api.images import ImageRef, ImageStore, VisionLayout, expanded
+from areal.data.image_files import ImageFiles, RunImages, data_url, encode_image, grid_of_source, png_of
 from areal.data.tokenizer import Tokenizer
-from areal.system.image_codec import encode_image, grid_of_source, png_of
-from areal.system.image_files import ImageFiles
-from areal.system.run_images import RunImages, data_url
+from areal.models.vision_layout import read_vision_layout
 from areal.system.run_paths import RunPaths
-from areal.system.vision_layout import read_vision_layout
 
 Row = dict[str, Any]
 MARK = "<image>"

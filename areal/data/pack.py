@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.api.batch import TrainBatch
-from areal.api.batch_share import BatchShare
+from areal.api.batch import BatchShare, TrainBatch
 from areal.api.errors import InputError
 from areal.api.images import ImageRef
 

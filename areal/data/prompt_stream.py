@@ -5,14 +5,45 @@ skipped in that epoch; without it, a batch may contain rows of two epochs. Rejec
 prompts, so a run may exceed its planned epochs: the stream is endless.
 """
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
 from areal.api.config import BaseExperimentConfig
 from areal.api.errors import ConfigError
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How many train steps a configuration asks for.
+
+
+def steps_per_epoch(config: BaseExperimentConfig, num_rows: int) -> int | Fraction:
+    """Train steps per pass over `num_rows` rows.
+
+    A fraction without drop_last: a batch at the border of two epochs has rows of both.
+    """
+    data = config.train_dataset
+    return num_rows // data.batch_size if data.drop_last else Fraction(num_rows, data.batch_size)
+
+
+def step_limits(config: BaseExperimentConfig, num_rows: int, *, samples_per_row: int) -> dict[str, int]:
+    """Train steps that each limit of the run's length allows, by option; the smallest one applies.
+
+    total_train_epochs limits only where it is given, or where nothing else does (one epoch).
+    """
+    limits: dict[str, int] = {}
+    if config.total_train_steps is not None:
+        limits["total_train_steps"] = config.total_train_steps
+    if config.total_train_n_seqs is not None:
+        per_step = config.train_dataset.batch_size * samples_per_row
+        limits["total_train_n_seqs"] = -(-config.total_train_n_seqs // per_step)
+    if config.total_train_epochs is not None or not limits:
+        limits["total_train_epochs"] = math.ceil(steps_per_epoch(config, num_rows) * (config.total_train_epochs or 1))
+    return limits
+
 
 RowT = TypeVar("RowT")
 

@@ -3,12 +3,34 @@
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from areal.api.config import BaseExperimentConfig, DatasetConfig
 from areal.api.errors import ConfigError, InputError
-from areal.data.mix import mixed_counts
 from areal.data.row_files import READERS, Row, count_rows_of, dataset_files, json_value
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mixes of datasets: how often the rows of each occur in an epoch.
+
+RowT = TypeVar("RowT")
+
+
+def mixed_counts(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Rows of each dataset in an epoch, in proportion to `weights`: the smallest such epoch that cuts no dataset.
+
+    No weights: the sizes.
+    """
+    if not weights:
+        return list(sizes)
+    scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+    return [max(size, round(scale * weight)) for size, weight in zip(sizes, weights, strict=True)]
+
+
+def mixed_rows(parts: Sequence[Sequence[RowT]], weights: Sequence[float]) -> list[RowT]:
+    """The rows of an epoch, dataset by dataset; a repeated row is the same object. The parts have rows."""
+    counts = mixed_counts([len(part) for part in parts], weights)
+    return [part[i % len(part)] for part, count in zip(parts, counts, strict=True) for i in range(count)]
+
 
 MAX_SHOWN = 3
 """Maximum number of rows in a message."""

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from areal.api.config import BaseExperimentConfig
 from areal.api.errors import InputError
-from areal.system.hub import hub_file
-from areal.system.vision_layout import read_vision_layout
+from areal.models.checkpoint_files import hub_file
+from areal.models.vision_layout import read_vision_layout
 
 _TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_PATTERNS = ("*token*", "vocab*", "*.model", "*.tiktoken")

@@ -12,8 +12,8 @@ from areal.api.config import TrainEngineConfig
 from areal.api.data import WeightSpec
 from areal.api.errors import InputError
 from areal.engine.lora import Adapters
-from areal.engine.region import copy_part, whole_tensor
-from areal.system.adapter_files import (
+from areal.engine.mesh import copy_part, whole_tensor
+from areal.models.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     BASE_KEY,

@@ -1,10 +1,59 @@
 """The train engines by backend name: a new backend adds its module and one row of the table."""
 
+import warnings
 from collections.abc import Callable, Mapping
 
-from areal.api.engine import TrainEngine
-from areal.engine.fsdp_builder import build_fsdp_engine
-from areal.engine.megatron.builder import build_megatron_engine
+from areal.api.batch import OutputSpec
+from areal.api.config import TrainEngineConfig
+from areal.api.engine import ModelRole, TrainEngine
+from areal.api.errors import ConfigError
+from areal.api.images import ImageStore
+from areal.engine.fsdp import build_fsdp_engine
+from areal.engine.hf_model import resolve_model_folder
+from areal.engine.mesh import TrainerMesh
+from areal.models.mesh_rules import mesh_problem, package_problem
+from areal.models.model_shape import ModelShape
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Builds `MegatronEngine`. The modules that import Megatron-Core are imported here, after its device is known.
+
+
+def build_megatron_engine(
+    config: TrainEngineConfig,
+    *,
+    role: ModelRole,
+    total_steps: int,
+    mesh: TrainerMesh,
+    seed: int,
+    outputs: OutputSpec | None = None,
+    images: ImageStore | None = None,
+) -> TrainEngine:
+    """As `areal.engine.fsdp.build_fsdp_engine`, with Megatron-Core; a collective over all trainer ranks.
+
+    A model with an optimiser keeps float32 weights besides those of config.dtype with which it computes. It takes no
+    `images`.
+    """
+    if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
+        raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
+    if problem := package_problem("megatron", config.megatron):
+        raise ConfigError(problem, code="launch.package_missing")
+    if mesh.device.type == "cpu":
+        from areal.engine.megatron.cpu_mode import enable_cpu_mode
+
+        enable_cpu_mode()
+    folder = resolve_model_folder(config.path)
+    if (shape := ModelShape.read(str(folder))) is not None:
+        chunks = config.megatron.virtual_pipeline_parallel_size
+        if problem := mesh_problem(shape, mesh.dims, backend="megatron", chunks=chunks):
+            raise ConfigError(f"model {folder}: {problem}", code="model.cannot_split")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about packages that are not installed, and options that are not used
+        from areal.engine.megatron import assembly
+
+        return assembly.assembled_engine(
+            config, folder, role=role, total_steps=total_steps, mesh=mesh, seed=seed, outputs=outputs or OutputSpec()
+        )
+
 
 TRAIN_ENGINES: Mapping[str, Callable[..., TrainEngine]] = {
     "fsdp": build_fsdp_engine,

@@ -1,22 +1,38 @@
 """Hugging Face exports, and folders that all ranks write. A folder is complete or does not exist."""
 
+import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import randbits
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 from transformers.configuration_utils import PretrainedConfig
 
 from areal.api.engine import WeightSource
 from areal.api.errors import InputError
 from areal.engine.adapter_format import PeftAdapter
-from areal.engine.mesh import TrainerMesh
+from areal.engine.mesh import Splits, TrainerMesh, copies_of, local_part, region_in, sharded_as
 from areal.system.durable import publish_folder, remove_unfinished, writing_folder
-from areal.weights.weight_files import plan_files, write_index, write_own_files
+from areal.weights.weight_files import plan_files, write_index, write_own_files, write_tensors
 
 _COPIED = (
     "tokenizer*",
@@ -122,3 +138,265 @@ def _raise_together(final: Path, mesh: TrainerMesh, error: Exception | None) -> 
             remove_unfinished(final)
         reason = str(error) if error is not None else "another trainer rank failed"
         raise InputError(f"{final} cannot be written: {reason}", code="checkpoint.not_written") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Recovery state of earlier versions of areal, described as torch.distributed.checkpoint describes its files.
+
+OLD_FORMATS = (2, 3)
+"""Format 2 splits dimension 0 of each weight over all ranks; format 3 describes its mesh and how it splits a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """Where a part is, as `HuggingFaceStorageReader` reads it."""
+
+    relative_path: str
+
+
+def rank_file(rank: int, world_size: int) -> str:
+    """Name of the file of a rank, in every format."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def old_metadata(folder: Path, facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Metadata:
+    """Describe the files of all ranks. `facts`: of state.json; `shapes`: of the model's weights."""
+    num_ranks = int(facts["world_size"])
+    sizes: dict[str, int] = facts.get("mesh") or {"replicate": 1, "shard": num_ranks, "tensor": 1}
+    sizes["expert_shard"] = sizes["shard"] // sizes.setdefault("expert", 1)
+    layouts: Mapping[str, Any] = facts.get("weights") or {}
+    tensors: dict[str, TensorStorageMetadata] = {}
+    files: dict[MetadataIndex, _File] = {}
+    for rank in range(num_ranks):
+        path = folder / rank_file(rank, num_ranks)
+        places = _places(rank, sizes)
+        with safe_open(path, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - not a dict
+                stored = tuple(opened.get_slice(key).get_shape())
+                shape, splits = _layout(key, stored, layouts, shapes)
+                region = region_in(shape, splits, sizes, places) if stored else ()
+                if tuple(each.stop - each.start for each in region) != stored:
+                    raise ValueError(f"{key} of rank {rank} has shape {list(stored)}")
+                offsets = torch.Size(each.start for each in region)
+                index = MetadataIndex(key, offsets)
+                if index in files or 0 in stored:
+                    continue
+                files[index] = _File(str(path))
+                if key not in tensors:
+                    properties = TensorProperties(dtype=opened.get_slice(key)[:0].dtype if stored else torch.float32)
+                    tensors[key] = TensorStorageMetadata(properties, torch.Size(shape if stored else ()), [])
+                tensors[key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(stored)))
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=files)
+
+
+def _places(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Of a rank in the mesh, by the name of the dimension."""
+    rest, tensor = divmod(rank, sizes["tensor"])
+    replicate, shard = divmod(rest, sizes["shard"])
+    expert_shard, expert = divmod(shard, sizes["expert"])
+    return {
+        "replicate": replicate,
+        "shard": shard,
+        "tensor": tensor,
+        "expert_shard": expert_shard,
+        "expert": expert,
+    }
+
+
+def _layout(
+    key: str, stored: tuple[int, ...], layouts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[int, ...], Splits]:
+    """Whole shape and splits of the weight that a key belongs to, or of the optimiser state of a weight."""
+    part, _, name = key.partition("/")
+    name = name if part == "weights" else name.rpartition("/")[0]
+    if layouts:
+        shape, splits = layouts[name]
+        return tuple(shape), tuple((each[0], each[1]) for each in splits)
+    shape = shapes.get(name, stored)
+    return shape, () if stored == shape else (("shard", 0),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Recovery state of an engine on disk: one safetensors file per rank, in the format that torch.distributed.checkpoint
+# reads without pickle. Any number of ranks in any mesh loads it.
+
+_STATE = "state.json"
+_FORMAT = 4
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AssertionError, SafetensorError)
+"""What the reader of torch raises for damaged files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor: `values` begin at `offsets` in the whole."""
+
+    values: Tensor
+    offsets: tuple[int, ...]
+
+
+def own_pieces(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Piece]:
+    """What this rank writes: its parts, except empty ones and those of which another rank writes its copy."""
+    found: dict[str, Piece] = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        copies, place = copies_of(tensor, rank, world_size)
+        values = local_part(tensor)
+        if number % copies == place and values.numel():
+            (chunk,) = tensor.__create_chunk_list__() if isinstance(tensor, DTensor) else (None,)
+            found[name] = Piece(values, tuple(chunk.offsets) if chunk else (0,) * tensor.dim())
+    return found
+
+
+class HostCopies:
+    """Host memory for the pieces of a save, which the next save uses again."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """The pieces with copied values. They stay valid until the next call."""
+        found: dict[str, Piece] = {}
+        for name, piece in pieces.items():
+            values, own = piece.values, self._copies.get(name)
+            if own is None or (own.shape, own.dtype) != (values.shape, values.dtype):
+                own = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            found[name] = Piece(own.copy_(values, non_blocking=True), piece.offsets)
+        self._copies = {name: piece.values for name, piece in found.items()}
+        if any(piece.values.is_cuda for piece in pieces.values()):
+            torch.cuda.current_stream().synchronize()
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedPieces:
+    """Implements `areal.api.engine.StagedState` for any engine whose state is named tensors."""
+
+    pieces: Mapping[str, Piece]
+    rank: int
+    world_size: int
+    num_steps: int
+    """Optimiser steps so far: the position in the schedule."""
+    base: str = ""
+    """What the weights are adapters of; empty = they are all weights of the model."""
+
+    def write(self, folder: Path) -> dict[str, int]:
+        """Write the file of this rank; rank 0 also the facts. Returns the checksum of the file, by its name."""
+        if self.rank == 0:
+            facts = {"format": _FORMAT, "world_size": self.world_size, "num_steps": self.num_steps, "base": self.base}
+            (folder / _STATE).write_text(json.dumps(facts))
+        offsets = {name: {"saved_offsets": piece.offsets} for name, piece in self.pieces.items()}
+        facts = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        file = rank_file(self.rank, self.world_size)
+        return {file: write_tensors(folder / file, {n: piece.values for n, piece in self.pieces.items()}, facts)}
+
+
+class RecoveryReader:
+    """Reads parts of the weights and of the optimiser state from the files of all ranks."""
+
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], base: str = "") -> None:
+        """`shapes`: of the model's weights. Raises InputError when the folder has no state of this model, or of an
+        unknown format, or of another `base`, or when a part of a tensor is in no file."""
+        self._folder = folder
+        try:
+            facts: dict[str, Any] = json.loads((folder / _STATE).read_bytes())
+        except (OSError, ValueError) as error:
+            raise InputError(f"{folder} contains no recovery state: {error}", code="checkpoint.missing") from error
+        if (found := facts["format"]) not in (_FORMAT, *OLD_FORMATS):
+            message = f"recovery state in {folder} has format {found}: use the version of areal that wrote it"
+            raise InputError(message, code="checkpoint.other_run")
+        if (found := facts.get("base", "")) != base:
+            whole = "all weights of a model"
+            message = f"recovery state in {folder} has {found or whole}, but this run has {base or whole}"
+            raise InputError(message, code="checkpoint.other_base")
+        self.num_steps = int(facts["num_steps"])
+        self._reader = HuggingFaceStorageReader(str(folder))
+        try:
+            for rank in range(facts["world_size"]):
+                (folder / rank_file(rank, facts["world_size"])).stat()
+            is_old = facts["format"] != _FORMAT
+            self._metadata = old_metadata(folder, facts, shapes) if is_old else self._reader.read_metadata()
+        except _UNREADABLE as error:
+            raise self._damaged(error) from error
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        for name, tensor in self._metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            tensor.chunks = _once(tensor.chunks)
+            self._tensors[name] = tensor
+        self._check(shapes)
+
+    def kinds(self, weight: str) -> dict[str, TensorStorageMetadata]:
+        """Kind -> size and type of the optimiser state of a weight."""
+        prefix = f"optimizer/{weight}/"
+        return {name[len(prefix) :]: found for name, found in self._tensors.items() if name.startswith(prefix)}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors, by the names in the files, with their values; a sharded one with its part."""
+        self._read(DefaultLoadPlanner(flatten_state_dict=False), tensors)
+
+    def fill_pieces(self, pieces: Mapping[str, Piece]) -> None:
+        """Fill parts of tensors, by the names in the files."""
+        self._read(_PiecePlanner(pieces), {})
+
+    @torch.no_grad()
+    def _read(self, planner: DefaultLoadPlanner, targets: Mapping[str, Any]) -> None:
+        try:
+            # The steps of torch.distributed.checkpoint.load without its exchange of pickled plans.
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        except _UNREADABLE as error:
+            raise self._damaged(error) from error
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """The planner of torch leaves a tensor as it is where no file has its values."""
+        for name, shape in shapes.items():
+            found = self._tensors.get(f"weights/{name}")
+            if found is None or tuple(found.size) != shape:
+                what = f"{name} has shape {list(found.size)}" if found else f"{name} is missing"
+                message = f"recovery state {self._folder}: {what}, the model's has shape {list(shape)}"
+                raise InputError(message, code="model.weights_do_not_fit")
+        for name, found in self._tensors.items():
+            if name.startswith("weights/") and name.removeprefix("weights/") not in shapes:
+                message = f"recovery state {self._folder} has {name.removeprefix('weights/')}, which the model has not"
+                raise InputError(message, code="model.weights_do_not_fit")
+            if missing := found.size.numel() - sum(chunk.sizes.numel() for chunk in found.chunks):
+                raise self._damaged(f"{missing} values of {name} are in no file")
+
+    def _damaged(self, cause: object) -> InputError:
+        return InputError(f"the recovery state in {self._folder} cannot be read: {cause}", code="checkpoint.damaged")
+
+
+class _PiecePlanner(DefaultLoadPlanner):
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, piece in self._pieces.items():
+            chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.values.shape)
+            found = self.metadata.state_dict_metadata[name]
+            assert isinstance(found, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, found, [chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index.fqn].values
+
+
+def empty_like(weight: Tensor, found: TensorStorageMetadata) -> Tensor:
+    """Memory for optimiser state: a number, or a tensor sharded as the weight is, with as many columns or fewer."""
+    dtype, own = found.properties.dtype, local_part(weight)
+    if len(found.size) < weight.ndim:
+        return torch.zeros(found.size, dtype=dtype, device=weight.device)
+    shape = own.shape
+    if found.size != weight.shape:  # one value for several columns
+        shape = (*shape[:-1], found.size[-1] * shape[-1] // weight.shape[-1])
+    return sharded_as(weight, own.new_zeros(shape, dtype=dtype))
+
+
+def _once(chunks: Iterable[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:
+    """Several files may contain the same part."""
+    return list({tuple(chunk.offsets): chunk for chunk in chunks}.values())

@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.config import LoRAConfig
-from areal.api.config.lora import ALL_LINEAR, is_target
+from areal.api.config.train import ALL_LINEAR, is_target
 from areal.api.errors import ConfigError
-from areal.engine.hf_model import other_towers
-from areal.engine.region import copy_part, local_part, region_of, whole_tensor
-from areal.engine.sharded_load import seed_of
-from areal.system.adapter_files import is_saved, prefixes, require_targets
+from areal.engine.hf_model import other_towers, seed_of
+from areal.engine.mesh import copy_part, local_part, region_of, whole_tensor
+from areal.models.adapter_files import is_saved, prefixes, require_targets
 
 DOWN, UP = "lora_A", "lora_B"
 START_DOWN, START_UP = "start_A", "start_B"

@@ -91,7 +91,7 @@ class Routing:
         layers: Sequence[int] | None = None,
         num_experts: int | None = None,
     ) -> None:
-        """`gates`: the routers of this rank by layer, as `areal.weights.routers.routers_of` finds them; `hf`: the
+        """`gates`: the routers of this rank by layer, as `areal.models.output_head.routers_of` finds them; `hf`: the
         configuration of the text model. `layers`: those with experts on all ranks, None = those of `gates`.
 
         Raises ConfigError when the routers of the model cannot do what `config` asks for.

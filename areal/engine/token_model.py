@@ -14,14 +14,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.batch import OutputSpec, TokenOutputs
 from areal.api.errors import ConfigError
-from areal.engine.context_parallel import all_tokens
 from areal.engine.hf_model import logits_rule
-from areal.engine.liger_head import liger_logprobs
-from areal.engine.linear_logprobs import linear_logprobs
+from areal.engine.linear_logprobs import liger_logprobs, linear_logprobs
 from areal.engine.mesh import RankGroup
 from areal.engine.micro_batch import ModelInput
+from areal.engine.packed_attention import all_tokens
 from areal.engine.vision import embedded
-from areal.weights.stored_form import StoredForm
+from areal.models.stored_form import StoredForm
 
 _NEVER = -1e30
 """Logit of a banned token: finite, so that its part of an entropy is 0 and no number is undefined."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from areal.api.batch import TrainBatch
 from areal.api.errors import InputError
 from areal.api.images import ImageRef, ImageStore, VisionLayout
-from areal.system.image_pixels import decode_png, patches_of, positions_3d
+from areal.data.image_files import decode_png, patches_of, positions_3d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from areal.api.engine import InferenceEngine
 from areal.api.errors import ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
 from areal.data.dataset import load_rows
+from areal.data.image_files import RunImages
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, tokenizer_of
 from areal.evaluate.samples import Sample, SampleKey, read_samples, source_of, write_samples
@@ -28,7 +29,7 @@ from areal.evaluate.settings import held_out_sets
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.observe.log import get_logger
-from areal.reward.answers import AnswerFn, answer_function
+from areal.reward.text import AnswerFn, answer_function
 from areal.rollout.evaluation import (
     MAX_FIRST_FAILURES,
     EvaluatedEpisode,
@@ -40,7 +41,6 @@ from areal.rollout.evaluation import (
 from areal.system.discovery import registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.process import ProcessContext, run_main
-from areal.system.run_images import RunImages
 from areal.system.run_paths import RunPaths
 from areal.trainer.process_setup import join_run
 from areal.trainer.serve import evaluation_workflows

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from areal.api.config import PPOConfig
 from areal.api.config.validate import raise_problems
-from areal.evaluate.report import Report, make_report, table
-from areal.evaluate.samples import read_samples
+from areal.evaluate.samples import Report, make_report, read_samples, table
 from areal.evaluate.settings import Requested, add_config_arguments, evaluation_config, parsed_ks
-from areal.launcher.attached import with_attached_servers
+from areal.launcher.attach import with_attached_servers
 from areal.launcher.local import Launch, LocalCluster, launch, this_machine
 from areal.launcher.preflight import function_problems, run_lock
 from areal.launcher.status import StatusLine

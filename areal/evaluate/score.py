@@ -11,10 +11,9 @@ from pathlib import Path
 from areal.api.config import PPOConfig
 from areal.api.errors import ArealError, InputError, RewardError
 from areal.data.tokenizer import Tokenizer, tokenizer_of
-from areal.evaluate.report import make_report, table
-from areal.evaluate.samples import Sample, read_generations, rows_of, source_of, write_samples
+from areal.evaluate.samples import Sample, make_report, read_generations, rows_of, source_of, table, write_samples
 from areal.evaluate.settings import add_config_arguments, load_settings, parsed_ks
-from areal.reward.answers import AnswerFn, answer_function
+from areal.reward.text import AnswerFn, answer_function
 from areal.rollout.evaluation import MAX_FIRST_FAILURES
 from areal.workflow.scoring import Scorer
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from areal.api.allocation_grammar import INFERENCE_BACKENDS
+from areal.api.allocation import INFERENCE_BACKENDS
 from areal.api.config import (
     DatasetConfig,
     PPOConfig,

@@ -4,8 +4,8 @@ from areal.api.errors import ConfigError
 from areal.fleet.native import NATIVE
 from areal.fleet.replica import ReplicaFactory
 from areal.fleet.server_backend import ServerBackend
-from areal.fleet.sglang_server import SGLANG
-from areal.fleet.vllm_server import VLLM
+from areal.fleet.sglang import SGLANG
+from areal.fleet.vllm import VLLM
 from areal.system.network import run_token
 
 BACKENDS: dict[str, ServerBackend] = {backend.name: backend for backend in (NATIVE, SGLANG, VLLM)}

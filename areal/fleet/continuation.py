@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from areal.api.columns import Packed, Runs, RunsBuilder, append, joined, to_runs
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.routed_experts import ExpertShape, RoutedExperts
+from areal.data.image_files import RunImages
 from areal.fleet.replica import NO_VERSION, FinishReason, GenerationPart, PartChunk, RequestLimits
-from areal.system.run_images import RunImages
 
 
 def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> int:

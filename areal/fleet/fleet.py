@@ -19,14 +19,13 @@ from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.errors import ServerUnavailable
 from areal.api.gather import gather_or_cancel
 from areal.api.routed_experts import ExpertShape
+from areal.data.image_files import RunImages
 from areal.fleet.continuation import Answer
 from areal.fleet.replica import GenerationPart, PartChunk, Replica, ReplicaFactory
-from areal.fleet.replica_set import ReplicaSet
-from areal.fleet.replica_states import Slot, State
+from areal.fleet.replica_set import ReplicaSet, Slot, State
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit
-from areal.system.run_images import RunImages
 
 
 @dataclass(slots=True, eq=False)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError
 from areal.api.images import ImageRef
 from areal.api.routed_experts import ExpertShape, RoutedExperts
-from areal.system.run_images import RunImages
+from areal.data.image_files import RunImages
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """abort: running requests return their tokens so far. retract: they stay and continue later with a new cache.

@@ -3,36 +3,303 @@
 One task follows the registry: it adds a slot for each new name and drops the slot of a removed one. One task reads the
 load of every replica, for status reports only. One watch task per slot waits for its interval, or until it is woken by
 a failed request or a weight update; then it runs a health check and lets the weight updater update a stale
-replica. No watch waits for another replica. `areal.fleet.replica_states` has the transitions.
+replica. No watch waits for another replica. `areal.fleet.replica_set` has the transitions.
 """
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import re
+import threading
+import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.errors import ArealError, ServerUnavailable
-from areal.fleet.replica import NO_VERSION, Replica, ReplicaFactory, ReplicaLoad, RequestLimits
-from areal.fleet.replica_states import (
-    TRANSITIONS,
-    Action,
-    Event,
-    Slot,
-    State,
-    Weights,
-    after_target_decreased,
-    obstacle,
-    reported,
-)
+from areal.fleet.replica import NO_VERSION, Replica, ReplicaFactory, ReplicaInfo, ReplicaLoad, RequestLimits
 from areal.fleet.routing import Router
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
-from areal.system.loop_lateness import LoopLateness
+from areal.system.stacks import place_of_thread
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Measures how long an event loop was blocked, so that time limits of others do not include that time.
+
+INTERVAL_S = 0.25
+MIN_LATE_S = 0.05
+"""Less is the normal latency of a busy loop."""
+REPORT_S = 3.0
+"""The loop is reported as blocked when it was late by at least this time."""
+_LOOK_S = 1.0
+
+
+class LoopLateness:
+    """A timer of one loop that finds out by how much it is late. It runs from `start` to `close`.
+
+    Before `start` nothing is discounted. A thread looks where the loop is while it is late: later nothing shows that.
+    """
+
+    def __init__(self, report: Callable[[float, str], None]) -> None:
+        """`report(seconds, place)` is called after the loop was blocked for REPORT_S or more. place: file, line and
+        function that the loop was in; empty = unknown."""
+        self._report = report
+        self._late_s = self._due_s = self._ticked_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._place = ""
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Start the timer in the running loop."""
+        self._wait()
+        look = threading.Thread(target=self._look, args=(threading.get_ident(),), name="loop lateness", daemon=True)
+        look.start()
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._ticked_s = time.monotonic()
+        self._due_s = loop.time() + INTERVAL_S
+        self._timer = loop.call_at(self._due_s, self._tick)
+
+    def _tick(self) -> None:
+        late_s = self.total_s - self._late_s
+        self._late_s += late_s
+        place, self._place = self._place, ""
+        self._wait()
+        if late_s >= REPORT_S:
+            self._report(late_s, place)
+
+    def _look(self, thread_id: int) -> None:
+        while not self._closed.wait(_LOOK_S):
+            if not self._place and time.monotonic() - self._ticked_s > INTERVAL_S + _LOOK_S:
+                self._place = place_of_thread(thread_id)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds for which the loop was blocked, up to now."""
+        return self._total_at(asyncio.get_running_loop().time())
+
+    def _total_at(self, time_s: float) -> float:
+        late_s = 0.0 if self._timer is None else time_s - self._due_s
+        return self._late_s + (late_s if late_s >= MIN_LATE_S else 0.0)
+
+    @property
+    def now_s(self) -> float:
+        """The time of the loop without the time for which it was blocked: a clock for deadlines."""
+        time_s = asyncio.get_running_loop().time()
+        return time_s - self._total_at(time_s)
+
+    def timeout(self, limit_s: float) -> AbstractAsyncContextManager[None]:
+        """As `asyncio.timeout`, without the time for which the loop was blocked: what arrived meanwhile is read."""
+        return _Limit(self, limit_s)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class _Limit(AbstractAsyncContextManager[None]):
+    """The time limit of one `async with` block. Not a generator, because each request pays for it."""
+
+    def __init__(self, lateness: LoopLateness, limit_s: float) -> None:
+        self._lateness, self._limit_s = lateness, limit_s
+        self._scope = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._deadline_s = self._lateness.now_s + self._limit_s
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._expire)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._timer.cancel()  # and drop `_expire`: a reference cycle would keep the task until a collection
+        return await self._scope.__aexit__(kind, error, trace)
+
+    def _expire(self) -> None:
+        loop, left_s = asyncio.get_running_loop(), self._deadline_s - self._lateness.now_s
+        if left_s > MIN_LATE_S:
+            self._timer = loop.call_later(left_s, self._expire)
+        else:
+            self._scope.reschedule(loop.time())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The fleet's record of one replica: its states, the events that change them, and what is known about its weights.
+#
+# `areal.fleet.replica_set` changes it. Nothing here does I/O.
+
+
+class State(StrEnum):
+    """Only a replica in state SERVING gets requests."""
+
+    ABSENT = "absent"
+    """No server is registered, or it does not answer."""
+    SUSPECT = "suspect"
+    """A request failed: a health check is due."""
+    STALE = "stale"
+    """Healthy, but its weights are not those of the target version."""
+    UPDATING = "updating"
+    """A weight update is running."""
+    SERVING = "serving"
+
+
+class Event(StrEnum):
+    """What happens to a replica."""
+
+    CHECK_PASSED = "a health check passed and reports news"
+    CHECK_FAILED = "a health check failed"
+    REQUEST_FAILED = "a request failed"
+    TARGET_CHANGED = "the target version changed"
+    UPDATE_STARTED = "a weight update started"
+    UPDATE_DONE = "a weight update completed"
+    UPDATE_REFUSED = "the server refused a weight update and kept its weights"
+    UPDATE_FAILED = "a weight update failed after it may have changed weights"
+    REMOVED = "the fleet drops the server"
+
+
+class Action(StrEnum):
+    """What the replica set does together with a transition."""
+
+    DISCONNECT = "drop the connections: running requests continue on other replicas"
+    FORGET_PREFIXES = "forget which prompts its cache may hold"
+    COUNT_FAILURE = "count a failure"
+    CHECK_NOW = "run the next health check at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """`to` None: SERVING when the weights are those of the target version, STALE otherwise."""
+
+    to: State | None
+    actions: tuple[Action, ...] = ()
+
+
+_ANSWERING = (State.STALE, State.SERVING)
+_INSTALLING = (State.UPDATING, *_ANSWERING)  # a second update of the same replica may have ended first
+_COMPARE = Transition(None)
+_DROP = Transition(State.ABSENT, (Action.DISCONNECT,))
+_RULES: list[tuple[Event, Iterable[State], Transition]] = [
+    (Event.CHECK_PASSED, (State.ABSENT, State.SUSPECT, *_ANSWERING), _COMPARE),
+    (Event.CHECK_FAILED, State, _DROP),
+    (Event.REQUEST_FAILED, _ANSWERING, Transition(State.SUSPECT, (Action.COUNT_FAILURE, Action.CHECK_NOW))),
+    (Event.TARGET_CHANGED, _ANSWERING, Transition(None, (Action.CHECK_NOW,))),
+    (Event.UPDATE_STARTED, State, Transition(State.UPDATING, (Action.FORGET_PREFIXES,))),
+    (Event.UPDATE_DONE, _INSTALLING, _COMPARE),
+    (Event.UPDATE_REFUSED, _INSTALLING, _COMPARE),
+    (Event.UPDATE_FAILED, State, _DROP),
+    (Event.REMOVED, State, _DROP),
+]
+TRANSITIONS: dict[tuple[State, Event], Transition] = {
+    (state, event): transition for event, states, transition in _RULES for state in states
+}
+"""Every pair that changes something. Other events are ignored: they come later than the state that they concern."""
+
+
+class Weights(StrEnum):
+    """Whether a server's version number identifies its weights. Only VALID weights can serve."""
+
+    VALID = "valid"
+    INCOMPLETE = "an update failed midway, its weights are a mixture"
+    ABANDONED = "its version is from before the trainer recovered: the same number will mean other weights"
+    UNKNOWN = "it was started before this run and waits for the weights of this run"
+    UNCHECKED = "its answer to the canary probe is not compared yet"
+    DIFFERS = "its answer to the canary probe differs from that of the others: it is updated again"
+    REJECTED = "its answer to the canary probe differs also after a second update: it must be restarted"
+
+
+def reported(weights: Weights, is_complete: bool | None) -> Weights:
+    """`weights` after a server reported whether its weights are complete; None = it cannot tell."""
+    if weights is Weights.VALID and is_complete is False:
+        return Weights.INCOMPLETE
+    if weights is Weights.INCOMPLETE and is_complete:
+        return Weights.VALID
+    return weights
+
+
+def after_target_decreased(weights: Weights, version: int, target: int) -> Weights:
+    """`weights` of a server after the trainer went back to version `target`."""
+    return Weights.ABANDONED if weights is not Weights.UNKNOWN and version > target else weights
+
+
+def obstacle(weights: Weights, version: int, target: int) -> str:
+    """Why a server with these weights cannot serve version `target`; empty when it can."""
+    if weights is not Weights.VALID:
+        return str(weights)
+    if version == NO_VERSION:
+        return "waits for its first weights"
+    if target == NO_VERSION:
+        return "waits for the other replicas"
+    return "" if version == target else f"has version {version} while {target} is current"
+
+
+class Slot:
+    """The place of one replica in the fleet. It is kept while servers under its name are replaced."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.name = f"server-{index}"
+        self.registered = ""
+        """The current value in the registry."""
+        self.registration: str | None = None
+        """The value that the connection was made from; None without a connection."""
+        self.last_registration: str | None = None
+        self.address = ""
+        self.replica: Replica | None = None
+        self.incarnation = ""
+        """Changes with each new connection to a server."""
+        self.state = State.ABSENT
+        self.reason = "not registered"
+        self.version = NO_VERSION
+        self.weights = Weights.VALID
+        self.failed_version: int | None = None
+        """An update to this version failed while other replicas served it: the next attempt is the next version."""
+        self.num_differences = 0
+        """Canary probes in sequence whose answer differed."""
+        self.num_trainer_differences = 0
+        """Comparisons with the trainer in sequence in which its answer differed."""
+        self.info: ReplicaInfo | None = None
+        """From the last health check that passed."""
+        self.load: ReplicaLoad | None = None
+        """The last report; None when the server does not answer."""
+        self.num_running = 0
+        self.num_failures = 0
+        self.wake = asyncio.Event()
+        """Set to run the next health check at once."""
+        self.changes = 0
+        """Number of changes of state: the result of an older health check is ignored."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """It answers, whatever weights it has."""
+        return self.state in (State.STALE, State.UPDATING, State.SERVING)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "id": self.incarnation,
+            "address": self.address,
+            "state": self.state.value,
+            "healthy": self.is_healthy,
+            "reason": self.reason,
+            "version": self.version,
+            "weights": self.weights.name.lower(),
+            "running": self.num_running,
+            "failures": self.num_failures,
+            "load": None if self.load is None else dataclasses.asdict(self.load),
+        }
+
 
 log = get_logger(__name__)
 

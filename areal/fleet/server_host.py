@@ -18,43 +18,398 @@ launcher kills both.
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from areal.api.config import InferenceEngineConfig, LauncherConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public_command
-from areal.api.errors import ArealError, ConfigError, LaunchError
-from areal.fleet import server_parts
+from areal.api.errors import ArealError, ConfigError, LaunchError, RequestError, WeightSyncError
 from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
-from areal.fleet.server_gateway import gateway
-from areal.fleet.server_log import PORT_TAKEN, end_reason, last_error
-from areal.observe.log import configure_logging, get_logger
+from areal.observe.log import HttpLogger, configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
-from areal.system.group_guard import start_guard
+from areal.system.folders import PULLED_WEIGHTS, FolderPuller, folder_routes
 from areal.system.heartbeat import beating_loop, launched_heartbeat
-from areal.system.network import Host, bind_collectives, bind_socket, http_address, is_loopback, required_token
+from areal.system.http_guard import RequestGuard, guarded, read_body
+from areal.system.network import (
+    LOOPBACK,
+    Host,
+    bind_collectives,
+    bind_socket,
+    http_address,
+    is_loopback,
+    listen,
+    required_token,
+)
 from areal.system.process import (
     ERROR_PREFIX,
     TRANSIENT_EXIT,
     ProcessContext,
+    in_daemon_thread,
     kill_rest_of_group,
     run_main,
     tied_to_this_process,
 )
+from areal.system.relay import pass_on_to
 from areal.system.run_paths import RunPaths
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The guard of a process group: a small process that kills its group when the leader of the group dies.
+#
+# Processes that a foreign server started survive it when it is killed, but stay in its process group, so the guard ends
+# them. It waits for the end of its standard input, a pipe whose other end only the leader holds and the kernel closes.
+#
+# Run as a file and without the rest of areal, so that it is small and starts in milliseconds.
+
+
+def start_guard() -> int:
+    """Start the guard of this process's group, which kills the group when this process has ended. Returns its pid.
+
+    Only for the leader of a group: otherwise the group contains processes of others.
+    """
+    if os.getpgrp() != os.getpid():
+        raise RuntimeError("only the leader of a process group can start its guard")
+    # The writing end is closed at every exec, so no other process gets it. This process leaves it open: the kernel
+    # closes it when the exit code is final, and the guard's kill cannot change that.
+    reading, _ = os.pipe()
+    argv = [sys.executable, "-I", "-S", __file__]
+    pid = os.posix_spawn(
+        sys.executable,
+        argv,
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)],
+        setsigmask=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT],  # from its start on
+    )
+    os.close(reading)
+    return pid
+
+
+def _guard() -> None:
+    while os.read(0, 1):
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _guard()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The error of a foreign server that has ended, found in the lines of its log. Pure.
+
+_VLLM = re.compile(r"\([^()]* pid=\d+\)\s?(?:(?:ERROR|CRITICAL) \S+ \S+ \[[^\]]*\]\s?)?")
+"""`(EngineCore pid=7) ERROR 11-21 10:00:00 [core.py:9] `"""
+_SGLANG = re.compile(r"\[\d{4}-\d\d-\d\d [^\]]*\]\s?")
+"""`[2026-11-21 10:00:00 TP0] `"""
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit)(?::\s.*)?")
+"""The last line of a traceback."""
+_USAGE = re.compile(r"[\w. -]+: error: .*")
+"""An error of argparse."""
+_DIED = re.compile(r"died unexpectedly|crashed with exit code")
+_POINTER = re.compile(r"root cause")
+"""In an error that only refers to an earlier line, of another process."""
+_MAX_DETAILS = 3
+"""Indented lines after an error that belong to it, as pydantic writes them."""
+PORT_TAKEN = re.compile("address already in use|eaddrinuse", re.IGNORECASE)
+"""The server found a port in use. It chose that port itself, and chooses another one next time."""
+
+
+def last_error(lines: Sequence[str]) -> list[str]:
+    """The error that ended a server, with the lines of its details; empty when the log has none."""
+    return next((found for found in _errors(lines) if not _POINTER.search(found[0])), [])
+
+
+def end_reason(lines: Sequence[str]) -> list[str]:
+    """`last_error`, or what the log says about the end of one of the server's processes; empty when it has neither."""
+    died = next(([line] for line in map(_plain, reversed(lines)) if _DIED.search(line)), [])
+    return last_error(lines) or died or next(_errors(lines), [])
+
+
+def _errors(lines: Sequence[str]) -> Iterator[list[str]]:
+    """The last one first."""
+    plain = [_plain(line) for line in lines]
+    for index in reversed(range(len(plain))):
+        if _ERROR.fullmatch(plain[index]) or _USAGE.fullmatch(plain[index]):
+            yield [plain[index], *_details(plain[index + 1 :])]
+
+
+def _details(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines[:_MAX_DETAILS]:
+        if not line.startswith(" ") or "For further information" in line:
+            return
+        yield line
+
+
+def _plain(line: str) -> str:
+    return _SGLANG.sub("", _VLLM.sub("", line, count=1), count=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The placeholders in the command of a foreign server, and how the parts of a server over several machines meet.
+
 _LOG = get_logger(__name__)
+
+_PORT = re.compile(r"\{port(?:_[a-z]+)?\}")
+_FIRST = re.compile(r"\{first(?:_address|_port)?\}")
+STORE_COMMAND = (sys.executable, "-m", "areal.weights.parts_store")
+"""Serves torch's store on loopback and prints its port. The host of a server itself does not import torch."""
+STORE_START_S = 120.0
+"""It imports torch, from a file system that may be slow."""
+CLIENT_OF_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Environment of the parts: torch's ranks join the store at the given address, and none of them serves one."""
+_INDEX = re.compile(r"\{index(?:\+(\d+))?\}")
+
+
+def port_names(command: Sequence[str]) -> list[str]:
+    """The different port placeholders of a command."""
+    return sorted({found for word in command for found in _PORT.findall(word)})
+
+
+def filled_in(
+    command: Sequence[str], ports: Mapping[str, int], index: int, first: tuple[str, int] = ("", 0)
+) -> list[str]:
+    """The command with its placeholders replaced. `first`: where part 0 listens for the others."""
+    address, port = first
+    both = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    by_name = {"{first}": both, "{first_address}": address, "{first_port}": str(port)}
+    with_first = [_FIRST.sub(lambda found: by_name[found[0]], word) for word in command]
+    with_ports = [_PORT.sub(lambda found: str(ports[found[0]]), word) for word in with_first]
+    return [_INDEX.sub(lambda found: str(index + int(found[1] or 0)), word) for word in with_ports]
+
+
+def first_part(
+    registry: NameRegistry | None, index: int, part: int, host: Host, bound: socket.socket | None, limit_s: float
+) -> tuple[str, int]:
+    """Address and port where part 0 of server `index` listens for the others.
+
+    Part 0 registers them: the port of `bound`. In the other parts, which register their addresses, `bound` is None.
+    ServerUnavailable when nothing is registered in `limit_s` seconds.
+    """
+    assert registry is not None, "the parts of a server find each other by the registry of their run"
+    if bound is not None:
+        address, port = host.advertise, int(bound.getsockname()[1])
+        registry.add(f"parts/{index}", json.dumps({"address": address, "port": port}), replace=True)
+        return address, port
+    registry.add(f"part_hosts/{index}-{part}", host.advertise, replace=True)
+    found = json.loads(registry.wait(f"parts/{index}", limit_s))
+    return str(found["address"]), int(found["port"])
+
+
+def is_part(registry: NameRegistry | None, index: int, num_parts: int, host: Host, peer: str) -> bool:
+    """Whether the machine with address `peer` has a part of server `index`, whose part 0 is on `host`."""
+    assert registry is not None, "the parts of a server find each other by the registry of their run"
+    names = (f"part_hosts/{index}-{part}" for part in range(1, num_parts))
+    return is_loopback(peer) or peer in (host.bind, host.advertise, *map(registry.get, names))
+
+
+@contextlib.asynccontextmanager
+async def meeting_point(
+    bound: socket.socket | None, may_join: Callable[[str], bool], command: Sequence[str] = STORE_COMMAND
+) -> AsyncIterator[None]:
+    """Relay connections at `bound` to the store of `command`, which starts with the first one; None = no store here.
+
+    The store checks no token and listens on loopback. `may_join` is called with the address of each client, and may
+    block; others are refused.
+    """
+    if bound is None:
+        yield
+        return
+    store: asyncio.Task[tuple[asyncio.subprocess.Process, int]] | None = None
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal store
+        peer = writer.get_extra_info("peername")[0]
+        with contextlib.closing(writer):
+            try:
+                if not await asyncio.to_thread(may_join, peer):
+                    _LOG.warning("refused a connection from %s: no part of this server is on that machine", peer)
+                    return
+                if store is None:
+                    store = asyncio.create_task(_start_store(command), name="start the store of the parts")
+                _, port = await asyncio.shield(store)
+                await pass_on_to(LOOPBACK, port, reader, writer)
+            except (ArealError, OSError, ValueError) as error:
+                _LOG.error("%s cannot reach the store of the parts: %s", peer, error)
+                return
+
+    server = await asyncio.start_server(relay, sock=bound)
+    try:
+        yield
+    finally:
+        server.close()  # its connections end with the store
+        if store is not None:
+            store.cancel()  # ends only a store that still starts
+            (started,) = await asyncio.gather(store, return_exceptions=True)
+            if not isinstance(started, BaseException):
+                await _end(started[0])
+
+
+async def _start_store(command: Sequence[str]) -> tuple[asyncio.subprocess.Process, int]:
+    """The process and the port that it printed; ValueError when it does not print one. It dies with this process."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, preexec_fn=tied_to_this_process()
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(STORE_START_S):
+            line = await process.stdout.readline()
+        if not line:
+            raise ValueError(f"it ended with exit code {await process.wait()}")
+        return process, int(line)
+    except BaseException as error:
+        await _end(process)
+        if isinstance(error, TimeoutError):
+            raise ValueError(f"it has no port after {STORE_START_S:g} s") from error
+        raise
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def announce_part(registry: NameRegistry, index: int, part: int, process_name: str, gateway: str) -> None:
+    """Register a part that serves no requests as ready, and its `gateway` if it has one."""
+    if gateway:
+        registry.add(f"gateways/{index}-{part}", gateway, replace=True)
+    registry.add(f"ready/{process_name}", json.dumps({"pid": os.getpid()}), replace=True)
+
+
+def gateways_of_parts(registry: NameRegistry | None, index: int, num_parts: int, limit_s: float) -> list[str]:
+    """The gateways of the other parts of server `index`. ServerUnavailable when one is not registered in `limit_s`."""
+    if registry is None:
+        return []
+    return [registry.wait(f"gateways/{index}-{part}", limit_s) for part in range(1, num_parts)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The gateway of a foreign server: an HTTP server that requires the run's token and passes requests on.
+#
+# SGLang and vLLM protect only a part of their routes by a key. On a host that other machines can reach, such a server
+# listens on loopback, and its gateway on the host's address. A gateway also copies weights to this machine, and lets
+# the gateways of the other parts of its server do the same on theirs.
+
+_HOP_BY_HOP = frozenset({"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
+"""Headers of one connection (RFC 9110, section 7.6.1)."""
+_NOT_PASSED_ON = _HOP_BY_HOP | {"host", "authorization", "content-length"}
+
+
+@asynccontextmanager
+async def gateway(
+    host: Host, token: str, server: str, parts: Callable[[], list[str]] = list[str]
+) -> AsyncIterator[str]:
+    """Serve on `host` while the block runs; yields the address. Other requests with `token` go to `server`, an address.
+
+    `parts` returns the gateways of the other parts of a server over several machines; it may block.
+
+    An answer is passed on while it arrives. When the client leaves, the request to the server is aborted; when the
+    server breaks off an answer, so does the gateway.
+    """
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
+        app = web.Application(middlewares=[guarded(RequestGuard(token, host), _error)], client_max_size=0)
+        puller = FolderPuller(token)
+        app.router.add_post("/pull_weights", _pulls(puller, session, token, parts))
+        app.add_routes(folder_routes(puller.offered, PULLED_WEIGHTS, _error))
+        app.router.add_route("*", "/{path:.*}", _passes_on(session, server))
+        http_log = HttpLogger()
+        runner = web.AppRunner(app, access_log=None, logger=http_log, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        bound = listen(host, token)
+        await web.SockSite(runner, bound).start()
+        try:
+            yield http_address(bound, host.advertise)
+        finally:
+            await runner.cleanup()
+            puller.close()
+            http_log.close()
+
+
+def _error(status: int, message: str, code: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": code}}, status=status)
+
+
+def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, parts: Callable[[], list[str]]) -> Handler:
+    headers = {"Authorization": f"Bearer {token}"}
+
+    async def pull_by(part: str, body: dict[str, Any]) -> str:
+        async with session.post(f"{part}/pull_weights", json=body, headers=headers) as answer:
+            found = await answer.json()
+            if answer.status == 200:
+                return str(found["path"])
+            kind = RequestError if answer.status == 400 else WeightSyncError
+            raise kind(found["error"]["message"], code=found["error"]["code"])
+
+    async def pull(request: web.Request) -> web.StreamResponse:
+        try:
+            body = json.loads(await read_body(request))
+            body = {"url": str(body["url"]), "mirrors": [str(mirror) for mirror in body.get("mirrors", ())]}
+            others = await asyncio.to_thread(parts)
+            own = asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(**body), "pull weights"))
+            folder, *elsewhere = await asyncio.gather(own, *(pull_by(part, body) for part in others))
+            if different := set(elsewhere) - {str(folder)}:
+                text = f"the parts of this server keep weights in {folder} and {', '.join(different)}: set one TMPDIR"
+                raise WeightSyncError(text, code="weights.pull_failed")
+        except aiohttp.ClientError as error:
+            return _error(500, f"another part of this server does not answer: {error}", "weights.pull_failed")
+        except ArealError as error:
+            return _error(400 if isinstance(error, RequestError) else 500, str(error), error.code)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return _error(400, "the body is not an object with a field url", "weights.invalid_request")
+        return web.json_response({"path": str(folder)})
+
+    return pull
+
+
+def _passes_on(session: aiohttp.ClientSession, server: str) -> Handler:
+    async def pass_on(request: web.Request) -> web.StreamResponse:
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _NOT_PASSED_ON}
+        try:
+            body = await read_body(request) if request.can_read_body else None
+        except RequestError as error:
+            return _error(400, str(error), error.code)
+        try:
+            found = await session.request(
+                request.method, f"{server}{request.raw_path}", headers=headers, data=body, allow_redirects=False
+            )
+        except aiohttp.ClientConnectionError as error:
+            return web.json_response({"error": {"message": f"the server does not answer: {error}"}}, status=502)
+        async with found:
+            passed = {name: value for name, value in found.headers.items() if name.lower() not in _HOP_BY_HOP}
+            answer = web.StreamResponse(status=found.status, reason=found.reason, headers=passed)
+            await answer.prepare(request)
+            try:
+                async for piece in found.content.iter_any():
+                    await answer.write(piece)
+            except (aiohttp.ClientError, asyncio.IncompleteReadError):
+                if request.transport is not None:
+                    request.transport.abort()
+                return answer
+            await answer.write_eof()
+            return answer
+
+    return pass_on
+
+
 _ASK_INTERVAL_S = 1.0
 _ANSWER_LIMIT_S = 30.0
 """Time limit of an answer; then the call is repeated on a new connection."""
@@ -214,7 +569,7 @@ class ServerHost:
         self._options = options
         # Bound and not listening as long as the host runs: no other process gets these ports, and the server, which
         # binds with SO_REUSEADDR too, can listen on them.
-        self._ports = {name: bind_socket() for name in server_parts.port_names(options.command)}
+        self._ports = {name: bind_socket() for name in port_names(options.command)}
         self._address = http_address(self._ports["{port}"])
         self._meeting = bind_socket(options.host.bind) if options.num_parts > 1 and options.part == 0 else None
         self._replica = make_replica(options.process_name, self._address)
@@ -260,11 +615,11 @@ class ServerHost:
         ports = {name: bound.getsockname()[1] for name, bound in self._ports.items()}
         first, options = ("", 0), self._options
         if options.num_parts > 1:
-            os.environ |= server_parts.CLIENT_OF_STORE
+            os.environ |= CLIENT_OF_STORE
             os.environ[BACKENDS[options.backend].address_variable] = options.host.advertise
             known = options.registry, options.index, options.part, options.host, self._meeting
-            first = await asyncio.to_thread(server_parts.first_part, *known, options.ready_limit_s)
-        command = server_parts.filled_in(options.command, ports, options.index, first)
+            first = await asyncio.to_thread(first_part, *known, options.ready_limit_s)
+        command = filled_in(options.command, ports, options.index, first)
         _LOG.info("starting %s", shlex.join(public_command(command)))
         try:
             return await asyncio.create_subprocess_exec(
@@ -279,11 +634,11 @@ class ServerHost:
         options, address = self._options, "" if self._options.part else self._address
         known = options.registry, options.index
         async with contextlib.AsyncExitStack() as stack:
-            may_join = partial(server_parts.is_part, *known, options.num_parts, options.host)
-            await stack.enter_async_context(server_parts.meeting_point(self._meeting, may_join))
+            may_join = partial(is_part, *known, options.num_parts, options.host)
+            await stack.enter_async_context(meeting_point(self._meeting, may_join))
             if options.pulls_weights or not (options.part or is_loopback(options.host.bind)):
                 num_parts = 1 if options.part else options.num_parts  # part 0 lets the others copy weights
-                parts = partial(server_parts.gateways_of_parts, *known, num_parts, options.ready_limit_s)
+                parts = partial(gateways_of_parts, *known, num_parts, options.ready_limit_s)
                 token = required_token("the gateway of a server")
                 address = await stack.enter_async_context(gateway(options.host, token, self._address, parts))
             await self._watch(process, address)
@@ -297,7 +652,7 @@ class ServerHost:
         if options.part and options.registry is not None:
             self._health.follows()
             part = options.index, options.part, options.process_name, address
-            await asyncio.to_thread(server_parts.announce_part, options.registry, *part)
+            await asyncio.to_thread(announce_part, options.registry, *part)
             await asyncio.Event().wait()
         while not self._was_ready:
             try:

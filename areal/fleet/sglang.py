@@ -7,31 +7,280 @@ server's answer, with the connection, or with its caller's time limit.
 import asyncio
 import contextlib
 import functools
+import re
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from areal.api.data import WeightUpdate
+from areal.api.columns import Runs
+from areal.api.config import GenerationHyperparameters, PPOConfig
+from areal.api.config.train import ALL_LINEAR
+from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.adapters import ServedAdapters
-from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
-from areal.fleet.server_client import HttpReplica, group_body
-from areal.fleet.sglang_wire import (
-    PartReader,
-    ServerFacts,
-    bucket_body,
-    generate_body,
-    generated_tokens,
-    parse_facts,
-    parse_version,
-    parse_vocabulary,
-    vocabulary_probe,
+from areal.api.routed_experts import ExpertShape
+from areal.fleet.adapters import ServedAdapters, generate_with_stops
+from areal.fleet.continuation import checked_reason, experts_of, version_number, versions_of
+from areal.fleet.replica import (
+    ALL_TOKENS,
+    NO_VERSION,
+    GenerationPart,
+    OnChunk,
+    PartChunk,
+    PauseMode,
+    ReplicaInfo,
+    ReplicaLoad,
 )
-from areal.fleet.stop_gate import generate_with_stops
+from areal.fleet.server_backend import (
+    ADAPTERS,
+    ALLOCATED,
+    COMMON_FIXED,
+    COMMON_OWNED,
+    CPU_REQUESTS,
+    GETS_ADAPTERS,
+    LISTENS,
+    NO_KEY,
+    ONE_GROUP,
+    ONE_PROCESS,
+    OWN_GPUS,
+    QWEN_VL,
+    FlagRules,
+    Flags,
+    Problems,
+    ServerBackend,
+    ServerCommand,
+    cpu_cache_tokens,
+    foreign_command,
+)  # fmt: skip
+from areal.fleet.server_client import HttpReplica, flat_bucket, group_body
+from areal.models.checkpoint_files import folder_problem
+from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
-from areal.system.checkpoint_files import folder_problem
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SGLang's dialect: pure functions between its JSON and the records of `areal.fleet.replica`, and its sampling limits.
+#
+# Measured with SGLang 0.5.23. Its log-probabilities are those of the logits it samples from, at the request's
+# temperature and before top-k and top-p. That is what training needs, as long as nothing else changes the logits. Its
+# penalties count the last token of the prompt instead of the newest token of the answer; penalties and the minimum
+# length start again when a request is put back into the queue.
+
+_LOWEST_TEMPERATURE = 1e-6
+"""SGLang treats a lower temperature as greedy and reports log-probabilities of temperature 1."""
+_MAX_STOP_STRINGS = 32
+_ONLY_THE_LIKELIEST = 1e-9
+"""A top_p that keeps one token."""
+_HAS_SESSIONS = (0, 5, 21)
+"""Since this version a collective update is a session with a begin and an end."""
+
+_EXPERT_BYTES = 4
+"""SGLang sends the number of an expert as int32."""
+
+_VOCABULARY = re.compile(rb"\[0, (\d+)\]")
+_IMPOSSIBLE_TOKEN = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """Properties that do not change while a server runs."""
+
+    has_update_sessions: bool
+    context_length: int
+    """Maximum tokens of prompt and answer together that the server never truncates."""
+    is_deterministic: bool
+    has_step_in_flight: bool
+    """A pause that keeps requests leaves a step in flight, whose token is then reported with the version after it."""
+    first_folder: str
+    """Folder or hub name of the weights it started with."""
+
+
+def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_logprobs: bool = True) -> Problems:
+    """See `areal.fleet.server_backend.SamplingLimits`."""
+    other_servers = "or use native or vllm servers"
+    if not gconfig.greedy and gconfig.temperature < _LOWEST_TEMPERATURE:
+        minimum = f"SGLang's minimum of {_LOWEST_TEMPERATURE:g}"
+        yield "temperature", f"{gconfig.temperature:g} is below {minimum}: raise it, or set greedy: true"
+    if penalty := gconfig.frequency_penalty:
+        yield "frequency_penalty", f"{penalty:g} is applied one token late by SGLang: set it to 0, {other_servers}"
+    if (penalty := gconfig.repetition_penalty) != 1:
+        text = f"{penalty:g} skips the prompt and the newest token on SGLang: set it to 1, {other_servers}"
+        yield "repetition_penalty", text
+    if gconfig.min_new_tokens and not (gconfig.ignore_eos and not gconfig.stop):
+        yield (
+            "min_new_tokens",
+            f"{gconfig.min_new_tokens} changes SGLang's log-probabilities, and its count restarts after a pause: set "
+            "it to 0, or use native servers",
+        )
+    if gconfig.stop and flags.get("skip_tokenizer_init"):
+        yield "stop", "needs the server's tokenizer: remove sglang.skip_tokenizer_init, or use stop_token_ids"
+    if gconfig.stop and len(gconfig.stop) > _MAX_STOP_STRINGS:
+        yield "stop", f"has {len(gconfig.stop)} strings, and SGLang accepts {_MAX_STOP_STRINGS}: remove some"
+    if needs_logprobs and flags.get("rl_on_policy_target"):
+        yield (
+            "temperature",
+            "is rounded to bfloat16 by sglang.rl_on_policy_target, log-probabilities too: remove that flag",
+        )
+
+
+def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> dict[str, Any]:
+    """The body of /generate. RequestError for settings that the server does not apply exactly."""
+    if problem := next(iter(sampling_problems(part.gconfig, {})), None):
+        raise RequestError(f"gconfig.{problem[0]}: {problem[1]}", code="server.unsupported_sampling")
+    body: dict[str, Any] = {
+        "rid": part.part_id,
+        "input_ids": part.wire_ids,
+        "sampling_params": _sampling(part, stream=stream),
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": stream,
+    }
+    if facts.is_deterministic:  # without a seed all requests would use the same one
+        seed = zlib.crc32(part.part_id.encode()) if part.seed is None else part.seed
+        body["sampling_params"]["sampling_seed"] = seed
+    elif part.seed is not None:
+        raise RequestError(
+            "the server ignores seeds: set sglang.enable_deterministic_inference=true (GPU only), or send no seed",
+            code="server.unsupported_sampling",
+        )
+    if part.vision is not None:
+        body["sampling_params"]["logit_bias"] = {str(token): bias for token, bias in part.vision.bans.items()}
+    if part.images:
+        body["image_data"] = part.image_urls
+    if part.adapter:
+        body["lora_path"] = part.adapter
+    if part.experts is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": part.num_known_experts}
+    return body
+
+
+def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
+    """The settings under SGLang's names. All of them: a server can have other defaults."""
+    gconfig = part.gconfig
+    sampling: dict[str, Any] = {
+        "max_new_tokens": part.max_new_tokens,
+        "stop": gconfig.stop or [],
+        "stop_token_ids": gconfig.stop_token_ids,
+        "ignore_eos": gconfig.ignore_eos,
+        "temperature": gconfig.temperature,
+        "top_p": gconfig.top_p,
+        "top_k": -1 if gconfig.top_k >= ALL_TOKENS else gconfig.top_k,
+        "min_p": 0.0,
+        "min_new_tokens": 0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    if gconfig.greedy or gconfig.top_k == 1:
+        # When all running requests have top_k=1, SGLang reports log-probabilities without the temperature.
+        plain = gconfig.temperature == 1.0
+        sampling |= {"top_k": 1, "top_p": 1.0} if plain else {"top_k": -1, "top_p": _ONLY_THE_LIKELIEST}
+    if stream:
+        sampling["stream_interval"] = part.stream_interval
+    return sampling
+
+
+class PartReader:
+    """Reads the answers or events of one part, cumulative and incremental streams alike.
+
+    A server that reports versions only at the end of an answer, or never: its tokens get the version that was known
+    before they arrived. The true version can be newer by one, or older after the trainer recovered; the end of the
+    answer corrects it.
+    """
+
+    def __init__(self, version: int, experts: ExpertShape | None = None) -> None:
+        """`experts`: of the model, when the answers have the chosen ones."""
+        self._version = version
+        self._experts = experts
+        self._num_seen = 0
+        self.finished = False
+
+    def read(self, answer: dict[str, Any], known_version: int) -> PartChunk:
+        """KeyError, TypeError or ValueError when a field is missing or wrong; RequestError when the server refuses."""
+        meta = answer["meta_info"]
+        finish: dict[str, Any] | None = meta["finish_reason"] or None
+        reason = None if finish is None else checked_reason(finish["type"])
+        if finish is not None and reason == "abort" and finish.get("status_code") == 400:
+            raise RequestError(finish["message"], code="server.request_refused")
+        total = meta.get("completion_tokens", 0)
+        # Ids and log-probabilities come from one list: output_ids repeats a token of a request aborted in the queue.
+        entries = _new_entries(meta.get("output_token_logprobs") or [], self._num_seen, total)
+        self._num_seen = total
+        versions = Runs.of(self._version, len(entries))
+        self._version = max(known_version, self._version)
+        part_versions: Runs[int] | None = None
+        if reason is not None:
+            self.finished = True
+            if total and (spans := meta.get("weight_versions")) is not None:
+                numbered = [(version_number(span["version"]), span["start"], span["end"]) for span in spans]
+                part_versions = versions_of(numbered, total)
+                versions = part_versions[total - len(entries) :]
+        token_ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+        experts = None if reason is None else experts_of(meta, self._experts, item_bytes=_EXPERT_BYTES)
+        return PartChunk(token_ids, logprobs, versions, reason, part_versions, experts)
+
+
+def _new_entries(entries: list[Any], num_seen: int, total: int) -> list[Any]:
+    """The entries not seen yet: the whole list, or the end of a cumulative one."""
+    if len(entries) == total - num_seen:
+        return entries
+    if len(entries) < total or total < num_seen:
+        raise ValueError(f"{len(entries)} log-probabilities of {total} tokens, {num_seen} of them seen")
+    return entries[len(entries) - total + num_seen :]
+
+
+def parse_version(model_info: dict[str, Any]) -> int:
+    """The policy version in /model_info. KeyError or ValueError when a field is missing or wrong."""
+    return version_number(model_info["weight_version"], has_dummy_weights=model_info.get("load_format") == "dummy")
+
+
+def parse_facts(server_info: dict[str, Any]) -> ServerFacts:
+    """From /server_info. KeyError, TypeError or ValueError when a field is missing or wrong."""
+    if not server_info["internal_states"]:
+        raise ValueError("no scheduler answered")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", str(server_info["version"]))[:3])
+    return ServerFacts(
+        # A server built from source may have no version number: it is treated as new.
+        has_update_sessions=numbers[:2] == (0, 0) or numbers >= _HAS_SESSIONS,
+        context_length=int(server_info["max_req_input_len"]),
+        is_deterministic=bool(server_info.get("enable_deterministic_inference")),
+        has_step_in_flight=server_info.get("disable_overlap_schedule") is False,
+        first_folder=str(server_info["model_path"]),
+    )
+
+
+def vocabulary_probe() -> dict[str, Any]:
+    """A body of /generate that is refused with the size of the vocabulary, which no endpoint reports."""
+    sampling = {"max_new_tokens": 1, "logit_bias": {str(_IMPOSSIBLE_TOKEN): 0.0}}
+    return {"rid": "vocabulary-size", "input_ids": [0], "sampling_params": sampling}
+
+
+def parse_vocabulary(refusal: bytes) -> int:
+    """Size of the vocabulary in tokens. ValueError when the refusal does not contain it."""
+    found = _VOCABULARY.search(refusal)
+    if found is None:
+        raise ValueError(refusal[:200].decode(errors="replace"))
+    return int(found[1]) + 1
+
+
+def bucket_body(
+    bucket: list[WeightSpec], group_name: str, version: int | None, *, keep_cache: bool = False
+) -> dict[str, Any]:
+    """The body of /update_weights_from_distributed. `version` is given with the last bucket only.
+
+    Until then the server has a mixture of weights, which it reports as no version.
+    """
+    body = flat_bucket(bucket, group_name, flush_cache=version is not None and not keep_cache)
+    return {**body, "abort_all_requests": False, "weight_version": str(NO_VERSION if version is None else version)}
+
+
+def generated_tokens(metrics: str) -> int:
+    """From /metrics, over all label sets; 0 before the first token."""
+    lines = (line for line in metrics.splitlines() if line.startswith("sglang:generation_tokens_total"))
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines))
+
 
 log = get_logger(__name__)
 
@@ -248,3 +497,146 @@ class SGLangReplica(HttpReplica):
 
     async def unload_adapter(self, name: str) -> None:
         await self._client.post("/unload_lora_adapter", {"lora_name": name})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SGLang as a backend: its command and its flags.
+
+_KEEP_SIZE: dict[str, Any] = {"image": {"do_resize": False}}
+"""--mm-process-config."""
+
+
+def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
+    servers = config.allocation.inference
+    assert servers is not None, "a run that starts servers allocates them"
+    defaults: dict[str, Any] = {
+        "log_level_http": "warning",  # without a log line per health check
+        "skip_server_warmup": True,  # the warm-up text kills a server whose small tokenizer has no token for it
+    }
+    owned: dict[str, Any] = {
+        "tp_size": servers.instance_size,
+        "nccl_port": "{port_nccl}",  # SGLang draws one at random, which two servers may both choose
+        "enable_metrics": True,
+        "incremental_streaming_output": True,
+        **{name: value for name, (value, _) in run_flags(config).items()},
+    }
+    env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # otherwise a paused server is soon reported as unhealthy
+    if read_vision_layout(SGLANG.model(config)) is not None:
+        env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # otherwise it keeps image features of the old weights after an update
+    if config.publishes_adapters and config.actor.lora is not None:
+        lora = config.actor.lora
+        targets = lora.target_modules if isinstance(lora.target_modules, list) else ["all"]
+        targets = ["all"] if ALL_LINEAR in targets else targets
+        defaults |= {"max_lora_rank": lora.served_rank, "lora_target_modules": targets}
+        defaults |= {"max_loras_per_batch": ADAPTERS + 1}  # and the base model
+    if not on_gpu:
+        defaults |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "lora_backend": "torch_native",
+            "disable_cuda_graph": True,
+            "sleep_on_idle": True,  # otherwise the idle scheduler keeps a core busy
+            "max_running_requests": CPU_REQUESTS,
+            "max_total_tokens": cpu_cache_tokens(config, SGLANG),
+        }
+        owned["device"] = "cpu"
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+    program = ("-m", "sglang.launch_server", f"--model-path={SGLANG.model(config)}")
+    return foreign_command(config, SGLANG, program=program, defaults=defaults, owned=owned, env=env)
+
+
+def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
+    """See `ServerBackend`."""
+    needed: dict[str, tuple[Any, str]] = {}
+    if config.publishes_adapters:
+        needed["enable_lora"] = True, GETS_ADAPTERS
+    if config.rollout.weight_update == "keep_cache":
+        # A pause leaves the step in flight alone: its token of the old weights would be reported as one of the new.
+        needed["disable_overlap_schedule"] = True, "rollout.weight_update=keep_cache needs exact versions"
+    if config.actor.router_replay:
+        needed["enable_return_routed_experts"] = True, "actor.router_replay needs the chosen experts"
+    if read_vision_layout(SGLANG.model(config)) is not None:
+        # Of Qwen2-VL, SGLang replaces the limits of preprocessor_config.json by its own.
+        needed["mm_process_config"] = _KEEP_SIZE, "areal sends images in their final size"
+    return needed
+
+
+def core_bindings(index: int, size: int, threads: int, cores: Sequence[int]) -> dict[str, str]:
+    """See `ServerBackend.core_bindings`. SGLang requires this variable when a server has several ranks."""
+    if size == 1:
+        return {}
+    first = index * size * threads
+    ranks = [[cores[(first + rank * threads + k) % len(cores)] for k in range(threads)] for rank in range(size)]
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in ranks)}
+
+
+def part_words(part: int, num_parts: int) -> tuple[str, ...]:
+    """See `ServerBackend`. The other parts serve only a health check, on their own loopback."""
+    return (f"--nnodes={num_parts}", f"--node-rank={part}", "--dist-init-addr={first}")
+
+
+SGLANG = ServerBackend(
+    name="sglang",
+    title="SGLang",
+    client=SGLangReplica,
+    command=_command,
+    model_key="model_path",
+    context_key="context_length",
+    sampling_problems=sampling_problems,
+    image_families=QWEN_VL,
+    run_flags=run_flags,
+    returns_experts=True,
+    areal_defaults={
+        "random_seed": 1,
+        "context_length": 32768,
+        "mem_fraction_static": 0.9,
+        "chunked_prefill_size": -1,
+        "max_prefill_tokens": 32768,
+        "schedule_policy": "lpm",
+        "disable_radix_cache": True,
+        "log_level": "warning",
+        "log_level_http": "warning",
+        "log_requests_level": 0,
+        "decode_log_interval": 1,
+    },
+    minimum_version="0.5.10",  # --incremental-streaming-output
+    tested_version="0.5.23",
+    core_bindings=core_bindings,
+    part_words=part_words,
+    address_variable="SGLANG_HOST_IP",
+    nccl_defaults={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"},  # SGLang sets them to 0 when they are unset
+    flags=FlagRules(
+        seed="random_seed",
+        tokenizer="tokenizer_path",
+        owned={
+            **COMMON_OWNED,
+            **dict.fromkeys(("nccl_port", "dist_init_addr", "nccl_init_addr"), LISTENS),
+            **dict.fromkeys(("grpc_mode", "smg_grpc_mode"), ONE_PROCESS),
+            **dict.fromkeys(("device", "base_gpu_id", "gpu_id_step"), OWN_GPUS),
+            **dict.fromkeys(("stream_output", "incremental_streaming_output"), "areal sets how answers are streamed"),
+            "tp_size": ALLOCATED,
+            "admin_api_key": NO_KEY,
+            "weight_version": "areal counts the versions of the weights",
+        },
+        fixed={
+            **COMMON_FIXED,
+            **dict.fromkeys(("dp_size", "pp_size"), (1, ALLOCATED)),
+            "enable_metrics": (True, "areal reads them"),
+            "tokenizer_worker_num": (1, ONE_PROCESS),
+            "allow_auto_truncate": (False, "areal refuses a prompt that does not fit"),
+            "use_ray": (False, ONE_GROUP),
+            "disaggregation_mode": ("null", "each server computes both prompts and answers"),
+        },
+        negatable=False,
+        ignored={
+            "enable_multithread_load": (),  # AReaL's patches of SGLang 0.5.2
+            "enable_fast_load": (),
+            "enable_ep_moe": (False,),
+            "enable_nan_detection": (False,),
+            # AReaL unloads an adapter before it loads the next; here requests continue with the adapter they began with
+            **dict.fromkeys(("max_loaded_loras", "max_loras_per_batch"), (1,)),
+        },
+        renamed={"lora_target_modules": {ALL_LINEAR: "all"}},
+    ),
+)

@@ -1,12 +1,427 @@
 """Configurations of cosmos-rl: GRPO and supervised training."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from areal.importers.cosmos_model import POLICY, data_ranks, parallel_size, take_shared, trainer_of
-from areal.importers.cosmos_rewards import take_rewards
-from areal.importers.devices import halves, set_devices
-from areal.importers.draft import Draft, minibatches
+from areal.api.allocation import ParallelDims
+from areal.importers.draft import TENSORBOARD, Draft, Trainer, halves, minibatches, set_devices
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimiser and learning-rate schedule of cosmos-rl. `role`: the section of the model, actor or model.
+
+_NO_CLIPPING = 1e9
+"""The largest gradient norm where the source does not clip: an option here is a finite number above 0."""
+_WARMUP_STEPS = 20
+"""Steps of the warm-up of cosmos-rl where a file does not say."""
+_TYPES = {"adam": "adam", "adamw": "adam", "adam8bit": "adam_8bit", "adamw8bit": "adam_8bit"}
+
+
+def take_optimizer(draft: Draft, role: str) -> None:
+    section = f"{role}.optimizer"
+    _rates(draft, section)
+    _schedule(draft, section)
+    _warmup(draft, f"{section}.warmup_steps_proportion")
+    for number, beta in enumerate(draft.listed("train.optm_betas"), start=1):
+        draft.set(f"{section}.beta{number}", beta, "cosmos-rl: optm_betas", "train.optm_betas")
+    clip = "train.optm_grad_norm_clip"
+    if draft.number(clip, 1.0, least=-1) > 0:
+        draft.keep(clip, f"{section}.gradient_clipping")
+    else:
+        why = "cosmos-rl: optm_grad_norm_clip is 0, no clipping"
+        draft.set(f"{section}.gradient_clipping", _NO_CLIPPING, why, clip)
+    name = str(draft.get("train.optm_name", "AdamW")).lower()
+    if name.startswith("adamw") or draft.get("train.optm_weight_decay", 0.01) == 0:
+        if name in _TYPES:
+            draft.set(f"{section}.type", _TYPES[name], "cosmos-rl: optm_name", "train.optm_name")
+    elif name in _TYPES:
+        draft.lack("weight decay is decoupled here, as in AdamW", "train.optm_name", off=())
+    draft.lack(f"choose {section}.type", "train.optm_name", off=())
+    draft.defaults({f"{section}.eps": 1e-6})
+
+
+def _rates(draft: Draft, section: str) -> None:
+    """One rate, a list with one per part of the model, or rates by module path, with `global` for the others."""
+    rate: Any = draft.get("train.optm_lr")
+    rates: list[Any] = rate if isinstance(rate, list) else [rate]
+    if rate is not None and len(set(map(str, rates))) == 1:
+        draft.set(f"{section}.lr", rates[0], "cosmos-rl: train.optm_lr", "train.optm_lr")
+    draft.lack(f"give {section}.lr, and lr_of for parts of the model", "train.optm_lr")
+    prefix = "train.optm_lr."
+    parts = {key: draft.values[key] for key in draft.values if key.startswith(prefix)}
+    draft.keep(f"{prefix}global", f"{section}.lr")
+    parts.pop(f"{prefix}global", None)
+    if parts:
+        of_names = {re.escape(key.removeprefix(prefix)): value for key, value in parts.items()}
+        draft.set(f"{section}.lr_of", of_names, "cosmos-rl: optm_lr by module path", *parts)
+
+
+def _schedule(draft: Draft, section: str) -> None:
+    key, ratio = "train.optm_decay_type", draft.get("train.optm_decay_ratio")
+    given = draft.get(key, "none")
+    kind = "constant" if given == "none" or ratio == 0 else given
+    if kind in ("linear", "cosine", "constant"):
+        draft.set(f"{section}.lr_scheduler_type", kind, "cosmos-rl: optm_decay_type", key)
+    draft.lack("schedules are constant, linear and cosine", key)
+    if kind == "constant":
+        draft.drop("the rate is constant", "train.optm_decay_ratio", "train.optm_min_lr_factor")
+    if ratio in (None, 1.0):
+        draft.drop("the schedule lasts until the end", "train.optm_decay_ratio")
+    draft.lack("a decay here begins after the warm-up", "train.optm_decay_ratio", off=())
+    draft.keep("train.optm_min_lr_factor", f"{section}.min_lr_ratio")
+
+
+def _warmup(draft: Draft, option: str) -> None:
+    epochs, steps, total = "train.optm_warmup_epochs", "train.optm_warmup_steps", draft.number("train.max_num_steps", 0)
+    draft.lack("a warm-up begins at 0", "train.optm_warmup_start_factor")
+    if draft.get(epochs) is not None:
+        share = draft.number(epochs, 0)
+        if not isinstance(draft.get(epochs), float) or share > 1:
+            share = min(1.0, share / draft.whole("train.epoch", 1))
+        draft.set(option, share, "cosmos-rl: optm_warmup_epochs", epochs)
+        draft.drop("optm_warmup_epochs decides", steps)
+        return
+    warmup = draft.get(steps, _WARMUP_STEPS)
+    if isinstance(warmup, float) and warmup <= 1:
+        draft.keep(steps, option)
+    elif total and (number := draft.number(steps, _WARMUP_STEPS)):
+        why = f"cosmos-rl: optm_warmup_steps {number} / max_num_steps {total}"
+        draft.set(option, min(1.0, number / total), why, steps)
+    elif draft.get(steps) is None:
+        why = f"cosmos-rl warms up for {_WARMUP_STEPS} steps: give their share, the length of the run is not known"
+        draft.set(option, 0.0, why)
+    draft.lack(f"give {option}: the length of the run is not known", steps)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What GRPO and supervised training of cosmos-rl share. `role`: the section of the model, actor or model.
+
+POLICY = "train.train_policy"
+_SAME_IN_MODEL = {
+    "train.epoch": "total_train_epochs",
+    "train.max_num_steps": "total_train_steps",
+    "train.output_dir": "cluster.fileroot",
+    f"{POLICY}.dataloader_seed": "seed",
+    "train.seed": "seed",
+    f"{POLICY}.dataset.name": "train_dataset.path",
+    f"{POLICY}.dataset.subset": "train_dataset.name",
+    f"{POLICY}.dataset.revision": "train_dataset.revision",
+    f"{POLICY}.dataloader_shuffle": "train_dataset.shuffle",
+    "train.ckpt.max_keep": "saver.keep_last",
+    "train.ckpt.save_freq": "saver.freq_steps",
+    "validation.freq": "evaluator.freq_steps",
+    "train.validation_step": "evaluator.freq_steps",
+    "validation.val_before_train": "evaluator.eval_before_train",
+    "validation.dataset.name": "valid_dataset.path",
+    "validation.dataset.subset": "valid_dataset.name",
+    "validation.dataset.revision": "valid_dataset.revision",
+}
+_OF_MODEL = {
+    "train.optm_weight_decay": "optimizer.weight_decay",
+    "train.epsilon": "optimizer.eps",
+    "train.fsdp_offload": "fsdp.offload_params",
+    "policy.model_name_or_path": "path",
+    "policy.model_gradient_checkpointing": "gradient_checkpointing",
+    "policy.freeze_pattern": "freeze",
+    "policy.aux_loss_coeff": "router_aux_loss_coef",
+}
+_LORA = {
+    "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules",
+    "use_rslora": "rslora", "modules_to_save": "modules_to_save", "exclude_modules": "exclude_modules",
+    "lora_path": "path",
+}  # fmt: skip
+"""Options of adapters."""
+_SIZES = ("n_init_replicas", "tp_size", "cp_size", "dp_shard_size", "dp_replicate_size", "pp_size", "ep_size")
+_OF_SYNC = ("sync_weight_interval", "*_timeout", "timestamp", "p2p_sync_*", "p2r_sync_*", "coalesce_weight_sync")
+
+
+def take_shared(draft: Draft, role: str) -> None:
+    """Everything but batches, losses, servers and devices."""
+    project, run = draft.get("logging.project_name", "cosmos_rl"), draft.get("logging.experiment_name", "None")
+    name = str(draft.get(f"{POLICY}.type", "grpo")) if run == "None" else run
+    draft.set("experiment_name", project, "cosmos-rl: logging.project_name", "logging.project_name")
+    draft.set("trial_name", name, "cosmos-rl: logging.experiment_name", "logging.experiment_name")
+    _switches(draft)
+    draft.keep_all(_SAME_IN_MODEL)
+    draft.keep_all({key: f"{role}.{option}" for key, option in _OF_MODEL.items()})
+    for key, section in ((POLICY, "train_dataset"), ("validation", "valid_dataset")):
+        for split in ("split", "train_split"):
+            draft.keep(f"{key}.dataset.{split}", f"{section}.split", convert=_joined)
+    take_optimizer(draft, role)
+    _adapters(draft, role)
+    _precision(draft, role)
+    _resume(draft)
+    _logging(draft)
+    _dropped(draft, role)
+    draft.defaults({f"{role}.gradient_checkpointing": True, "total_train_epochs": 1})
+    draft.defaults({f"{role}.path": "Qwen/Qwen2.5-VL-7B-Instruct"})
+
+
+def _switches(draft: Draft) -> None:
+    if draft.get("train.ckpt.enable_checkpoint", False) is False:
+        draft.drop("the last step is exported, and no other", "train.ckpt.*")
+    else:
+        draft.defaults({"saver.keep_last": 5})
+        if draft.whole("train.ckpt.save_freq_in_epoch", 0, least=-1) > 0:
+            draft.keep("train.ckpt.save_freq_in_epoch", "saver.freq_epochs")
+            draft.drop("save_freq_in_epoch replaces it", "train.ckpt.save_freq")
+        else:
+            draft.defaults({"saver.freq_steps": 20})
+    draft.drop("the section saver does it", "train.ckpt.enable_checkpoint", "train.ckpt.save_freq_in_epoch")
+    if draft.get("train.ckpt.upload_hf", False):
+        repo = draft.get("train.ckpt.hf_repo_name", "Comos-Reason1")
+        keys = ("train.ckpt.upload_hf", "train.ckpt.hf_repo_name")
+        draft.set("saver.hub_upload.repo_id", repo, "cosmos-rl: ckpt.hf_repo_name", *keys)
+    draft.drop("there are no uploads to the hub", "train.ckpt.upload_hf", "train.ckpt.hf_repo_name")
+    if not draft.get("train.ckpt.upload_s3", False):
+        draft.drop("there are no uploads to S3", "train.ckpt.upload_s3", "train.ckpt.s3_*")
+    draft.lack("upload the exports yourself", "train.ckpt.upload_s3", "train.ckpt.s3_*")
+    names = ("enable_validation", "validation_step", "validation_batch_per_replica")
+    if not draft.get("validation.enable", draft.get("train.enable_validation", False)):
+        draft.drop("there is no evaluation", "validation.*", *(f"train.{name}" for name in names))
+    elif draft.whole("validation.freq_in_epoch", 0, least=-1) > 0:
+        draft.keep("validation.freq_in_epoch", "evaluator.freq_epochs")
+        draft.drop("freq_in_epoch replaces it", "validation.freq")
+    elif draft.get("validation.dataset.name"):
+        draft.defaults({"evaluator.freq_steps": 20})
+    draft.drop("evaluator does it", "validation.enable", "train.enable_validation", "validation.freq_in_epoch")
+    draft.drop("rows are evaluated as there is room", "train.validation_batch_per_replica")
+    if draft.get("train.ckpt.max_keep", 5) == -1:
+        draft.options.pop("saver.keep_last", None)
+        draft.drop("all are kept", "train.ckpt.max_keep")
+
+
+def _adapters(draft: Draft, role: str) -> None:
+    section = "policy.lora."
+    for name, option in _LORA.items():
+        draft.keep(f"{section}{name}", f"{role}.lora.{option}")
+    if any(key.startswith(section) for key in draft.values):
+        draft.defaults({f"{role}.lora.rank": 8, f"{role}.lora.alpha": 8.0})
+    if (kind := draft.get(f"{section}init_lora_weights", True)) in (True, "gaussian", "pissa", "olora"):
+        init = "default" if kind is True else kind
+        if init != "default":
+            draft.set(f"{role}.lora.init", init, "cosmos-rl: init_lora_weights", f"{section}init_lora_weights")
+        draft.drop("adapters begin as zero, as here", f"{section}init_lora_weights")
+    draft.lack("adapters begin as default, gaussian, pissa or olora", f"{section}init_lora_weights", off=())
+    if len(draft.listed(f"{section}lora_names", ["default"])) == 1:
+        draft.drop("there is one adapter", f"{section}lora_names", f"{section}primary_adapter")
+    draft.lack("this option of adapters does not exist here", f"{section}*")
+
+
+def _precision(draft: Draft, role: str) -> None:
+    dtype = draft.get("train.param_dtype")
+    if dtype in ("bfloat16", "float32"):
+        draft.set(f"{role}.dtype", dtype, "cosmos-rl: train.param_dtype", "train.param_dtype")
+    draft.lack("data types are bfloat16 and float32", "train.param_dtype")
+    if draft.get("train.logprob_dtype", "float32") == "bfloat16":
+        draft.set(f"{role}.head_dtype", "compute", "cosmos-rl: train.logprob_dtype", "train.logprob_dtype")
+    draft.lack("data types are bfloat16 and float32", "train.logprob_dtype", off=("float32", "bfloat16", None))
+    draft.drop("master weights and gradients are float32", "train.master_dtype", "train.fsdp_reduce_dtype")
+    draft.drop("servers have their own data type", "train.transfer_dtype")
+    for kind in ("fp8", "fp4"):
+        if not draft.get(f"train.{kind}.enable_{kind}", False):
+            draft.drop("it is switched off", f"train.{kind}.*")
+    keys = ("train.fp8.*", "train.fp4.*", "rollout.quantization")
+    draft.lack("low precision does not exist here", *keys, off=(False, "none"))
+
+
+def _resume(draft: Draft) -> None:
+    resume = draft.get("train.resume", False)
+    if isinstance(resume, bool) or str(resume).lower() in ("true", "false"):
+        mode = "auto" if str(resume).lower() == "true" else "disabled"
+        draft.set("recover.mode", mode, "cosmos-rl: train.resume", "train.resume")
+    else:
+        draft.set("recover.mode", "disabled", "cosmos-rl: train.resume names another run")
+    draft.lack("give the exported weights of that run as the path of the model", "train.resume")
+
+
+def _logging(draft: Draft) -> None:
+    names = draft.listed("logging.logger")
+    if unknown := {*map(str, names)} - {"console", "wandb", "tensorboard"}:
+        draft.lack(f"there is no tracker {', '.join(sorted(unknown))}", "logging.logger")
+    own = [] if unknown else ["logging.logger"]
+    for name, option, value in (("wandb", "wandb.mode", "online"), ("tensorboard", "tensorboard.path", TENSORBOARD)):
+        if name in names:
+            draft.set(f"stats_logger.{option}", value, "cosmos-rl: logging.logger", *own)
+    draft.keep("logging.group_name", "stats_logger.wandb.group")
+    draft.drop("metrics.jsonl and the status line always exist", "logging.*")
+
+
+def _dropped(draft: Draft, role: str) -> None:
+    draft.lack('give train_dataset.split "train[:95%]" and valid_dataset with the rest', "*.dataset.test_size")
+    draft.lack("train_dataset.path may be a folder", "*.dataset.local_dir")
+    draft.drop("how cosmos-rl's loader works", f"{POLICY}.dataloader_*", f"{POLICY}.enable_dataset_cache")
+    draft.drop("how cosmos-rl's loader works", f"{POLICY}.data_dispatch_as_rank_in_mesh", "validation.dataloader_*")
+    draft.drop("how cosmos-rl's loader works", "train.local_dataset", "validation.enable_dataset_cache")
+    draft.lack("rows have text or images", "train.non_text")
+    draft.drop("weights are published after every step", *(f"train.{name}" for name in _OF_SYNC))
+    if not draft.get("train.ema_enable", False):
+        draft.drop("it is switched off", "train.ema_*")
+    draft.lack("averages of weights do not exist here", "train.ema_*", off=())
+    offload, has_stages = "train.activation_offload", parallel_size(draft, "policy", "pp_size") > 1
+    if draft.get(offload, False) and draft.get("policy.model_gradient_checkpointing", True) and not has_stages:
+        draft.set(f"{role}.checkpointing", "offload", "cosmos-rl: activation_offload", offload)
+    draft.lack(f"{role}.checkpointing: offload needs gradient_checkpointing and one stage", offload)
+    names = ("compile", "async_tp_enabled", "optm_impl", "fa_version", "force_use_hf")
+    draft.drop("chosen by the model and the engine", *(f"train.{name}" for name in names), "policy.enable_liger_*")
+    draft.drop("seeds follow from seed", "rollout.seed", "train.deterministic")
+    draft.drop("how cosmos-rl profiles", "profiler.*")
+    draft.drop("how processes of cosmos-rl find each other", "redis*", "eth_ips")
+    draft.drop("FSDP2 shards each block over all ranks", "train.fsdp_reshard_after_forward")
+    draft.drop(
+        "checkpoints are exported in Hugging Face format", "train.ckpt.export_safetensors", "train.ckpt.save_mode"
+    )
+    draft.drop("recovery checkpoints have their own interval: recover", "train.save_ckpt_at_exit", "train.signal_to_*")
+    draft.drop("packed without padding", "train.sequence_packing", f"{POLICY}.balance_dp_token")
+    if draft.get(f"{POLICY}.trainer_type") in (None, "grpo", "sft"):
+        draft.drop("it is the trainer of the type", f"{POLICY}.trainer_type")
+    draft.lack("your own code has this trainer", f"{POLICY}.trainer_type")
+    draft.lack("your own code reads it", "custom.*")
+    draft.lack("models of images, videos and robots are not trained", "policy.is_diffusers", "vla.*")
+    draft.drop("the model is a language model", "policy.diffusers*", "policy.is_diffusers")
+    draft.lack(f"write {role}.freeze, the names of the weights that are not trained", "policy.trainable_*", off=(None,))
+    draft.lack(f"{role}.path: a folder with this revision", "policy.model_revision", "policy.model_safetensor_path")
+
+
+def parallel_size(draft: Draft, section: str, name: str) -> int:
+    """The size `name` of `section`.parallelism; -1, all GPUs of the launch, counts as 1."""
+    default = 2 if name == "tp_size" else 1
+    return max(1, draft.whole(f"{section}.parallelism.{name}", default, least=-1))
+
+
+def data_ranks(draft: Draft) -> int:
+    """Data ranks of one replica of the policy."""
+    return parallel_size(draft, "policy", "dp_shard_size") * parallel_size(draft, "policy", "dp_replicate_size")
+
+
+def trainer_of(draft: Draft) -> tuple[Trainer, int, list[str]]:
+    """The trainer, the number of its GPUs, and the keys that decide both. With adapters there are no stages."""
+    tensor, context, stages, experts, replicas = (
+        parallel_size(draft, "policy", name) for name in ("tp_size", "cp_size", "pp_size", "ep_size", "n_init_replicas")
+    )
+    keys = [f"policy.parallelism.{name}" for name in _SIZES]
+    sizes = ParallelDims(tp=tensor, cp=context, pp=stages, ep=experts)
+    gpus = data_ranks(draft) * replicas * sizes.world_size
+    if draft.get("policy.parallelism.dp_shard_size") == -1:
+        keys.remove("policy.parallelism.dp_shard_size")
+        draft.lack(
+            "multiply d in allocation_mode: -1 is all GPUs of the launch", "policy.parallelism.dp_shard_size", off=()
+        )
+    if stages > 1 and any(key.startswith("policy.lora.") for key in draft.values):
+        sizes, stages = ParallelDims(tp=sizes.tp, cp=sizes.cp, ep=sizes.ep), 1
+        keys.remove("policy.parallelism.pp_size")
+        draft.lack("adapters have no stages; its GPUs are data ranks", "policy.parallelism.pp_size")
+    if experts == 1:
+        keys.remove("policy.parallelism.ep_size")
+        draft.drop("one group of experts", "policy.parallelism.ep_size")
+    engine = ("*.parallelism.pp_micro_batch_size", "*.parallelism.pp_schedule", "*.parallelism.pp_layers_per_stage")
+    draft.drop(
+        "the engine chooses them", *engine, "*.parallelism.pp_dynamic_shape", "*.cp_rotate_method", "*.tp_method"
+    )
+    return Trainer(backend="fsdp" if stages == 1 else "megatron", sizes=sizes), gpus, keys
+
+
+def _joined(value: Any) -> Any:
+    """One split; several are written with a plus sign, as `datasets` reads them."""
+    return "+".join(value) if isinstance(value, list) else value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reward functions and the teacher of cosmos-rl.
+
+_FUNCTIONS = {
+    "boxed_math": "math", "direct_math": "math", "single_choice": "choice", "format": "format", "gsm8k": "gsm8k",
+}  # fmt: skip
+_SCALES = {"direct_math": 2.0}
+"""direct_math gives 1 or -1, math 1 or 0. The other functions give 1 or 0, as here."""
+_REMOTE = f"{POLICY}.use_remote_reward"
+
+
+def take_rewards(draft: Draft) -> None:
+    has_teacher = _teacher(draft)
+    if has_teacher or draft.get(f"{POLICY}.bypass_reward", False):
+        why = "cosmos-rl: bypass_reward, which a teacher switches on"
+        draft.set("reward_fn", "none", why, f"{POLICY}.bypass_reward")
+        draft.drop("there is no reward", f"{POLICY}.*reward*")
+        return
+    draft.drop("there is a reward", f"{POLICY}.bypass_reward")
+    if not draft.get(_REMOTE, False):
+        draft.drop("there is no remote reward", _REMOTE, f"{POLICY}.remote_reward.*")
+    draft.lack("write a reward function that calls the service (docs/rewards.md)", _REMOTE, f"{POLICY}.remote_reward.*")
+    draft.lack("a reward function gets one answer", f"{POLICY}.group_reward_calculation")
+    _functions(draft)
+    names = [name for name in draft.listed(f"{POLICY}.filter_reward_metric") if name]
+    if names:
+        chosen = [_FUNCTIONS.get(str(name), name) for name in names]
+        why = "cosmos-rl: filter_reward_metric"
+        draft.set("reward.filter_on", chosen, why, f"{POLICY}.filter_reward_metric")
+        draft.set("rollout.should_accept_fn", "mixed_rewards", why)
+    draft.drop("no filter", f"{POLICY}.filter_reward_metric")
+
+
+def _functions(draft: Draft) -> None:
+    key = f"{POLICY}.reward_function"
+    given: Any = draft.get(key)
+    values = [name for name in draft.values if name == key or name.startswith(f"{key}.")]
+    weights = {name.removeprefix(f"{key}."): draft.values[name] for name in values if name != key}
+    if given is not None:
+        weights |= dict.fromkeys(map(str, given if isinstance(given, list) else [given]), 1.0)
+    _overlong(draft, draft.number(f"{key}.overlong", 1.0) if weights.pop("overlong", None) is not None else 0.0)
+    used = [name for name in values if name.removeprefix(f"{key}.") in (*_FUNCTIONS, "overlong")]
+    if weights.keys() <= _FUNCTIONS.keys():
+        used = values
+    known: dict[str, float] = {}
+    for name in sorted(weights.keys() & _FUNCTIONS.keys()):
+        ours, weight = _FUNCTIONS[name], draft.number(f"{key}.{name}", 1.0) * _SCALES.get(name, 1.0)
+        known[ours] = known.get(ours, 0.0) + weight
+    scaled = ", twice for direct_math, which gives -1 for wrong answers" if "direct_math" in weights else ""
+    if list(known.values()) == [1]:
+        draft.set("reward_fn", next(iter(known)), "cosmos-rl: reward_function", *used)
+    elif known:
+        draft.set("reward.fns", known, f"cosmos-rl: reward_function with weights{scaled}", *used)
+    elif not values and not draft.get(_REMOTE, False):
+        why = "cosmos-rl: its default single_choice, unless the script that starts it has functions: check it"
+        draft.set("reward_fn", "choice", why)
+    else:
+        draft.set("reward_fn", "math", "cosmos-rl: its reward function is unknown here: write one (docs/rewards.md)")
+    draft.lack("write a reward function (docs/rewards.md)", *values, off=(None,))
+
+
+def _overlong(draft: Draft, weight: float) -> None:
+    penalty = f"{POLICY}.overlong_reward"
+    if weight:
+        why = "cosmos-rl: reward_function has overlong"
+        draft.set("actor.overlong_reward_penalty", True, why, f"{penalty}.enable_overlong_penalty")
+        draft.keep(f"{penalty}.buffer_length", "actor.overlong_tokens")
+        factor = weight * draft.number(f"{penalty}.penalty_factor", 1.0)
+        why = "cosmos-rl: penalty_factor x the weight of overlong"
+        draft.set("actor.overlong_penalty_factor", factor, why, f"{penalty}.penalty_factor")
+        draft.defaults({"actor.overlong_tokens": 4096})
+    draft.drop("reward_function has no overlong with a weight: there is no penalty for long answers", f"{penalty}.*")
+
+
+def _teacher(draft: Draft) -> bool:
+    """Whether there is one: the advantage of a token is its log-ratio of teacher and policy."""
+    own = "distillation"
+    if not draft.get(f"{own}.enable", False):
+        draft.drop("there is no teacher", f"{own}.*")
+        return False
+    draft.keep(f"{own}.model_name_or_path", "teacher.path")
+    draft.keep(f"{own}.kl_penalty_coef", "teacher.advantage_coef")
+    draft.set("teacher.rl_weight", 0.0, "cosmos-rl: enable, rewards are bypassed", f"{own}.enable")
+    if draft.get(f"{own}.param_dtype") in ("bfloat16", "float32"):
+        draft.keep(f"{own}.param_dtype", "teacher.dtype")
+    draft.lack("teacher: the log-ratio of the sampled tokens alone", f"{own}.top_k")
+    draft.lack("the teacher scores answers, not prompts", f"{own}.include_prompt")
+    draft.lack("the log-ratio of a token is not summed with later ones", f"{own}.kl_discount_factor")
+    if draft.number(f"{own}.top_k", 0) == 0:
+        draft.drop("top_k is 0", f"{own}.jsd_beta")
+    draft.lack("there is no Jensen-Shannon divergence", f"{own}.jsd_beta", off=())
+    draft.lack("data types are bfloat16 and float32", f"{own}.param_dtype")
+    draft.drop("the teacher is loaded and divided like the actor", f"{own}.*")
+    draft.defaults({"teacher.path": "Qwen/Qwen2.5-VL-7B-Instruct"})
+    return True
+
 
 _T = POLICY
 _SAME = {

@@ -1,10 +1,174 @@
 """Shell scripts that start a training: their `key.sub=value` words, with variables and arithmetic replaced."""
 
 import ast
+import json
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from areal.api.config.redaction import public
+from areal.api.errors import ConfigError
+from areal.importers.draft import Draft, Fate, Option
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A draft as a YAML file with a comment for each line, and as a report of losses.
+
+_TITLES: dict[Fate, str] = {
+    "kept": "kept",
+    "computed": "computed",
+    "server": "passed to the servers",
+    "dropped": "dropped",
+    "missing": "missing",
+}
+
+
+def yaml_text(draft: Draft, source: str) -> str:
+    """The configuration. Each line with a value has its origin as a comment."""
+    tree: dict[str, Any] = {}
+    for path, option in draft.options.items():
+        *sections, name = path.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = option
+    head = [f"# Translated from {source} ({draft.system}) by `areal config import`. Read the comments before a run."]
+    missing = [
+        f"# missing: {key}={_short(public(draft.values[key], key))}: {why}" for key, why in _of(draft, "missing")
+    ]
+    return "\n".join([*head, *missing, *_lines(tree, "")]) + "\n"
+
+
+def _lines(tree: dict[str, Any], indent: str) -> Iterator[str]:
+    for name, found in tree.items():
+        if isinstance(found, Option):
+            yield f"{indent}{name}: {_scalar(found.value)}  # {found.origin}"
+        else:
+            yield f"{indent}{name}:"
+            yield from _lines(found, f"{indent}  ")
+
+
+def _scalar(value: Any) -> str:
+    """YAML in one line."""
+    if isinstance(value, float) and value == value and abs(value) not in (float("inf"), 0.0):
+        text = repr(value)
+        return text if "e" not in text or "." in text else text.replace("e", ".0e")
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("\n").removesuffix("\n...")
+
+
+def _of(draft: Draft, fate: Fate) -> list[tuple[str, str]]:
+    return [(key, note.text) for key, note in draft.notes.items() if note.fate == fate]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def report_lines(draft: Draft) -> Iterator[str]:
+    """What became of each key of the source."""
+    counts = ", ".join(f"{len(_of(draft, fate))} {title}" for fate, title in _TITLES.items())
+    yield f"{len(draft.values)} keys of {draft.system}: {counts}"
+    for fate, title in _TITLES.items():
+        for key, text in _of(draft, fate):
+            yield f"  {title}: {key}={_short(public(draft.values[key], key))} -> {text}"
+
+
+def report_json(draft: Draft) -> dict[str, Any]:
+    """The same, JSON-ready."""
+    keys = [
+        {"key": key, "value": public(draft.values[key], key), "fate": note.fate, "text": note.text}
+        for key, note in draft.notes.items()
+    ]
+    options = {
+        path: {"value": public(option.value, path), "origin": option.origin} for path, option in draft.options.items()
+    }
+    return {"system": draft.system, "keys": keys, "options": options}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hydra's `defaults` lists: the other files that a configuration is composed of.
+
+_HEADER = re.compile(r"\A(?:\s*#[^\n]*\n)*?\s*#\s*@package\s+(\S+)", re.M)
+_ENTRY = re.compile(r"(?:override\s+|optional\s+)*/?(?P<group>[^@]*)(?:@(?P<package>.*))?")
+
+Tree = dict[str, Any]
+
+
+def composed(tree: Tree, path: Path, read: Callable[[Path], Tree], *, above: tuple[Path, ...] = ()) -> Tree:
+    """`tree`, which was read from `path`, over the files of its `defaults`; `_self_` is last unless the list says more.
+
+    Groups are folders next to the first file of `above`, the files that include this one. What is not found stays in
+    the tree under `defaults`, entry by entry. Raises ConfigError for a file that includes itself.
+    """
+    entries: Any = tree.pop("defaults", None)
+    if not isinstance(entries, list):
+        return tree if entries is None else tree | {"defaults": entries}
+    above = (*above, path)
+    chosen = _chosen(cast("list[Any]", entries))
+    if "_self_" not in chosen:
+        chosen["_self_"] = ""
+    found: Tree = {}
+    lost: Tree = {}
+    for group, name in chosen.items():
+        if group == "_self_":
+            found = _merged(found, tree)
+            continue
+        base, _, package = group.partition("@")
+        file = _file(above[0].parent, path.parent, base, name)
+        if file is None:
+            lost[group.replace("../", "").replace(".", "/")] = name
+            continue
+        if file.resolve() in [one.resolve() for one in above]:
+            raise ConfigError(f"{path}: its defaults include {file}, which includes it", code="config.unreadable_file")
+        part = composed(read(file), file, read, above=above)
+        deeper = part.pop("defaults", {})
+        lost |= deeper if isinstance(deeper, dict) else {base: deeper}
+        header = _HEADER.match(file.read_text(encoding="utf-8"))
+        where = package or (header[1] if header else base.replace("/", ".") if name and ".." not in base else "")
+        found = _merged(found, _at("" if where in ("_global_", "_here_", "_group_") else where, part))
+    return found | ({"defaults": lost} if lost else {})
+
+
+def _chosen(entries: list[Any]) -> dict[str, str]:
+    """`GROUP@PACKAGE` -> the file that is chosen in the group, empty for a file without one. Overrides come last."""
+    chosen: dict[str, str] = {}
+    for entry in entries:
+        pairs = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {str(entry): ""}
+        for key, name in pairs.items():
+            match = _ENTRY.fullmatch(str(key).strip())
+            if match is None or match["group"].startswith("hydra/") or name is None:
+                continue
+            group = match["group"] + (f"@{match['package']}" if match["package"] else "")
+            if str(key).startswith("override ") and group not in chosen:
+                group = next((known for known in chosen if known.partition("@")[0] == match["group"]), group)
+            chosen[group] = str(name)
+    return chosen
+
+
+def _file(root: Path, near: Path, base: str, name: str) -> Path | None:
+    relative = f"{base}/{name}" if name else base
+    found = [folder / f"{relative.removesuffix('.yaml')}.yaml" for folder in (near, root)]
+    return next(filter(Path.is_file, found), None)
+
+
+def _at(package: str, tree: Tree) -> Tree:
+    for name in reversed(package.split(".") if package else []):
+        tree = {name: tree}
+    return tree
+
+
+def _merged(below: Tree, above: Tree) -> Tree:
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[name] = _merged(cast("Tree", old), cast("Tree", value)) if both else value
+    return merged
+
 
 _KEY_WITHOUT_DOT = "model_engine"
 """Of verl; every other word without a dot is an assignment of the shell."""

@@ -13,8 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from areal.api.errors import ConfigError
 from areal.inference.paged_kernel import PagedRows
-from areal.weights.attention_masks import attention_problem
-from areal.weights.capped_attention import capped_attention
+from areal.models.attention import attention_problem, capped_attention
 
 ATTENTION_NAME = "areal_paged"
 

@@ -3,22 +3,188 @@
 The thread waits for a command while nothing can be computed (idle or paused); `submit`, `abort` and `call` wake it.
 """
 
+from __future__ import annotations
+
 import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-from areal.inference.model_runner import ModelRunner
-from areal.inference.sampler import sample
-from areal.inference.scheduler import Scheduler
-from areal.inference.sequence import FinishReason, Sequence, Status
-from areal.inference.weight_update import ServedWeights
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+from areal.api.config import NativeServerConfig
+from areal.api.errors import ConfigError
+from areal.api.routed_experts import ExpertShape
+from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
+from areal.inference.request_parser import RequestLimits
+from areal.inference.scheduler import ALL_TOKENS, BlockPool, FinishReason, Scheduler, Sequence, Status
+from areal.inference.weight_update import ServedWeights, weight_bytes
+from areal.models.model_shape import ModelShape
+from areal.models.output_head import routers_of
+from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
-from areal.system.threads import run_into
+from areal.system.process import run_into
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Samples the next tokens of a batch; each row has its own parameters and random numbers.
+#
+# The random number of a row is a hash of its seed and the token position. It does not depend on the other rows, so a
+# request that continues on another server after an interruption uses the same random numbers.
+
+_RACE_ROWS = 32
+"""Rows per block: a few hundred MB of temporaries at a vocabulary of 152,000 tokens."""
+_INDEX_FACTOR = -1640531527
+"""The odd number nearest to 2^32 divided by the golden ratio, as a signed number."""
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+    """The next token of each sequence and its log-probability, from logits [rows, vocabulary].
+
+    The log-probability is log_softmax(logits / temperature), with temperature 1 for greedy requests, as the trainer
+    computes it. Penalties, top-k and top-p change the choice of the token but not this value. It is NaN, and the token
+    has no meaning, for a row without a distribution: a logit is NaN or +inf, or every allowed one is -inf.
+    """
+    logits = logits.float()
+    temperatures = [sequence.params.temperature or 1.0 for sequence in sequences]
+    scaled = logits
+    if any(temperature != 1.0 for temperature in temperatures):
+        scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+    logprobs = scaled.log_softmax(dim=-1)
+    special = [row for row, sequence in enumerate(sequences) if not sequence.params.is_plain]
+    size = logits.shape[1]
+    uniforms = torch.from_numpy(uniform_numbers(sequences))
+    if logits.device.type != "cpu":
+        uniforms = uniforms.to(logits.device, non_blocking=True)
+    if len(special) == len(sequences):
+        tokens = _choose_special(logits, sequences, uniforms)
+    else:
+        tokens = _draw(logprobs.exp(), uniforms)
+        if special:
+            rows = torch.tensor(special, device=logits.device)
+            tokens[rows] = _choose_special(logits[rows], [sequences[row] for row in special], uniforms[rows])
+    chosen = logprobs.gather(1, tokens.clamp(max=size - 1)[:, None])[:, 0].masked_fill(tokens == size, torch.nan)
+    return tokens.tolist(), chosen.tolist()
+
+
+def uniform_numbers(sequences: list[Sequence]) -> np.ndarray:
+    """One float32 in [0, 1 - 2**-23] per sequence, from its seed and the position of its next token."""
+    seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
+    places = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.uint64)
+    bits = _scramble(_scramble(seeds) + places)
+    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+
+
+def _scramble(values: np.ndarray) -> np.ndarray:
+    """The splitmix64 finaliser, a bijection of 64-bit numbers that decorrelates neighbouring values."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One index per row with probability proportional to its weight. An index of weight 0 is never chosen.
+
+    The index is the length of the row when a weight is NaN. On the CPU by inversion of the cumulative sum. A parallel
+    sum in float32 need not be monotone, so that its inversion can give an index of weight 0: elsewhere by `_race`.
+    """
+    if weights.device.type != "cpu":
+        return _race(weights, uniforms)
+    sums = weights.cumsum(dim=-1)
+    # Below the total by at least one unit in the last place, because the numbers are at most 1 - 2**-23.
+    target = uniforms[:, None] * sums[:, -1:]
+    return torch.searchsorted(sums, target, right=True)[:, 0]
+
+
+def _race(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """As `_draw`: each index gets an exponential random number divided by its weight, and the smallest wins.
+
+    The numbers are a hash of the row's uniform number and the index. They are computed for blocks of rows.
+    """
+    size = weights.shape[1]
+    places = torch.arange(size, dtype=torch.int32, device=weights.device) * _INDEX_FACTOR
+    found = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
+    for first in range(0, len(weights), _RACE_ROWS):
+        rows = slice(first, first + _RACE_ROWS)
+        keys = uniforms[rows].view(torch.int32)[:, None]
+        bits = _mixed(_mixed(places ^ keys) + keys)
+        # In (0, 1). The smallest numbers decide, and there float32 is finest.
+        noise = ((bits & 0x7FFFFFFF).to(torch.float32) * 2.0**-31).clamp(2.0**-32, 1 - 2.0**-24)
+        scores = weights[rows].log() - (-torch.log1p(-noise)).log()
+        best, found[rows] = scores.max(dim=-1)  # NaN counts as the maximum
+        found[rows] = found[rows].masked_fill(~best.isfinite(), size)
+    return found
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """The 32-bit finaliser of MurmurHash3 on int32, a bijection that decorrelates neighbouring values."""
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _wrapped(0x85EBCA6B)
+    bits = (bits ^ ((bits >> 13) & 0x7FFFF)) * _wrapped(0xC2B2AE35)
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+def _wrapped(value: int) -> int:
+    """A 32-bit number as a signed one."""
+    return value - 2**32 if value >= 2**31 else value
+
+
+def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor) -> Tensor:
+    """Tokens of rows that are greedy, restricted or penalised; the vocabulary size for a row without a distribution."""
+    adjusted = _adjusted(logits, sequences)
+    highest, tokens = adjusted.max(dim=-1)  # NaN counts as the maximum
+    tokens.masked_fill_(~highest.isfinite(), logits.shape[1])
+    drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+    if not drawn:
+        return tokens
+    rows = torch.tensor(drawn, device=logits.device)
+    params = [sequences[row].params for row in drawn]
+    temperatures = torch.tensor([one.temperature for one in params], device=logits.device)
+    top_k = torch.tensor([logits.shape[1] if one.top_k == ALL_TOKENS else one.top_k for one in params])
+    top_p = torch.tensor([one.top_p for one in params], device=logits.device)
+    ordered, places = (adjusted[rows] / temperatures[:, None]).sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(ordered.shape[1], device=logits.device)
+    ordered = ordered.masked_fill(ranks >= top_k.to(logits.device)[:, None], -torch.inf)
+    weights = ordered.softmax(dim=-1)
+    # A token is kept while the mass before it is below top_p; the first one always is. top_p = 1 keeps all tokens,
+    # independent of rounding.
+    before = weights.cumsum(dim=-1) - weights
+    weights = weights.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0), 0.0)
+    size = logits.shape[1]
+    found = _draw(weights, uniforms[rows])
+    tokens[rows] = places.gather(1, found.clamp(max=size - 1)[:, None])[:, 0].masked_fill(found == size, size)
+    return tokens
+
+
+def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """A copy of the logits with penalties, and with stop tokens masked while the answer is below its minimum."""
+    logits = logits.clone()
+    for row, sequence in enumerate(sequences):
+        params = sequence.params
+        if params.repetition_penalty != 1:
+            seen = torch.tensor(sequence.token_ids, device=logits.device).unique()
+            old = logits[row, seen]
+            logits[row, seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+        answer = sequence.answer_ids if params.frequency_penalty != 0 else None
+        if answer:
+            generated = torch.tensor(answer, device=logits.device)
+            losses = torch.full((len(generated),), -params.frequency_penalty, device=logits.device)
+            logits[row].index_add_(0, generated, losses)
+        if sequence.num_output < params.min_new_tokens and params.stop_token_ids:
+            logits[row, sorted(params.stop_token_ids)] = -torch.inf
+    return logits
+
 
 _LOG = get_logger(__name__)
 _T = TypeVar("_T")
@@ -273,3 +439,166 @@ class Engine:
     def _stop(self) -> None:
         self._stopping = True
         self.abort_all("the server is shutting down")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Builds a native engine from its options: model, cache size, end tokens, tokenizer.
+
+NO_VERSION = "-1"
+"""The version of a server before its first weight update, when it has only initial weights."""
+_CPU_TOKENS_PER_REQUEST = 512
+_CUDA_CACHE_SHARE = 0.85
+"""Share of the free memory after the model and its second copy are loaded; the rest is for activations."""
+_CUDA_BUFFER_SHARE = 1 / 3
+"""Largest share of the free memory that the second copy of the weights takes with native.weight_buffer=auto."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def build_engine(
+    config: NativeServerConfig,
+    model_path: Path,
+    device: str,
+    *,
+    deliver: Delivery,
+    on_failure: Callable[[BaseException], None],
+    detokenizer: Detokenizer | None = None,
+    from_scratch: bool = False,
+    records_experts: bool = False,
+) -> Engine:
+    """An engine for the model in `model_path`, not started. Its weights are policy version 0.
+
+    `from_scratch`: the weights are random and have no version until the first weight update. `records_experts`:
+    requests may ask for the chosen experts. Raises ConfigError for a model without experts.
+    """
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    model = load_model(model_path, dtype, device, from_scratch=from_scratch)
+    shape = ModelShape.read(str(model_path)) if records_experts else None
+    if records_experts and not (shape and shape.experts and routers_of(model)):
+        raise ConfigError(f"actor.router_replay: {model_path} has no known experts: remove it", code="model.no_router")
+    experts = None if shape is None else ExpertShape(shape.layers, shape.experts_per_token, shape.experts)
+    layout = read_vision_layout(str(model_path))
+    runner = ModelRunner(model, head_dtype=config.head_dtype, experts=experts, layout=layout)
+    weights = ServedWeights(model, in_host_memory=not _fits_on_device(config, runner))
+    if runner.device.type == "cuda":
+        weights.allocate()  # before the cache takes the free memory
+    capacity = _cache_tokens(config, runner, context_length(config, runner.model))
+    num_blocks = -(-capacity // BLOCK_SIZE)
+    runner.allocate_cache(num_blocks)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, BLOCK_SIZE),
+        max_running=config.max_running_requests,
+        max_prefill_tokens=config.chunked_prefill_size,
+        whole_images=layout is not None and layout.is_bidirectional,
+    )
+    return Engine(
+        runner,
+        scheduler,
+        version=NO_VERSION if from_scratch else "0",
+        deliver=deliver,
+        on_failure=on_failure,
+        detokenizer=detokenizer,
+        weights=weights,
+    )
+
+
+def _fits_on_device(config: NativeServerConfig, runner: ModelRunner) -> bool:
+    """Whether the second copy of the weights is on the device of the model: native.weight_buffer."""
+    if config.weight_buffer != "auto" or runner.device.type == "cpu":
+        return config.weight_buffer != "host"
+    free_bytes, _ = torch.cuda.mem_get_info(runner.device)
+    return weight_bytes(runner.model) <= free_bytes * _CUDA_BUFFER_SHARE
+
+
+def context_length(config: NativeServerConfig, model: PreTrainedModel) -> int:
+    """Maximum tokens of prompt and answer together: native.context_length, or the limit of the model."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # not every model has it
+    wanted = config.context_length
+    if wanted and limit and wanted > limit:
+        message = f"native.context_length={wanted} exceeds the limit of the model, {limit}: lower it"
+        raise ConfigError(message, code="model.context_length")
+    if not (wanted or limit):
+        message = "the model configuration has no maximum context length: set native.context_length"
+        raise ConfigError(message, code="model.context_length")
+    return int(wanted or limit or 0)
+
+
+def _cache_tokens(config: NativeServerConfig, runner: ModelRunner, longest: int) -> int:
+    if config.max_total_tokens:
+        if config.max_total_tokens < longest:
+            raise ConfigError(
+                f"native.max_total_tokens={config.max_total_tokens} is below the context length of {longest}, so a "
+                "request of full length cannot run: increase it, or lower native.context_length",
+                code="model.cache_too_small",
+            )
+        return config.max_total_tokens
+    if runner.device.type == "cpu":
+        return max(longest, config.max_running_requests * min(longest, _CPU_TOKENS_PER_REQUEST))
+    free_bytes, _ = torch.cuda.mem_get_info(runner.device)
+    tokens = int(free_bytes * _CUDA_CACHE_SHARE) // runner.bytes_per_token
+    if tokens < longest:
+        message = f"the GPU has memory for {tokens} cached tokens, less than the context length of {longest}"
+        raise ConfigError(f"{message}: lower native.context_length", code="model.cache_too_small")
+    return min(tokens, config.max_running_requests * longest)
+
+
+def request_limits(
+    config: NativeServerConfig, runner: ModelRunner, detokenizer: FolderTokenizer | None
+) -> RequestLimits:
+    """What requests may contain. End tokens are the union of those in generation config, config and tokenizer."""
+    model = runner.model
+    stop_ids: set[int] = set()
+    sources = [model.config.get_text_config().eos_token_id, detokenizer.eos_token_id if detokenizer else None]
+    if model.generation_config is not None:
+        sources.append(model.generation_config.eos_token_id)
+    for source in sources:
+        if source is not None:
+            stop_ids.update(source if isinstance(source, list) else [source])
+    vocab_size = vocabulary_size(model)
+    return RequestLimits(
+        vocab_size=vocab_size,
+        context_length=context_length(config, model),
+        default_stop_ids=frozenset(stop for stop in stop_ids if 0 <= stop < vocab_size),
+        has_tokenizer=detokenizer is not None,
+        layout=None if runner.vision is None else runner.vision.layout,
+    )
+
+
+class FolderTokenizer:
+    """A Hugging Face tokenizer behind the Detokenizer protocol."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        end = tokenizer.eos_token_id
+        self.eos_token_id = end if isinstance(end, int) else None
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids))
+
+
+def load_detokenizer(path: Path) -> FolderTokenizer | None:
+    """The tokenizer in the folder of the model; None when it has none."""
+    if not any((path / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        if (path / "tokenizer.json").exists():
+            return FolderTokenizer(PreTrainedTokenizerFast.from_pretrained(path))
+        return FolderTokenizer(AutoTokenizer.from_pretrained(path))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}", code="model.not_loadable") from error
+
+
+def resolve_model_path(name: str) -> Path:
+    """The folder of a model: `name` itself, or a download of the hub repository `name`."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ConfigError(f"model_path={name}: there is no such folder", code="model.not_found")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_MODEL_FILES))
+    except Exception as error:
+        message = f"model_path={name}: there is no such folder, and the download from the hub failed ({error})"
+        raise ConfigError(message, code="model.not_found") from error

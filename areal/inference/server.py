@@ -11,8 +11,12 @@ import asyncio
 import gc
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import uvloop
@@ -20,26 +24,339 @@ from aiohttp import web
 
 from areal.api.config import NativeServerConfig, PPOConfig
 from areal.api.config.load import load_experiment
-from areal.api.errors import ConfigError
-from areal.inference.engine import Engine
-from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits, resolve_model_path
-from areal.inference.request_parser import seed_source
-from areal.inference.server_routes import ServerApp
-from areal.observe.http_log import HttpLogger
-from areal.observe.log import configure_logging, get_logger
-from areal.observe.spans import tracing
+from areal.api.data import MAX_REPLICAS, WeightSpec
+from areal.api.errors import ArealError, ConfigError, RequestError
+from areal.inference.engine import (
+    PAUSE_MODES,
+    Detokenizer,
+    Engine,
+    build_engine,
+    load_detokenizer,
+    request_limits,
+    resolve_model_path,
+)
+from areal.inference.generate_route import GenerateRoute
+from areal.inference.request_parser import (
+    MAX_CONTROL_BYTES,
+    TOO_LARGE,
+    RequestLimits,
+    bool_field,
+    check_fields,
+    error_response,
+    int_field,
+    json_response,
+    ok,
+    read_json,
+    seed_source,
+    shown,
+    text_field,
+)
+from areal.observe.log import HttpLogger, configure_logging, get_logger
+from areal.observe.spans import tracing, track
 from areal.observe.trace import ChromeTracer, open_tracer
 from areal.system.device import bind_to_gpu_node, pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
-from areal.system.folder_puller import FolderPuller
+from areal.system.folders import PULLED_WEIGHTS, FolderPuller, folder_routes
 from areal.system.heartbeat import beating_loop, launched_heartbeat
-from areal.system.http_guard import RequestGuard
+from areal.system.http_guard import RequestGuard, guarded
 from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, bind_collectives, http_address, listen, required_token
-from areal.system.process import ProcessContext, raise_open_file_limit, run_main, start_is_over
+from areal.system.process import ProcessContext, in_daemon_thread, raise_open_file_limit, run_main, start_is_over
 from areal.system.run_paths import RunPaths
 from areal.weights.fast_products import fast_products
 
+# ----------------------------------------------------------------------------------------------------------------------
+# HTTP routes for weight updates: from a folder, which may be copied first, or from the trainer's broadcast group.
+#
+# The engine generates while weights are received. An update without a version is only received; /install_weights makes
+# the weights current that were received with the same `update_id`.
+
+_FROM_DISK = frozenset({"model_path", "weight_version", "flush_cache", "abort_all_requests", "update_id"})
+_INIT_GROUP = frozenset({"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"})
+_DISTRIBUTED = frozenset(
+    {"names", "dtypes", "shapes", "group_name", "flush_cache", "weight_version", "load_format", "update_id"}
+)
+JOIN_TIMEOUT_S = 120.0
+_in_thread = partial(in_daemon_thread, name="weight-update")
+
+
+class WeightRoutes:
+    """Weight updates of one server, one at a time. A client that disconnects does not interrupt one."""
+
+    def __init__(self, engine: Engine, puller: FolderPuller) -> None:
+        self._engine = engine
+        self._puller = puller
+        self._lock = asyncio.Lock()
+        self._running: set[asyncio.Task[None]] = set()
+
+    def posts(self) -> dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
+        return {
+            "/pull_weights": self._pull,
+            "/update_weights_from_disk": self._update_from_disk,
+            "/init_weights_update_group": self._init_group,
+            "/update_weights_from_distributed": self._update_from_distributed,
+            "/install_weights": self._install,
+            "/destroy_weights_update_group": self._destroy_group,
+        }
+
+    async def _pull(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), {"url", "mirrors"})
+        url, mirrors = text_field(body, "url"), body.get("mirrors", [])
+        if not isinstance(mirrors, list) or any(not isinstance(mirror, str) for mirror in mirrors):
+            raise RequestError("mirrors must be a list of addresses", code="weights.invalid_request")
+        folder = await asyncio.wrap_future(in_daemon_thread(lambda: self._puller.pull(url, mirrors), "pull weights"))
+        return json_response({"path": str(folder)})
+
+    async def _update_from_disk(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), _FROM_DISK)
+        folder = Path(text_field(body, "model_path"))
+        mode = "abort" if bool_field(body, "abort_all_requests", False) else _cache_mode(body)
+        await self._receive(lambda: self._engine.weights.receive_folder(folder), body, mode)
+        return ok()
+
+    async def _receive(self, receive: Callable[[], None], body: Mapping[str, Any], mode: str) -> None:
+        """Receive weights while the engine computes, and install them if the body has their version."""
+        update_id = text_field(body, "update_id", "")
+        version = None if body.get("weight_version") is None else text_field(body, "weight_version")
+
+        def update() -> None:
+            self._engine.weights.start(update_id)
+            receive()
+            if version is not None:
+                self._engine.call(partial(self._engine.install_weights, version, mode, update_id)).result()
+
+        await self._one_at_a_time(_in_thread, update)
+
+    async def _install(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), {"weight_version", "mode", "update_id"})
+        version, mode, update_id = (text_field(body, name) for name in ("weight_version", "mode", "update_id"))
+        if mode not in PAUSE_MODES:
+            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {shown(mode)}"
+            raise RequestError(message, code="request.invalid_field")
+        await self._one_at_a_time(self._engine.call, partial(self._engine.install_weights, version, mode, update_id))
+        return ok()
+
+    async def _init_group(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), _INIT_GROUP)
+        arguments = (
+            text_field(body, "master_address"),
+            int_field(body, "master_port", None, 1, 65535),
+            int_field(body, "rank_offset", None, 1, MAX_REPLICAS),
+            int_field(body, "world_size", None, 2, 1 + MAX_REPLICAS),  # a native server is one rank
+            text_field(body, "group_name"),
+            text_field(body, "backend", "nccl"),
+            JOIN_TIMEOUT_S,
+        )
+        # Joining changes no weight, so the engine continues meanwhile.
+        await self._one_at_a_time(_in_thread, lambda: self._engine.weights.join(*arguments))
+        return ok()
+
+    async def _update_from_distributed(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), _DISTRIBUTED)
+        if body.get("load_format") != "flattened_bucket":
+            message = 'load_format must be "flattened_bucket": one broadcast for all names of a request'
+            raise RequestError(message, code="weights.invalid_request")
+        specs = _specs(body)
+        self._check_group(text_field(body, "group_name"))
+        await self._receive(lambda: self._engine.weights.receive(specs), body, _cache_mode(body))
+        return ok()
+
+    async def _destroy_group(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), {"group_name"})
+        self._check_group(text_field(body, "group_name"))
+        # Without the lock: leaving also ends a receive that waits for a dead trainer.
+        await asyncio.wrap_future(_in_thread(self._engine.weights.leave))
+        return ok()
+
+    async def _one_at_a_time(
+        self, submit: Callable[[Callable[[], None]], Future[None]], command: Callable[[], None]
+    ) -> None:
+        """Run `command` with `submit` when all earlier ones are done."""
+
+        async def run() -> None:
+            async with self._lock:
+                with track("weight command", "weights"):
+                    await asyncio.wrap_future(submit(command))
+
+        task = asyncio.create_task(run())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        await asyncio.shield(task)
+
+    def _check_group(self, name: str) -> None:
+        if not name or name != self._engine.weights.group_name:
+            here = self._engine.weights.group_name or "none"
+            message = f"this server is not in the update group {name!r} (it is in {here})"
+            raise RequestError(message, code="weights.no_group")
+
+
+def _cache_mode(body: Mapping[str, Any]) -> str:
+    return "retract" if bool_field(body, "flush_cache", True) else "in_place"
+
+
+def _specs(body: Mapping[str, Any]) -> list[WeightSpec]:
+    names, dtypes, shapes = (body.get(field) for field in ("names", "dtypes", "shapes"))
+    if not (isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)):
+        problem = "must be lists"
+    elif not names or not len(names) == len(dtypes) == len(shapes):
+        problem = f"have {len(names)}, {len(dtypes)} and {len(shapes)} items: the counts must be equal, and not 0"
+    elif any(not isinstance(text, str) for text in [*names, *dtypes]):
+        problem = "must contain strings, strings and lists of sizes"
+    elif any(not isinstance(one, list) or any(type(size) is not int or size < 0 for size in one) for one in shapes):
+        problem = "must contain strings, strings and lists of integers >= 0"
+    else:
+        return [
+            WeightSpec(name=name, dtype=dtype.removeprefix("torch."), shape=shape)
+            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        ]
+    raise RequestError(f"names, dtypes and shapes {problem}", code="weights.invalid_request")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The HTTP interface of the native server: SGLang's dialect, plus the version of every token.
+#
+# Handlers run in the asyncio thread. A control handler waits until the engine thread has run its command.
+
 _LOG = get_logger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ServerApp:
+    """Routes of one server."""
+
+    def __init__(
+        self, *, model_path: str, draw_seed: Callable[[], int], guard: RequestGuard, puller: FolderPuller
+    ) -> None:
+        self.model_path = model_path
+        self._puller = puller
+        self._guard = guard
+        self.generate = GenerateRoute(draw_seed)
+
+    def attach(self, engine: Engine, limits: RequestLimits, detokenizer: Detokenizer | None) -> None:
+        """Set the engine. Called once, before `application`."""
+        self._engine = engine
+        self._limits = limits
+        self.generate.attach(engine, limits, detokenizer)
+        self._weights = WeightRoutes(engine, self._puller)
+
+    def application(self) -> web.Application:
+        """The aiohttp application with all routes."""
+        largest = max(MAX_CONTROL_BYTES, self.generate.parser.max_group_bytes)
+        application = web.Application(
+            middlewares=[guarded(self._guard, error_response), _errors_as_json], client_max_size=largest
+        )
+        posts: dict[str, Handler] = {
+            "/generate": self.generate.answer,
+            "/generate_group": self.generate.answer_group,
+            "/abort_request": self._abort_request,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/flush_cache": self._flush_cache,
+            **self._weights.posts(),
+        }
+        gets: dict[str, Handler] = {
+            "/health": self._health,
+            "/get_model_info": self._model_info,
+            "/server_info": self._server_info,
+            "/metrics": self._metrics,
+        }
+        for path, handler in posts.items():
+            application.router.add_post(path, handler)
+        for path, handler in gets.items():
+            application.router.add_get(path, handler)
+        application.add_routes(folder_routes(self._puller.offered, PULLED_WEIGHTS, error_response))
+        return application
+
+    # ---- control
+
+    async def _run(self, command: Callable[[], None]) -> None:
+        """Run a command in the engine thread between two steps."""
+        await asyncio.shield(asyncio.wrap_future(self._engine.call(command)))
+
+    async def _abort_request(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), {"rid", "abort_all"})
+        if bool_field(body, "abort_all", False):
+            await self._run(self._engine.abort_all)
+            return ok()
+        self.generate.abort(text_field(body, "rid"))
+        return ok()
+
+    async def _pause(self, request: web.Request) -> web.StreamResponse:
+        mode = text_field(check_fields(await read_json(request), {"mode"}), "mode", "abort")
+        if mode not in PAUSE_MODES:
+            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {shown(mode)}"
+            raise RequestError(message, code="request.invalid_field")
+        await self._run(lambda: self._engine.pause(mode))
+        return ok()
+
+    async def _continue(self, request: web.Request) -> web.StreamResponse:
+        check_fields(await read_json(request), set())
+        await self._run(self._engine.resume)
+        return ok()
+
+    async def _flush_cache(self, request: web.Request) -> web.StreamResponse:
+        check_fields(await read_json(request), set())
+        await self._run(self._engine.scheduler.retract_all)  # running requests compute their keys and values again
+        return ok()
+
+    # ---- observation
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        if self._engine.is_stuck:
+            message = f"the engine thread has completed no step for {self._engine.stuck_s:.0f} s"
+            return error_response(500, message, "request.engine_failed")
+        return ok()
+
+    async def _model_info(self, request: web.Request) -> web.StreamResponse:
+        return json_response(
+            {
+                "model_path": self.model_path,
+                "weight_version": self._engine.version,
+                "vocab_size": self._limits.vocab_size,
+                "context_length": self._limits.context_length,
+                "is_generation": True,
+            }
+        )
+
+    async def _server_info(self, request: web.Request) -> web.StreamResponse:
+        return json_response(
+            {**self._figures(), "weight_version": self._engine.version, "is_paused": self._engine.is_paused}
+        )
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        lines: list[str] = []
+        for name, value in self._figures().items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# TYPE areal_{name} {kind}", f"areal_{name} {value}"]
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+
+    def _figures(self) -> dict[str, float]:
+        scheduler, counters = self._engine.scheduler, self._engine.counters
+        return {
+            "running_requests": len(scheduler.running),
+            "queued_requests": len(scheduler.waiting),
+            "kv_tokens_used": scheduler.num_used_tokens,
+            "kv_tokens_capacity": scheduler.num_capacity_tokens,
+            "generated_tokens_total": counters.generated_tokens,
+            "computed_tokens_total": counters.computed_tokens,
+            "shared_prompt_tokens_total": scheduler.num_shared_tokens,
+            "finished_requests_total": counters.finished,
+            "aborted_requests_total": counters.aborted,
+            "preemptions_total": scheduler.num_preemptions,
+            "steps_total": counters.steps,
+            "busy_seconds_total": round(counters.busy_s, 6),
+            "install_seconds_total": round(counters.install_s, 6),
+        }
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return error_response(413 if error.code == TOO_LARGE else 400, str(error), error.code)
+    except ArealError as error:
+        _LOG.error("%s failed: %s", request.path, error)
+        return error_response(500, str(error), error.code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.images import ImageRef, VisionLayout
+from areal.data.image_files import patches_of, positions_3d
 from areal.inference.attention import AttentionPlan
-from areal.inference.scheduler import Chunk
-from areal.inference.sequence import PlacedImage, Sequence
-from areal.system.image_pixels import patches_of, positions_3d
+from areal.inference.scheduler import Chunk, PlacedImage, Sequence
 
 _KEPT_BYTES = 1 << 28
 """Features that are kept for later chunks and requests."""

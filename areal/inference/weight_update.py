@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
-from areal.system.checkpoint_files import stored_weights, weight_files
+from areal.models.checkpoint_files import stored_weights, weight_files
+from areal.models.stored_form import StoredForm, StoredPart
 from areal.system.durable import COMPLETE, is_complete
-from areal.weights.stored_form import StoredForm, StoredPart
 from areal.weights.update_group import (
     UpdateGroup,
     bucket_bytes,

@@ -1,66 +1,270 @@
 """The local launcher of `areal run`: runs a configuration on this machine and waits for its end."""
 
 import dataclasses
+import itertools
 import json
+import math
 import os
+import shlex
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import orjson
+import psutil
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.load import load_experiment, save_config, script_keys, script_numbers
-from areal.api.config.redaction import is_secret, public_command
-from areal.api.config.relevance import notice_of
+from areal.api.config.redaction import is_secret, public_command, public_environment
+from areal.api.config.schema import notice_of
 from areal.api.config.validate import raise_problems
-from areal.api.errors import ConfigError, LaunchError
+from areal.api.errors import ConfigError, ConfigProblem, LaunchError
 from areal.data.row_check import count_rows
 from areal.launcher import attach
-from areal.launcher.attach import RequestBox
-from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
+from areal.launcher.attach import RequestBox, register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
-from areal.launcher.first_row_check import TriedRow, tried_row
-from areal.launcher.gpu_rules import NcclVersions, with_time_limits
-from areal.launcher.job import LaunchPlan, make_plan
+from areal.launcher.job import LaunchPlan, NcclVersions, make_plan, with_time_limits
 from areal.launcher.memory_plan import memory_problems
-from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.placement import Machine
-from areal.launcher.plan_text import given_step_s, plan_text
 from areal.launcher.preflight import (
     check_not_complete,
     check_run_folder,
     disk_problem,
     earlier_run,
     earlier_step_s,
+    fetch_vision_layout,
     function_problems,
     make_run_folder,
     missing_inputs,
+    nccl_versions,
     newest_checkpoint,
+    notices,
     overwrite_run,
     run_lock,
+    sandbox_problems,
+    server_problems,
     stored_bytes,
+    tracker_problems,
 )
-from areal.launcher.result import facts_text, goal_text, main_metrics, metrics_text
-from areal.launcher.resume_text import changes_text, how_to_continue, keep_changes, read_tree, saved_tree
-from areal.launcher.sandbox_check import sandbox_problems
-from areal.launcher.server_check import fetch_vision_layout, nccl_versions, notices, server_problems
-from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
+from areal.launcher.result import facts_text, goal_text, help_if_asked, main_metrics, metrics_text
+from areal.launcher.status import (
+    EvaluationSource,
+    Source,
+    StatusLine,
+    StatusSource,
+    changes_text,
+    how_to_continue,
+    keep_changes,
+    read_tree,
+    saved_tree,
+)
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
-from areal.launcher.tracker_check import tracker_problems
-from areal.launcher.usage import help_if_asked
 from areal.observe.step_files import read_step_lines
 from areal.system.device import cpu_count, gpu_memory_bytes, host_memory_bytes, visible_gpus
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.durable import finish_interrupted_writes, write_atomic
 from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token, run_token
-from areal.system.process import interrupts_notice, run_main
+from areal.system.process import AREAL_PROCESS, ProcessContext, interrupts_notice, run_main
 from areal.system.run_paths import RunPaths
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The trial of the first row, before a run starts: prompt, workflow and reward functions, in a separate process.
+
+_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedRow:
+    """The result of `areal.trainer.first_row`."""
+
+    prompt: str = ""
+    num_tokens: int = 0
+    problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+    warnings: list[str] = field(default_factory=list[str])
+    notice: str = ""
+
+
+def tried_row(config: PPOConfig) -> TriedRow:
+    """Try row 0 of train_dataset. Waits for the process that runs the user's code, at most for its limit."""
+    with tempfile.TemporaryDirectory(prefix="areal-") as folder:
+        path = Path(folder, "config.yaml")
+        env = os.environ | save_config(config, path) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "areal.trainer.first_row", "--config", str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, env=env, timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            text = f"the trial of row 0 did not end within {_LIMIT_S:g} s, and the run starts without it"
+            return TriedRow(warnings=[f"{text}: look for an endless loop in the map_fn, the workflow or the reward"])
+    try:
+        found = orjson.loads(done.stdout)
+    except orjson.JSONDecodeError:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return TriedRow(problems=[ConfigProblem("row 0", f"its trial ended: {last[0]}", "launch.first_row")])
+    return TriedRow(**found | {"problems": [ConfigProblem(**one) for one in found["problems"]]})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Orphans: processes of a run that still run on this machine after their launcher has ended.
+#
+# Children die with their launcher, so there are normally none; the kernel can hold one (a hung disk or GPU). A new
+# launcher waits a short time for their end, because two processes of one role must never work on one run.
+
+_POLL_S = 0.1
+_REPORTED_AFTER_S = 1.0
+
+
+class Orphan(NamedTuple):
+    pid: int
+    name: str
+
+
+def find_orphans(paths: RunPaths) -> list[Orphan]:
+    """The processes on this machine whose environment names this run."""
+    return [found for process in psutil.process_iter() if (found := _orphan(process, paths)) is not None]
+
+
+def wait_for_orphans(paths: RunPaths, *, limit_s: float, say: Callable[[str], None]) -> None:
+    """Return once none is left. LaunchError, with their pids, after `limit_s`."""
+    began_s, was_reported = time.monotonic(), False
+    while found := find_orphans(paths):
+        waited_s = time.monotonic() - began_s
+        names = ", ".join(f"{one.name} (pid {one.pid})" for one in found)
+        if waited_s >= limit_s:
+            pids = " ".join(str(one.pid) for one in found)
+            message = f"{paths.root} is in use by processes of an earlier launcher: {names}; end them: kill -9 {pids}"
+            raise LaunchError(message, code="launch.run_in_use")
+        if not was_reported and waited_s >= _REPORTED_AFTER_S:
+            was_reported = True
+            say(f"areal: waiting up to {limit_s:g} s for the end of processes of an earlier launcher: {names}")
+        time.sleep(_POLL_S)
+
+
+def _orphan(process: psutil.Process, paths: RunPaths) -> Orphan | None:
+    try:
+        text = process.environ().get(AREAL_PROCESS)
+        if text is None or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        context = ProcessContext.from_env({AREAL_PROCESS: text})
+        # Processes that user code starts inherit the environment and do not count. A server runs no user code, so
+        # every process with its name belongs to it, also one that SGLang or vLLM started.
+        words = itertools.pairwise(process.cmdline())
+        runs_areal = any(flag == "-m" and module.startswith("areal.") for flag, module in words)
+        is_ours = context is not None and (context.role == "server" or runs_areal)
+    except (psutil.Error, OSError, LaunchError):  # ended meanwhile, of another user, or with another format
+        return None
+    if context is not None and is_ours and context.run_dir == str(paths.root):
+        return Orphan(process.pid, context.name)
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The text of a plan, which --dry-run prints.
+
+
+def plan_text(plan: LaunchPlan, step_s: float | None, *, given_step_s: float | None = None) -> str:
+    """The plan as text. `step_s`: seconds of a train step, if an earlier run has measured it; `given_step_s`: as the
+    user expects them, which comes first."""
+    hosts = ", ".join(sorted({process.host.bind for process in plan.processes}))
+    lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: chosen at start, on {hosts}"]
+    if len({process.host for process in plan.processes}) > 1:
+        lines += ["placement:", *(f"  {row}" for row in _table(plan))]
+    lines.append("processes:")
+    for process in plan.processes:
+        where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
+        memory = "" if process.memory_bytes == 0 else f", model state {bytes_text(process.memory_bytes)}"
+        lines.append(f"  {process.name}: {where}, CPU threads {process.num_threads}{memory}")
+        lines.append(f"    {shlex.join(public_command(process.argv))}")
+        if process.role != "controller":
+            lines.append(f"    with {_variables(process.env)}")
+    lines += [f"  server-{index}: already runs at {url}" for index, url in enumerate(plan.attached)]
+    if plan.weight_path is not None:
+        lines.append(f"weight updates: {plan.weight_path.transport} ({plan.weight_path.reason})")
+    lines.append("numbers:")
+    lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
+    lines.append(f"  GPU hours: {_gpu_hours(plan, step_s, given_step_s)}")
+    lines.append("Model state: weights, gradients, optimiser state and KV cache, without activations and libraries.")
+    return "\n".join(lines) + "\n"
+
+
+def _table(plan: LaunchPlan) -> list[str]:
+    """One row for each process, by node."""
+    rows = [("node", "address", "process", "GPUs", "CPU threads", "model state")]
+    nodes = dict.fromkeys(process.host for process in plan.processes)
+    for host in nodes:
+        for process in (process for process in plan.processes if process.host == host):
+            memory = bytes_text(process.memory_bytes) if process.memory_bytes != 0 else "-"
+            gpus = ",".join(process.gpus) or "-"
+            rows.append((host.node, host.advertise, process.name, gpus, str(process.num_threads), memory))
+        rows += [
+            (host.node, host.advertise, "free", ",".join(gpus), "", "") for at, gpus in plan.spare_gpus if at == host
+        ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _gpu_hours(plan: LaunchPlan, measured_s: float | None, given_s: float | None) -> str:
+    gpus, steps = sum(len(process.gpus) for process in plan.processes), plan.numbers.total_steps
+    if not gpus:
+        return "0 (the run uses no GPU)"
+    step_s = measured_s if given_s is None else given_s
+    if steps is None or step_s is None:
+        return "unknown (they need the number of steps, and an earlier run in this folder or --step-s=SECONDS)"
+    source = "measured before" if given_s is None else "given by --step-s"
+    return f"about {gpus * steps * step_s / 3600:.1f} ({gpus} GPUs, {steps} steps of {step_s:.1f} s as {source})"
+
+
+def bytes_text(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
+
+
+def _variables(env: Mapping[str, str]) -> str:
+    """In shell syntax, as a start by hand needs them. Secrets and PATH are not shown."""
+    shown = {name: value for name, value in public_environment(env).items() if name not in (AREAL_PROCESS, "PATH")}
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items()))
+
+
+def describe(plan: LaunchPlan) -> dict[str, Any]:
+    """The numbers of a plan under readable names."""
+    numbers = plan.numbers
+    shown: dict[str, Any] = {
+        "episodes per train step": numbers.episodes_per_step,
+        "samples per train step": numbers.samples_per_step,
+        "optimiser steps per train step": numbers.optimizer_steps_per_train_step,
+    }
+    if numbers.max_staleness is not None:
+        late = "; older episodes are trained on too" if numbers.on_stale == "train" else ""
+        limit = f"{numbers.max_staleness} versions (on_stale={numbers.on_stale}{late})"
+        shown["maximum episodes in flight"] = numbers.max_concurrent_episodes
+        shown["maximum staleness at admission"] = limit
+    shown["rows of train_dataset"] = numbers.rows
+    shown["maximum train steps per epoch"] = numbers.steps_per_epoch
+    shown["maximum train steps"] = numbers.total_steps
+    return {name: "known after the dataset is read" if value is None else value for name, value in shown.items()}
+
+
+def given_step_s(argv: Sequence[str]) -> float | None:
+    """The number of `--step-s=SECONDS`; None without this word. ConfigError when it is not positive."""
+    for text in (word.partition("=")[2] for word in argv if word.startswith("--step-s=")):
+        try:
+            step_s = float(text)
+        except ValueError:
+            step_s = math.nan
+        if not 0 < step_s < math.inf:
+            raise ConfigError(f"--step-s={text}: give seconds, such as --step-s=90", code="config.bad_override")
+        return step_s
+    return None
+
 
 USAGE = """usage: areal run [--launcher local] [SCRIPT.py] --config FILE.yaml
                  [key.sub=value ...]

@@ -11,11 +11,10 @@ from dataclasses import dataclass, fields, replace
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
-from areal.api.config.lora import ALL_LINEAR, LoRAConfig, is_target
-from areal.api.config.train import DEFAULT_TOKENS_PER_MB
+from areal.api.config.train import ALL_LINEAR, DEFAULT_TOKENS_PER_MB, LoRAConfig, is_target
 from areal.launcher.job import LaunchPlan, num_shards
-from areal.system.model_shape import ModelShape
-from areal.system.vision_layout import FAMILIES, read_vision_layout
+from areal.models.model_shape import ModelShape
+from areal.models.vision_layout import FAMILIES, read_vision_layout
 
 _CARD_SHARE = 0.95
 """The rest is for the CUDA context and fragments."""

@@ -43,7 +43,7 @@ from areal.launcher.node_messages import (
     Stop,
     ToAgent,
 )
-from areal.launcher.port_check import PortProbe, unreachable
+from areal.launcher.preflight import PortProbe, unreachable
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.durable import write_atomic
 from areal.system.network import LOOPBACK, is_loopback

@@ -6,22 +6,153 @@ import contextlib
 import itertools
 import os
 import selectors
+import shlex
+import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import areal
-from areal.api.errors import LaunchError
+from areal.api.config.launcher import SlurmConfig
+from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import node_messages as wire
 from areal.launcher.backend import LogTail
 from areal.launcher.job import PlannedProcess
-from areal.launcher.transport import Transport
+from areal.launcher.restart_rules import Role
 from areal.system.heartbeat import Beat
-from areal.system.process import ERROR_PREFIX, TRANSIENT_EXIT
+from areal.system.process import ERROR_PREFIX, TRANSIENT_EXIT, tied_to_this_process
 from areal.system.run_paths import RunPaths
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command that starts the agent of a node: in its container, after the user's commands. Starts nothing.
+
+_AGENT = "areal.launcher.node_agent"
+_COMMANDS = "exec 3<&0 4>&1 </dev/null >&2\n{commands}\nexec <&3 >&4 3<&- 4>&-\nexec {agent}"
+"""Shell text: the commands neither read the messages for the agent nor write between those that it sends."""
+
+
+def image_of(slurm: SlurmConfig, role: Role | None) -> str:
+    """The container image in which processes of a role run; None = of all roles. Empty = no container."""
+    images = [slurm.trainer_image, slurm.inference_server_image]
+    image = next((one for one in (images[::-1] if role == "server" else images) if one), "")
+    return "" if slurm.container_type == "none" else image
+
+
+def agent_command(slurm: SlurmConfig, role: Role | None, python: str = sys.executable) -> list[str]:
+    """The command of an agent for processes of a role; None = of all roles. pyxis needs options of srun besides it."""
+    agent = [python, "-m", _AGENT]
+    if slurm.additional_bash_cmds:
+        commands = "\n".join(slurm.additional_bash_cmds)
+        agent = ["bash", "-c", _COMMANDS.format(commands=commands, agent=shlex.join(agent))]
+    image = image_of(slurm, role)
+    if image and slurm.container_type == "apptainer":
+        agent = ["apptainer", "exec", "--nv", *(["--bind", slurm.mount] if slurm.mount else []), image, *agent]
+    return agent
+
+
+def variables_of_agent() -> list[str]:
+    """NAME=value of what an agent on another machine needs to find the code of this one. No secrets: `ps` shows it."""
+    return [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+
+
+def check_containers(slurm: SlurmConfig, *, has_srun: bool, has_shared_agents: bool) -> None:
+    """ConfigError when a launcher cannot start the containers. Shared agents start all roles."""
+    if image_of(slurm, None) and slurm.container_type == "pyxis" and not has_srun:
+        message = "launcher.slurm.container_type=pyxis: only Slurm has it; use apptainer, or none for no container"
+        raise ConfigError(message, code="config.unsupported")
+    if has_shared_agents and image_of(slurm, "server") != image_of(slurm, "trainer"):
+        why = "differs from trainer_image: one agent per node starts both, so use one image"
+        why += " or launcher.slurm.separate_jobs=true" if has_srun else ""
+        raise ConfigError(f"launcher.slurm.inference_server_image {why}", code="config.conflict")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What carries messages between a launcher and the agent of a node: the protocol, and a command such as ssh.
+
+_AGENT_ENDED = (0, 2, -signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of a command that come from the agent, whose processes end with it. 1 and 255 may be a lost network."""
+
+
+class Transport(Protocol):
+    """A connection to one agent. The descriptors end when it is lost."""
+
+    @property
+    def output(self) -> int:
+        """Descriptor with the messages of the agent."""
+        ...
+
+    @property
+    def errors(self) -> int:
+        """Descriptor with lines that explain a failure."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Send a message. OSError or ValueError when the connection is closed."""
+        ...
+
+    def close_input(self) -> None:
+        """Tell the agent to end."""
+        ...
+
+    def agent_ended(self, limit_s: float) -> bool:
+        """Wait for the end of the connection. Whether the agent, and thus all its processes, certainly ended."""
+        ...
+
+    def kill(self) -> None:
+        """End the connection. No error when it has ended."""
+        ...
+
+
+class CommandTransport:
+    """Standard input and output of a command. Implements `Transport`."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """LaunchError when the command cannot be started."""
+        try:
+            self._command = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                process_group=0,
+                preexec_fn=tied_to_this_process(),
+            )
+        except OSError as error:
+            message = f"cannot start {command[0]}: {error.strerror or error}"
+            raise LaunchError(message, code="process.cannot_start") from error
+        assert self._command.stdin is not None
+        assert self._command.stdout is not None
+        assert self._command.stderr is not None
+        self._input = self._command.stdin
+        self.output = self._command.stdout.fileno()
+        self.errors = self._command.stderr.fileno()
+
+    def write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._input.write(left) :]
+
+    def close_input(self) -> None:
+        with contextlib.suppress(OSError):
+            self._input.close()
+
+    def agent_ended(self, limit_s: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._command.wait(limit_s) in _AGENT_ENDED
+        return False
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._command.pid, signal.SIGKILL)
+        self._command.wait()
+
 
 _START_LIMIT_S = 20.0
 _ANSWER_LIMIT_S = 3.0

@@ -1,11 +1,19 @@
 """Checks before anything starts (files, models, run folder, disk), and the lock that gives a run one launcher."""
 
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
 import fcntl
 import json
 import os
 import re
+import selectors
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
 from areal.api.config.data import is_row_function
@@ -40,12 +48,371 @@ from areal.api.workflow import constructor_problems
 from areal.data.row_check import count_rows, dataset_paths, file_problem
 from areal.data.row_files import READERS, dataset_files
 from areal.fleet.backends import backend_named
-from areal.system.adapter_files import adapter_weights, prefixes, require_targets
-from areal.system.checkpoint_files import stored_weights
-from areal.system.durable import is_complete, write_problem
-from areal.system.mesh_rules import trainer_problem
-from areal.system.model_shape import ModelShape
+from areal.fleet.server_backend import ServerBackend, ignored_flags, server_python
+from areal.launcher.job import LaunchPlan, NcclVersions, parse_env_vars
+from areal.models.adapter_files import adapter_weights, prefixes, require_targets
+from areal.models.checkpoint_files import stored_weights
+from areal.models.mesh_rules import trainer_problem
+from areal.models.model_shape import ModelShape
+from areal.models.vision_layout import read_vision_layout
+from areal.observe.trackers import FIRST_REQUEST, PACKAGES, keys_on, missing_packages, mlflow_uri
+from areal.system.durable import is_complete, write_atomic, write_problem
+from areal.system.network import BACKLOG, bind_socket
+from areal.system.process import AREAL_PROCESS
 from areal.system.run_paths import RunPaths
+
+if TYPE_CHECKING:
+    from areal.launcher.node_link import NodeLink
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tries at the start of a run whether its nodes accept TCP connections from each other, which a firewall may forbid.
+
+Target = tuple[str, str, int]
+"""Name, address and port of a node."""
+_PORT_LIMIT_S = 3.0
+_PORT_POLL_S = 0.05
+
+
+def check_ports(nodes: Mapping[str, tuple[NodeLink, str]]) -> None:
+    """Connect each node to a free port of every other one. LaunchError when a port does not accept.
+
+    `nodes`: by name, the agent there and the address on which the processes of the run will listen. Each port is open
+    during the check only; nothing is read from its connections.
+    """
+    targets = [(name, address, link.open_port(address)) for name, (link, address) in nodes.items()]
+    asked = [
+        (link, link.send_reach([target for target in targets if target[0] != name], _PORT_LIMIT_S))
+        for name, (link, _) in nodes.items()
+    ]
+    for link, number in asked:
+        link.await_reached(number, _PORT_LIMIT_S)
+    for link, _ in nodes.values():
+        link.open_port("")
+
+
+class PortProbe:
+    """The port of one node for this check."""
+
+    def __init__(self) -> None:
+        self._bound: socket.socket | None = None
+
+    def open_port(self, address: str) -> int:
+        """Accept connections on a free port, which is returned; an empty address ends this and returns 0."""
+        if self._bound is not None:
+            self._bound.close()
+            self._bound = None
+        if not address:
+            return 0
+        self._bound = bind_socket(address)
+        self._bound.listen(BACKLOG)  # the system accepts; nothing reads or answers, so no token is needed
+        return int(self._bound.getsockname()[1])
+
+
+def unreachable(targets: Sequence[Target], limit_s: float, meanwhile: Callable[[], None]) -> str:
+    """Which of `targets` do not accept a connection within `limit_s`, and why; empty when all do.
+
+    `meanwhile` is called again and again until then.
+    """
+    deadline = time.monotonic() + limit_s
+    failed: dict[Target, str] = {}
+    with selectors.DefaultSelector() as selector:
+        for target in targets:
+            probe = socket.socket(socket.AF_INET6 if ":" in target[1] else socket.AF_INET)
+            probe.setblocking(False)
+            code = probe.connect_ex(target[1:])
+            if code in (0, errno.EINPROGRESS):
+                selector.register(probe, selectors.EVENT_WRITE, target)
+            else:
+                failed[target] = os.strerror(code)
+                probe.close()
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, _ in selector.select(_PORT_POLL_S):
+                probe = key.fileobj
+                assert isinstance(probe, socket.socket)
+                selector.unregister(probe)
+                if code := probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    failed[key.data] = os.strerror(code)
+                probe.close()
+            meanwhile()
+        for key in list(selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+            failed[key.data] = f"no answer in {limit_s:g} s"
+    return ", ".join(f"{name} at {address}:{port} ({why})" for (name, address, port), why in failed.items())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The check, before a run starts, of the sandbox in which programs of completions run.
+
+_SANDBOX_LIMIT_S = 90.0
+
+
+def sandbox_problems(config: PPOConfig, say: Callable[[str], None]) -> list[str]:
+    """One sentence when the sandbox cannot be used; says what programs can reach beyond its promises.
+
+    Waits for a process of the reward package, at most `_SANDBOX_LIMIT_S`, if a reward of the configuration is `code`.
+    """
+    functions = {config.reward_fn, *(name for _, fns in config.reward.tables() for name in fns)}
+    if "code" not in functions:
+        return []
+    settings = {"config": dataclasses.asdict(config.reward.sandbox)}
+    env = os.environ | {"AREAL_SANDBOX": json.dumps(settings), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "areal.reward.sandbox"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=_SANDBOX_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return [f"reward.sandbox: its check did not end within {_SANDBOX_LIMIT_S:g} s"]
+    if done.returncode:
+        last = (done.stdout or done.stderr).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return [f"reward.sandbox: {last[0]}"]
+    if done.stdout:
+        say(f"areal: warning: {done.stdout}")
+    return []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The check, before a run starts, of the dashboards that rank 0 of its trainers will start.
+
+_TRACKERS_LIMIT_S = 90.0
+
+
+def tracker_problems(config: BaseExperimentConfig, plan: LaunchPlan) -> list[str]:
+    """One sentence for each dashboard that cannot start.
+
+    Packages are checked in this environment, unless the trainers have an image. Folders, keys and servers are checked
+    only when rank 0 runs on this machine.
+    """
+    rank = next((one for one in plan.processes if (one.role, one.index) == ("trainer", 0)), None)
+    if rank is None or config.launcher.slurm.trainer_image is not None or not keys_on(config):
+        return []
+    is_here = rank.host.node.partition(".")[0] == socket.gethostname().partition(".")[0]
+    environ = os.environ | parse_env_vars(config.launcher.trainer_env_vars)
+    problems = list(_place_problems(config, environ)) if is_here else []
+    return problems + (missing_packages(config) or _package_problems(config, environ, asks=is_here))
+
+
+def _place_problems(config: BaseExperimentConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    """Folders that cannot be written, and a missing address."""
+    chosen, is_on = config.stats_logger, keys_on(config)
+    uri = mlflow_uri(chosen.mlflow, environ)
+    if chosen.mlflow.mode == "online" and not uri:
+        yield "stats_logger.mlflow.tracking_uri: is not set, nor is MLFLOW_TRACKING_URI: set one, or use mode=local"
+    folders = {
+        "tensorboard.path": ("stats_logger.tensorboard.path", chosen.tensorboard.path),
+        "swanlab.mode": ("stats_logger.swanlab.logdir", chosen.swanlab.logdir),
+        "mlflow.mode": ("stats_logger.mlflow.tracking_uri", _sqlite_folder(uri)),
+        "trackio.mode": ("TRACKIO_DIR", environ.get("TRACKIO_DIR")),
+    }
+    for option, folder in (folders[key] for key in is_on if key in folders):
+        if folder and (problem := write_problem(Path(folder))):
+            yield f"{option}: cannot write to {folder}: {problem}; choose another folder"
+
+
+def _sqlite_folder(uri: str) -> str:
+    """The folder of an SQLite file; empty for any other address."""
+    scheme, _, file = uri.partition(":///")
+    return str(Path(file).parent) if file and scheme.startswith("sqlite") else ""
+
+
+def _package_problems(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks: bool) -> list[str]:
+    """Waits for a process that imports the packages, at most `_TRACKERS_LIMIT_S`.
+
+    `asks`: it looks for keys, and asks MLflow.
+    """
+    dashboards, base_url = _settings(config, environ, asks=asks), config.stats_logger.wandb.wandb_base_url
+    own = {"WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = {**FIRST_REQUEST, **environ, **own, **({"WANDB_BASE_URL": base_url} if base_url else {})}
+    command, names = [sys.executable, "-m", "areal.observe.tracker_probe"], ", ".join(dashboards)
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(dashboards), capture_output=True, text=True, env=env, timeout=_TRACKERS_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return [f"stats_logger: the check of {names} did not end within {_TRACKERS_LIMIT_S:g} s"]
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return [f"stats_logger: the check of {names} failed: {last[0]}"]
+    return json.loads(done.stdout)
+
+
+def _settings(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks: bool) -> dict[str, dict[str, Any]]:
+    """What `tracker_probe` reads."""
+    chosen = config.stats_logger
+    wandb = {
+        "run_id": "_".join(filter(None, [config.experiment_name, config.trial_name, chosen.wandb.id_suffix])),
+        "project": chosen.wandb.project or config.experiment_name,
+        "run_tags": chosen.wandb.tags,
+    }
+    uri, experiment = mlflow_uri(chosen.mlflow, environ), chosen.mlflow.experiment or config.experiment_name
+    found: dict[str, dict[str, Any]] = {
+        "tensorboard.path": {},
+        "wandb.mode": {
+            "settings": {name: value for name, value in wandb.items() if value is not None},
+            "asks": asks and chosen.wandb.mode in ("online", "shared") and not chosen.wandb.wandb_api_key,
+        },
+        "swanlab.mode": {"asks": asks and chosen.swanlab.mode in ("online", "cloud") and not chosen.swanlab.api_key},
+        "mlflow.mode": {"uri": uri, "experiment": experiment, "asks": asks},
+        "trackio.mode": {"asks": asks and chosen.trackio.mode == "online"},
+    }
+    return {key: found[key] | {"module": PACKAGES[key][0]} for key in keys_on(config)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks before a start: options that the servers of a run cannot honour, and the versions in their environment.
+#
+# Waits for one short subprocess of the servers' interpreter, at most `_VERSIONS_LIMIT_S`; its answer is cached until
+# the interpreter or its packages change.
+
+_VERSIONS_LIMIT_S = 30.0
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_PROBE = """
+import importlib.metadata, json, sys, sysconfig
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+found = {name: version(name) for name in sys.argv[1:]}
+print(json.dumps({"versions": found, "packages": sysconfig.get_path("purelib")}))
+"""
+Versions = dict[str, str]
+"""Package -> version, empty where it is not installed."""
+
+
+class _NoVersions(Exception):
+    pass
+
+
+def fetch_vision_layout(config: PPOConfig) -> None:
+    """Put the files that say how the served model takes images into the local cache: the command of a foreign server
+    depends on them. A hub that does not answer is reported by the trial of row 0, or by the servers."""
+    backend = backend_named(config.server_backend)
+    if backend.flags is not None:
+        with contextlib.suppress(InputError):
+            read_vision_layout(backend.model(config), downloads=True)
+
+
+def server_problems(
+    config: PPOConfig, plan: LaunchPlan, say: Callable[[str], None], *, limit_s: float = _VERSIONS_LIMIT_S
+) -> list[str]:
+    """One sentence for every option that the servers cannot honour and for an environment that cannot run them."""
+    backend = backend_named(config.server_backend)
+    problems = [f"{path}: {text}" for path, text in backend.problems(config)]
+    planned = next((process for process in plan.processes if process.role == "server"), None)
+    if backend.flags is None or planned is None:
+        return problems
+    python = server_python(config)
+    if not os.access(python, os.X_OK) or Path(python).is_dir():
+        text = f"{python} is not a program: set it to the Python interpreter of {backend.title}'s environment"
+        return [*problems, f"server_python: {text}"]
+    try:
+        versions = environment_versions(python, (backend.name, "torch", *_NCCL_PACKAGES), limit_s=limit_s)
+    except _NoVersions as error:
+        return [*problems, f"server_python: {python} does not report the versions of its packages: {error}"]
+    if problem := _version_problem(backend, versions, on_gpu=bool(planned.gpus)):
+        advice = "" if config.server_python else "; this is the interpreter of areal itself, set server_python"
+        return [*problems, f"server_python: {python}: {problem}{advice}"]
+    nccl = next((f", NCCL {versions[name]}" for name in _NCCL_PACKAGES if versions[name]), "")
+    say(f"areal: {backend.title} {versions[backend.name]}, torch {versions['torch']}{nccl} in {python}")
+    return problems
+
+
+def nccl_versions(config: PPOConfig) -> NcclVersions:
+    """NCCL of the trainers' and of the servers' environment, from their metadata; empty where it is not known."""
+    python = "" if backend_named(config.server_backend).flags is None else server_python(config)
+    try:
+        own = environment_versions(sys.executable, ("torch", *_NCCL_PACKAGES))
+        packages = (config.server_backend, "torch", *_NCCL_PACKAGES)
+        servers = environment_versions(python, packages) if python else own
+    except _NoVersions:  # `server_problems` reports it
+        return NcclVersions()
+    ours, theirs = (next(filter(None, map(found.get, _NCCL_PACKAGES)), "") for found in (own, servers))
+    return NcclVersions(trainers=ours or "", servers=theirs or "")
+
+
+def notices(config: PPOConfig) -> list[str]:
+    """The flags that have no effect on the servers of this run, one line for each reason."""
+    backend = backend_named(config.server_backend)
+    if backend.flags is None:
+        return []
+    found: list[str] = []
+    if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, config.server_flags)]:
+        reason = f"areal sets its own value or {backend.title} has no such flag"
+        found.append(f"areal: ignored, because {reason}: {', '.join(ignored)}")
+    if config.rollout.server_addrs and config.server_flags:
+        found.append(f"areal: {backend.name}: this section has no effect on servers that already run")
+    return found
+
+
+def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool) -> str:
+    """Why the installed versions cannot run, or ''. A version that cannot be parsed is accepted as a new one."""
+    version, torch = versions[backend.name], versions["torch"]
+    if not version:
+        return f"{backend.title} is not installed there: install it, or set server_python to another interpreter"
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    oldest = tuple(map(int, backend.minimum_version.split(".")))
+    if numbers is not None and tuple(map(int, numbers.groups())) < oldest:
+        needed = f"areal needs {backend.minimum_version} or newer (tested with {backend.tested_version})"
+        return f"{backend.title} {version} is too old, {needed}: upgrade it"
+    if on_gpu and (version.endswith("+cpu") or torch.endswith("+cpu")):
+        advice = "install a GPU build, or set cluster.n_gpus_per_node=0"
+        return f"{backend.title} {version} with torch {torch} is a CPU build, but the servers get GPUs: {advice}"
+    return ""
+
+
+def environment_versions(python: str, packages: tuple[str, ...], *, limit_s: float = _VERSIONS_LIMIT_S) -> Versions:
+    """Versions of packages in the environment of an interpreter, from its metadata: nothing is imported.
+
+    The answer is cached as JSON by the interpreter's path, and is used as long as the interpreter and the folder of its
+    packages keep their modification times.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    cache = folder / "areal" / "server_environments.json"
+    known = _read_cache(cache)
+    entry = known.get(python)
+    if entry is not None and entry["times"] == _times(entry["times"]) and set(packages) <= set(entry["versions"]):
+        return {name: entry["versions"][name] for name in packages}
+    versions, library = _ask(python, packages, limit_s)
+    entry = {"times": _times([python, library]), "versions": versions}
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(cache, json.dumps({**known, python: entry}).encode())
+    except OSError:
+        pass  # without a cache each start costs a subprocess
+    return versions
+
+
+def _read_cache(path: Path) -> dict[str, Any]:
+    """Interpreter -> {"times": {path: nanoseconds}, "versions": {package: version}}."""
+    try:
+        found = json.loads(path.read_text())
+        return {python: entry for python, entry in found.items() if entry["times"] and entry["versions"]}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _times(paths: Any) -> dict[str, int]:
+    """Path -> modification time in nanoseconds; 0 for a path that does not exist."""
+    return {str(path): Path(path).stat().st_mtime_ns if Path(path).exists() else 0 for path in paths}
+
+
+def _ask(python: str, packages: tuple[str, ...], limit_s: float) -> tuple[Versions, str]:
+    """Versions, and the folder that holds the packages. _NoVersions when the interpreter gives no such answer."""
+    env = {name: value for name, value in os.environ.items() if name != AREAL_PROCESS}
+    try:
+        argv = [python, "-c", _PROBE, *packages]
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", env=env, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise _NoVersions(f"no answer in {limit_s:g} s") from None
+    except OSError as error:
+        raise _NoVersions(str(error.strerror or error)) from None
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])  # a script around the interpreter may print more before
+        return {name: str(answer["versions"][name]) for name in packages}, str(answer["packages"])
+    except (ValueError, TypeError, KeyError, IndexError):
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise _NoVersions(lines[-1] if lines else f"it ended with exit code {done.returncode}") from None
+
 
 _BEFORE_ANY_EPISODE = (b'{"event":"group"', b'{"event":"started"')
 _STEP = re.compile(r"step-(\d+)")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import select
+import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,23 +18,140 @@ from typing import Any
 
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from areal.api.errors import LaunchError
-from areal.launcher.agent_command import agent_command, check_containers, image_of, variables_of_agent
 from areal.launcher.job import LaunchPlan, PlannedProcess, moved
 from areal.launcher.local import launch, read_command_line
-from areal.launcher.node_link import NodeLink
+from areal.launcher.node_agent import NodeAgent
+from areal.launcher.node_link import NodeLink, agent_command, check_containers, image_of, variables_of_agent
 from areal.launcher.node_messages import Hello
 from areal.launcher.nodes import NodesBackend
-from areal.launcher.placement import Machine, Place, place_again
-from areal.launcher.port_check import check_ports
-from areal.launcher.ray_actor import AgentActor
-from areal.launcher.ray_nodes import demands, living_nodes, resources_of
+from areal.launcher.placement import Machine, Place, is_chosen, memory_demand, place_again
+from areal.launcher.preflight import check_ports
 from areal.launcher.restart_rules import Role
+from areal.launcher.result import help_if_asked
 from areal.launcher.status import StatusLine
-from areal.launcher.usage import help_if_asked
-from areal.system.network import TRAINERS_VARIABLE
-from areal.system.process import run_main
+from areal.system.network import TRAINERS_VARIABLE, Host
+from areal.system.process import run_main, tied_to_this_process
 from areal.system.ray_registry import connect_ray
 from areal.system.run_paths import RunPaths
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The nodes of a Ray cluster that a run may use, and what it reserves there for each process.
+
+
+def demands(
+    plan: LaunchPlan, machines: Sequence[Machine], options: LauncherConfig
+) -> list[tuple[PlannedProcess, dict[str, float]]]:
+    """The CPUs, GPUs and bytes of memory that Ray reserves for each process.
+
+    A process with GPUs gets for each the CPUs of its threads and its memory (`launcher.*_mem_per_gpu`), others one CPU;
+    less when the processes of a node exceed what it has.
+    """
+    cpus = {planned.name: float(planned.num_threads * len(planned.gpus) or 1) for planned in plan.processes}
+    memory = {planned.name: memory_demand(planned.role, len(planned.gpus), options) for planned in plan.processes}
+    has = {machine.host.node: (float(machine.cores), float(machine.memory_bytes or 0)) for machine in machines}
+    shares: dict[str, tuple[float, ...]] = {}
+    for node, limits in has.items():
+        names = [planned.name for planned in plan.processes if planned.host.node == node]
+        totals = [sum(wanted[name] for name in names) for wanted in (cpus, memory)]
+        shares[node] = tuple(
+            min(1.0, limit / total) if total else 1.0 for limit, total in zip(limits, totals, strict=True)
+        )
+    return [
+        (planned, resources_of(of_cpus * cpus[planned.name], len(planned.gpus), int(of_memory * memory[planned.name])))
+        for planned in plan.processes
+        for of_cpus, of_memory in [shares[planned.host.node]]
+    ]
+
+
+def resources_of(cpus: float, gpus: int, memory: int = 0) -> dict[str, float]:
+    """Resources of a bundle, with at least some of a CPU."""
+    found = {"CPU": max(0.001, int(cpus * 1000) / 1000), "GPU": float(gpus), "memory": float(memory)}
+    return {name: amount for name, amount in found.items() if amount}
+
+
+def living_nodes(ray: Any, nodelist: str = "", exclude: str = "") -> dict[str, Machine]:
+    """Nodes that run processes, by their ids: those with GPUs first, then by address. The lists have names or addresses
+    (`launcher.nodelist`, `launcher.exclude`)."""
+    found = [
+        node
+        for node in ray.nodes()
+        if node["Alive"]
+        and node["Resources"].get("CPU", 0) >= 1
+        and is_chosen((node["NodeManagerHostname"], node["NodeManagerAddress"]), nodelist, exclude)
+    ]
+    found.sort(key=lambda node: (-node["Resources"].get("GPU", 0), node["NodeManagerAddress"], node["NodeID"]))
+    names = Counter(node["NodeManagerHostname"] for node in found)
+    nodes: dict[str, Machine] = {}
+    for node in found:
+        name, address, has = node["NodeManagerHostname"], node["NodeManagerAddress"], node["Resources"]
+        host = Host(bind=address, advertise=address, node=name if names[name] == 1 else f"{name}-{node['NodeID'][:6]}")
+        gpus = tuple(str(index) for index in range(int(has.get("GPU", 0))))
+        memory = int(has.get("memory", 0))
+        nodes[node["NodeID"]] = Machine(cores=int(has["CPU"]), memory_bytes=memory, gpus=gpus, host=host)
+    return nodes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The Ray actor that runs one process of a run: its agent, a thread or a command, and the messages from and to it.
+
+
+class AgentActor:
+    """Made an actor by the launcher, which gives `send` and `receive` one thread each."""
+
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        """`command` starts the agent, for example in a container; empty = a thread of this process."""
+        self._command = command
+        input_read, self._input = os.pipe()
+        self._output, output_write = os.pipe()
+        self._failure = ""
+        self._number = -1
+        self._block: bytes | None = b""
+        # The process dies with the thread that starts it, and this thread lives as long as the agent.
+        threading.Thread(target=self._serve, args=(input_read, output_write), name="agent", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        """Give a message to the agent. An empty one ends it."""
+        if not message:
+            os.close(self._input)
+        left = memoryview(message)
+        while left:
+            left = left[os.write(self._input, left) :]
+
+    def receive(self, number: int, limit_s: float) -> bytes | None:
+        """Messages of the agent, empty after `limit_s` without any; None after its end.
+
+        The same `number` again returns the same block: the first answer may have been lost on its way.
+        """
+        if number != self._number:
+            ready = select.select([self._output], [], [], limit_s)[0]
+            self._block = (os.read(self._output, 1 << 16) or None) if ready else b""
+            self._number = number
+        if self._block is None and self._failure:
+            raise RuntimeError(self._failure)
+        return self._block
+
+    def _serve(self, input_descriptor: int, output_descriptor: int) -> None:
+        try:
+            if not self._command:
+                NodeAgent(input_descriptor, output_descriptor).run()
+                return
+            done = subprocess.run(
+                self._command,
+                stdin=input_descriptor,
+                stdout=output_descriptor,
+                stderr=subprocess.PIPE,
+                preexec_fn=tied_to_this_process(),
+                check=False,
+            )
+            if done.returncode:
+                last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+                self._failure = f"{self._command[0]} ended with exit code {done.returncode}: {' '.join(last)}"
+        except Exception:  # noqa: BLE001 - `receive` reports it to the launcher
+            self._failure = traceback.format_exc()
+        finally:
+            os.close(input_descriptor)
+            os.close(output_descriptor)
+
 
 USAGE = """usage: areal run --launcher ray [SCRIPT.py] --config FILE.yaml
                  [key.sub=value ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,22 @@ from areal.observe.alarms import Alarm, alarms_text, by_meaning
 from areal.observe.metric_table import MAIN_METRICS, matching
 from areal.observe.step_files import StepLines, read_step_lines
 from areal.system.run_paths import RunPaths
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The help of a launcher.
+
+_FURTHER_HELP = """
+`areal run --help` lists the flags of all launchers, `areal config SECTION`
+explains the options of the configuration.
+"""
+
+
+def help_if_asked(words: Sequence[str], usage: str) -> None:
+    """Print the help of a launcher and exit, if a word asks for it."""
+    if {"--help", "-h"} & {*words}:
+        sys.stdout.write(usage + _FURTHER_HELP)
+        raise SystemExit(0)
+
 
 EPISODES = ("admitted", "running", "waiting", "batched", "consumed", "rejected", "failed", "reasons", "first_failure")
 """What is known about the episodes of a run: numbers by state, and by reason; and the first failure."""

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from areal.api.errors import ConfigError
-from areal.launcher.agent_command import agent_command, check_containers, variables_of_agent
 from areal.launcher.local import launch, read_command_line
+from areal.launcher.node_link import agent_command, check_containers, variables_of_agent
 from areal.launcher.nodes import Node, NodeCluster
 from areal.launcher.placement import is_chosen
-from areal.launcher.usage import help_if_asked
+from areal.launcher.result import help_if_asked
 from areal.system.process import run_main
 
 USAGE = """usage: areal run --hosts [USER@]HOST[:PORT],... [SCRIPT.py] --config FILE.yaml

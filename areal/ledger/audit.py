@@ -4,24 +4,639 @@ Two independent models process the events: the rules in audit_rules.py and the s
 difference between them is a violation too.
 """
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import orjson
 
+from areal.api.data import tokens_checksum
 from areal.api.errors import InputError, LedgerError
-from areal.ledger.audit_report import AuditReport, listed
-from areal.ledger.audit_rules import AuditRules
-from areal.ledger.event_files import LedgerReader, PayloadReader, open_reader, payload_path
+from areal.data.image_files import ImageFiles
+from areal.data.prompt_stream import PromptStream, row_stream
+from areal.ledger.event_files import IncompleteTail, LedgerReader, PayloadReader, Progress, open_reader, payload_path
 from areal.ledger.kept import kept_names, read_kept
-from areal.ledger.payload import EpisodeColumns, images, to_columns
-from areal.ledger.reading_progress import Progress
-from areal.ledger.session_columns import session_columns
-from areal.ledger.state import FAILED, REJECTED, Event, LedgerState
-from areal.ledger.turn_audit import TurnRules
-from areal.system.image_files import ImageFiles
+from areal.ledger.payload import EpisodeColumns, images, recorded_sessions, session_columns, to_columns
+from areal.ledger.state import FAILED, IDENTITY, REJECTED, STATE_NAMES, Event, LedgerState
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The result of an audit: broken rules and totals, as lines for people and as JSON for programs.
+
+MAX_IDS = 10
+"""Maximum number of ids in a line; JSON has all."""
+MAX_LINES_PER_RULE = 10
+"""Maximum number of lines for the violations of one rule; JSON has all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One broken rule."""
+
+    rule: str
+    """Name of the rule."""
+    message: str
+    episodes: tuple[int, ...] = ()
+    """All affected episodes, including those that the message omits."""
+    steps: tuple[int, ...] = ()
+
+
+def listed(ids: Iterable[int]) -> str:
+    """The first MAX_IDS ids, and the number of the others."""
+    found = list(ids)
+    rest = len(found) - MAX_IDS
+    return ", ".join(map(str, found[:MAX_IDS])) + (f" ... and {rest} more" if rest > 0 else "")
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """The findings of an audit. AuditRules fills it event by event."""
+
+    num_admitted: int = 0
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    """Episodes per state. Their sum must be num_admitted."""
+    num_attempts: int = 0
+    """Starts of episodes, including restarts after a crash."""
+    num_controllers: int = 0
+    num_attaches: int = 0
+    num_batches: int = 0
+    committed_step: int = 0
+    trained_again: list[int] = field(default_factory=list[int])
+    """Steps trained again after a trainer recovered, in order."""
+    num_bitwise_equal: int = 0
+    """How many of these steps led to bitwise the same weights as the first time."""
+    unequal: list[int] = field(default_factory=list[int])
+    """Those that led to other weights. Not a violation: sums round differently on other hardware."""
+    reasons: Counter[str] = field(default_factory=Counter[str])
+    notes: list[str] = field(default_factory=list[str])
+    """Remarks that are not violations."""
+    violations: list[Violation] = field(default_factory=list[Violation])
+    incomplete: IncompleteTail | None = None
+    """A group that is being written now, or that the next start cuts. Not a violation."""
+
+    def violate(self, rule: str, message: str, *, episodes: Iterable[int] = (), steps: Iterable[int] = ()) -> None:
+        self.violations.append(Violation(rule=rule, message=message, episodes=tuple(episodes), steps=tuple(steps)))
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.violations
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        terms = " + ".join(f"{name} {count}" for name, count in self.counts.items())
+        sign = "=" if sum(self.counts.values()) == self.num_admitted else "!="
+        lines = [
+            f"admitted {self.num_admitted} {sign} {terms}",
+            f"episode starts: {self.num_attempts}, controller starts: {self.num_controllers}, "
+            f"trainer attaches: {self.num_attaches}, batches: {self.num_batches}, "
+            f"last checkpoint: step {self.committed_step}",
+            *(f"{reason}: {count}" for reason, count in sorted(self.reasons.items())),
+        ]
+        if self.trained_again:
+            lines.append(f"steps trained again: {len(self.trained_again)}, bitwise equal: {self.num_bitwise_equal}")
+        if self.unequal:
+            lines.append(f"steps that led to different weights: {listed(self.unequal)}")
+        lines.extend(self.notes)
+        if (tail := self.incomplete) is not None:
+            lines.append(f"incomplete last group: {tail.size} bytes of {tail.path} from byte {tail.offset}")
+        lines.extend(self._violation_lines())
+        lines.append("clean" if self.is_clean else f"{len(self.violations)} violations")
+        return lines
+
+    def _violation_lines(self) -> list[str]:
+        shown, lines = Counter[str](), list[str]()
+        for violation in self.violations:
+            shown[violation.rule] += 1
+            if shown[violation.rule] <= MAX_LINES_PER_RULE:
+                lines.append(f"VIOLATION [{violation.rule}] {violation.message}")
+        for rule, times in shown.items():
+            if times > MAX_LINES_PER_RULE:
+                lines.append(f"VIOLATION [{rule}] ... and {times - MAX_LINES_PER_RULE} more (--json lists all)")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """The complete report, JSON-ready."""
+        tail = None if self.incomplete is None else asdict(self.incomplete) | {"path": str(self.incomplete.path)}
+        return asdict(self) | {"reasons": dict(self.reasons), "incomplete": tail, "clean": self.is_clean}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rules of an audit for the turns of agents: each is sampled once, and trained on once or never.
+#
+# The journal of turns (areal.agent.session_server) has their stages intent, generated and delivered; the event
+# `accepted` of the ledger adopts the turns of its episode, and its payload has their tokens and the facts of their
+# sessions.
+
+
+class _Generated(NamedTuple):
+    num_tokens: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Adoption:
+    """An accepted episode with turns."""
+
+    episode: int
+    turns: list[str]
+    spans: list[_Generated] | None
+    """The runs of trained tokens in its payload; None = the payload was not read."""
+    overwritten: int | None
+    """Generated tokens that its transcripts overwrote (agent.on_drift: realign); None = not recorded."""
+
+
+@dataclass(slots=True)
+class TurnRules:
+    """The rules applied to one ledger and the journal of its turns."""
+
+    _adoptions: list[_Adoption] = field(default_factory=list[_Adoption])
+    _adopted_by: dict[str, int] = field(default_factory=dict[str, int])
+    _intended: set[str] = field(default_factory=set[str])
+    _generated: dict[str, _Generated] = field(default_factory=dict[str, _Generated])
+    _delivered: set[str] = field(default_factory=set[str])
+
+    def accepted(self, event: Event, columns: EpisodeColumns | None, record: str) -> None:
+        """Take an `accepted` event, with its trajectories and the record of its sessions where they were read."""
+        if turns := event.get("turns"):
+            spans = None if columns is None else list(_trained_spans(columns))
+            overwritten = _num_overwritten(record, turns)
+            self._adoptions.append(
+                _Adoption(episode=event["id"], turns=list(turns), spans=spans, overwritten=overwritten)
+            )
+
+    def check(self, report: AuditReport, folder: Path) -> None:
+        """Add what breaks a rule to `report`. `folder`: that of the journal, which a run without agents does not have.
+
+        A journal is complete up to its last whole line: every line was written at once.
+        """
+        for path in sorted(folder.glob("*.jsonl")):
+            for event in _events(path):
+                self._take(report, event)
+        for adoption in self._adoptions:
+            self._check_adoption(report, adoption)
+        if self._intended:
+            report.notes.append(self._summary())
+
+    def _summary(self) -> str:
+        adopted = len(self._adopted_by)
+        return (
+            f"turns: {len(self._intended)} intended, {len(self._generated)} generated, {len(self._delivered)} "
+            f"delivered, {adopted} adopted by accepted episodes, {len(self._generated) - adopted} generated and never "
+            "trained on"
+        )
+
+    def _take(self, report: AuditReport, event: dict[str, Any]) -> None:
+        match event:
+            case {"event": "intent", "turns": [*turns]}:
+                for turn in turns:
+                    if turn in self._intended:
+                        report.violate("turn sampled twice", f"turn {turn} has two intents")
+                    self._intended.add(turn)
+            case {"event": "generated", "turn": str(turn), "tokens": int(num_tokens), "crc": int(checksum)}:
+                if turn not in self._intended:
+                    report.violate("turn without intent", f"turn {turn} was generated without an intent")
+                if turn in self._generated:
+                    report.violate("turn sampled twice", f"turn {turn} was generated twice")
+                self._generated[turn] = _Generated(num_tokens, checksum)
+            case {"event": "delivered", "turns": [*turns]}:
+                for turn in turns:
+                    self._delivered.add(turn)
+            case {"event": "ended"}:
+                pass  # of an earlier version: the payload has the facts of a session
+            case _:
+                report.violate("form", f"{event!r} is not an event of a journal of turns")
+
+    def _check_adoption(self, report: AuditReport, adoption: _Adoption) -> None:
+        episode = adoption.episode
+        known: list[_Generated] = []
+        for turn in adoption.turns:
+            other = self._adopted_by.setdefault(turn, episode)
+            if other != episode or adoption.turns.count(turn) > 1:
+                text = f"turn {turn} is adopted by episode {other} and by episode {episode}"
+                report.violate("turn trained twice", text, episodes=sorted({other, episode}))
+            if (found := self._generated.get(turn)) is None:
+                text = f"episode {episode} adopts turn {turn}, which was never generated"
+                report.violate("turn never generated", text, episodes=[episode])
+            else:
+                known.append(found)
+        if adoption.spans is None:
+            return
+        wanted, trained = Counter(known), Counter(adoption.spans)
+        num_wanted, num_trained = sum(one.num_tokens for one in known), sum(one.num_tokens for one in adoption.spans)
+        twice = [span for span, times in trained.items() if span in wanted and times > wanted[span]]
+        if twice or num_trained > num_wanted:
+            text = f"episode {episode} trains on {num_trained} tokens of turns with {num_wanted} tokens"
+            report.violate("turn trained twice", text, episodes=[episode])
+        if adoption.overwritten is not None and num_trained < num_wanted - adoption.overwritten:
+            text = f"episode {episode} trains on {num_trained} of the {num_wanted} tokens of its turns"
+            report.violate("turn lost", f"{text}, and {adoption.overwritten} were overwritten", episodes=[episode])
+
+
+def _trained_spans(columns: EpisodeColumns) -> Iterator[_Generated]:
+    """The runs of tokens with loss mask 1, within each trajectory."""
+    start = 0
+    for length in columns.lengths.tolist():
+        mask = columns.loss_mask[start : start + length]
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], mask, [0]))))
+        for low, high in edges.reshape(-1, 2).tolist():
+            yield _Generated(high - low, tokens_checksum(columns.token_ids[start + low : start + high].tolist()))
+        start += length
+
+
+def _num_overwritten(record: str, turns: Sequence[str]) -> int | None:
+    """None: a workflow of the user, or an earlier version, did not record it for all sessions of these turns."""
+    counts = {one.get("session"): one.get("overwritten") for one in recorded_sessions(record)}
+    found = [counts.get(session) for session in {turn.rpartition(".")[0] for turn in turns}]
+    return None if None in found else sum(count for count in found if count is not None)
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    *lines, _ = path.read_bytes().split(b"\n")
+    for line in lines:
+        try:
+            yield orjson.loads(line)
+        except orjson.JSONDecodeError:
+            yield {"damaged": line[:80].decode("utf-8", "replace")}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rules of an audit: the events of a ledger, in order, lose no episode and train on none twice.
+#
+# The rules use only the events and not the state machine of the controller, so they also detect errors in that. An
+# event that breaks a rule is reported and then applied as far as possible, so that one violation does not cause others.
+# Times are ignored, because clocks jump.
+
+MAX_SKIPPED = 1_000_000
+"""Maximum number of skipped ids in one violation: a damaged id may be any number."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    state: str
+    attempt: int
+    era: int
+    """Era of the newest attempt; see AuditRules."""
+    version: int
+    """Policy version at the start of the newest attempt."""
+    max_version: int = -1
+    step: int = -1
+    """Train step of its batch."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    ids: list[int]
+    is_consumed: bool = False
+    weights: str = ""
+    """Checksum of the weights after it was trained on the first time."""
+
+
+@dataclass(slots=True)
+class AuditRules:
+    """The rules applied to one ledger. `take` every event once, in order."""
+
+    report: AuditReport = field(default_factory=AuditReport)
+    batches: dict[int, _Batch] = field(default_factory=dict[int, _Batch])
+    _episodes: dict[int, _Episode] = field(default_factory=dict[int, _Episode])
+    _era: int = 0
+    """Incremented when all attempts end: a controller starts, or a trainer goes back and no batch is recorded."""
+    _identity: Event | None = None
+    _rows: PromptStream[int] | None = None
+    _interrupted: set[int] = field(default_factory=set[int])
+    """Running episodes whose newest attempt is of an earlier era. They start again before any new episode."""
+    _next_id: int = 0
+    _next_step: int = 0
+    _trained: int | None = None
+    _version: int | None = None
+    _highest: int = -1
+    """The highest policy version so far."""
+    _offset: int | None = None
+    """Policy version minus train step, constant during a run."""
+    _lacking: int = 0
+    """Episodes that the batches so far have less than batch_size each."""
+    _unconfirmed: int | None = None
+    """A version published out of order: valid only if a trainer attaches at it before any other event depends on it."""
+
+    def counts(self) -> dict[str, int]:
+        """Episodes per state."""
+        found = Counter(episode.state for episode in self._episodes.values())
+        return {name: found[name] for name in STATE_NAMES}
+
+    @property
+    def num_interrupted(self) -> int:
+        """Episodes that ran when all attempts ended, and that were not started again since."""
+        return len(self._interrupted)
+
+    def take(self, number: int, event: Event, *, max_version: int | None = None) -> None:
+        """Apply event `number`. `max_version`: the newest version in the payload of an accepted episode."""
+        report, kind = self.report, event.get("event", "")
+        handler = self._HANDLERS.get(kind)
+        if handler is None:
+            report.violate("unknown event", f"event {number}: {kind!r} is not an event of this version")
+            return
+        if report.num_controllers == 0 and kind not in ("group", "started"):
+            report.violate("beginning", f"event {number} ({kind}) is before the start of any controller")
+            report.num_controllers = 1
+        try:
+            handler(self, event)
+            if max_version is not None and kind == "accepted":
+                self._episodes[event["id"]].max_version = max_version
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            report.violate("form", f"event {number} ({kind}) is malformed: {type(error).__name__}: {error}")
+
+    def batch_version(self, step: int) -> int | None:
+        """Policy version that trains on the batch of `step`; None before a trainer attached."""
+        return None if self._offset is None else step + self._offset
+
+    def _row_of(self, episode_id: int) -> str:
+        if self._rows is None or episode_id < 0:
+            return "its row"
+        return f"row {self._rows.index(episode_id)} of epoch {episode_id // self._rows.rows_per_epoch}"
+
+    def _bad_episode(self, rule: str, episode_id: int, problem: str, *, steps: Sequence[int] = ()) -> None:
+        self.report.violate(rule, f"episode {episode_id} {problem}", episodes=[episode_id], steps=steps)
+
+    def _bad_batch(self, rule: str, step: int, problem: str, *, episodes: Sequence[int] = ()) -> None:
+        self.report.violate(rule, f"batch {step} {problem}", episodes=episodes, steps=[step])
+
+    def _bad_attach(self, rule: str, step: int, problem: str, *, steps: Sequence[int]) -> None:
+        self.report.violate(rule, f"a trainer attached at step {step}{problem}", steps=steps)
+
+    def _started(self, event: Event) -> None:
+        report = self.report
+        report.num_controllers += 1
+        self._end_attempts()
+        identity: Event = {name: event[name] for name in IDENTITY}
+        if self._identity is not None and identity != self._identity:
+            changed = ", ".join(name for name in IDENTITY if identity[name] != self._identity[name])
+            report.violate("identity", f"controller {report.num_controllers} started with other {changed}")
+        self._identity, self._rows = identity, row_stream(identity)
+        if self._rows is None:
+            report.violate("identity", f"no prompt stream has the identity {identity}")
+
+    def _end_attempts(self) -> None:
+        self._era += 1
+        self._interrupted = {number for number, episode in self._episodes.items() if episode.state == "running"}
+
+    def _attached(self, event: Event) -> None:
+        step, version = int(event["step"]), int(event["version"])
+        self.report.num_attaches += 1
+        if self._offset is None:
+            self._offset = version - step
+        elif version - step != self._offset:
+            problem = f" with version {version}, not {step + self._offset}"
+            self._bad_attach("version of step", step, problem, steps=[step])
+        if not self.batches:  # no recorded batch leads to an earlier version again
+            if version < self._highest:
+                self._end_attempts()
+            self._next_step, self._highest = step, version
+        first = min(self.batches, default=step)
+        if not first <= step <= self._next_step:
+            problem = f", but batches are recorded from {first} to {self._next_step - 1}"
+            self._bad_attach("attach", step, problem, steps=[step])
+        skipped = [number for number, batch in self.batches.items() if number < step and not batch.is_consumed]
+        if skipped:
+            self._bad_attach("never consumed", step, f" and skips batch {listed(skipped)}", steps=skipped)
+        if self._unconfirmed == version:
+            self._unconfirmed = None
+        self._trained = step
+        self._become(version)
+
+    def _become(self, version: int) -> None:
+        self._version = version
+        self._highest = max(self._highest, version)
+
+    def _may_be_at(self, version: int) -> bool:
+        """Whether the trainer can have `version`: it continues while the servers install its newest one."""
+        return self._version is not None and version in (self._version, self._version + 1)
+
+    def _published(self, event: Event) -> None:
+        version, is_out_of_order = int(event["version"]), False
+        if self._version is not None and self._trained is not None and self._offset is not None:
+            step = version - self._offset
+            is_out_of_order = version < self._version or step not in (self._trained, self._trained + 1)
+        if is_out_of_order or self._unconfirmed is not None:  # possibly again: a trainer may die before it attaches
+            self._unconfirmed = version
+        self._become(version)
+
+    def _require_confirmed(self, when: str) -> None:
+        if self._unconfirmed is not None:
+            self.report.violate(
+                "publication",
+                f"version {self._unconfirmed} was published out of order, and no trainer attached at it {when}",
+                steps=[] if self._offset is None else [self._unconfirmed - self._offset],
+            )
+            self._unconfirmed = None
+
+    def _admitted(self, event: Event) -> None:
+        episode_id, attempt, version = int(event["id"]), int(event["attempt"]), int(event["version"])
+        self.report.num_attempts += 1
+        if attempt == 0:
+            self._require_new(episode_id)
+        else:
+            self._require_again(episode_id, attempt)
+            self._interrupted.discard(episode_id)
+        self._require_confirmed(f"before episode {episode_id} was admitted")
+        text = f"was admitted at version {version}"
+        if version != self._version:
+            self._bad_episode("admission", episode_id, f"{text}, but version {self._version} was published last")
+        elif version < self._highest:
+            problem = f"{text} before the recovered trainer reached version {self._highest} again"
+            self._bad_episode("admission", episode_id, problem)
+        known = self._episodes.get(episode_id)
+        self.report.num_admitted += known is None
+        state = "running" if known is None else known.state
+        step = -1 if known is None else known.step
+        self._episodes[episode_id] = _Episode(state, attempt, self._era, version, step=step)
+
+    def _require_new(self, episode_id: int) -> None:
+        if episode_id in self._episodes:
+            problem = f"was admitted twice: {self._row_of(episode_id)} was used twice"
+            self._bad_episode("row used twice", episode_id, problem)
+        elif episode_id != self._next_id:
+            missing = range(self._next_id, min(episode_id, self._next_id + MAX_SKIPPED))
+            expected = f"episodes {listed(missing)}" if missing else f"episode {self._next_id}"
+            text = f"episode {episode_id} was admitted, but {expected} must come first: {self._row_of(self._next_id)}"
+            others = f" and {len(missing) - 1} more" if missing[1:] else ""
+            self.report.violate("row skipped", f"{text} was skipped{others}", episodes=missing)
+        if self._interrupted:
+            ids = sorted(self._interrupted)
+            text = f"episode {episode_id} was admitted before the interrupted episodes {listed(ids)} were started again"
+            self.report.violate("interrupted", text, episodes=ids)
+            self._interrupted = set()
+        self._next_id = max(self._next_id, episode_id + 1)
+
+    def _require_again(self, episode_id: int, attempt: int) -> None:
+        known = self._episodes.get(episode_id)
+        if known is None:
+            problem = "was not admitted before"
+        elif known.state != "running":
+            problem = f"was already {known.state}"
+        elif attempt != known.attempt + 1:
+            problem = f"was at attempt {known.attempt} before"
+        elif known.era == self._era:
+            problem = "was already running"
+        else:
+            return
+        self._bad_episode("attempt", episode_id, f"was started again (attempt {attempt}), but {problem}")
+
+    def _ended(self, event: Event, verdict: str, *, was: tuple[str, ...] = ("running",)) -> _Episode:
+        """The episode of a verdict, moved to state `verdict`."""
+        episode_id = int(event["id"])
+        episode = self._episodes.get(episode_id)
+        done = "was accepted" if verdict == "waiting" else f"was {verdict}"
+        if episode is None:
+            self._bad_episode("never admitted", episode_id, f"{done}, but never admitted")
+            episode = self._episodes[episode_id] = _Episode(verdict, 0, self._era, -1)
+            return episode
+        if episode.state not in was:
+            if verdict == "waiting" and episode.state in ("waiting", "batched", "consumed"):
+                self._bad_episode("accepted twice", episode_id, f"{done} twice")
+            else:
+                self._bad_episode("verdict", episode_id, f"{done}, but it was already {episode.state}")
+            return episode
+        if episode.state == "running" and episode.era != self._era:
+            self._bad_episode("verdict", episode_id, f"{done} by an attempt that had been cancelled")
+        episode.state = verdict
+        self._interrupted.discard(episode_id)
+        return episode
+
+    def _accepted(self, event: Event) -> None:
+        episode = self._ended(event, "waiting")
+        low, episode.max_version = int(event["min_version"]), int(event["max_version"])
+        if 0 <= low < episode.version:
+            problem = f"has a token of version {low}, but started at version {episode.version}"
+            self._bad_episode("old token", event["id"], problem)
+
+    def _rejected(self, event: Event) -> None:
+        reason = str(event["reason"])
+        self._ended(event, "rejected", was=("running", "waiting") if reason == "stale" else ("running",))
+        self.report.reasons[f"rejected: {reason}"] += 1
+
+    def _failed(self, event: Event) -> None:
+        self._ended(event, "failed")
+        self.report.reasons[f"failed: {str(event['reason']).partition(':')[0]}"] += 1
+
+    def _batched(self, event: Event) -> None:
+        step, version, ids = int(event["step"]), int(event["version"]), [int(number) for number in event["ids"]]
+        self._require_confirmed(f"before batch {step} was made")
+        for episode_id, times in Counter(ids).items():
+            if times > 1:
+                self._bad_episode("twice in a batch", episode_id, f"is {times} times in batch {step}", steps=[step])
+            self._into_batch(episode_id, step, version)
+        if self._identity is not None and (lacks := self._identity["batch_size"] - len(ids)):
+            self._lacking += lacks
+            # with rollout.dynamic_bs, rejected episodes fill the rest
+            if lacks < 0 or not ids or self._lacking > self.counts()["rejected"]:
+                self._bad_batch("batch size", step, f"holds {len(ids)} episodes, not {self._identity['batch_size']}")
+        if step in self.batches:
+            self._bad_batch("batch order", step, "was made twice")
+        elif step != self._next_step:
+            self._bad_batch("batch order", step, f"was made, but batch {self._next_step} is next")
+        elif step != self._trained:
+            self._bad_batch("batch order", step, f"was made while the trainer was at step {self._trained}")
+        if version != self.batch_version(step) or not self._may_be_at(version):
+            problem = f"was made for version {version}; its step has {self.batch_version(step)}"
+            self._bad_batch("version of step", step, f"{problem}, and version {self._version} was published last")
+        self._next_step = max(self._next_step, step + 1)
+        self.batches.setdefault(step, _Batch(ids))
+
+    def _into_batch(self, episode_id: int, step: int, version: int) -> None:
+        episode = self._episodes.get(episode_id)
+        state = "never admitted" if episode is None else episode.state
+        if episode is not None and episode.step not in (-1, step):
+            problem = f"is in batch {episode.step} and in batch {step}"
+            self._bad_episode("in two batches", episode_id, problem, steps=[episode.step, step])
+        elif state != "waiting":
+            problem = f"is in batch {step}, but was {state}, not accepted and waiting"
+            self._bad_episode("not accepted", episode_id, problem, steps=[step])
+        if episode is None:
+            return
+        if episode.max_version > version:
+            problem = f"has a token of version {episode.max_version}, but version {version} trains on batch {step}"
+            self._bad_episode("newer token", episode_id, problem, steps=[step])
+        if episode.step == -1:
+            episode.state, episode.step = "batched", step
+
+    def _consumed(self, event: Event) -> None:
+        step, batch = self._trained_on(event, "consumed")
+        if batch is None:
+            return
+        if batch.is_consumed:
+            problem = "was consumed twice without a trainer going back to it"
+            self._bad_batch("consumed twice", step, problem, episodes=batch.ids)
+        elif step != self._trained:
+            self._bad_batch("consumption order", step, f"was consumed while the trainer was at step {self._trained}")
+        batch.is_consumed, batch.weights = True, str(event.get("weights", ""))
+        for episode_id in batch.ids:
+            if (episode := self._episodes.get(episode_id)) is not None and episode.step == step:
+                episode.state = "consumed"
+        self._trained = step + 1
+
+    def _trained_again(self, event: Event) -> None:
+        step, batch = self._trained_on(event, "trained again")
+        if batch is None:
+            return
+        if not batch.is_consumed:
+            self._bad_batch("trained again", step, "was trained again, but never consumed")
+        elif step != self._trained:
+            problem = f"was trained again while the trainer was at step {self._trained}: it did not go back"
+            self._bad_batch("consumed twice", step, problem, episodes=batch.ids)
+        weights = str(event.get("weights", ""))
+        self.report.trained_again.append(step)
+        if weights and batch.weights:
+            if weights == batch.weights:
+                self.report.num_bitwise_equal += 1
+            else:
+                self.report.unequal.append(step)
+        self._trained = step + 1
+
+    def _trained_on(self, event: Event, verb: str) -> tuple[int, _Batch | None]:
+        step, version = int(event["step"]), int(event["version"])
+        self._require_confirmed(f"before batch {step} was {verb}")
+        batch = self.batches.get(step)
+        if batch is None:
+            self._bad_batch("never batched", step, f"was {verb}, but that step has no batch")
+        elif version != self.batch_version(step + 1) or not self._may_be_at(version):
+            problem = f"was {verb} and led to version {version}; that step leads to {self.batch_version(step + 1)}"
+            self._bad_batch("version of step", step, f"{problem}, and version {self._version} was published last")
+        return step, batch
+
+    def _committed(self, event: Event) -> None:
+        step = self.report.committed_step = int(event["step"])
+        if self._trained is None or step > self._trained:
+            text = f"a checkpoint after step {step} was committed with {self._trained} steps trained"
+            self.report.violate("checkpoint", text, steps=[step])
+
+    def _pruned(self, event: Event) -> None:
+        """The state machine checks that nothing refers to these segments."""
+        first_step = int(event["first_step"])
+        if first_step > self.report.committed_step:
+            text = f"payloads before step {first_step} were pruned, beyond the checkpoint {self.report.committed_step}"
+            self.report.violate("pruned", text, steps=[first_step])
+
+    _HANDLERS: ClassVar[dict[Any, Callable[[AuditRules, Event], None]]] = {
+        "started": _started,
+        "attached": _attached,
+        "published": _published,
+        "admitted": _admitted,
+        "accepted": _accepted,
+        "rejected": _rejected,
+        "failed": _failed,
+        "batched": _batched,
+        "consumed": _consumed,
+        "trained_again": _trained_again,
+        "committed": _committed,
+        "pruned": _pruned,
+        "evaluated": lambda rules, event: None,
+        "compared": lambda rules, event: None,
+        "group": lambda rules, event: None,  # checked by the reader
+    }
 
 
 def ledger_folder(run: Path) -> Path:

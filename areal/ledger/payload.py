@@ -20,34 +20,160 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 
-from areal.api.columns import to_array
+from areal.api.columns import Runs, to_array, to_runs
 from areal.api.data import Trajectory, TrajectoryGroup, first_of_sessions
-from areal.api.errors import LedgerError
+from areal.api.errors import ArealError, LedgerError
 from areal.api.images import ImageRef
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.ledger.event_files import PayloadReader
-from areal.ledger.rare_columns import (
-    EXPERT_SHAPE,
-    LENGTH,
-    TrajectoryError,
-    baselines_of,
-    experts_of,
-    image_bytes,
-    images_at_end,
-    images_of,
-    not_finite,
-    parts_of,
-    sessions_of,
-    temperatures_of,
-    uneven,
-)
-from areal.ledger.state import Event
-from areal.ledger.token_counts import TokenCounts, count_by_version
+from areal.ledger.state import Event, TokenCounts, count_by_version
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Columns of a payload that few trajectories have, in the bytes of `areal.ledger.payload`.
+
+LENGTH = struct.Struct("<I")
+EXPERT_SHAPE = struct.Struct("<III")  # layers, choices, experts
+_IMAGE = struct.Struct("<32s3I")  # digest, grid
+
+
+class TrajectoryError(ArealError, ValueError):
+    """A workflow returned trajectories that cannot be trained on. It fails this episode only."""
+
+
+def baselines_of(trajectories: Sequence[Trajectory]) -> array[float]:
+    """One per trajectory, NaN without a greedy answer; empty when no trajectory has one."""
+    if all(trajectory.baseline is None for trajectory in trajectories):
+        return array("f")
+    given = [trajectory.baseline for trajectory in trajectories]
+    for baseline in given:
+        if baseline is not None and not math.isfinite(baseline):
+            raise not_finite("baseline", baseline)
+    return array("f", [math.nan if baseline is None else baseline for baseline in given])
+
+
+def parts_of(trajectories: Sequence[Trajectory]) -> tuple[bytes, array[float]]:
+    """Names of the reward functions with their length, and the scores of each trajectory; empty when there are none."""
+    names = sorted({name for trajectory in trajectories for name in trajectory.reward_parts})
+    if not names:
+        return b"", array("f")
+    for trajectory in trajectories:
+        for name, score in trajectory.reward_parts.items():
+            if not math.isfinite(score):
+                raise not_finite(f"reward_parts[{name!r}]", score)
+    text = json.dumps(names).encode()
+    scores = [trajectory.reward_parts.get(name, math.nan) for trajectory in trajectories for name in names]
+    return LENGTH.pack(len(text)) + text, array("f", scores)
+
+
+def sessions_of(trajectories: Sequence[Trajectory], record: str) -> bytes:
+    """The columns of sessions and the text for reward functions; empty when no trajectory is a part of a session."""
+    if all(trajectory.session < 0 for trajectory in trajectories) and not record:
+        return b""
+    turns, rewards = array("i", [one.session for one in trajectories]), array("f")
+    of_session: dict[int, float] = {}
+    for number, one in enumerate(trajectories):
+        size = len(one.token_ids)
+        if one.session >= 0 and of_session.setdefault(one.session, one.reward) != one.reward:
+            text = f"rows of session {one.session} have rewards {of_session[one.session]} and {one.reward}: give one"
+            raise TrajectoryError(text, code="workflow.session_rewards")
+        by_answer = Runs((number if flag else -1, count) for flag, count in to_runs(one.loss_mask).runs)
+        turns += to_array("i", one.turns or by_answer)
+        rewards += to_array("f", given := one.turn_rewards or Runs([(one.reward, size)]))
+        if len(one.turns) not in (0, size) or len(one.turn_rewards) not in (0, size):
+            raise uneven(one)
+        for reward in (reward for reward in _distinct(given) if not math.isfinite(reward)):
+            raise not_finite("turn_rewards", reward)
+    if sys.byteorder == "big":
+        turns.byteswap()
+        rewards.byteswap()
+    text = record.encode()
+    return b"".join((turns, rewards, LENGTH.pack(len(text)), text))
+
+
+def _distinct(column: Sequence[float]) -> Sequence[float]:
+    return column.values if isinstance(column, Runs) else column
+
+
+def temperatures_of(trajectories: Sequence[Trajectory]) -> array[float]:
+    """One per token, NaN where it is that of the run; empty when that is so for all."""
+    if not any(trajectory.temperatures for trajectory in trajectories):
+        return array("f")
+    found = array("f")
+    for trajectory in trajectories:
+        own, size = trajectory.temperatures, len(trajectory.token_ids)
+        if own and len(own) != size:
+            message = f"a trajectory has {len(own)} temperatures for {size} token_ids: give one for each, or none"
+            raise TrajectoryError(message, code="workflow.trajectory_lengths")
+        if bad := [value for value in _distinct(own) if value <= 0 or math.isinf(value)]:
+            raise not_finite("temperature", bad[0])
+        found += to_array("f", own or Runs([(math.nan, size)]))
+    return found
+
+
+def experts_of(trajectories: Sequence[Trajectory]) -> bytes:
+    """Rows of all tokens, unknown where a trajectory has none, and their shape; empty when no trajectory has any."""
+    given = [one.routed_experts for one in trajectories if one.routed_experts is not None]
+    if not given:
+        return b""
+    shape, rows = given[0].shape, list[RoutedExperts]()
+    for one in trajectories:
+        size, own = len(one.token_ids), one.routed_experts
+        if own is not None and (len(own) != size or own.shape != shape):
+            text = f"a trajectory has {len(own)} rows of routed_experts {own.shape} for {size} token_ids"
+            raise TrajectoryError(f"{text}: give one for each, or None", code="workflow.trajectory_lengths")
+        rows.append(RoutedExperts.unknown(shape, size) if own is None else own)
+    return RoutedExperts.joined(rows).data + EXPERT_SHAPE.pack(shape.layers, shape.choices, shape.experts)
+
+
+def images_of(trajectories: Sequence[Trajectory]) -> bytes:
+    """The images: those of all trajectories in order, how many each has, and their number; empty without images."""
+    images = [image for one in trajectories for image in one.images]
+    if not images:
+        return b""
+    rows = [_IMAGE.pack(bytes.fromhex(image.sha256), *image.grid) for image in images]
+    numbers = (len(one.images) for one in trajectories)
+    return b"".join([*rows, *map(LENGTH.pack, numbers), LENGTH.pack(len(images))])
+
+
+def image_bytes(payload: bytes, num_trajectories: int) -> int:
+    """Size of what `images_of` wrote at the end of a payload."""
+    (num_images,) = LENGTH.unpack_from(payload, len(payload) - LENGTH.size)
+    return num_images * _IMAGE.size + (num_trajectories + 1) * LENGTH.size
+
+
+def images_at_end(payload: bytes, num_trajectories: int) -> list[tuple[ImageRef, ...]]:
+    """Inverse of `images_of`: the images of each trajectory."""
+    start = len(payload) - image_bytes(payload, num_trajectories)
+    end = len(payload) - (num_trajectories + 1) * LENGTH.size
+    rows = (
+        ImageRef(digest.hex(), (time, height, width))
+        for digest, time, height, width in _IMAGE.iter_unpack(payload[start:end])
+    )
+    return [
+        tuple(next(rows) for _ in range(number))
+        for (number,) in LENGTH.iter_unpack(payload[end : len(payload) - LENGTH.size])
+    ]
+
+
+def uneven(trajectory: Trajectory) -> TrajectoryError:
+    return TrajectoryError(
+        f"a trajectory has {len(trajectory.token_ids)} token_ids, {len(trajectory.loss_mask)} loss_mask, "
+        f"{len(trajectory.rollout_logprobs)} rollout_logprobs and {len(trajectory.output_versions)} output_versions: "
+        "they must be equally long and not empty",
+        code="workflow.trajectory_lengths",
+    )
+
+
+def not_finite(name: str, value: float) -> TrajectoryError:
+    return TrajectoryError(f"a trajectory has {name}={value}, which is not finite", code="workflow.not_finite")
+
 
 _START = struct.Struct("<4sI")  # magic, CRC-32 of all that follows
 _SIZES = struct.Struct("<QII")  # episode id, n, T
@@ -392,3 +518,133 @@ def join_columns(payloads: Sequence[bytes]) -> dict[str, bytes]:
         pieces.append([*columns, payload[ends[-1] : ends[-1] + 4 * n] or _NO_BASELINE * n])
     joined = zip(*pieces, strict=True) if pieces else ((),) * len(_COLUMNS)
     return {name: b"".join(parts) for name, parts in zip(_COLUMNS, joined, strict=True)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Columns that few payloads have: which trajectories are one session, the order of its answers, temperatures.
+
+
+class SessionColumns(NamedTuple):
+    """Which trajectories of an episode are one session. n trajectories, T tokens."""
+
+    sessions: np.ndarray  # [n] int32, -1 = a session of one
+    turns: np.ndarray  # [T] int32, -1 for tokens that are not in the loss
+    turn_rewards: np.ndarray  # [T] float32, where turns is not -1
+    record: str
+    """JSON text that the workflow recorded for reward functions."""
+
+
+def join_sessions(payloads: Sequence[bytes]) -> list[SessionColumns]:
+    """The sessions of several episodes, also of those whose trajectories are sessions of one."""
+    return [session_columns(payload) or _one_each(payload) for payload in payloads]
+
+
+def _one_each(payload: bytes) -> SessionColumns:
+    """Sessions of one."""
+    columns = join_columns([payload])
+    lengths, mask = np.frombuffer(columns["lengths"], "<i4"), np.frombuffer(columns["loss_mask"], np.uint8)
+    rewards = np.repeat(np.frombuffer(columns["rewards"], "<f4"), lengths)
+    return SessionColumns(np.full(lengths.size, -1, np.int32), np.where(mask, 0, -1).astype(np.int32), rewards, "")
+
+
+def session_columns(payload: bytes) -> SessionColumns | None:
+    """The sessions of an episode; None when its trajectories are sessions of one."""
+    start = sessions_start(payload)
+    if start is None:
+        return None
+    n, t = payload_sizes(payload)
+    integers = np.frombuffer(payload, "<i4", n + t, start)
+    rewards = np.frombuffer(payload, "<f4", t, start + integers.nbytes)
+    size_at = start + integers.nbytes + rewards.nbytes
+    text = size_at + LENGTH.size
+    (size,) = LENGTH.unpack_from(payload, size_at)
+    return SessionColumns(integers[:n], integers[n:], rewards, payload[text : text + size].decode())
+
+
+def recorded_sessions(record: str) -> list[Mapping[str, Any]]:
+    """The sessions of an agent in the text that its workflow recorded; those without trajectories are last."""
+    found: list[Mapping[str, Any]] = orjson.loads(record).get("sessions", []) if record else []
+    return found
+
+
+def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
+    """The group that `encode_episode` wrote, with its record, without statistics. LedgerError when it is damaged."""
+    columns, sessions = to_columns(episode_id, payload), session_columns(payload)
+    names = payload_head(payload).reward_names
+    parts = reward_parts([payload], names).tolist()
+    baselines = np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist()
+    sampled_at, experts = temperatures([payload]), routed_experts(payload)
+    pictures = images(payload)
+    trajectories: list[Trajectory] = []
+    end = 0
+    for row, size in enumerate(columns.lengths.tolist()):
+        span = slice(end, end + size)
+        end += size
+        scores = {name: score for name, score in zip(names, parts[row], strict=True) if score == score}
+        one = Trajectory(
+            token_ids=columns.token_ids[span].tolist(),
+            loss_mask=columns.loss_mask[span].tolist(),
+            rollout_logprobs=columns.rollout_logprobs[span].tolist(),
+            output_versions=columns.output_versions[span].tolist(),
+            reward=float(columns.rewards[row]),
+            finished=bool(columns.finished[row]),
+            reward_parts=scores,
+            baseline=baselines[row] if baselines[row] == baselines[row] else None,
+        )
+        if sessions is not None:
+            turns, rewards = sessions.turns[span].tolist(), sessions.turn_rewards[span].tolist()
+            one = replace(one, session=int(sessions.sessions[row]), turns=turns, turn_rewards=rewards)
+        if not np.isnan(sampled_at).all():
+            one = replace(one, temperatures=sampled_at[span].tolist())
+        if experts is not None:
+            one = replace(one, routed_experts=experts[span])
+        if pictures:
+            one = replace(one, images=pictures[row])
+        trajectories.append(one)
+    return TrajectoryGroup(trajectories=trajectories, record="" if sessions is None else sessions.record)
+
+
+def temperatures(payloads: Sequence[bytes]) -> np.ndarray:
+    """Temperatures of the tokens of several episodes, NaN = that of the run; empty = all are. -> [T] or [0] float32"""
+    starts = [temperatures_start(payload) for payload in payloads]
+    if not any(starts):
+        return np.zeros(0, np.float32)
+    rows: list[np.ndarray] = []
+    for payload, start in zip(payloads, starts, strict=True):
+        t = payload_sizes(payload)[1]
+        rows.append(np.full(t, np.nan, np.float32) if start is None else np.frombuffer(payload, "<f4", t, start))
+    return np.concatenate(rows)
+
+
+def join_experts(payloads: Sequence[bytes]) -> np.ndarray:
+    """Routed experts of the tokens of several episodes, -1 = not recorded; empty without any. -> [T, layers, k] int16
+
+    Raises LedgerError when they are of different models.
+    """
+    found = [routed_experts(payload) for payload in payloads]
+    shapes = {one.shape for one in found if one is not None}
+    if not shapes:
+        return np.zeros((0, 0, 0), np.int16)
+    if len(shapes) > 1:
+        raise LedgerError("episodes have routed experts of models of different sizes", code="ledger.bad_payload")
+    (shape,) = shapes
+    rows: list[np.ndarray] = []
+    for payload, one in zip(payloads, found, strict=True):
+        data = b"\xff" * (shape.row_bytes * payload_sizes(payload)[1]) if one is None else one.data
+        if shape.item_bytes == 1:
+            numbers = np.frombuffer(data, np.uint8).astype(np.int16)
+            numbers[numbers == 255] = -1
+        else:
+            numbers = np.frombuffer(data, "<i2").astype(np.int16)
+        rows.append(numbers)
+    return np.concatenate(rows).reshape(-1, shape.layers, shape.choices)
+
+
+def join_images(payloads: Sequence[bytes]) -> list[tuple[ImageRef, ...]]:
+    """Images of each trajectory of several episodes; empty when none has any."""
+    found = [images(payload) for payload in payloads]
+    if not any(found):
+        return []
+    return [
+        row for payload, rows in zip(payloads, found, strict=True) for row in rows or [()] * payload_sizes(payload)[0]
+    ]

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from areal.api.errors import LedgerError
-from areal.ledger.event_files import PayloadReader, open_reader
+from areal.ledger.event_files import PayloadReader, Progress, open_reader
 from areal.ledger.payload import read_columns
-from areal.ledger.reading_progress import Progress
 from areal.ledger.state import Event
 
 BAR_WIDTH = 40

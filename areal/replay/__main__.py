@@ -12,12 +12,10 @@ from pathlib import Path
 from areal.api.config import PPOConfig
 from areal.api.config.load import save_config
 from areal.api.errors import InputError, LaunchError
-from areal.replay.order import ReplayOrder, checkpoint_of, config_of
-from areal.replay.overrides import changes_rewards, check_overrides, is_regrade
-from areal.replay.recorded import RecordedRun
+from areal.replay.compare import Report
+from areal.replay.recorded import RecordedRun, ReplayOrder, checkpoint_of, config_of
 from areal.replay.regrade import regrade
-from areal.replay.report import Report
-from areal.replay.runner import plan_ranks, run_ranks
+from areal.replay.runner import changes_rewards, check_overrides, is_regrade, plan_ranks, run_ranks
 from areal.system.process import interrupts_notice, run_main
 from areal.system.run_paths import existing_run
 

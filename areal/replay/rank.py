@@ -9,32 +9,31 @@ import math
 import time
 from pathlib import Path
 
-from areal.api.batch_share import BatchShare
+from areal.api.batch import BatchShare
 from areal.api.config import PPOConfig, TrainEngineConfig
 from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine, WeightSource
 from areal.api.errors import InputError
 from areal.api.metrics import Metrics, metric_values
+from areal.data.image_files import ImageFiles
 from areal.engine.mesh import TrainerMesh
 from areal.ledger.event_files import PayloadReader
 from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock
-from areal.replay.order import ReplayOrder, checkpoint_of, config_of, metrics_of
-from areal.replay.recorded import RecordedRun, read_config
+from areal.replay.recorded import RecordedRun, ReplayOrder, checkpoint_of, config_of, metrics_of, read_config
 from areal.replay.regrade import RegradedPayloads
 from areal.rollout.share_codec import read_share
 from areal.system.durable import append_whole
 from areal.system.file_registry import FileRegistry
-from areal.system.image_files import ImageFiles
 from areal.system.process import ProcessContext, run_main
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.ppo_loop import PPOLoop, published_adapter
 from areal.trainer.process_setup import join_run, prepare_process
 from areal.trainer.progress import Progress
 from areal.trainer.recover import RecoverStore
-from areal.trainer.reduce import reduce_metrics
 from areal.trainer.roles import PPORoles, build_roles
-from areal.weights.checksum import checksum_of
 from areal.weights.fast_products import fast_products
+from areal.weights.weight_files import checksum_of
 
 
 class RecordedBatches:

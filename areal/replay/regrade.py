@@ -15,22 +15,21 @@ from typing import Any, Self, cast
 import numpy as np
 
 from areal.agent.images import DialogueImages
-from areal.agent.samples import Cut, rows_of_tree, tree_of_rows, with_images
-from areal.api.batch_share import BatchShare
+from areal.agent.transcript import Cut, rows_of_tree, tree_of_rows, with_images
+from areal.api.batch import BatchShare
 from areal.api.config import PPOConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import InputError
 from areal.api.images import ImageRef, VisionLayout, collapsed
 from areal.data.dataset import load_rows
+from areal.data.image_files import RunImages
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, tokenizer_of
 from areal.ledger.event_files import PayloadReader
-from areal.ledger.payload import check_payload, encode_episode, payload_head
-from areal.ledger.session_columns import group_of_payload, recorded_sessions
+from areal.ledger.payload import check_payload, encode_episode, group_of_payload, payload_head, recorded_sessions
 from areal.ledger.state import BatchRecord
 from areal.replay.recorded import RecordedRun
-from areal.rollout.batching import build_share, share_parts
-from areal.system.run_images import RunImages
+from areal.rollout.train_batches import build_share, share_parts
 from areal.workflow.scoring import Score, Scorer
 
 WORKFLOWS = ("rlvr", "vision_rlvr", "agent")

@@ -14,10 +14,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from areal.reward.code_tests import AssertTest, CodeLimits, CodeTest, ProgramTest, parse_tests, same_output, same_result
-from areal.reward.sandbox_backends import program_runner
-from areal.reward.sandbox_runner import ProgramDoesNotLoad, ProgramRunner, SandboxEnded
-from areal.reward.sandbox_values import plain_data
+from areal.reward.code_tests import (
+    AssertTest,
+    CodeLimits,
+    CodeTest,
+    ProgramDoesNotLoad,
+    ProgramRunner,
+    ProgramTest,
+    SandboxEnded,
+    parse_tests,
+    same_output,
+    same_result,
+)
+from areal.reward.sandbox import program_runner
+from areal.reward.sandbox_roles import plain_data
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(\S*)[^\n]*")
 _PYTHON = ("", "python", "python3", "py")

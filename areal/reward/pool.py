@@ -23,7 +23,7 @@ from areal.api.errors import RewardError
 from areal.api.functions import FunctionRef
 from areal.api.row_json import row_json
 from areal.observe.log import get_logger
-from areal.reward import sandbox_backends
+from areal.reward import sandbox as sandbox_backends
 from areal.system.device import cpu_count
 from areal.system.worker_process import WorkerEnded, WorkerProcess
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.config import RewardConfig
-from areal.api.config.fields import below
-from areal.api.config.reward import selection_problems, short_names
+from areal.api.config.rollout import selection_problems, short_names
+from areal.api.config.schema import below
 from areal.api.errors import ConfigError, InputError
 from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, function_ref, resolve_function
 from areal.api.workflow import RewardFn

@@ -19,7 +19,7 @@ import orjson
 
 from areal.api.errors import ArealError, InputError
 from areal.api.functions import REWARD_CALL, FunctionRef, load_function
-from areal.observe.episode_metrics import logged_metrics
+from areal.observe.step_files import logged_metrics
 from areal.system.worker_process import enter_worker
 
 _TRACEBACKS_SHOWN = 3

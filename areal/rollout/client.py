@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from areal.api.batch_share import BatchShare
+from areal.api.batch import BatchShare
 from areal.api.config import InferenceEngineConfig
 from areal.api.data import ProbeScore, ProbeTokens, WeightUpdate
 from areal.api.errors import ArealError, LedgerError, RequestError, ServerUnavailable, WeightSyncError

@@ -6,27 +6,348 @@ only rejected, the executor ends the run with an error.
 """
 
 import asyncio
+import math
 import traceback
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from areal.api.columns import to_runs
 from areal.api.config import InferenceEngineConfig
+from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.kept import encode_answers
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import EncodedEpisode, TrajectoryError
+from areal.ledger.payload import EncodedEpisode, TrajectoryError, encode_episode
 from areal.ledger.state import REJECTED, WAITING
-from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
-from areal.observe.spans import episode_ended, track
-from areal.rollout.episode import EpisodeEngine, Rejected, verdict_on
+from areal.observe.spans import episode_ended, span, track
+from areal.observe.step_files import logged_metrics
 from areal.rollout.gate import GateCounts, GateLimits, room, why_closed
-from areal.rollout.producer_stats import ProducerStats
-from areal.rollout.rejections import Rejections
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Counts the results of episodes since the last batch, and the rate of generated tokens.
+
+RATE_WINDOW_S = 10.0
+
+
+class ProducerStats:
+    """The executor and the evaluations write it; batches and the status read it."""
+
+    def __init__(self) -> None:
+        self.generated_tokens = 0
+        """Tokens generated since this process started, for training and evaluation."""
+        self.num_accepted = self.num_rejected = self.num_failed = self.num_agent_errors = 0
+        """Episodes since the last batch; dropped ones count as rejected. Those with agent errors are counted twice."""
+        self._replica_tokens: Counter[str] = Counter()
+        self._replica_seconds: defaultdict[str, float] = defaultdict(float)
+        self._dropped_lengths: list[int] = []
+        self._ended: defaultdict[str, list[float]] = defaultdict(list)
+        self._last_batch_s: float | None = None
+        self._last_batch_tokens = 0
+        self._readings: deque[tuple[float, int]] = deque()
+
+    def count_answer(self, response: GenerationResponse) -> None:
+        """A request was answered, for training or evaluation."""
+        num_tokens = len(response.output_ids)
+        self.generated_tokens += num_tokens
+        if len(response.replicas) == 1:  # the time of an answer of several replicas cannot be divided
+            self._replica_tokens[response.replicas[0]] += num_tokens
+            self._replica_seconds[response.replicas[0]] += response.latency_s
+
+    def count_ended(self, stats: Mapping[str, float]) -> None:
+        """An episode ended without failing. The statistics of the batch have those of accepted episodes alone."""
+        for name, value in stats.items():
+            self._ended[name].append(value)
+
+    def count_dropped(self, num_tokens: int) -> None:
+        """An accepted episode of `num_tokens` was dropped as stale; long ones are dropped more often."""
+        self.num_rejected += 1
+        self._dropped_lengths.append(num_tokens)
+
+    def since_last_batch(self, now_s: float, kept_lengths: list[int]) -> dict[str, float]:
+        """Statistics of the time since the last call; `kept_lengths`: tokens of the batch's episodes."""
+        stats = {
+            "accepted": float(self.num_accepted),
+            "rejected": float(self.num_rejected),
+            "failed": float(self.num_failed),
+            "agent_errors": float(self.num_agent_errors),
+            "dropped": float(len(self._dropped_lengths)),
+        }
+        if self.num_accepted + self.num_rejected:
+            stats["accepted_frac"] = self.num_accepted / (self.num_accepted + self.num_rejected)
+        if self._dropped_lengths:
+            dropped = sum(self._dropped_lengths) / len(self._dropped_lengths)
+            stats["dropped_tokens_mean"] = dropped
+            stats["dropped_to_kept_tokens"] = dropped / (sum(kept_lengths) / len(kept_lengths))
+        stats |= {f"ended/{name}": sum(values) / len(values) for name, values in self._ended.items()}
+        self._ended.clear()
+        stats["produced_tokens"] = float(self.generated_tokens - self._last_batch_tokens)
+        if self._last_batch_s is not None and now_s > self._last_batch_s:
+            stats["generated_tokens_per_s"] = stats["produced_tokens"] / (now_s - self._last_batch_s)
+        self._last_batch_s, self._last_batch_tokens = now_s, self.generated_tokens
+        for name, seconds in self._replica_seconds.items():
+            if seconds > 0:
+                stats[f"replica_tokens_per_s/{name}"] = self._replica_tokens[name] / seconds
+        self._replica_tokens.clear()
+        self._replica_seconds.clear()
+        self.num_accepted = self.num_rejected = self.num_failed = self.num_agent_errors = 0
+        self._dropped_lengths = []
+        return stats
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Rate between the calls of the last RATE_WINDOW_S seconds; 0 at the first call."""
+        readings = self._readings
+        readings.append((now_s, self.generated_tokens))
+        while len(readings) > 2 and readings[0][0] < now_s - RATE_WINDOW_S:
+            readings.popleft()
+        start_s, tokens = readings[0]
+        return (self.generated_tokens - tokens) / (now_s - start_s) if now_s > start_s else 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Counts rejected groups: when to warn, and when a run that only rejects must end. Pure.
+
+REJECTED_BATCHES_IN_A_ROW = 100
+"""Consecutive rejections that end the run, in batches; at least one epoch."""
+LOW_ACCEPTANCE_ONE_IN = 10
+"""A train step for which fewer groups than one in this number are accepted causes a warning."""
+
+
+class Rejections:
+    """Counts the rejected groups per train step, and since the last accepted group.
+
+    Groups dropped as stale are not counted: their staleness says nothing about the prompts.
+    """
+
+    def __init__(self, *, batch_size: int, rows_per_epoch: int, limit: int | None, filter_name: str) -> None:
+        """`limit`: rollout.max_rejected_per_step; `filter_name`: rollout.should_accept_fn, for the messages."""
+        self._batch_size = batch_size
+        self._limit = limit
+        self._filter_name = filter_name
+        self._max_in_a_row = max(rows_per_epoch, REJECTED_BATCHES_IN_A_ROW * batch_size)
+        self._in_a_row = 0
+        self._accepted = 0
+        self._reasons: Counter[str] = Counter()
+
+    @property
+    def summary(self) -> str:
+        """Accepted and rejected groups of the current train step, the rejected ones by reason."""
+        reasons = ", ".join(f"{count} {self._described(reason)}" for reason, count in self._reasons.most_common())
+        total = self._reasons.total()
+        return f"{self._accepted} of {self._batch_size} groups were accepted, {total} were rejected ({reasons})"
+
+    def count_accepted(self) -> None:
+        """A group is accepted. The last group of a train step resets the counts."""
+        self._in_a_row = 0
+        self._accepted += 1
+        if self._accepted == self._batch_size:
+            self._accepted = 0
+            self._reasons.clear()
+
+    def count_rejected(self, reason: str) -> str:
+        """A group is rejected. Returns a warning once per train step when few groups are accepted, else ""."""
+        self._in_a_row += 1
+        self._reasons[reason] += 1
+        # The first count at which the step stays below this share even if all its other groups are accepted.
+        if self._reasons.total() != (LOW_ACCEPTANCE_ONE_IN - 1) * self._batch_size + 1:
+            return ""
+        share = f"less than one group in {LOW_ACCEPTANCE_ONE_IN} is accepted for a train step"
+        return f"{share}: {self.summary}. {self._advice}"
+
+    def exceeded_limit(self) -> str:
+        """Why the run must end; empty while it may continue."""
+        total = self._reasons.total()
+        if self._limit is not None and total > self._limit:
+            why = f"{total} groups were rejected for one train step (rollout.max_rejected_per_step={self._limit})"
+        elif self._in_a_row >= self._max_in_a_row:
+            why = f"the last {self._in_a_row} episodes were all rejected"
+        else:
+            return ""
+        return f"{why}: {self.summary}. {self._advice}"
+
+    @property
+    def _advice(self) -> str:
+        agent_errors = sum(count for reason, count in self._reasons.items() if reason.startswith("agent_error"))
+        if 2 * agent_errors > self._reasons.total():
+            return (
+                "To fix this, correct the agent: `areal show RUN --reason agent_error` has its errors and their lines."
+            )
+        changes = ["use prompts that the policy solves sometimes, neither always nor never"]
+        if self._filter_name:
+            changes.append(f"choose a rollout.should_accept_fn that accepts more (now {self._filter_name})")
+        if self._limit is not None:
+            changes.append("increase rollout.max_rejected_per_step")
+        return f"To fix this, {', or '.join(changes)}."
+
+    def _described(self, reason: str) -> str:
+        if reason == "workflow":
+            return "by the workflow, which returned None"
+        return f"by the filter {self._filter_name}".rstrip() if reason == "filter" else reason
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One running episode: the engine that its workflow receives, and the verdict on its result.
+
+MAX_KEPT_ANSWERS = 16
+"""Answers of one rejected or failed episode that are kept for readers."""
+
+
+class EpisodeEngine:
+    """The InferenceEngine of one episode; records the replicas that served it.
+
+    A request waits until `may_send` is set. It is cleared while a recovered trainer catches up, because the policy that
+    would answer is older than the episode; the weight update that ends this sets it.
+    """
+
+    __slots__ = ("_count_answer", "_engine", "_may_send", "_temperature", "answers", "num_interruptions", "replicas")
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        count_answer: Callable[[GenerationResponse], None],
+        *,
+        may_send: asyncio.Event | None = None,
+        keep_answers: bool = False,
+        temperature: float | None = None,
+    ) -> None:
+        """`may_send` None: requests never wait. `keep_answers`: the newest answers stay in `answers`.
+
+        `temperature`: that of the run, None = of every request.
+        """
+        self._temperature = temperature
+        self.answers: deque[GenerationResponse] = deque(maxlen=MAX_KEPT_ANSWERS if keep_answers else 0)
+        self._engine = engine
+        self._count_answer = count_answer
+        self._may_send = may_send
+        self.num_interruptions = 0
+        self.replicas: list[str] = []
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+        return (await self.agenerate_group([request]))[0]
+
+    async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
+        found: dict[int, GenerationResponse] = {}
+        while missing := [number for number in range(len(requests)) if number not in found]:
+            sent_at = await self._may_send_at()
+            with span("generate"):
+                responses = await self._engine.agenerate_group([requests[number] for number in missing])
+            for number, response in zip(missing, responses, strict=True):
+                if self._is_current(response, sent_at):
+                    found[number] = self._recorded(requests[number], response)
+        return [found[number] for number in range(len(requests))]
+
+    async def _may_send_at(self) -> int:
+        """Waits until a request may be sent. Returns the version that is served then."""
+        if self._may_send is not None and not self._may_send.is_set():
+            with span("wait for the trainer"):
+                await self._may_send.wait()
+        return self._engine.version
+
+    def _is_current(self, response: GenerationResponse, sent_at: int) -> bool:
+        """Whether the answer can be used. If the trainer went back to an older version before the first token was
+        generated, the request is sent again."""
+        self._count_answer(response)
+        return self._may_send is None or min(to_runs(response.output_versions).values, default=sent_at) >= sent_at
+
+    def _recorded(self, request: GenerationRequest, response: GenerationResponse) -> GenerationResponse:
+        own = request.gconfig.temperature
+        if self._temperature not in (None, own) and not request.gconfig.greedy:
+            response = replace(response, temperature=own)
+        self.answers.append(response)
+        self.num_interruptions += response.num_interruptions
+        for name in response.replicas:
+            if name not in self.replicas:
+                self.replicas.append(name)
+        return response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """The verdict on an episode that is valid but not trained on."""
+
+    reason: str
+    payload: bytes = b""
+    """The trajectories, if there are any."""
+
+
+def verdict_on(
+    episode_id: int, group: TrajectoryGroup | None, *, accept: AcceptFn | None, check_format: bool
+) -> EncodedEpisode | Rejected:
+    """Whether the result of an episode is accepted. Raises TrajectoryError when it cannot be used."""
+    if group is None:
+        return Rejected(reason="workflow")
+    check_stats(group)
+    if group.rejected and not group.trajectories:
+        return Rejected(reason=group.rejected)
+    encoded = encode_episode(episode_id, group)
+    if check_format:
+        for trajectory in group.trajectories:
+            check_trajectory(trajectory)
+    _check_filter_rewards(group)
+    if group.rejected:
+        return Rejected(reason=group.rejected, payload=encoded.payload)
+    if accept is not None and not accept(group):
+        return Rejected(reason="filter", payload=encoded.payload)
+    return encoded
+
+
+def _check_filter_rewards(group: TrajectoryGroup) -> None:
+    """TrajectoryError unless there is one finite filter reward per trajectory, or none."""
+    given, wanted = len(group.filter_rewards), len(group.trajectories)
+    if given not in (0, wanted):
+        raise TrajectoryError(
+            f"the group has {given} filter_rewards for {wanted} trajectories: return one for each, or none",
+            code="workflow.trajectory_lengths",
+        )
+    if not all(math.isfinite(value) for value in group.filter_rewards):
+        raise TrajectoryError("filter_rewards holds a number that is not finite", code="workflow.not_finite")
+
+
+def check_stats(group: TrajectoryGroup) -> None:
+    """TrajectoryError when a statistic of the workflow is not finite, which JSON cannot represent."""
+    for name, value in group.stats.items():
+        if not math.isfinite(value):
+            raise TrajectoryError(
+                f"the statistic {name!r} of the episode is {value}, not a finite number", code="workflow.not_finite"
+            )
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """The additional rules of rollout.check_trajectory_format. Raises TrajectoryError for the first broken one."""
+    if any(token_id < 0 for token_id in trajectory.token_ids):
+        raise TrajectoryError("token_ids holds a negative id", code="workflow.wrong_type")
+    mask_values = set(trajectory.loss_mask)
+    problem = ""
+    if not mask_values <= {0, 1}:
+        problem = f"holds {sorted(mask_values)}; only 0 and 1 are allowed"
+    elif 1 not in mask_values:
+        problem = "marks no token to train on"
+    elif trajectory.loss_mask[0]:
+        problem = "marks the first token, which has no prediction"
+    if problem:
+        raise TrajectoryError(f"loss_mask {problem}", code="workflow.loss_mask")
+    columns = zip(trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions, strict=True)
+    for position, (mask, logprob, version) in enumerate(columns):
+        if not math.isfinite(logprob) or logprob > 1e-3:
+            problem = "which is not a log-probability"
+        elif not mask and logprob != 0.0:
+            problem = "but must be 0.0 where loss_mask is 0"
+        if problem:
+            message = f"rollout_logprobs[{position}] is {logprob}, {problem}"
+            raise TrajectoryError(message, code="workflow.rollout_logprobs")
+        if mask and version < 0:
+            message = f"output_versions[{position}] is {version}, but loss_mask marks this token"
+            raise TrajectoryError(message, code="workflow.output_versions")
+
 
 _log = get_logger(__name__)
 

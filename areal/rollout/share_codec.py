@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from areal.api.batch_share import BatchShare
+from areal.api.batch import BatchShare
 from areal.api.errors import LedgerError, RequestError
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.payload import check_payload, read_head
 from areal.ledger.state import BatchRecord
-from areal.rollout.batching import SharePart, build_share, share_parts
+from areal.rollout.train_batches import SharePart, build_share, share_parts
 
 _SIZE = struct.Struct("<I")
 

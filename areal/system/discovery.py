@@ -8,7 +8,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from areal.api.config import BaseExperimentConfig
-from areal.system.etcd_registry import EtcdRegistry
+from areal.system.etcd import EtcdRegistry
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 from areal.system.ray_registry import RayRegistry

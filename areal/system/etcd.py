@@ -8,16 +8,18 @@ in processes that start other processes, and no version of protobuf is required 
 import base64
 import json
 import logging
+import random
 import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from areal.api.errors import ConfigError, LaunchError, ServerUnavailable
+from areal.api.errors import ArealError, ConfigError, LaunchError, ServerUnavailable
+from areal.system.file_registry import name_segments
 
 if TYPE_CHECKING:
-    from etcd3gw import Etcd3Client  # pyright: ignore[reportMissingImports]
+    from etcd3gw import Etcd3Client
 
 _REQUEST_S = 3.0
 """Time limit of one request to one member. A new leader is elected within about two seconds."""
@@ -153,3 +155,232 @@ def _grpc_code(error: Exception) -> int | None:
         return json.loads(getattr(error, "detail_text", None) or "").get("code")
     except (ValueError, AttributeError):
         return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The name registry in etcd: names expire with their process, and readers follow a watch instead of polling.
+
+_SILENCE_S = 5.0
+"""After this time without an event all names are read again, so a member that was cut off is noticed."""
+_RETRY_S = 0.5
+_REFRESHES = 10
+"""Renewals of a lease during its time."""
+
+
+class EtcdRegistry:
+    """Implements `NameRegistry` in etcd.
+
+    What a process registers hangs on its lease, which a thread renews. When the lease has expired during an outage, the
+    thread registers again what is missing, unless another process has registered the name since. The first `get` or
+    `list` starts a thread that keeps a local copy of all names of the run, from which both are answered; `wait` alone
+    watches one name. The threads end with `close` or with the process.
+    """
+
+    def __init__(self, addresses: str, run: str, *, lease_s: float, timeout_s: float) -> None:
+        """`addresses`: see `EtcdClient`; `run`: the names of one run share it; `lease_s`: after a process was lost."""
+        self._client = EtcdClient(addresses, timeout_s=timeout_s)
+        self._prefix = f"areal/{run}/"
+        self._lease_s = lease_s
+        self._closed = threading.Event()
+        self._writing = threading.Lock()
+        self._lease: str | None = None
+        self._own: dict[str, str] = {}
+        self._keeper: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._known: dict[str, tuple[int, str | None]] = {}
+        """The copy: revision and value of each name; None = removed at that revision."""
+        self._is_known = False
+        self._failure: ArealError | None = None
+        self._follower: threading.Thread | None = None
+
+    def add(self, name: str, value: str, *, replace: bool = False) -> None:
+        key = self._key(name)
+        with self._writing:
+            condition = None if replace else {"target": "VERSION", "version": 0}
+            try:
+                lease = self._ensure_lease()
+                answer = self._put(key, value, lease, only_when=condition)
+            except LeaseExpired:
+                self._lease = None
+                lease = self._ensure_lease()
+                answer = self._put(key, value, lease, only_when=condition)
+            if not answer.get("succeeded"):
+                found = answer["responses"][0]["response_range"]["kvs"][0]
+                # an earlier attempt may have succeeded although its answer was lost
+                if found.get("lease") != lease or decoded(found["value"]) != value:
+                    message = f"{name} is already registered in etcd, as {decoded(found['value'])}"
+                    raise LaunchError(message, code="process.name_taken")
+            self._own[name] = value
+            self._learn(name, int(answer["header"]["revision"]), value)
+
+    def get(self, name: str) -> str | None:
+        name_segments(name)
+        self._follow()
+        with self._changed:
+            return self._known.get(name, (0, None))[1]
+
+    def list(self, prefix: str) -> dict[str, str]:
+        self._follow()
+        below = f"{prefix.rstrip('/')}/" if prefix else ""
+        with self._changed:
+            found = sorted((name, value) for name, (_, value) in self._known.items() if name.startswith(below))
+            return {name: value for name, value in found if value is not None}
+
+    def remove(self, name: str) -> None:
+        key = self._key(name)
+        with self._writing:
+            self._own.pop(name, None)
+            answer = self._client.call("kv/deleterange", {"key": encoded(key)})
+            self._learn(name, int(answer["header"]["revision"]), None)
+
+    def wait(self, name: str, timeout_s: float) -> str:
+        key, deadline = self._key(name), time.monotonic() + timeout_s
+        while True:
+            answer = self._client.call("kv/range", {"key": encoded(key)}, limit_s=max(deadline - time.monotonic(), 0.0))
+            if found := answer.get("kvs"):
+                return decoded(found[0].get("value", ""))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                message = f"{name} was not registered in etcd at {self._client.addresses} within {timeout_s:g} s"
+                raise ServerUnavailable(message, code="process.not_registered")
+            revision = int(answer["header"]["revision"]) + 1
+            for event in self._client.watch(key, f"{key}\0", revision, silence_s=min(left_s, _SILENCE_S)):
+                if event.get("type") != "DELETE":
+                    return decoded(event["kv"].get("value", ""))
+
+    def clear(self) -> None:
+        with self._writing:
+            self._own.clear()
+            answer = self._client.call("kv/deleterange", self._range())
+            revision = int(answer["header"]["revision"])
+            with self._changed:
+                for name in list(self._known):
+                    self._learn(name, revision, None)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._client.close()
+
+    def _key(self, name: str) -> str:
+        return self._prefix + "/".join(name_segments(name))
+
+    def _range(self) -> dict[str, str]:
+        return {"key": encoded(self._prefix), "range_end": encoded(self._range_end)}
+
+    @property
+    def _range_end(self) -> str:
+        return self._prefix[:-1] + "0"  # the character after '/'
+
+    # The lease
+
+    def _ensure_lease(self) -> str:
+        if self._lease is None:
+            self._lease = self._client.call("lease/grant", {"TTL": round(self._lease_s), "ID": 0})["ID"]
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep_lease, name="renew the etcd lease", daemon=True)
+            self._keeper.start()
+        assert self._lease is not None
+        return self._lease
+
+    def _keep_lease(self) -> None:
+        interval_s = self._lease_s / _REFRESHES
+        pause_s = interval_s * random.random()  # processes that start together do not renew together
+        while not self._closed.wait(pause_s):
+            pause_s = interval_s
+            try:
+                with self._writing:
+                    lease = self._lease
+                if lease is None:
+                    continue
+                result = self._client.call("lease/keepalive", {"ID": lease}).get("result")
+                if result is not None and int(result.get("TTL", 0)) <= 0:  # None: the member lost its leader
+                    self._register_again(lease)
+            except (ArealError, LeaseExpired) as error:
+                if not self._closed.is_set():
+                    _log.warning("the lease in etcd was not renewed: %s", error)
+
+    def _register_again(self, expired: str) -> None:
+        """Register what was lost with a lease, unless another process has taken the name."""
+        with self._writing:
+            if self._lease == expired:
+                self._lease = None
+            lease = self._ensure_lease()
+            for name, value in list(self._own.items()):
+                key = self._key(name)
+                # absent, or it is this value on the expired lease
+                for condition in ({"target": "VERSION", "version": 0}, {"target": "VALUE", "value": encoded(value)}):
+                    answer = self._put(key, value, lease, only_when=condition)
+                    if answer.get("succeeded"):
+                        self._learn(name, int(answer["header"]["revision"]), value)
+                        break
+                else:
+                    del self._own[name]
+            _log.warning("the lease in etcd had expired: registered again as %s", ", ".join(sorted(self._own)))
+
+    def _put(self, key: str, value: str, lease: str, *, only_when: dict[str, Any] | None) -> dict[str, Any]:
+        """One transaction. Without success its answer holds the present entry."""
+        compare = [] if only_when is None else [{"key": encoded(key), "result": "EQUAL", **only_when}]
+        put = {"request_put": {"key": encoded(key), "value": encoded(value), "lease": lease}}
+        present = {"request_range": {"key": encoded(key)}}
+        return self._client.call("kv/txn", {"compare": compare, "success": [put], "failure": [present]})
+
+    # The copy
+
+    def _follow(self) -> None:
+        """Return once the copy holds the names. Raises what the first reading raised."""
+        with self._changed:
+            if self._follower is None or not self._follower.is_alive():
+                self._failure = None
+                self._follower = threading.Thread(target=self._keep_copy, name="follow the names in etcd", daemon=True)
+                self._follower.start()
+            while not self._is_known:
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+
+    def _keep_copy(self) -> None:
+        was_lost = False
+        while not self._closed.is_set():
+            try:
+                revision = self._read_all()
+            except ArealError as error:
+                with self._changed:
+                    if not self._is_known:  # `_follow` raises it, and the next call starts again
+                        self._failure = error
+                        self._changed.notify_all()
+                        return
+                if not was_lost and not self._closed.is_set():
+                    _log.warning("names may be out of date: %s", error)
+                was_lost = True
+                self._closed.wait(_RETRY_S)
+                continue
+            if was_lost:
+                _log.info("etcd at %s answers again", self._client.addresses)
+                was_lost = False
+            for event in self._client.watch(self._prefix, self._range_end, revision + 1, silence_s=_SILENCE_S):
+                entry = event["kv"]
+                value = None if event.get("type") == "DELETE" else decoded(entry.get("value", ""))
+                self._learn(self._name(entry), int(entry["mod_revision"]), value)
+
+    def _read_all(self) -> int:
+        """Compare the copy with etcd. Returns the revision of the reading."""
+        answer = self._client.call("kv/range", self._range())
+        revision = int(answer["header"]["revision"])
+        found = {self._name(entry): entry for entry in answer.get("kvs", [])}
+        with self._changed:
+            for name in self._known.keys() - found.keys():
+                self._learn(name, revision, None)
+            for name, entry in found.items():
+                self._learn(name, int(entry["mod_revision"]), decoded(entry.get("value", "")))
+            self._is_known = True
+            self._changed.notify_all()
+        return revision
+
+    def _name(self, entry: dict[str, Any]) -> str:
+        return decoded(entry["key"]).removeprefix(self._prefix)
+
+    def _learn(self, name: str, revision: int, value: str | None) -> None:
+        """Events and answers come in any order: the highest revision counts."""
+        with self._changed:
+            if revision > self._known.get(name, (0, None))[0]:
+                self._known[name] = (revision, value)

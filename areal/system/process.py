@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn, Self
+from typing import Literal, NoReturn, Self, TypeVar
 
 import psutil
 
@@ -26,6 +27,31 @@ from areal.api.errors import ArealError, LaunchError, ServerUnavailable, WeightS
 from areal.system.network import Host
 from areal.system.run_paths import RunPaths
 from areal.system.stacks import register_stack_dumps
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs functions whose result or error another thread awaits.
+
+_T = TypeVar("_T")
+
+
+def run_into(future: Future[_T], function: Callable[[], _T]) -> None:
+    """Run `function` and give its result or its error to `future`, unless the caller has cancelled that."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except Exception as error:  # noqa: BLE001 - raised where the future is awaited
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def in_daemon_thread(function: Callable[[], _T], name: str) -> Future[_T]:
+    """Run a function that may wait for minutes. Unlike an executor, the thread does not delay the process's exit."""
+    future: Future[_T] = Future()
+    threading.Thread(target=run_into, args=(future, function), name=name, daemon=True).start()
+    return future
+
 
 AREAL_PROCESS = "AREAL_PROCESS"
 ERROR_PREFIX = "areal: error: "

@@ -19,7 +19,7 @@ from areal.system.process import run_main
 
 if TYPE_CHECKING:
     from areal.api.config import DatasetConfig
-    from areal.data.sft_rows import EncodedRow
+    from areal.data.supervised_rows import EncodedRow
     from areal.data.tokenizer import Tokenizer
     from areal.trainer.row_loop import RowTrainer
 

@@ -3,28 +3,263 @@
 Every rank calls it. Decisions are agreed by one reduction over all ranks, so that no rank enters a collective alone.
 """
 
+import json
+import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Self
 
 import torch
 
-from areal.api.config import BaseExperimentConfig, Cadence, ChosenAlarm
+from areal.api.config import BaseExperimentConfig, Cadence, ChosenAlarm, HubUploadConfig, PPOConfig, SaverConfig
 from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine
+from areal.api.errors import ArealError
 from areal.api.metrics import Metrics, metric_values
-from areal.observe.chosen_trackers import build_trackers
-from areal.observe.step_files import SampleRow
-from areal.observe.trackers import Tracker
+from areal.observe.alarms import Alarm, AlarmRules, Row, alarms_text, by_meaning
+from areal.observe.log import get_logger
+from areal.observe.step_files import SampleRow, StepLines, read_step_lines
+from areal.observe.trackers import Tracker, build_trackers
+from areal.system.durable import COMPLETE, finish_interrupted_writes, remove_folder, write_atomic
 from areal.system.heartbeat import read_beats
 from areal.system.run_paths import RunPaths
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
-from areal.trainer.reduce import reduce_metrics
-from areal.trainer.run_alarms import RunAlarms, alarm_stop, chosen_alarms
-from areal.trainer.saver import Saver
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sanity alarms of a run, on trainer rank 0: reads the metrics of every step, writes alarms.jsonl and the log.
+
+
+class AlarmStop(ArealError, RuntimeError):
+    """An alarm with action=stop ended the run. A restart is useless."""
+
+
+def alarm_stop(chosen: ChosenAlarm, step: int) -> AlarmStop:
+    """The error that ends the run after `step` train steps."""
+    rule = chosen.rule
+    return AlarmStop(
+        f"{rule.meaning}: the alarm {rule.name} ended the run after train step {step} "
+        f"({rule.side} {chosen.limit:g} in {chosen.steps} steps, action stop; alarms.jsonl contains the value). "
+        f"Likely causes: {rule.causes}. Look at: {rule.look_at}",
+        code=rule.code,
+    )
+
+
+def chosen_alarms(config: BaseExperimentConfig) -> list[ChosenAlarm]:
+    """The rules that apply to this kind of run."""
+    compares_groups = isinstance(config, PPOConfig) and config.gconfig.n_samples > 1 and config.critic is None
+    return [one for one in config.alarms.chosen() if compares_groups or one.rule.name != "uniform_groups"]
+
+
+class RunAlarms:
+    """Raises the alarms of a run."""
+
+    def __init__(self, chosen: Sequence[ChosenAlarm], paths: RunPaths, *, first_step: int) -> None:
+        """`first_step`: the first step to look at; the state follows from the metrics of the steps before."""
+        self._rules = AlarmRules(chosen)
+        for line in read_step_lines(paths.metrics):
+            if 0 < line["step"] < first_step:
+                self._rules.step(line["step"], _row(line))
+        self._lines = StepLines(paths.alarms, first_step=first_step)
+
+    def look(self, step: int, values: dict[str, float]) -> list[Alarm]:
+        """Record the alarms that the metrics after train step `step` raise, and return them."""
+        found = self._rules.step(step, _row(values))
+        for alarm in found:
+            self._lines.append(step, asdict(alarm))
+        for group in by_meaning(found):
+            get_logger("trainer").warning("%s", alarms_text(group))
+        return found
+
+    def flush(self) -> None:
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def _row(values: dict[str, float]) -> Row:
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Uploads of exports to the Hugging Face hub by a thread, while training continues.
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
+
+
+class HubUploads:
+    """One upload at a time, in order, each repeated after a failure. Training never waits for one, its end does."""
+
+    def __init__(self, config: HubUploadConfig) -> None:
+        """The token is that of the environment (HF_TOKEN) or of `hf auth login`."""
+        self._config = config
+        self._queue: SimpleQueue[tuple[int, Path, Future[None]] | None] = SimpleQueue()
+        self._unfinished: dict[Path, Future[None]] = {}
+        # A daemon: a connection that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="hub-upload", daemon=True)
+        self._thread.start()
+        self._ends = threading.Event()
+        self.num_failed = 0
+        """Uploads that were given up."""
+
+    def add(self, step: int, folder: Path) -> None:
+        """Upload a complete export after those before it."""
+        self._unfinished[folder] = Future()
+        self._queue.put((step, folder, self._unfinished[folder]))
+
+    def waiting(self) -> set[Path]:
+        """Exports whose upload has not ended. They must not be removed."""
+        self._unfinished = {folder: one for folder, one in self._unfinished.items() if not one.done()}
+        return set(self._unfinished)
+
+    def close(self) -> None:
+        """Wait for the uploads, at most `timeout_s` together; the rest is given up."""
+        self._queue.put(None)
+        if waiting := sorted(self.waiting()):
+            text = "waits for the upload of %s to %s, at most %g s (saver.hub_upload.timeout_s)"
+            names = ", ".join(folder.name for folder in waiting)
+            get_logger("trainer").info(text, names, self._config.repo_id, self._config.timeout_s)
+            wait(self._unfinished.values(), self._config.timeout_s)
+        self._ends.set()
+        for folder in sorted(self.waiting()):
+            self._report(folder)
+
+    def _run(self) -> None:
+        while (order := self._queue.get()) is not None:
+            step, folder, done = order
+            self._upload(step, folder)
+            done.set_result(None)
+
+    def _report(self, folder: Path) -> None:
+        self.num_failed += 1
+        text = "%s was not uploaded to %s; to upload it: hf upload %s %s"
+        get_logger("trainer").error(text, folder, self._config.repo_id, self._config.repo_id, folder)
+
+    def _upload(self, step: int, folder: Path) -> None:
+        pause_s = _FIRST_PAUSE_S
+        for attempt in range(self._config.retries + 1):
+            if self._ends.is_set():
+                break
+            try:
+                self._once(step, folder)
+            except Exception as error:  # noqa: BLE001 - a request to a foreign server, through a foreign library
+                text = "the upload of %s to %s failed (attempt %d of %d): %s"
+                facts = (folder, self._config.repo_id, attempt + 1, self._config.retries + 1)
+                get_logger("trainer").warning(text, *facts, " ".join(str(error).split())[:500])
+                if is_final(error):
+                    break
+                self._ends.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                get_logger("trainer").info("uploaded %s to %s", folder.name, self._config.repo_id)
+                return
+        if not self._ends.is_set():
+            self._report(folder)
+
+    def _once(self, step: int, folder: Path) -> None:
+        from huggingface_hub import HfApi
+
+        hub, repo = HfApi(), self._config.repo_id
+        hub.create_repo(repo, private=self._config.private, exist_ok=True)
+        hub.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=f"After {step} train steps", ignore_patterns=[COMPLETE]
+        )
+
+
+def is_final(error: Exception) -> bool:
+    """Whether a repeated upload would fail again: the hub refused it."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status is not None and 400 <= status < 500 and status not in (408, 409, 412, 429)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Exports of the trained models during a run: when one is written, which ones stay, and their upload.
+
+_SCORES = "scores.json"
+"""Next to the exports: {step: value of saver.keep_best}."""
+
+
+class Saver:
+    """Writes checkpoints/<role>/step-000123 (123 steps done) and removes those that the configuration does not keep."""
+
+    def __init__(self, folder: Path, engines: dict[str, TrainEngine], ranks: Ranks, config: SaverConfig) -> None:
+        self._folder = folder
+        self._engines = engines
+        self._config = config
+        self._ranks = ranks
+        self._num_saved = 0
+        upload = config.hub_upload if ranks.rank == 0 else None
+        self._uploads = HubUploads(upload) if upload and upload.repo_id else None
+        if ranks.rank == 0:
+            for role in engines:
+                finish_interrupted_writes(folder / role)
+
+    @property
+    def failed_uploads(self) -> int:
+        """Uploads given up by this process."""
+        return self._uploads.num_failed if self._uploads else 0
+
+    def save(self, steps_done: int, metrics: Mapping[str, float], *, is_last: bool = False) -> None:
+        """Export every trained model; a collective. `metrics`: of this step, on rank 0."""
+        name = f"step-{steps_done:06d}"
+        for role, engine in self._engines.items():
+            engine.save(self._folder / role / name, with_optimizer=False)
+        self._num_saved += 1
+        if self._ranks.rank == 0:
+            scores = self._keep_score(steps_done, metrics)
+            if self._uploads and (is_last or self._num_saved % self._config.hub_upload.every == 0):
+                self._uploads.add(steps_done, self._folder / next(iter(self._engines)) / name)
+            self._remove_old(steps_done, scores)
+        get_logger("trainer").info("exported %s to %s", name, self._folder)
+
+    def close(self) -> None:
+        """Wait for uploads."""
+        if self._uploads:
+            self._uploads.close()
+
+    def _keep_score(self, step: int, metrics: Mapping[str, float]) -> dict[int, float]:
+        """The scores of the exports by step; those of later steps were written before a recovery."""
+        if not self._config.keep_best:
+            return {}
+        path = self._folder / _SCORES
+        found = json.loads(path.read_bytes()) if path.exists() else {}
+        scores = {int(one): float(value) for one, value in found.items() if int(one) < step}
+        if self._config.keep_best in metrics:
+            scores[step] = metrics[self._config.keep_best]
+        else:
+            text = "%s: step %d has no such metric (saver.keep_best): its export cannot be the best"
+            get_logger("trainer").warning(text, self._folder, step)
+        write_atomic(path, json.dumps(scores).encode())
+        return scores
+
+    def _remove_old(self, step: int, scores: Mapping[int, float]) -> None:
+        uploading = self._uploads.waiting() if self._uploads else set[Path]()
+        for role in self._engines:
+            # Exports of later steps were written before a recovery; they do not count.
+            made = {int(path.name[5:]): path for path in (self._folder / role).glob("step-*")}
+            for old in removable([one for one in made if one <= step], scores, self._config):
+                if made[old] not in uploading:  # the next save removes it
+                    remove_folder(made[old])
+
+
+def removable(steps: Collection[int], scores: Mapping[int, float], config: SaverConfig) -> list[int]:
+    """Which exports the configuration does not keep. `scores`: of those with a metric."""
+    if config.keep_last is None:
+        return []
+    kept = set(sorted(steps)[-config.keep_last :])
+    if config.keep_every is not None:
+        kept |= {step for step in steps if step % config.keep_every == 0}
+    if config.keep_best and (known := [step for step in sorted(steps, reverse=True) if step in scores]):
+        choose = max if config.best_is == "highest" else min
+        kept.add(choose(known, key=scores.__getitem__))
+    return sorted(set(steps) - kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from areal.algorithm.correction import correct
-from areal.algorithm.correction_rules import Spans
+from areal.algorithm.correction import Spans, correct
 from areal.api.batch import MicroBatch, TrainBatch
 from areal.api.config import PPOActorConfig, PPOConfig
 from areal.data.split import token_positions

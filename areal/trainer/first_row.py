@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import orjson
 
-from areal.agent.environment import first_messages
-from areal.agent.tool_functions import tool_schema
+from areal.agent.agent_run import first_messages
+from areal.agent.tool_calls import tool_schema
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigProblem, InputError
@@ -28,14 +28,14 @@ from areal.data.dataset import load_rows
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, tokenizer_of
 from areal.fleet.backends import backend_named
+from areal.models.checkpoint_files import hub_file
+from areal.models.model_shape import context_length
+from areal.models.vision_layout import read_vision_layout
 from areal.reward.table import reward_table
 from areal.reward.worker import LoadedReward, parsed_result
-from areal.system.hub import hub_file
-from areal.system.model_shape import context_length
-from areal.system.vision_layout import read_vision_layout
 from areal.workflow.agent import agent_job
 from areal.workflow.registry import build_workflow
-from areal.workflow.scored import ScoredWorkflow
+from areal.workflow.scoring import ScoredWorkflow
 
 DUMMY_ANSWER = "0"
 """The answer that the reward functions score."""

@@ -5,11 +5,17 @@ from dataclasses import replace
 from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce, TokenStat, to_metrics
-from areal.algorithm.correction import Correction, correct
-from areal.algorithm.correction_rules import Spans
-from areal.algorithm.mismatch import effective_sample_size, mismatch_metrics
+from areal.algorithm.correction import (
+    Correction,
+    Spans,
+    approximation_errors,
+    correct,
+    effective_sample_size,
+    loglinear_logprobs,
+    mismatch_metrics,
+    prox_position,
+)
 from areal.algorithm.policy_loss import PolicyTokens
-from areal.algorithm.proximal import approximation_errors, loglinear_logprobs, prox_position
 from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig, RolloutCorrectionConfig
 from areal.api.metrics import Metrics

@@ -9,37 +9,270 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from areal.api.batch_share import BatchShare
-from areal.api.config import EvaluatorConfig, PPOConfig
-from areal.api.data import StepInfo
+from areal.algorithm.advantage import mixed_group
+from areal.algorithm.aggregate import TokenStat, to_metrics, trained_counts
+from areal.algorithm.kl import kl_estimate, sequence_kl
+from areal.algorithm.policy_loss import log_ratio
+from areal.api.batch import BatchShare, TokenOutputs, TrainBatch, required
+from areal.api.config import EvaluatorConfig, PPOConfig, StatsLoggerConfig
+from areal.api.data import ProbeScore, ProbeTokens, StepInfo
 from areal.api.engine import AdapterSource, Ranks, TrainEngine, WeightChannel, WeightSource
+from areal.api.errors import InputError
+from areal.api.images import ImageRef
 from areal.api.metrics import Metric, Metrics, merge_metrics
-from areal.data.pack import to_train_batch
+from areal.data.pack import rows_to_train_batch, to_train_batch
+from areal.data.sessions import by_session
+from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.engine.fsdp import FSDPEngine
 from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
+from areal.observe.step_files import SampleRow
 from areal.rollout.client import CheckpointWanted, RolloutClient, WeightsNeeded
 from areal.system.discovery import has_server, registry_of
 from areal.system.durable import write_atomic
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
-from areal.trainer.batch_metrics import batch_metrics
-from areal.trainer.compared_channel import ComparedChannel
+from areal.trainer.minibatch import prefixed
 from areal.trainer.process_setup import TrainingRank, announce_ready, training_rank
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.roles import PPORoles, build_roles
-from areal.trainer.sample_table import SampleTables
-from areal.weights.checksum import checksum_of
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import AdapterChannel, DiskChannel, HttpChannel
+from areal.weights.weight_files import checksum_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Metrics of a batch before its update: composition, and distance between the policies.
+
+
+def batch_metrics(batch: TrainBatch) -> Metrics:
+    """Rewards, lengths, advantages, and distance between the policies; sessions of several sequences count once."""
+    lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).long()
+    each = torch.ones_like(lengths, dtype=torch.bool)
+    tokens = torch.ones_like(batch.loss_mask)
+    stats = {
+        "num_sequences": TokenStat(each, each, "sum"),
+        "num_tokens": TokenStat(tokens, tokens, "sum"),
+        "sequence_length": TokenStat(lengths, each),
+        "sequence_length_max": TokenStat(lengths, each, "max"),
+    }
+    batch = by_session(batch)
+    mask = batch.loss_mask
+    answer_lengths = trained_counts(mask, batch.sequence_index, batch.num_sequences)
+    each = torch.ones(batch.num_sequences, dtype=torch.bool, device=mask.device)
+    stats |= {
+        "num_trained_tokens": TokenStat(mask, mask, "sum"),
+        **_spread("reward", batch.rewards, each),
+        **_spread("answer_length", answer_lengths, each),
+        "answer_length_rewarded": TokenStat(answer_lengths, batch.rewards > 0),
+        "answer_length_unrewarded": TokenStat(answer_lengths, batch.rewards <= 0),
+        "unfinished_ratio": TokenStat(~batch.finished, each),
+        "uniform_reward_ratio": TokenStat(~mixed_group(batch.rewards, batch.group_ids), each),
+    }
+    for name, values in (("return", batch.returns), ("value", batch.values)):
+        if values is not None:
+            stats[name] = TokenStat(values, mask)
+    if batch.advantages is not None:
+        stats |= _spread("advantage", batch.advantages, mask)
+        stats["advantage_abs"] = TokenStat(batch.advantages.abs(), mask)
+    return prefixed("batch", to_metrics(stats | _distance_stats(batch)))
+
+
+def _spread(name: str, values: Tensor, mask: Tensor) -> dict[str, TokenStat]:
+    extremes = {f"{name}_max": TokenStat(values, mask, "max"), f"{name}_min": TokenStat(values, mask, "min")}
+    return {name: TokenStat(values, mask)} | extremes
+
+
+def _distance_stats(batch: TrainBatch) -> dict[str, TokenStat]:
+    """Distance of the behaviour policy and of the reference from the policy at the start of the update."""
+    mask = batch.loss_mask
+    stats: dict[str, TokenStat] = {"rollout_logprobs": TokenStat(batch.rollout_logprobs, mask)}
+    policy = batch.rollout_logprobs
+    if batch.prox_logprobs is not None:
+        policy = batch.prox_logprobs
+        gap = log_ratio(policy, batch.rollout_logprobs, mask)
+        stats["prox_logprobs"] = TokenStat(policy, mask)
+        stats["prox_rollout_gap_abs"] = TokenStat(gap.abs(), mask)
+        stats["prox_rollout_gap_max"] = TokenStat(gap.abs(), mask, "max")
+    if batch.ref_logprobs is not None:
+        k1 = kl_estimate(policy, batch.ref_logprobs, mask, "k1")
+        of_sequence = sequence_kl(k1, mask, batch.sequence_index, batch.num_sequences, "sequence-sum")
+        stats["ref_kl"] = TokenStat(kl_estimate(policy, batch.ref_logprobs, mask, "k3"), mask)
+        stats["ref_kl_k1"] = TokenStat(k1, mask)
+        has_answer = trained_counts(mask, batch.sequence_index, batch.num_sequences) > 0
+        stats["ref_kl_sequence"] = TokenStat(of_sequence, has_answer)
+        stats["ref_kl_sequence_max"] = TokenStat(of_sequence, has_answer, "max")
+    if batch.ref_full_kl is not None:
+        stats["ref_kl_full"] = TokenStat(batch.ref_full_kl, mask)
+    return stats
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Every few train steps some trajectories of the batch become a table for people, in a file and in the trackers.
+
+
+class SampleTables:
+    """Gives the table of each due step to `log`."""
+
+    def __init__(
+        self, options: StatsLoggerConfig, tokenizer_path: str, log: Callable[[int, Sequence[SampleRow]], None]
+    ) -> None:
+        self._options = options
+        self._log = log
+        self._tokenizer: Tokenizer | None = None
+        if options.samples_freq_steps is not None:
+            try:
+                self._tokenizer = load_tokenizer(tokenizer_path)
+            except InputError as error:
+                get_logger("trainer").warning("no tables of samples (stats_logger.samples_freq_steps): %s", error)
+
+    def add(self, steps_done: int, share: BatchShare) -> None:
+        """Log the table of the step, if one is due: the first step and every samples_freq_steps."""
+        every = self._options.samples_freq_steps
+        if self._tokenizer is None or every is None or (steps_done != 1 and steps_done % every):
+            return
+        self._log(steps_done, sample_rows(share, self._tokenizer, self._options.samples))
+
+
+def sample_rows(share: BatchShare, tokenizer: Tokenizer, count: int) -> list[SampleRow]:
+    """At most `count` trajectories of a share, from the highest reward to the lowest, evenly over the ranks between."""
+    order = np.argsort(-share.rewards, kind="stable")
+    places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
+    ends = np.cumsum(share.lengths)
+    return [_row(share, int(index), int(ends[index]), tokenizer) for index in order[places]]
+
+
+def _row(share: BatchShare, index: int, end: int, tokenizer: Tokenizer) -> SampleRow:
+    tokens = slice(end - int(share.lengths[index]), end)
+    token_ids, versions = share.token_ids[tokens].tolist(), share.output_versions[tokens]
+    made = np.flatnonzero(versions >= 0)
+    num_prompt = int(made[0]) if len(made) else len(token_ids)
+    scores = share.reward_parts[index].tolist() if share.reward_names else []
+    return SampleRow(
+        group=int(share.group_index[index]),
+        reward=float(share.rewards[index]),
+        reward_parts={name: score for name, score in zip(share.reward_names, scores, strict=True) if score == score},
+        prompt=tokenizer.decode(token_ids[:num_prompt]),
+        answer=tokenizer.decode(token_ids[num_prompt:]),
+        num_generated=len(made),
+        versions=[int(versions[made].min()), int(versions[made].max())] if len(made) else [],
+        stop_reason="stop" if share.finished[index] else "length",
+        images=[image.sha256 for image in share.images[index]] if share.images else [],
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A weight channel that compares the servers with the trainer after each publication: its part of the canary.
+
+log = get_logger("trainer")
+
+_MAX_COMPARISONS = 2
+"""For each publication: servers that differ are updated again, and then compared a second time."""
+_IMAGE_NUMBERS = 35
+"""Of an image in a message between ranks: 3 of its grid, 32 bytes of its digest."""
+_NOT_FINITE = -1e9
+"""JSON has no NaN."""
+
+
+class ScoringEngine(Protocol):
+    """The part of a train engine that scores tokens."""
+
+    def forward(self, batch: TrainBatch) -> TokenOutputs: ...
+
+
+class ProbeControl(Protocol):
+    """The controller, as trainer rank 0 calls it."""
+
+    def probe_tokens(self, version: int) -> ProbeTokens | None: ...
+    def compare(self, score: ProbeScore) -> list[str]: ...
+
+
+class ComparedChannel:
+    """Implements `areal.api.engine.WeightChannel` over another channel. All ranks score the tokens together."""
+
+    def __init__(
+        self, channel: WeightChannel, engine: ScoringEngine, ranks: Ranks, control: ProbeControl, *, dtype: str
+    ) -> None:
+        self._channel, self._engine, self._ranks, self._control = channel, engine, ranks, control
+        self._dtype = dtype
+        self._sent: int | None = None
+        """The version that was sent and not compared yet."""
+
+    def publish(self, version: int) -> str:
+        self._sent = None
+        checksum = self._channel.publish(version)
+        self._sent = version
+        return checksum
+
+    def wait_served(self) -> None:
+        self._channel.wait_served()
+        version, self._sent = self._sent, None
+        if version is not None:
+            self._compare(version)
+
+    def _compare(self, version: int) -> None:
+        for _ in range(_MAX_COMPARISONS):
+            tokens = self._shared(self._control.probe_tokens(version) if self._ranks.rank == 0 else None)
+            if tokens is None:
+                break
+            logprobs = self._score(tokens)
+            differing: list[str] = []
+            if self._ranks.rank == 0:
+                score = ProbeScore(version=version, answer_ids=tokens.answer_ids, logprobs=logprobs, dtype=self._dtype)
+                differing = self._control.compare(score)
+            if not self._ranks.all_reduce(torch.tensor([len(differing)], dtype=torch.float64), "max").item():
+                break
+            if differing:
+                log.warning("version %d: %s had other weights and got them again", version, ", ".join(differing))
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _shared(self, tokens: ProbeTokens | None) -> ProbeTokens | None:
+        """The tokens of rank 0, on every rank."""
+        numbers = [] if tokens is None else _numbers_of(tokens)
+        size = int(self._ranks.all_reduce(torch.tensor([len(numbers)], dtype=torch.float64), "sum").item())
+        if not size:
+            return None
+        message = torch.tensor(numbers or [0] * size, dtype=torch.float64)
+        return _tokens_of([int(number) for number in self._ranks.all_reduce(message, "sum").tolist()])
+
+    def _score(self, tokens: ProbeTokens) -> list[float]:
+        """The log-probability of each token of the answer at temperature 1; a collective."""
+        first, row = len(tokens.prompt_ids), [*tokens.prompt_ids, *tokens.answer_ids]
+        mask = [0] * first + [1] * (len(row) - first)
+        batch = replace(rows_to_train_batch([row], [mask], [tokens.images]), temperatures=torch.ones(len(row)))
+        # Position t has the log-probability of token t + 1.
+        found = required(self._engine.forward(batch).logprobs, "logprobs")[first - 1 : len(row) - 1]
+        return [value if math.isfinite(value) else _NOT_FINITE for value in found.double().tolist()]
+
+
+def _numbers_of(tokens: ProbeTokens) -> list[int]:
+    images = [number for image in tokens.images for number in (*image.grid, *bytes.fromhex(image.sha256))]
+    return [len(tokens.prompt_ids), len(tokens.answer_ids), *tokens.prompt_ids, *tokens.answer_ids, *images]
+
+
+def _tokens_of(numbers: list[int]) -> ProbeTokens:
+    """Inverse of `_numbers_of`."""
+    num_prompt, num_answer, *rest = numbers
+    end = num_prompt + num_answer
+    rows = [rest[first : first + _IMAGE_NUMBERS] for first in range(end, len(rest), _IMAGE_NUMBERS)]
+    return ProbeTokens(
+        prompt_ids=rest[:num_prompt],
+        answer_ids=rest[num_prompt:end],
+        images=[ImageRef(bytes(row[3:]).hex(), (row[0], row[1], row[2])) for row in rows],
+    )
+
 
 Answer = TypeVar("Answer")
 

@@ -49,7 +49,7 @@ def prepare_process(context: ProcessContext, seed: int) -> None:
     """Set thread counts and seeds of a trainer rank. Every rank has the same seed."""
     import torch
 
-    from areal.trainer.rng import seed_process
+    from areal.trainer.recover import seed_process
 
     bind_to_gpu_node()
     torch.set_num_threads(context.num_threads)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from areal.api.config import BaseExperimentConfig
 from areal.api.data import StepInfo
 from areal.api.errors import ConfigError, TrainingDiverged
-from areal.data.run_length import step_limits, steps_per_epoch
+from areal.data.prompt_stream import step_limits, steps_per_epoch
 from areal.observe.log import get_logger
 
 

@@ -23,12 +23,12 @@ from areal.api.config import RewardModelConfig, RWConfig, RWOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
-from areal.data.preference_rows import EncodedPair
+from areal.data.supervised_rows import EncodedPair
 from areal.data.tokenizer import Tokenizer
 from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
+from areal.trainer.dpo import PairTask, with_whole_pairs
 from areal.trainer.minibatch import prefixed
-from areal.trainer.pairs import PairTask, with_whole_pairs
 from areal.trainer.row_loop import EngineBuilder, RowTask, RowTrainer
 
 Recode = Callable[[list[int]], list[int]]

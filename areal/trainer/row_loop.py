@@ -17,17 +17,16 @@ from areal.api.config import RowsExperimentConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics, metric_values
 from areal.data.balance import balanced_parts
-from areal.data.preference_rows import EncodedPair
+from areal.data.image_files import MemoryImages
 from areal.data.prompt_stream import PromptStream
-from areal.data.sft_rows import EncodedRow
+from areal.data.supervised_rows import EncodedPair, EncodedRow
 from areal.engine.build import TRAIN_ENGINES
 from areal.observe.phase import phase
 from areal.system.discovery import registry_of
-from areal.system.image_files import MemoryImages
 from areal.trainer.after_step import AfterStep, StepHooks
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.process_setup import TrainingRank, announce_ready, join_run, training_rank
 from areal.trainer.progress import Progress, TrainingLength, updating
-from areal.trainer.reduce import reduce_metrics
 
 ConfigT = TypeVar("ConfigT", bound=RowsExperimentConfig)
 RowT = TypeVar("RowT", EncodedRow, EncodedPair)

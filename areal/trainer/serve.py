@@ -11,25 +11,23 @@ from areal.api.config import PPOConfig
 from areal.api.errors import ConfigError, LedgerError
 from areal.api.routed_experts import ExpertShape
 from areal.api.workflow import AcceptFn, RolloutWorkflow
+from areal.data.image_files import ImageFiles, RunImages
 from areal.data.prompt_stream import PromptStream
 from areal.data.tokenizer import tokenizer_of
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
 from areal.ledger.ledger import Ledger
+from areal.models.model_shape import ModelShape
 from areal.observe.log import get_logger
-from areal.observe.session_trace import open_session_tracer
-from areal.observe.spans import tracing
+from areal.observe.spans import open_session_tracer, tracing
 from areal.observe.trace import open_tracer
-from areal.reward.answers import answer_function
+from areal.reward.text import answer_function
 from areal.rollout.controller import Controller
 from areal.rollout.controller_process import run_serving
 from areal.rollout.evaluation import HeldOutOptions, last_answer_ids
 from areal.system.discovery import registry_of
-from areal.system.image_files import ImageFiles
-from areal.system.model_shape import ModelShape
 from areal.system.process import ProcessContext
-from areal.system.run_images import RunImages
 from areal.system.run_paths import RunPaths
 from areal.workflow.accept import resolve_accept_fn
 

@@ -18,11 +18,11 @@ from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch, re
 from areal.api.config import SFTConfig, SFTOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
+from areal.data.image_files import MemoryImages
 from areal.data.images import ImageWriter
 from areal.data.pack import rows_to_train_batch
-from areal.data.sft_rows import EncodedRow
+from areal.data.supervised_rows import EncodedRow
 from areal.observe.phase import phase
-from areal.system.image_files import MemoryImages
 from areal.trainer.row_loop import EngineBuilder, RowTask, RowTrainer, one_step
 
 

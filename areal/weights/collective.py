@@ -26,8 +26,8 @@ from areal.api.errors import ArealError, WeightSyncError
 from areal.observe.log import get_logger
 from areal.server_side.areal_transfer.layout import widest_first
 from areal.system.network import Host, is_loopback, listen, required_token
+from areal.system.process import in_daemon_thread
 from areal.system.relay import MachineRelay
-from areal.system.threads import in_daemon_thread
 from areal.weights.control import FleetControl, publish_once, succeeded
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
 

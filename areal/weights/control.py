@@ -13,7 +13,7 @@ from areal.api.data import WeightUpdate
 from areal.api.engine import Ranks, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.observe.log import get_logger
-from areal.weights.checksum import WeightsChecksum
+from areal.weights.weight_files import WeightsChecksum
 
 
 class FleetControl(Protocol):

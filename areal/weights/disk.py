@@ -19,8 +19,7 @@ from areal.api.data import WeightUpdate
 from areal.api.engine import AdapterSource, Ranks, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.system.durable import finish_interrupted_writes, publish_folder, writing_folder
-from areal.system.folder_server import FolderServer
-from areal.system.local_folder import LocalFolder
+from areal.system.folders import FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, StartedUpdate
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights

@@ -1,9 +1,17 @@
 """The built-in workflows, and the toolkit for workflows of your own: docs/workflows.md."""
 
-from areal.agent.tool_functions import tool_schema
-from areal.observe.episode_metrics import log_metric
-from areal.workflow.conversation import Answer, Conversation, tokens_after_answer
-from areal.workflow.conversing import ConversationWorkflow, Episode, chat_prompt, generate, score
+from areal.agent.tool_calls import tool_schema
+from areal.observe.step_files import log_metric
+from areal.workflow.conversation import (
+    Answer,
+    Conversation,
+    ConversationWorkflow,
+    Episode,
+    chat_prompt,
+    generate,
+    score,
+    tokens_after_answer,
+)
 from areal.workflow.scoring import Score
 from areal.workflow.tools import ToolCall, call_tool, parse_tool_calls, use_tools
 

@@ -8,8 +8,14 @@ from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
-from areal.workflow.conversation import Conversation, tokens_after_answer
-from areal.workflow.conversing import ConversationWorkflow, Episode, generate, score
+from areal.workflow.conversation import (
+    Conversation,
+    ConversationWorkflow,
+    Episode,
+    generate,
+    score,
+    tokens_after_answer,
+)
 from areal.workflow.scoring import Score
 
 RETRY_MESSAGE = (

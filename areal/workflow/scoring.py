@@ -5,21 +5,149 @@ The reward pool starts at the first answer, because trainer ranks also create wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import math
+from abc import abstractmethod
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
-from areal.api.config import RewardConfig
-from areal.api.config.reward import CODE_STARTS_S, CODE_TESTS_S
+from areal.api.columns import Packed, Runs, to_array, to_runs, total
+from areal.api.config import GenerationHyperparameters, RewardConfig
+from areal.api.config.rollout import CODE_STARTS_S, CODE_TESTS_S
+from areal.api.data import GenerationRequest, GenerationResponse, Trajectory
 from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.api.gather import gather_or_cancel
-from areal.api.workflow import RewardFn
+from areal.api.images import ImageRef
+from areal.api.routed_experts import RoutedExperts
+from areal.api.workflow import RewardFn, RolloutWorkflow
+from areal.data.chat import EncodedPrompt
+from areal.data.row_check import require_prompts
+from areal.data.tokenizer import Tokenizer
 from areal.observe.log import get_logger
 from areal.observe.spans import span
 from areal.reward.pool import RewardPool, RewardResult
-from areal.reward.sandbox_backends import log_reach
+from areal.reward.sandbox import log_reach
 from areal.reward.table import REWARD_FUNCTIONS, RewardTable, WeightedReward, reward_table
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Functions that the workflows share: sampling settings, requests, statistics.
+
+
+def request_settings(
+    gconfig: GenerationHyperparameters, tokenizer: Tokenizer, *, ends: Iterable[int] = ()
+) -> GenerationHyperparameters:
+    """The sampling settings of one request: one sample; the eos and pad tokens of the tokenizer and `ends` also end an
+    answer."""
+    own = [token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None]
+    return replace(gconfig, n_samples=1, stop_token_ids=list(dict.fromkeys([*gconfig.stop_token_ids, *own, *ends])))
+
+
+def settings_for_length(
+    settings: GenerationHyperparameters, num_prompt_tokens: int, columns: Sequence[str]
+) -> GenerationHyperparameters:
+    """Settings whose max_new_tokens fits into `max_tokens`. Raises InputError when the prompt leaves no room."""
+    room = settings.max_tokens - num_prompt_tokens
+    if room < 1:
+        raise InputError(
+            f"a prompt has {num_prompt_tokens} tokens, so gconfig.max_tokens={settings.max_tokens} leaves no room for "
+            f"an answer (row with columns {sorted(columns)}): increase it, or drop long rows with "
+            "train_dataset.max_length",
+            code="workflow.prompt_too_long",
+        )
+    if room >= settings.max_new_tokens:
+        return settings
+    return replace(settings, max_new_tokens=room, min_new_tokens=min(settings.min_new_tokens, room))
+
+
+def settings_of_row(settings: GenerationHyperparameters, row: Mapping[str, Any]) -> GenerationHyperparameters:
+    """Settings with the temperature of the row, if it has one (gconfig.temperature_key). InputError for a bad one."""
+    key = settings.temperature_key
+    value = row.get(key) if key else None
+    if value is None or settings.greedy:
+        return settings
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-6 <= value <= 1e6:
+        message = f"gconfig.temperature_key: a row's {key} is {value!r}, which is no number from 1e-6 to 1e6"
+        raise InputError(message, code="data.invalid_column")
+    return replace(settings, temperature=float(value))
+
+
+def new_request(
+    input_ids: Sequence[int],
+    settings: GenerationHyperparameters,
+    *,
+    group_id: str,
+    number: int,
+    images: Sequence[ImageRef] = (),
+) -> GenerationRequest:
+    """The request for answer `number` of a group."""
+    return GenerationRequest(
+        request_id=f"{group_id}-{number:06d}",
+        input_ids=input_ids,
+        gconfig=settings,
+        group_id=group_id,
+        images=images,
+    )
+
+
+def single_turn_rows(
+    prompt_ids: Sequence[int],
+    responses: Sequence[GenerationResponse],
+    rewards: Sequence[float],
+    *,
+    reward_parts: Sequence[dict[str, float]] | None = None,
+    baseline: float | None = None,
+    images: Sequence[ImageRef] = (),
+) -> list[Trajectory]:
+    """The training samples of answers to one prompt, one for each reward. Further responses are left out.
+
+    `Conversation.to_trajectory` makes the same rows, and takes several times as long for short answers.
+    """
+    prompt, size = to_array("i", prompt_ids), len(prompt_ids)
+    no_logprobs = array("f", bytes(4 * size))
+    shared: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Runs[int], Runs[int]]] = {}
+    """Masks and versions by the versions of an answer. Rows of one group share them."""
+    rows: list[Trajectory] = []
+    for number, (response, reward) in enumerate(zip(responses, rewards, strict=False)):
+        versions, count = to_runs(response.output_versions), len(response.output_ids)
+        key = versions.values, versions.ends
+        if key not in shared:
+            shared[key] = Runs(((0, size), (1, count))), Runs(((-1, size), *versions.runs))
+        experts, temperature = response.routed_experts, response.temperature
+        rows.append(
+            Trajectory(
+                token_ids=Packed(prompt + to_array("i", response.output_ids)),
+                loss_mask=shared[key][0],
+                rollout_logprobs=Packed(no_logprobs + to_array("f", response.output_logprobs)),
+                output_versions=shared[key][1],
+                reward=reward,
+                finished=response.stop_reason == "stop",
+                reward_parts={} if reward_parts is None else reward_parts[number],
+                baseline=baseline,
+                temperatures=[] if temperature is None else Runs(((math.nan, size), (temperature, count))),
+                routed_experts=None if experts is None else _with_last(experts),
+                images=images,
+            )
+        )
+    return rows
+
+
+def _with_last(experts: RoutedExperts) -> RoutedExperts:
+    """The experts of an answer, and unknown ones for its last token, which was never an input."""
+    return RoutedExperts.joined([experts, RoutedExperts.unknown(experts.shape, 1)])
+
+
+def group_stats(trajectories: Sequence[Trajectory], *, num_errors: int) -> dict[str, float]:
+    """The statistics that every workflow reports."""
+    size = len(trajectories)
+    return {
+        "reward": sum(t.reward for t in trajectories) / size,
+        "reward_errors": float(num_errors),
+        "output_tokens": sum(total(t.loss_mask) for t in trajectories) / size,
+        "finished": sum(t.finished for t in trajectories) / size,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +280,59 @@ class Scorer:
         """Stop the processes of the reward pool."""
         if self._pool is not None:
             await self._pool.aclose()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The base of the built-in workflows: a prompt from the row, sampling settings, and one shared scorer.
+
+
+class ScoredWorkflow(RolloutWorkflow):
+    """A workflow that scores its answers with reward functions.
+
+    `reward_fn` is a top-level function, a registered name, module:function or file.py:function; empty = the functions
+    in `reward`.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        *,
+        reward: RewardConfig | None = None,
+        enable_thinking: bool = False,
+    ) -> None:
+        self._scorer = Scorer(reward_fn, reward or RewardConfig())
+        self._owns_scorer = True
+        self._num_samples = gconfig.n_samples
+        self._settings = request_settings(gconfig, tokenizer)
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+
+    @abstractmethod
+    def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
+        """The prompt of a row."""
+
+    def check_row(self, row: dict[str, Any]) -> None:
+        """InputError when `row` has no prompt, no room for an answer, or no reward function."""
+        self._scorer.check_row(row)
+        settings_for_length(settings_of_row(self._settings, row), len(self.prompt(row).token_ids), list(row))
+
+    def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """InputError when the first row cannot be run, or any row has no usable prompt or no reward function."""
+        require_prompts(rows)
+        self._scorer.check_rows(rows)
+        super().check_rows(rows)
+
+    def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
+        """The same workflow with other sampling settings and one sample per prompt. It shares the scorer."""
+        clone = copy.copy(self)
+        clone._owns_scorer = False
+        clone._num_samples = 1
+        clone._settings = request_settings(gconfig, self.tokenizer)
+        return clone
+
+    async def aclose(self) -> None:
+        """Stop the reward pool, unless this workflow was made by `for_evaluation`."""
+        if self._owns_scorer:
+            await self._scorer.aclose()

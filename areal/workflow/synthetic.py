@@ -7,12 +7,12 @@ from uuid import uuid4
 
 from areal.api.columns import packed_ids
 from areal.api.config import GenerationHyperparameters
-from areal.api.config.benchmark import LengthRule
+from areal.api.config.experiment import LengthRule
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import RolloutWorkflow
 from areal.data.tokenizer import Tokenizer
-from areal.workflow.sampling import group_stats, new_request, single_turn_rows
+from areal.workflow.scoring import group_stats, new_request, single_turn_rows
 
 _TEXT = "0123456789abcdefghijklmnopqrstuvwxyz"
 

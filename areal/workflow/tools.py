@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal.agent.tool_calls.json_styles import hermes
-from areal.agent.tool_calls.pieces import Broken, Call
-from areal.agent.tool_functions import Tool, answer_call
-from areal.observe.episode_metrics import log_metric
-from areal.workflow.conversation import Conversation
-from areal.workflow.conversing import Episode, generate
+from areal.agent.tool_calls import Broken, Call, Tool, answer_call, hermes
+from areal.observe.step_files import log_metric
+from areal.workflow.conversation import Conversation, Episode, generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 
-from areal.agent.session_directory import OpenedSession
-from areal.agent.session_routes import SessionServer
+from areal.agent.directory import OpenedSession
+from areal.agent.session_server import SessionServer
 from areal.agent.turns import ToolCall, TurnAnswer, TurnRefused
 from tests.rollout.http_kit import listening
 from tests.run_token import TOKEN

@@ -16,19 +16,17 @@ from PIL import Image
 from areal.agent.bridge import template_bridge
 from areal.agent.dialects import chat_completions, messages, responses
 from areal.agent.images import DialogueImages
-from areal.agent.samples import trajectories
 from areal.agent.session import Session, SessionLimits, SessionSetup
 from areal.agent.tool_calls import style_of
-from areal.agent.transcript import Transcript
+from areal.agent.transcript import Transcript, trajectories
 from areal.agent.turns import TurnRefused, TurnRequest, answer_message
 from areal.api.config import AgentConfig, GenerationHyperparameters, VisionConfig
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.images import VisionLayout, collapsed
 from areal.data.chat import encode_prompt
+from areal.data.image_files import ImageFiles, RunImages
 from areal.data.images import ImageWriter, PromptImages
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer
-from areal.system.image_files import ImageFiles
-from areal.system.run_images import RunImages
 from areal.workflow.agent import AgentWorkflow
 from areal.workflow.conversation import Conversation
 

@@ -9,8 +9,7 @@ import pytest_asyncio
 
 from areal.agent.agent_run import AgentJob, AgentOutcome
 from areal.agent.processes import AgentPool
-from areal.agent.rehearsal import SCENARIOS, Scenario, chosen, problems_of
-from areal.agent.rehearsal_session import Script
+from areal.agent.rehearsal import SCENARIOS, Scenario, Script, chosen, problems_of
 from areal.api.functions import FunctionRef
 from areal.cli.main import run_command
 from areal.cli.rehearse import Target, play

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.agent.samples import Cut, rows_of_tree, trajectories, tree_of_rows
-from areal.agent.transcript import Transcript
+from areal.agent.transcript import Cut, Transcript, rows_of_tree, trajectories, tree_of_rows
 from areal.agent.turns import TurnRequest
-from areal.rollout.episode import check_trajectory
+from areal.rollout.executor import check_trajectory
 from tests.agent.char_bridge import CharBridge, answer, messages_of, request_of, response_of, text_of
 
 CUTS = get_args(Cut)

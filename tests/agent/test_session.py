@@ -5,11 +5,10 @@ import asyncio
 import pytest
 
 from areal.agent.bridge import template_bridge
-from areal.agent.samples import trajectories
 from areal.agent.session import Session, SessionBudget, SessionLimits, SessionSetup
+from areal.agent.session_server import TurnJournal
 from areal.agent.tool_calls import style_of
-from areal.agent.transcript import Transcript
-from areal.agent.turn_journal import TurnJournal
+from areal.agent.transcript import Transcript, trajectories
 from areal.agent.turns import TurnRefused, TurnRequest, TurnSettings, answer_message
 from areal.api.config import GenerationHyperparameters
 from areal.api.errors import ServerUnavailable

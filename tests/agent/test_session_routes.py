@@ -1,7 +1,7 @@
 import httpx
 import pytest
 
-from areal.agent.session_directory import OpenRequest, SessionReward
+from areal.agent.directory import OpenRequest, SessionReward
 from tests.agent.session_kit import KEY, served
 from tests.run_token import BEARER
 

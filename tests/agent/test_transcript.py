@@ -1,7 +1,6 @@
 import pytest
 
-from areal.agent.token_tree import path_to, tokens_to
-from areal.agent.transcript import Transcript, message_key
+from areal.agent.transcript import Transcript, message_key, path_to, tokens_to
 from areal.agent.turns import TurnRefused, TurnRequest
 from tests.agent.char_bridge import CharBridge, answer, messages_of, request_of, response_of, text_of
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from areal.api.config import PPOActorConfig, PPOCriticConfig, RewardModelConfig, TeacherConfig
+from areal.api.config.experiment import DPOOptions, RWOptions, SFTOptions
 from areal.api.config.load import read
-from areal.api.config.offline import DPOOptions, RWOptions, SFTOptions
 from areal.api.config.schema import fields_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"

@@ -5,8 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.algorithm.advantage import overlong_penalty
-from areal.algorithm.baselines import best_of_group, decoupled_rewards, length_weighted, mixed_group, valid_sample_scale
+from areal.algorithm.advantage import (
+    best_of_group,
+    decoupled_rewards,
+    length_weighted,
+    mixed_group,
+    overlong_penalty,
+    valid_sample_scale,
+)
 from tests.expect import raises_code
 
 NAN = float("nan")

@@ -6,11 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from areal.algorithm.correction import correct, weighted
-from areal.algorithm.correction_rules import Spans, at_level, broken_by, segment_index
+from areal.algorithm.correction import Spans, at_level, broken_by, correct, segment_index, weighted
 from areal.algorithm.policy_loss import PolicyLoss
 from areal.api.config import CorrectionRule, RolloutCorrectionConfig
-from areal.api.config.off_policy import RULE_LEVELS
+from areal.api.config.algorithm import RULE_LEVELS
 from tests.expect import raises_code
 
 NAN, INF = float("nan"), float("inf")

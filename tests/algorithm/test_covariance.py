@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.algorithm.aggregate import identity_reduce
-from areal.algorithm.covariance import drawn_between, highest_covariances, token_covariances, token_draws
+from areal.algorithm.policy_loss import drawn_between, highest_covariances, token_covariances, token_draws
 
 ALL = {"reduce": identity_reduce}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal.algorithm.aggregate import identity_reduce
-from areal.algorithm.kl_control import KLController, adapted_coefficient, sequence_kl
+from areal.algorithm.kl import KLController, adapted_coefficient, sequence_kl
 from areal.api.config import KLControlConfig
 
 ADAPTIVE = KLControlConfig(type="adaptive", target=0.5, horizon=100.0)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from areal.algorithm.aggregate import identity_reduce
-from areal.algorithm.correction_rules import Spans
-from areal.algorithm.mismatch import effective_sample_size, mismatch_metrics
+from areal.algorithm.correction import Spans, effective_sample_size, mismatch_metrics
 from areal.api.metrics import merge_metrics, metric_values
 
 NAN, INF = float("nan"), float("inf")

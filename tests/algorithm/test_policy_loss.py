@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from areal.algorithm.correction import weighted
-from areal.algorithm.importance import kl_of_samples, log_ratio
 from areal.algorithm.losses import LOSSES
+from areal.algorithm.policy_loss import kl_of_samples, log_ratio
 from areal.api.config import PPOActorConfig
 from areal.api.config.policy_losses import POLICY_LOSSES
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
 from areal.api.config.validate import problems_of
 from tests.expect import raises_code
 

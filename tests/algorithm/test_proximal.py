@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from areal.algorithm.proximal import approximation_errors, linear_logprobs, loglinear_logprobs, prox_position
+from areal.algorithm.correction import approximation_errors, linear_logprobs, loglinear_logprobs, prox_position
 
 
 def slow_alpha(version, token_version, done, total):

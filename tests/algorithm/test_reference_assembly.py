@@ -23,7 +23,7 @@ import math
 import pytest
 import torch
 
-from areal.algorithm.advantage import distilled_advantages
+from areal.algorithm.advantage import distilled_advantages, mixed_group
 from areal.algorithm.aggregate import (
     identity_reduce,
     local_denominator,
@@ -32,15 +32,10 @@ from areal.algorithm.aggregate import (
     sequence_means,
     sequence_sums,
 )
-from areal.algorithm.baselines import mixed_group
-from areal.algorithm.correction import correct
-from areal.algorithm.correction_rules import Spans
-from areal.algorithm.kl import kl_estimate
-from areal.algorithm.kl_control import adapted_coefficient
+from areal.algorithm.correction import Spans, correct, second_moment_kept
+from areal.algorithm.kl import adapted_coefficient, kl_estimate
+from areal.algorithm.policy_loss import adapted_entropy_coef, entropy_loss, resampling_weights
 from areal.algorithm.preference import dpo_losses, ipo_losses, preference_log_ratios
-from areal.algorithm.regularisers import adapted_entropy_coef, entropy_loss
-from areal.algorithm.resampling import resampling_weights
-from areal.algorithm.second_moment import second_moment_kept
 from areal.api.batch import OutputSpec
 from areal.api.config import AdaptiveEntropyConfig, CorrectionRule, ResamplingConfig, RolloutCorrectionConfig
 from areal.engine.linear_logprobs import linear_logprobs

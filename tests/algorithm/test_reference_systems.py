@@ -24,14 +24,17 @@ import torch
 
 from areal.algorithm.advantage import overlong_penalty, shape_rewards, withhold_unfinished
 from areal.algorithm.aggregate import identity_reduce
-from areal.algorithm.correction import correct
-from areal.algorithm.correction_rules import Spans
-from areal.algorithm.covariance import drawn_between, highest_covariances, token_covariances
+from areal.algorithm.correction import (
+    Spans,
+    correct,
+    linear_logprobs,
+    loglinear_logprobs,
+    prox_position,
+    second_moment_kept,
+)
 from areal.algorithm.kl import kl_estimate
 from areal.algorithm.normalise import normalise
-from areal.algorithm.proximal import linear_logprobs, loglinear_logprobs, prox_position
-from areal.algorithm.second_moment import second_moment_kept
-from areal.algorithm.value_loss import value_loss
+from areal.algorithm.policy_loss import drawn_between, highest_covariances, token_covariances, value_loss
 from areal.api.config import NormConfig, RolloutCorrectionConfig
 
 

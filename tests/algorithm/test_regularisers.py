@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from areal.algorithm.regularisers import adapted_entropy_coef, entropy_loss, positive_mask, positive_nll
+from areal.algorithm.policy_loss import adapted_entropy_coef, entropy_loss, positive_mask, positive_nll
 from areal.api.config import AdaptiveEntropyConfig
 from tests.expect import raises_code
 

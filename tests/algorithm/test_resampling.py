@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from areal.algorithm.aggregate import identity_reduce
-from areal.algorithm.resampling import resampled_counts, resampling_weights, sequence_draws
+from areal.algorithm.policy_loss import resampled_counts, resampling_weights, sequence_draws
 from areal.api.config import ResamplingConfig
 
 REWARDS = torch.tensor([0.5, -2.0, 1.0, 1.0, 0.0])

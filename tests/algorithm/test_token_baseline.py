@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from areal.algorithm.correction_rules import Spans
-from areal.algorithm.token_baseline import optimal_token_baseline, score_norms
+from areal.algorithm.advantage import optimal_token_baseline, score_norms
+from areal.algorithm.correction import Spans
 from tests.expect import raises_code
 
 

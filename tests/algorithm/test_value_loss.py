@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from areal.algorithm.value_loss import value_loss
+from areal.algorithm.policy_loss import value_loss
 
 
 def draw(size, seed):

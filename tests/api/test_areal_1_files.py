@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal.algorithm.correction import correct
-from areal.algorithm.correction_rules import Spans
+from areal.algorithm.correction import Spans, correct
 from areal.api.config import (
     CorrectionRule,
     GRPOConfig,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import GRPOConfig, load_experiment
-from areal.api.config.kinds import KINDS
+from areal.api.config.experiment import KINDS
 from tests.api.areal_files import GRPO, SFT
 
 LORA = ["actor.use_lora=true", "rollout.use_lora=true", "actor.lora_rank=16", "actor.target_modules=[all-linear]"]

@@ -7,7 +7,7 @@ import pytest
 
 from areal.api.config import GRPOConfig, SFTConfig, load_config, load_experiment
 from areal.api.config.policy_losses import POLICY_LOSSES
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
 from tests.api.areal_files import GRPO, SFT
 

@@ -10,12 +10,10 @@ import yaml
 
 from areal.api.config import GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal.api.config.docs import is_of_areal
-from areal.api.config.kinds import KINDS
-from areal.api.config.legacy_rules import legacy_rule
-from areal.api.config.legacy_scheduling import WITHOUT_OPTION, launcher_options
+from areal.api.config.experiment import KINDS
+from areal.api.config.legacy import WITHOUT_OPTION, launcher_options, legacy_rule
 from areal.api.config.load import read
-from areal.api.config.relevance import options_without_effect
-from areal.api.config.schema import fields_of, sections_in, with_defaults
+from areal.api.config.schema import fields_of, options_without_effect, sections_in, with_defaults
 from areal.fleet.backends import backend_named
 
 OPTIONS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "areal_v05_options.yaml").read_text())

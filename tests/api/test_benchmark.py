@@ -5,7 +5,7 @@ from statistics import fmean, median
 
 import pytest
 
-from areal.api.config.benchmark import BenchmarkConfig, LengthRule
+from areal.api.config.experiment import BenchmarkConfig, LengthRule
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from areal.api.config.docs import config_page
-from areal.api.config.kinds import KINDS
+from areal.api.config.experiment import KINDS
 from areal.api.config.schema import leaf_paths
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"

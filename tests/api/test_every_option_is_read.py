@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.config.kinds import KINDS
+from areal.api.config.experiment import KINDS
 from areal.api.config.schema import FieldSpec, leaf_paths
 from areal.fleet.backends import BACKENDS
 from tests.api.typed_reads import Reads

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import GRPOConfig, load_config
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
 
 MINIMAL = """

@@ -4,8 +4,8 @@ import pytest
 
 from areal.api.config import GRPOConfig, load_config
 from areal.api.config.load import read
-from areal.api.config.loss_assembly import AGGREGATIONS, AssemblyOptions
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.policy_losses import AGGREGATIONS, AssemblyOptions
+from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
 
 FILE = """

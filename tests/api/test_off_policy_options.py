@@ -12,7 +12,7 @@ from areal.api.config import (
     load_config,
     save_config,
 )
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
 from areal.api.config.validate import problems_of
 
 MINIMAL = """

@@ -20,10 +20,9 @@ from areal.api.config import (
     save_config,
     script_keys,
 )
-from areal.api.config.kinds import KINDS
+from areal.api.config.experiment import KINDS
 from areal.api.config.load import read
-from areal.api.config.relevance import options_without_effect
-from areal.api.config.schema import fields_of
+from areal.api.config.schema import fields_of, options_without_effect
 from areal.api.errors import ConfigError
 
 TOP = """

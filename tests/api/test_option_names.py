@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal.api.config.kinds import KINDS
+from areal.api.config.experiment import KINDS
 from areal.api.config.schema import fields_of, leaf_paths
 
 FROZEN = Path(__file__).with_name("option_names.txt")

@@ -21,9 +21,9 @@ from areal.api.config.redaction import (
     public_text,
 )
 from areal.api.errors import ConfigError
-from areal.fleet.server_flags import flag_problems
-from areal.fleet.sglang_server import SGLANG
-from areal.fleet.vllm_server import VLLM
+from areal.fleet.server_backend import flag_problems
+from areal.fleet.sglang import SGLANG
+from areal.fleet.vllm import VLLM
 from areal.launcher.job import parse_env_vars
 
 SECRET = "s3cr3t-value"

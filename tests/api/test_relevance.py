@@ -7,21 +7,26 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import GRPOConfig, load_config, load_experiment
-from areal.api.config.fields import choice, number, option, section
-from areal.api.config.help import help_text
-from areal.api.config.kinds import KINDS
+from areal.api.config.experiment import KINDS
+from areal.api.config.load import help_text
 from areal.api.config.policy_losses import POLICY_LOSSES
-from areal.api.config.relevance import (
+from areal.api.config.schema import (
+    FieldSpec,
     above,
+    choice,
+    fields_of,
+    find_field,
     given,
     notice_of,
+    number,
+    option,
     options_without_effect,
     relevance_of,
     satisfies,
+    section,
     unless,
     when,
 )
-from areal.api.config.schema import FieldSpec, fields_of, find_field
 from areal.api.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

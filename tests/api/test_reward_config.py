@@ -7,9 +7,8 @@ import pytest
 import yaml
 
 from areal.api.config import GRPOConfig, RewardConfig, load_config
-from areal.api.config.relevance import options_without_effect
-from areal.api.config.reward import short_names
-from areal.api.config.schema import fields_of
+from areal.api.config.rollout import short_names
+from areal.api.config.schema import fields_of, options_without_effect
 from areal.api.errors import ConfigError
 from areal.reward.table import reward_table
 

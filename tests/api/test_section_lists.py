@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import check_config, load_config, save_config
-from areal.api.config.fields import Problems, choice, number
-from areal.api.config.help import help_text
-from areal.api.config.schema import find_field, leaf_paths
+from areal.api.config.load import help_text
+from areal.api.config.schema import Problems, choice, find_field, leaf_paths, number
 from areal.api.errors import ConfigError
 
 

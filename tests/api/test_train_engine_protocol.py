@@ -2,8 +2,7 @@
 
 import pytest
 
-from areal.api.allocation import AllocationMode, check_supported
-from areal.api.allocation_grammar import TRAIN_BACKENDS
+from areal.api.allocation import TRAIN_BACKENDS, AllocationMode, check_supported
 from areal.api.engine import TrainEngine
 from areal.api.errors import ConfigError
 from areal.engine.build import TRAIN_ENGINES

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from areal.api.config.benchmark import sweep_words
-from areal.cli.benchmark import benchmark
-from areal.cli.throughput import Hardware, throughput
+from areal.api.config.experiment import sweep_words
+from areal.cli.benchmark import Hardware, benchmark, throughput
 from tests.expect import raises_code
 from tests.test_end_to_end import folder
 

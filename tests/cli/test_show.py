@@ -10,9 +10,9 @@ from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import LedgerError
 from areal.api.images import ImageRef
 from areal.cli.main import run_command
-from areal.cli.sample_text import sample_lines
+from areal.cli.show import sample_lines
+from areal.data.image_files import ImageFiles
 from areal.ledger.event_files import payload_path
-from areal.system.image_files import ImageFiles
 from tests.expect import raises_code
 from tests.ledger.forge import Forge
 

@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from areal.api.batch_share import BatchShare
+from areal.api.batch import BatchShare
 from areal.api.errors import InputError
-from areal.cli import watch_facts
+from areal.cli import watch as watch_facts
 from areal.cli.main import run_command
-from areal.cli.watch_facts import Watched
-from areal.cli.watch_view import view
+from areal.cli.watch import Watched, view
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusSource
 from areal.observe.step_files import JsonlTracker
 from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
-from areal.trainer.sample_table import sample_rows
+from areal.trainer.ppo_loop import sample_rows
 from tests.cli.test_command import QUICKSTART
 from tests.trainer.test_sample_table import Letters
 

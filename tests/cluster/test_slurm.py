@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal.launcher.slurm_client import facts_of
-from areal.launcher.slurm_states import meaning_of
+from areal.launcher.slurm_job import facts_of, meaning_of
 from tests.cluster.nodes import Nodes
 from tests.cluster.slurm_cluster import SlurmCluster, missing
 

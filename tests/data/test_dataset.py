@@ -17,7 +17,7 @@ from areal.api.errors import ConfigError
 from areal.data import dataset
 from areal.data.dataset import load_rows, load_sft_rows
 from areal.data.row_check import count_rows, file_problem
-from areal.data.sft_rows import encode_sft_row
+from areal.data.supervised_rows import encode_sft_row
 from tests.expect import raises_code
 
 

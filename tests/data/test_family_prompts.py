@@ -5,10 +5,10 @@ import pytest
 from areal.api.config import GRPOConfig, PPOActorConfig, VisionConfig
 from areal.api.errors import InputError
 from areal.data.chat import encode_prompt
+from areal.data.image_files import ImageFiles
 from areal.data.images import ImageWriter, PromptImages
 from areal.data.tokenizer import tokenizer_of
-from areal.system.image_files import ImageFiles
-from areal.system.vision_layout import read_vision_layout
+from areal.models.vision_layout import read_vision_layout
 from tests.data.test_images import png, user
 from tests.engine import vision_cases
 

@@ -9,10 +9,10 @@ from PIL import Image
 from areal.api.config import DatasetConfig, VisionConfig
 from areal.data.chat import encode_prompt
 from areal.data.dataset import load_rows
+from areal.data.image_files import ImageFiles
 from areal.data.images import ImageWriter, PromptImages
-from areal.data.sft_rows import encode_sft_row
+from areal.data.supervised_rows import encode_sft_row
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer
-from areal.system.image_files import ImageFiles
 from tests.api.test_images import LAYOUT
 from tests.expect import raises_code
 

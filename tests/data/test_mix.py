@@ -6,8 +6,7 @@ import pytest
 
 from areal.api.config import SFTConfig, TrainDatasetConfig, TrainEngineConfig, ValidDatasetConfig
 from areal.data.dataset import load_rows
-from areal.data.mix import mixed_counts
-from areal.data.row_check import count_rows
+from areal.data.row_check import count_rows, mixed_counts
 from tests.expect import raises_code
 
 

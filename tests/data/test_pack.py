@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from areal.api.batch_share import BatchShare
+from areal.api.batch import BatchShare
 from areal.data.pack import rows_to_train_batch, to_train_batch
 from tests.expect import raises_code
 

@@ -6,8 +6,7 @@ import pytest
 
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.data.dataset import load_pairs
-from areal.data.preference_rows import encode_pair
-from areal.data.sft_rows import encode_sft_row
+from areal.data.supervised_rows import encode_pair, encode_sft_row
 from tests.expect import raises_code
 
 USER = {"role": "user", "content": "2+2?"}

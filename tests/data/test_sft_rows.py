@@ -6,7 +6,7 @@ import pytest
 
 from areal.api.config import DatasetConfig
 from areal.data.dataset import load_sft_rows
-from areal.data.sft_rows import encode_sft_row
+from areal.data.supervised_rows import encode_sft_row
 from areal.workflow.conversation import tokens_after_answer
 from tests.expect import raises_code
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from areal.engine import shared_prompts
+from areal.engine import micro_batch as shared_prompts
 from tests.engine import engine_cases
 
 

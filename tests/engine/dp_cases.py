@@ -17,8 +17,8 @@ from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.recover import RecoverPoint, RecoverStore
-from areal.trainer.reduce import reduce_metrics
 from tests.engine.engine_cases import ADAM, SGD, make_batch, make_engine, policy_loss, train, weights_of
 
 NUM_RANKS, DP_SIZE = 4, 2

@@ -29,13 +29,13 @@ from transformers import (
 
 from areal.api.batch import LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.api.config.lora import LoRAConfig
+from areal.api.config.train import LoRAConfig
 from areal.api.errors import ArealError, TrainingDiverged
 from areal.api.metrics import Metric
 from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext

@@ -8,9 +8,8 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal.api.config import OptimizerConfig, TrainEngineConfig
-from areal.engine.fsdp_builder import build_fsdp_engine
-from areal.engine.mesh import TrainerMesh
-from areal.engine.region import local_part
+from areal.engine.fsdp import build_fsdp_engine
+from areal.engine.mesh import TrainerMesh, local_part
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 

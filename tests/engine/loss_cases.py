@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 
 from areal.api.batch import TrainBatch
 from areal.api.config import MicroBatchSpec, NormConfig, PPOActorConfig
-from areal.api.config.loss_assembly import AGGREGATIONS
+from areal.api.config.policy_losses import AGGREGATIONS
 from areal.api.metrics import metric_values
 from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 from areal.trainer.actor import PPOActor
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.policy_update import output_spec
-from areal.trainer.reduce import reduce_metrics
 from tests.engine.engine_cases import LENGTHS, SGD, make_batch, make_engine, weights_of
 
 SHARES = {"uneven": [[0, 3, 6], [1, 2, 4, 5, 7, 8]], "empty": [[], list(range(9))]}

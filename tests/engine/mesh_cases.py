@@ -44,7 +44,7 @@ from transformers.modeling_utils import PreTrainedModel
 from areal.api.allocation import ParallelDims
 from areal.api.batch import TrainBatch
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
-from areal.api.config.lora import LoRAConfig
+from areal.api.config.train import LoRAConfig
 from areal.data.balance import balanced_parts
 from areal.data.split import take
 from areal.engine.mesh import TrainerMesh

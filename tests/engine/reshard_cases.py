@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal.engine.region import whole_tensor
+from areal.engine.mesh import whole_tensor
 from areal.weights import weight_files
 from tests.engine import engine_cases as cases
 from tests.engine import mesh_cases

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal.engine.cpu_reduction import AddedParts
+from areal.engine.fsdp import AddedParts
 
 
 @pytest.mark.parametrize(("op", "divisor"), [(dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 3)])

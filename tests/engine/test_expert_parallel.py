@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from areal.api.allocation import ParallelDims
-from areal.engine.expert_parallel import apply_expert_plan, expert_modules
 from areal.engine.mesh import TrainerMesh
+from areal.engine.parallel_plan import apply_expert_plan, expert_modules
 from tests.expect import raises_code
 
 

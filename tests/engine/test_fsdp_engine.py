@@ -16,8 +16,8 @@ from areal.api.config import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, O
 from areal.api.errors import TrainingDiverged
 from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
-from areal.engine.region import whole_tensor
-from areal.weights.stored_form import StoredForm
+from areal.engine.mesh import whole_tensor
+from areal.models.stored_form import StoredForm
 from tests.expect import raises_code
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from areal.api.batch import OutputSpec
-from areal.engine.liger_head import require_liger
+from areal.engine.linear_logprobs import require_liger
 from tests.expect import raises_code
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -31,7 +31,7 @@ def with_liger(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
-    monkeypatch.setattr("areal.engine.fsdp_builder.require_liger", lambda device, outputs, tensor_ranks: None)
+    monkeypatch.setattr("areal.engine.fsdp.require_liger", lambda device, outputs, tensor_ranks: None)
 
 
 @pytest.mark.usefixtures("with_liger")
@@ -54,7 +54,7 @@ def set_version(monkeypatch, version):
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr("areal.engine.liger_head.metadata.version", of)
+    monkeypatch.setattr("areal.engine.linear_logprobs.metadata.version", of)
 
 
 @pytest.mark.parametrize("version", ["0.8.2", "0.10", "1.0.0.dev3"])

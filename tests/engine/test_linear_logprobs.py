@@ -9,9 +9,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api.batch import OutputSpec
-from areal.engine.linear_logprobs import linear_logprobs
+from areal.engine.linear_logprobs import VocabPart, clamped_entropy, linear_logprobs
 from areal.engine.mesh import TrainerMesh
-from areal.engine.vocab_parallel import VocabPart, clamped_entropy
 
 T, H, V = 13, 5, 29
 EVERYTHING = OutputSpec(entropy_grad=True, entropy_clamp=0.3, candidates=4)

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from areal.api.config.lora import LoRAConfig
+from areal.api.config.train import LoRAConfig
 from areal.api.errors import ArealError
 from tests.expect import raises_code
 

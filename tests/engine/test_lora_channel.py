@@ -17,15 +17,15 @@ from areal.api.config import (
     TrainDatasetConfig,
     TrainEngineConfig,
 )
-from areal.api.config.lora import LoRAConfig
+from areal.api.config.train import LoRAConfig
 from areal.api.config.validate import check_config
 from areal.api.data import WeightUpdate
 from areal.api.errors import ConfigError
 from areal.launcher.memory_plan import adapter_parameters, rank_memory
 from areal.launcher.preflight import missing_inputs
+from areal.models.model_shape import ModelShape
 from areal.system.durable import is_complete
-from areal.system.model_shape import ModelShape
-from areal.trainer.reference import Reference
+from areal.trainer.roles import Reference
 from areal.weights.disk import AdapterChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal.api.config.loss_assembly import AGGREGATIONS
+from areal.api.config.policy_losses import AGGREGATIONS
 from tests.engine import loss_cases
 from tests.rank_processes import run_ranks
 

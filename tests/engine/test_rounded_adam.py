@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from areal.api.config import OptimizerConfig
-from areal.engine.optimizer import ScheduledOptimizer
-from areal.engine.rounded_adam import BLOCK, MOMENTS, SCALE, RoundedAdam, _stored, moments
+from areal.engine.optimizer import BLOCK, MOMENTS, SCALE, RoundedAdam, ScheduledOptimizer, _stored, moments
 from tests.expect import raises_code
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -113,6 +112,6 @@ def state_names(kind: str) -> set[str]:
 
 def test_rows_that_tensor_ranks_split_inside_a_block_are_refused(monkeypatch):
     weight = torch.nn.Parameter(torch.zeros(2, BLOCK))
-    monkeypatch.setattr("areal.engine.rounded_adam.local_part", lambda tensor: tensor.detach()[:, : BLOCK // 2])
+    monkeypatch.setattr("areal.engine.optimizer.local_part", lambda tensor: tensor.detach()[:, : BLOCK // 2])
     with raises_code("model.cannot_split", BLOCK // 2):
         RoundedAdam([weight], bits=8, **OPTIONS)

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from areal.engine.sharded_load import compute_buffers, draw_weights, read_weights
-from areal.weights.stored_form import StoredForm
+from areal.engine.hf_model import compute_buffers, draw_weights, read_weights
+from areal.models.stored_form import StoredForm
 from tests.engine import loading_cases
 from tests.expect import raises_code
 from tests.rank_processes import run_ranks

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from areal.data.pack import rows_to_train_batch
-from areal.engine.micro_batch import make_micro_batch
+from areal.engine.micro_batch import make_micro_batch, shared_row
 from areal.engine.packed_attention import packed_layout
-from areal.engine.shared_prompts import shared_row
 
 pytestmark = pytest.mark.usefixtures("shares_in_small_rows")
 
@@ -76,7 +75,7 @@ def test_a_row_that_saves_little_is_left_as_it_is(prompt, is_shared):
 
 @pytest.mark.parametrize(("saved_per_call", "is_shared"), [(4, True), (5, False)])
 def test_a_row_of_many_small_calls_is_left_as_it_is(monkeypatch, saved_per_call, is_shared):
-    monkeypatch.setattr("areal.engine.shared_prompts.SAVED_PER_CALL", saved_per_call)
+    monkeypatch.setattr("areal.engine.micro_batch.SAVED_PER_CALL", saved_per_call)
     row = shared_row_of([4, 5], 3)  # saves 9 tokens; calls for 2 lengths become 2 of prompts and 2 of answers
     assert (row is not None) == is_shared
     assert shared_row_of([5, 5], 5) is not None  # saves 10 tokens; 1 call becomes 2

@@ -14,7 +14,7 @@ from areal.data.split import take
 from areal.engine.hf_model import other_towers
 from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh
-from areal.system.vision_layout import FAMILIES
+from areal.models.vision_layout import FAMILIES
 from tests.engine import engine_cases
 from tests.engine.vision_cases import make_engine, one_by_one, read_case, write_case
 from tests.expect import raises_code

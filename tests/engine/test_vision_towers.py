@@ -11,7 +11,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from areal.system.model_shape import ModelShape
+from areal.models.model_shape import ModelShape
 from tests.engine.engine_cases import VOCAB
 from tests.expect import raises_code
 

@@ -13,7 +13,7 @@ from areal.api.config import LoRAConfig, MicroBatchSpec, TrainEngineConfig
 from areal.api.images import ImageRef
 from areal.data.balance import balanced_parts
 from areal.data.split import take
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh
 from tests.engine import engine_cases

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from areal.engine.recovery import HostCopies, Piece, RecoveryReader, StagedPieces
+from areal.engine.checkpoint import HostCopies, Piece, RecoveryReader, StagedPieces
 from tests.expect import raises_code
 
 WHOLE = {

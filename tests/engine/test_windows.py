@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from areal.api.config import FSDPEngineConfig
 from areal.engine.hf_model import _kept_or_not
-from areal.weights.capped_attention import capped_attention
+from areal.models.attention import capped_attention
 from tests.engine.test_shared_prompts import grouped_batch
 from tests.expect import raises_code
 

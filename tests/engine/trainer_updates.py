@@ -11,7 +11,7 @@ from areal.api.config import PPOActorConfig, PPOCriticConfig, SFTOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.trainer.actor import PPOActor
-from areal.trainer.critic import Critic
+from areal.trainer.roles import Critic
 from areal.trainer.sft import SFTTask
 
 

@@ -15,14 +15,12 @@ from PIL import Image
 from areal.api.batch import TrainBatch
 from areal.api.config import TrainEngineConfig
 from areal.api.images import ImageRef, VisionLayout, expanded
+from areal.data.image_files import ImageFiles, decode_png, encode_image, patches_of
 from areal.data.pack import rows_to_train_batch
 from areal.data.tiny_model import character_tokenizer
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.system.image_codec import encode_image
-from areal.system.image_files import ImageFiles
-from areal.system.image_pixels import decode_png, patches_of
-from areal.system.vision_layout import FAMILIES, read_vision_layout
+from areal.models.vision_layout import FAMILIES, read_vision_layout
 from tests.engine import engine_cases
 
 NUM_IMAGES = (0, 1, 2, 1, 3)

@@ -10,13 +10,12 @@ from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import ServerUnavailable
 from areal.api.images import ImageRef
 from areal.api.workflow import RolloutWorkflow
+from areal.data.image_files import ImageFiles
 from areal.data.images import ImageWriter, PromptImages
 from areal.evaluate.__main__ import Evaluation
-from areal.evaluate.report import make_report
-from areal.evaluate.samples import SampleKey, read_samples
+from areal.evaluate.samples import SampleKey, make_report, read_samples
 from areal.evaluate.settings import load_settings
 from areal.rollout.evaluation import MAX_FIRST_FAILURES, EvaluationFailed
-from areal.system.image_files import ImageFiles
 from tests.api.test_images import LAYOUT
 
 SETS = {"a": [{"text": f"row {row}", "data_source": "even" if row % 2 == 0 else "odd"} for row in range(5)], "b": [{}]}

@@ -6,8 +6,7 @@ import pytest
 
 from areal.api.errors import ArealError
 from areal.cli.main import run_command
-from areal.evaluate.report import make_report, table
-from areal.evaluate.samples import Sample, SampleKey, read_generations, read_samples, write_samples
+from areal.evaluate.samples import Sample, SampleKey, make_report, read_generations, read_samples, table, write_samples
 
 
 def lines_file(path, *lines):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.agent.session import Session
-from areal.agent.turn_journal import TurnJournal
+from areal.agent.session_server import TurnJournal
 from areal.api.config import AgentConfig, GenerationHyperparameters
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine

@@ -18,8 +18,7 @@ import pytest
 import yaml
 
 from areal.ledger.event_files import PayloadReader
-from areal.ledger.payload import read_columns
-from areal.ledger.session_columns import group_of_payload, recorded_sessions, session_columns
+from areal.ledger.payload import group_of_payload, read_columns, recorded_sessions, session_columns
 from areal.replay.recorded import RecordedRun, read_metrics
 from areal.replay.regrade import RegradedPayloads
 from tests.faults.driver import ROOT, Run

@@ -15,7 +15,7 @@ import pytest
 
 from areal.api.errors import LaunchError
 from areal.launcher import restart_rules
-from areal.launcher.orphans import find_orphans, wait_for_orphans
+from areal.launcher.local import find_orphans, wait_for_orphans
 from areal.system.file_registry import FileRegistry
 from tests.expect import in_order
 from tests.fleet.foreign_host import host_argv, pid_of, processes_of, run_paths, wait_until

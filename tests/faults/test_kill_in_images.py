@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from areal.data.image_files import ImageFiles
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.ledger.audit import audit
 from areal.ledger.event_files import LedgerReader, PayloadReader
 from areal.ledger.payload import images
-from areal.system.image_files import ImageFiles
 from tests.faults.driver import ROOT, Run
 from tests.faults.kill_in_images.sitecustomize import STAGES
 from tests.faults.ledger_proof import check_episodes, check_steps, check_versions, check_weights, raw_events

@@ -23,12 +23,12 @@ from aiohttp import web
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
+from areal.data.image_files import RunImages
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import Replica
 from areal.system.durable import seal_folder
 from areal.system.file_registry import FileRegistry
 from areal.system.network import bind_socket, http_address
-from areal.system.run_images import RunImages
 from areal.weights.weight_files import write_weights
 
 

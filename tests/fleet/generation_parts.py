@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.fleet.replica import GenerationPart
 
 PROMPT = [1000, 1001, 1002, 1003]

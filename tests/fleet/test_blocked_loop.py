@@ -6,13 +6,11 @@ from collections import Counter
 
 import pytest
 
-from areal.api.config.inference import GenerationHyperparameters
-from areal.api.config.rollout import InferenceEngineConfig
+from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
 from areal.api.data import GenerationRequest, WeightUpdate
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import PartChunk, Replica, ReplicaInfo, ReplicaLoad
-from areal.fleet.replica_set import RELEASED_PER_TURN, ReplicaSet
-from areal.fleet.replica_states import Slot
+from areal.fleet.replica_set import RELEASED_PER_TURN, ReplicaSet, Slot
 from areal.fleet.server_client import ServerClient
 from areal.system.file_registry import FileRegistry
 from areal.system.network import bind_socket, http_address

@@ -14,10 +14,9 @@ import pytest
 from areal.api.data import CanaryReport, ProbeScore
 from areal.api.errors import WeightSyncError
 from areal.api.images import collapsed
-from areal.fleet.canary import PROBE_TOKENS, ProbeAnswer, Tolerance, agreed, difference, probe
+from areal.data.image_files import ImageFiles, RunImages
 from areal.fleet.fleet import Fleet
-from areal.system.image_files import ImageFiles
-from areal.system.run_images import RunImages
+from areal.fleet.weight_updater import PROBE_TOKENS, ProbeAnswer, Tolerance, agreed, difference, probe
 from tests.fleet.fake_native import FakeNative
 from tests.fleet.fake_server import Asked, FleetKit, until
 from tests.fleet.test_fleet import a_request, assert_whole, collective, serving

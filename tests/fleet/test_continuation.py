@@ -11,14 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.fleet.continuation import Answer, experts_of, prior_output_bias, token_budget, versions_of
 from areal.fleet.replica import GenerationPart, PartChunk
-from areal.inference.sampler import _adjusted, sample
-from areal.inference.sequence import ALL_TOKENS, SamplingParams, Sequence
+from areal.inference.engine import _adjusted, sample
+from areal.inference.scheduler import ALL_TOKENS, SamplingParams, Sequence
 
 
 def a_request(num_prompt: int = 3, **gconfig: object) -> GenerationRequest:

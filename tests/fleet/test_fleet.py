@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
 from areal.fleet.fleet import Fleet

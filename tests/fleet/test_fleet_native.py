@@ -18,13 +18,13 @@ from aiohttp import web
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
+from areal.api.config.rollout import GenerationHyperparameters, NativeServerConfig
 from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
 from areal.fleet.fleet import Fleet
-from areal.inference.engine_builder import build_engine, request_limits
+from areal.inference.engine import build_engine, request_limits
 from areal.inference.request_parser import seed_source
-from areal.inference.server_routes import ServerApp
-from areal.system.folder_puller import FolderPuller
+from areal.inference.server import ServerApp
+from areal.system.folders import FolderPuller
 from areal.system.http_guard import RequestGuard
 from areal.system.network import Host, bind_socket, http_address
 from areal.weights.collective import CollectiveChannel

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError
 from tests.fleet.fake_server import FleetKit, until

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from areal.system.checkpoint_files import INDEX, folder_problem
+from areal.models.checkpoint_files import INDEX, folder_problem
 from areal.system.durable import publish_folder
 from areal.weights.weight_files import write_weights
 

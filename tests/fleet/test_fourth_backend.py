@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from areal.api import allocation, allocation_grammar
+from areal.api import allocation
+from areal.api import allocation as allocation_grammar
 from areal.api.config import GenerationHyperparameters, GRPOConfig, OptimizerConfig, PPOActorConfig, TrainDatasetConfig
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, WeightUpdate
@@ -18,10 +19,8 @@ from areal.api.errors import ConfigError
 from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
-from areal.fleet.server_backend import ServerBackend, ServerCommand
+from areal.fleet.server_backend import FlagRules, ServerBackend, ServerCommand, foreign_command
 from areal.fleet.server_client import ServerClient
-from areal.fleet.server_command import foreign_command
-from areal.fleet.server_flags import FlagRules
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
 from areal.system.file_registry import FileRegistry

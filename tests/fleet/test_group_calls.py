@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.errors import ServerUnavailable
-from areal.fleet.group_calls import MAX_MERGED_PARTS, MAX_MERGED_TOKENS
+from areal.fleet.native import MAX_MERGED_PARTS, MAX_MERGED_TOKENS
 from areal.fleet.replica import GenerationPart, PartChunk
 from tests.expect import raises_code
 from tests.fleet.fake_native import FakeNative

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.http_connection import Connection
-from areal.fleet.server_client import ServerClient
+from areal.fleet.server_client import Connection, ServerClient
 from tests.fleet.fake_server import until
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import InputError, RequestError
 from areal.api.images import ImageRef, VisionLayout, expanded
-from areal.fleet.canary import probe
-from areal.system.image_files import ImageFiles
-from areal.system.run_images import RunImages
+from areal.data.image_files import ImageFiles, RunImages
+from areal.fleet.weight_updater import probe
 from tests.fleet.fake_server import FleetKit, until
 
 IMAGE, START, END = 54, 55, 56

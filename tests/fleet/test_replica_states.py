@@ -3,7 +3,7 @@
 import pytest
 
 from areal.fleet.replica import NO_VERSION
-from areal.fleet.replica_states import (
+from areal.fleet.replica_set import (
     TRANSITIONS,
     Action,
     Event,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError
 from areal.fleet.continuation import Answer

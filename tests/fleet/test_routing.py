@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
-from areal.fleet.load_order import LoadOrder, PrefixIndex
-from areal.fleet.routing import BLOCK_TOKENS, FEW_HOLDERS, OVERLOAD_SLACK, Router, prefix_blocks
+from areal.fleet.routing import BLOCK_TOKENS, FEW_HOLDERS, OVERLOAD_SLACK, LoadOrder, PrefixIndex, Router, prefix_blocks
 
 POLICIES = ["round_robin", "least_loaded", "prefix_affinity"]
 

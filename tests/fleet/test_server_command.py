@@ -17,15 +17,14 @@ from areal.api.config import (
     PPOActorConfig,
     TrainDatasetConfig,
 )
-from areal.api.config.lora import LoRAConfig
+from areal.api.config.train import LoRAConfig
 from areal.fleet.backends import backend_named
-from areal.fleet.server_command import SERVER_SIDE, server_python
-from areal.fleet.server_flags import flag_words
-from areal.fleet.sglang_server import SGLANG, core_bindings
-from areal.fleet.vllm_server import VLLM
+from areal.fleet.server_backend import SERVER_SIDE, flag_words, server_python
+from areal.fleet.sglang import SGLANG, core_bindings
+from areal.fleet.vllm import VLLM
 from areal.launcher.job import another_server, make_plan
 from areal.launcher.placement import Machine
-from areal.system.model_shape import ModelShape
+from areal.models.model_shape import ModelShape
 from areal.system.process import ProcessContext
 
 MODEL = {

@@ -6,9 +6,9 @@ import pytest
 
 from areal.api.config import GRPOConfig, load_config
 from areal.fleet.backends import backend_named
-from areal.fleet.server_flags import flag_problems, given_flags, ignored_flags
-from areal.fleet.sglang_server import SGLANG
-from areal.fleet.vllm_server import VLLM
+from areal.fleet.server_backend import flag_problems, given_flags, ignored_flags
+from areal.fleet.sglang import SGLANG
+from areal.fleet.vllm import VLLM
 
 MINIMAL = """
 experiment_name: sort

@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from areal.fleet.server_gateway import gateway
-from areal.system.folder_server import FolderServer
+from areal.fleet.server_host import gateway
+from areal.system.folders import FolderServer
 from areal.system.network import Host, bind_socket, http_address
 
 TOKEN = "gateway-token"

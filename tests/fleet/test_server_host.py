@@ -12,8 +12,7 @@ import pytest
 from areal.api.errors import ConfigError
 from areal.fleet.native import NativeReplica
 from areal.fleet.replica import ReplicaInfo, ReplicaLoad
-from areal.fleet.server_host import Health, HostOptions, ServerHost, parse_options
-from areal.fleet.server_parts import filled_in, port_names
+from areal.fleet.server_host import Health, HostOptions, ServerHost, filled_in, parse_options, port_names
 from tests.fleet.foreign_host import FOLDER, Host, alive, host_argv, pid_of, processes_of, run_paths, wait_until
 
 HOST = (sys.executable, "-m", "areal.fleet.server_host")

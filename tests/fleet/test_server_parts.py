@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from areal.api.errors import ServerUnavailable
-from areal.fleet import server_parts
-from areal.fleet.server_parts import first_part, is_part, meeting_point
+from areal.fleet import server_host as server_parts
+from areal.fleet.server_host import first_part, is_part, meeting_point
 from areal.system.file_registry import FileRegistry
 from areal.system.network import Host as NetHost
 from areal.system.network import bind_socket

@@ -12,14 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.replica import GenerationPart, PartChunk
-from areal.fleet.server_gateway import gateway
-from areal.fleet.sglang import SGLangReplica
-from areal.fleet.sglang_wire import PartReader, ServerFacts, generate_body
-from areal.system.folder_server import FolderServer
+from areal.fleet.server_host import gateway
+from areal.fleet.sglang import PartReader, ServerFacts, SGLangReplica, generate_body
+from areal.system.folders import FolderServer
 from areal.system.network import Host
 from tests.fleet.fake_server import FleetKit, until
 from tests.fleet.fake_sglang import RECORDING, FakeSGLang

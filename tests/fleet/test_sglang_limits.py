@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from areal.api.config.inference import GenerationHyperparameters
-from areal.fleet.sglang_wire import sampling_problems
+from areal.api.config.rollout import GenerationHyperparameters
+from areal.fleet.sglang import sampling_problems
 
 
 def problems(

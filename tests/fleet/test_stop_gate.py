@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from areal.fleet.adapters import BoundaryGate
 from areal.fleet.replica import PartChunk
-from areal.fleet.stop_gate import BoundaryGate
 from tests.fleet.generation_parts import PROMPT, a_part
 
 

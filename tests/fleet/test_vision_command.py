@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from areal.api.config import GenerationHyperparameters, InferenceEngineConfig, LoRAConfig
 from areal.fleet.backends import backend_named
-from areal.system.vision_layout import FAMILIES
+from areal.models.vision_layout import FAMILIES
 from tests.fleet.test_server_command import MODEL, command, config_of
 
 

@@ -14,9 +14,9 @@ import pytest
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.replica import PartChunk
-from areal.fleet.server_gateway import gateway
+from areal.fleet.server_host import gateway
 from areal.fleet.vllm import VLLMReplica
-from areal.system.folder_server import FolderServer
+from areal.system.folders import FolderServer
 from areal.system.network import Host
 from tests.fleet.fake_server import FleetKit, until
 from tests.fleet.fake_vllm import RECORDING, FakeVLLM

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from areal.api.config.inference import GenerationHyperparameters
-from areal.fleet.vllm_server import logprobs_mode, sampling_problems
+from areal.api.config.rollout import GenerationHyperparameters
+from areal.fleet.vllm import logprobs_mode, sampling_problems
 
 
 def problems(

@@ -9,7 +9,7 @@ import pytest
 
 from areal.api.errors import RequestError
 from areal.fleet.replica import GenerationPart, ReplicaLoad
-from areal.fleet.vllm_wire import generate_body, parse_load, parse_piece, parse_worker_state, part_seed, version_number
+from areal.fleet.vllm import generate_body, parse_load, parse_piece, parse_worker_state, part_seed, version_number
 from tests.fleet.fake_vllm import RECORDING
 from tests.fleet.generation_parts import a_part
 

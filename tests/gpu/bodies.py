@@ -14,18 +14,15 @@ from areal.algorithm.losses import LOSSES, policy_loss
 from areal.algorithm.policy_loss import PolicyTokens
 from areal.api.config import FSDPEngineConfig, PolicyLossOptions, TrainEngineConfig
 from areal.data.pack import rows_to_train_batch
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.mesh import TrainerMesh
 from areal.engine.packed_attention import packed_layout
 from areal.inference.attention import ATTENTION_NAME, register_attention
-from areal.inference.cache import BlockPool
-from areal.inference.engine import Engine
+from areal.inference.engine import Engine, _race
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
-from areal.inference.sampler import _race
-from areal.inference.scheduler import Scheduler
-from areal.inference.sequence import SamplingParams, Sequence
-from areal.weights.checksum import WeightsChecksum
+from areal.inference.scheduler import BlockPool, SamplingParams, Scheduler, Sequence
+from areal.weights.weight_files import WeightsChecksum
 from tests.engine import engine_cases as cases
 from tests.trainer import row_cases
 

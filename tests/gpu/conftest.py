@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal.engine.megatron.builder import build_megatron_engine
+from areal.engine.build import build_megatron_engine
 from tests.engine import engine_cases
 from tests.trainer import row_cases
 

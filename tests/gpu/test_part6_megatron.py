@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from areal.api.config.megatron import DistributedDataParallelConfig, MegatronEngineConfig
+from areal.api.config.train import DistributedDataParallelConfig, MegatronEngineConfig
 from tests.gpu import bodies
 from tests.gpu.test_part4_runs import run
 

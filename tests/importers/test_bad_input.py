@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from areal.api.errors import ConfigError
-from areal.cli.import_config import SYSTEMS
+from areal.cli.config import SYSTEMS
 from areal.cli.main import run_command
 from areal.importers.draft import UNKNOWN, Draft, Note, flat
-from areal.importers.text import report_json, report_lines, yaml_text
+from areal.importers.script import report_json, report_lines, yaml_text
 from tests.expect import raises_code
 
 FILES = [path for path in sorted((Path(__file__).parent / "examples").iterdir()) if path.suffix != ".sh"]

@@ -7,7 +7,7 @@ import pytest
 from areal.importers.cosmos import from_cosmos
 from areal.importers.draft import Draft
 from areal.importers.roll import from_roll
-from areal.importers.text import report_json, report_lines, yaml_text
+from areal.importers.script import report_json, report_lines, yaml_text
 from areal.importers.verl import from_verl
 
 VERL = {"actor_rollout_ref.model.path": "m", "data.train_files": "t", "algorithm.adv_estimator": "grpo"}

@@ -13,12 +13,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from areal.api.config.load import load_experiment
 from areal.cli.main import run_command
 from areal.data.tiny_model import character_tokenizer, tiny_model
-from areal.importers.verl_rollout import NO_EVALUATION
+from areal.importers.verl_algorithm import NO_EVALUATION
 from areal.launcher import local
 from areal.launcher.local import checked_plan, read_command_line
 from areal.launcher.placement import Machine
 from areal.launcher.status import StatusLine
-from areal.system import mesh_rules
+from areal.models import mesh_rules
 from areal.system.network import Host
 from tests.megatron.expert_model import SIZES
 

@@ -4,8 +4,7 @@ import pytest
 
 from areal.api.errors import ConfigError
 from areal.importers.draft import TENSORBOARD
-from areal.importers.roll import from_roll
-from areal.importers.roll_defaults import DEFAULTS
+from areal.importers.roll import DEFAULTS, from_roll
 from tests.expect import raises_code
 from tests.importers.drafts import fates, values
 

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from areal.cli.main import run_command
+from areal.data.image_files import ImageFiles
 from areal.ledger.audit import audit
-from areal.system.image_files import ImageFiles
 from tests.faults.driver import ROOT
 from tests.faults.test_kill_in_images import write_model
 

@@ -36,12 +36,9 @@ from areal.api.config import NativeServerConfig
 from areal.api.images import VisionLayout
 from areal.api.routed_experts import ExpertShape
 from areal.inference import server
-from areal.inference.cache import BlockPool
 from areal.inference.engine import Engine
-from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
-from areal.inference.scheduler import Scheduler
-from areal.inference.sequence import PlacedImage, SamplingParams, Sequence
-from areal.inference.served_model import use_paged_attention
+from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, use_paged_attention
+from areal.inference.scheduler import BlockPool, PlacedImage, SamplingParams, Scheduler, Sequence
 from areal.inference.server import ServerOptions, serve
 from areal.system.network import Host
 from tests.inference.integrity import check_scheduler

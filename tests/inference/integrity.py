@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from areal.inference.cache import BlockPool
-from areal.inference.scheduler import Scheduler
-from areal.inference.sequence import Status
+from areal.inference.scheduler import BlockPool, Scheduler, Status
 
 
 def check_pool(pool: BlockPool, holders: Iterable[list[int]]) -> None:

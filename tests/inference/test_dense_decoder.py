@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.inference import model_runner
-from areal.inference.dense_decoder import dense_decoder
-from areal.inference.served_model import use_paged_attention
+from areal.inference.decode_graph import dense_decoder
+from areal.inference.model_runner import use_paged_attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

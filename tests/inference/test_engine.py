@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from areal.api.errors import RequestError
-from areal.inference.sequence import Sequence, Status
+from areal.inference.scheduler import Sequence, Status
 from tests.inference.integrity import check_scheduler
 
 

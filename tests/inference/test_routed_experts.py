@@ -12,7 +12,7 @@ import torch
 
 from areal.api.routed_experts import ExpertShape
 from areal.fleet.native import parse_chunk
-from areal.weights.routers import routers_of
+from areal.models.output_head import routers_of
 from tests.expect import raises_code
 from tests.inference.conftest import PROMPT
 

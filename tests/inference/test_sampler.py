@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.inference import sampler
+from areal.inference import engine as sampler
+from areal.inference.engine import sample, uniform_numbers
 from areal.inference.request_parser import RequestLimits, parse_sampling_params
-from areal.inference.sampler import sample, uniform_numbers
-from areal.inference.sequence import SamplingParams, Sequence
+from areal.inference.scheduler import SamplingParams, Sequence
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 

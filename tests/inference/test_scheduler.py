@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.inference.cache import BlockPool
-from areal.inference.scheduler import Scheduler, StepPlan, common_prefix
-from areal.inference.sequence import FinishReason, SamplingParams, Sequence, Status
+from areal.inference.scheduler import (
+    BlockPool,
+    FinishReason,
+    SamplingParams,
+    Scheduler,
+    Sequence,
+    Status,
+    StepPlan,
+    common_prefix,
+)
 from tests.inference.integrity import check_pool, check_scheduler
 
 BLOCK = 4

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.inference import engine, server
-from areal.inference.generate_body import _BYTES_PER_ID, _FIXED_BODY_BYTES
+from areal.inference.generate_route import _BYTES_PER_ID, _FIXED_BODY_BYTES
 from areal.inference.server import serve
 from areal.system import heartbeat
 from areal.system.network import Host

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal.fleet.canary import ProbeAnswer, difference, probe
+from areal.data.image_files import MemoryImages, RunImages, decode_png, patches_of
+from areal.fleet.weight_updater import ProbeAnswer, difference, probe
 from areal.inference.vision import placed_images, positions_of
-from areal.system.image_files import MemoryImages
-from areal.system.image_pixels import decode_png, patches_of
-from areal.system.run_images import RunImages
 from tests.inference.vision_models import (
     IMAGE,
     LAYOUT,

@@ -14,12 +14,10 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from areal.api.images import ImageRef, VisionLayout, expanded
-from areal.inference.sequence import PlacedImage
+from areal.data.image_files import MemoryImages, decode_png, encode_image
+from areal.inference.scheduler import PlacedImage
 from areal.inference.vision import placed_images
-from areal.system.image_codec import encode_image
-from areal.system.image_files import MemoryImages
-from areal.system.image_pixels import decode_png
-from areal.system.vision_layout import FAMILIES, read_vision_layout
+from areal.models.vision_layout import FAMILIES, read_vision_layout
 from tests.engine.vision_cases import write_family, written_ids
 from tests.inference.vision_models import reference
 

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from areal.api.images import ImageRef, VisionLayout, expanded
-from areal.inference.sequence import PlacedImage
+from areal.data.image_files import decode_png, grid_of, patches_of
+from areal.inference.scheduler import PlacedImage
 from areal.inference.vision import placed_images
-from areal.system.image_pixels import decode_png, grid_of, patches_of
 
 VOCABULARY = 60
 IMAGE, VIDEO, START, END = 54, 55, 56, 57

@@ -8,7 +8,7 @@ import pytest
 from areal.api.config.launcher import SlurmConfig
 from areal.api.errors import ConfigError
 from areal.launcher import local, ray, slurm, ssh
-from areal.launcher.agent_command import agent_command, check_containers, image_of
+from areal.launcher.node_link import agent_command, check_containers, image_of
 from tests.expect import raises_code
 
 CONFIG = ["--config", "examples/quickstart/sft.yaml", "launcher.slurm.trainer_image=t.sif"]

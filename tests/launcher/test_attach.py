@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from areal.api.errors import ConfigError, LaunchError
-from areal.launcher import attach, replicas
+from areal.launcher import attach
+from areal.launcher import supervisor as replicas
 from areal.launcher.attach import Request
 from areal.launcher.backend import LocalBackend
 from areal.launcher.preflight import run_lock

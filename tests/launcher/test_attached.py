@@ -22,7 +22,7 @@ from areal.api.config import (
 )
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach
-from areal.launcher.attached import (
+from areal.launcher.attach import (
     ADDRESSES_VARIABLE,
     register,
     wait_until_all_answer,
@@ -153,8 +153,8 @@ def test_a_server_without_an_answer_is_named(serve):
 
 
 def test_a_server_that_starts_later_is_awaited(serve, monkeypatch):
-    monkeypatch.setattr("areal.launcher.attached._REPORTED_AFTER_S", 0.0)
-    monkeypatch.setattr("areal.launcher.attached._POLL_S", 0.01)
+    monkeypatch.setattr("areal.launcher.attach._REPORTED_AFTER_S", 0.0)
+    monkeypatch.setattr("areal.launcher.attach._POLL_S", 0.01)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     port = bound.getsockname()[1]

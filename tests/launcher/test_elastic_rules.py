@@ -1,7 +1,7 @@
 import pytest
 
 from areal.api.config import ElasticConfig
-from areal.launcher.elastic_rules import ElasticRule, ServerLoad, server_load
+from areal.launcher.supervisor import ElasticRule, ServerLoad, server_load
 
 CONFIG = ElasticConfig(min=2, max=4, add_above=10.0, busy_s=5.0, remove_below=4.0, idle_s=20.0)
 

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from areal.api.config import GRPOConfig, InferenceEngineConfig, LauncherConfig, NativeServerConfig
-from areal.api.config.lora import LoRAConfig
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
+from areal.api.config.train import LoRAConfig
 from areal.api.errors import ConfigError
-from areal.launcher.gpu_rules import NcclVersions, gpu_variables, with_time_limits
-from areal.launcher.job import make_plan
+from areal.launcher.job import NcclVersions, gpu_variables, make_plan, with_time_limits
+from areal.launcher.local import plan_text
 from areal.launcher.placement import Machine
-from areal.launcher.plan_text import plan_text
 from areal.system.process import ProcessContext
 
 ON_CPU, ON_GPUS, ON_ONE = Machine(cores=8), Machine(cores=8, gpus=("0", "1")), Machine(cores=8, gpus=("0", "0"))

@@ -30,9 +30,9 @@ from areal.launcher.job import (
     start_again,
     trained_bytes,
 )
+from areal.launcher.local import bytes_text, describe, plan_text
 from areal.launcher.placement import Machine
-from areal.launcher.plan_text import bytes_text, describe, plan_text
-from areal.system.model_shape import ModelShape
+from areal.models.model_shape import ModelShape
 from areal.system.network import Host
 from areal.system.process import ProcessContext
 

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal.launcher.liveness import LivenessWatch, SilenceTimer
+from areal.launcher.status import LivenessWatch, SilenceTimer
 from areal.system.heartbeat import Beat
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import FakeBackend

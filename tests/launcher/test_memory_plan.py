@@ -11,15 +11,14 @@ from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausa
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import FSDPEngineConfig, GRPOConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.engine.fsdp_builder import build_fsdp_engine
-from areal.engine.hf_model import other_towers
+from areal.engine.fsdp import build_fsdp_engine
+from areal.engine.hf_model import compute_buffers, other_towers
 from areal.engine.mesh import TrainerMesh
-from areal.engine.sharded_load import compute_buffers
 from areal.launcher.job import make_plan
 from areal.launcher.memory_plan import memory_problems, rank_memory, tower_bytes, trains_tower
 from areal.launcher.placement import Machine
-from areal.system.model_shape import ModelShape
-from areal.system.vision_layout import FAMILIES, read_vision_layout
+from areal.models.model_shape import ModelShape
+from areal.models.vision_layout import FAMILIES, read_vision_layout
 from tests.engine import vision_cases
 from tests.engine.engine_cases import make_batch, policy_loss
 

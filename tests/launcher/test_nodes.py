@@ -13,15 +13,12 @@ import pytest
 
 from areal.api.config.launcher import SlurmConfig
 from areal.api.errors import LaunchError
-from areal.launcher.agent_command import agent_command
 from areal.launcher.job import moved
 from areal.launcher.node_agent import own_address
-from areal.launcher.node_choice import NodeChoice
-from areal.launcher.node_link import NodeLink
+from areal.launcher.node_link import CommandTransport, NodeLink, agent_command
 from areal.launcher.node_messages import TO_AGENT, Hello, Open, Start
-from areal.launcher.nodes import NodesBackend
+from areal.launcher.nodes import NodeChoice, NodesBackend
 from areal.launcher.placement import Machine
-from areal.launcher.transport import CommandTransport
 from areal.system.network import Host
 from areal.system.process import ProcessContext, is_alive
 from areal.system.run_paths import RunPaths

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from areal.api.errors import LaunchError
-from areal.launcher.orphans import find_orphans, wait_for_orphans
+from areal.launcher.local import find_orphans, wait_for_orphans
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 

@@ -3,8 +3,8 @@
 import pytest
 
 from areal.api.errors import LaunchError
-from areal.launcher import port_check
-from areal.launcher.port_check import PortProbe, check_ports, unreachable
+from areal.launcher import preflight as port_check
+from areal.launcher.preflight import PortProbe, check_ports, unreachable
 from areal.system.network import LOOPBACK, bind_socket
 from tests.launcher.test_nodes import connections
 

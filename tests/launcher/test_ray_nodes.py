@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from areal.api.config import LauncherConfig
 from areal.launcher.placement import Machine
-from areal.launcher.ray_nodes import demands, living_nodes
+from areal.launcher.ray import demands, living_nodes
 from areal.system.network import Host
 from tests.launcher.fake_backend import planned_process
 

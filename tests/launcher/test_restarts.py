@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from areal.launcher import backend, liveness, restart_rules, supervisor
+from areal.launcher import backend, restart_rules, supervisor
+from areal.launcher import status as liveness
 from tests.expect import in_order
 from tests.launcher.fake_run import SERVE, BeatClock, alive
 

@@ -6,7 +6,7 @@ from areal.api.config import AlarmsConfig, EvaluatorConfig
 from areal.launcher.result import RunAlarmLines, episodes_of, facts_text, goal_text, main_metrics, metrics_text
 from areal.observe.step_files import JsonlTracker
 from areal.system.run_paths import RunPaths
-from areal.trainer.run_alarms import RunAlarms
+from areal.trainer.after_step import RunAlarms
 
 HIGH = {"actor/grad_norm": 500.0}
 

@@ -2,7 +2,7 @@ import json
 
 import yaml
 
-from areal.launcher.resume_text import changes_text, how_to_continue, keep_changes, read_tree
+from areal.launcher.status import changes_text, how_to_continue, keep_changes, read_tree
 from areal.system.durable import publish_folder
 from areal.system.run_paths import RunPaths
 

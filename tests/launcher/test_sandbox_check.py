@@ -3,9 +3,9 @@
 import subprocess
 
 from areal.api.config import PPOConfig, RewardConfig
-from areal.api.config.reward import SandboxConfig
-from areal.launcher import sandbox_check
-from areal.launcher.sandbox_check import sandbox_problems
+from areal.api.config.rollout import SandboxConfig
+from areal.launcher import preflight as sandbox_check
+from areal.launcher.preflight import sandbox_problems
 
 
 def config(sandbox, **reward):

@@ -17,12 +17,12 @@ from areal.api.config import (
     PPOActorConfig,
     TrainDatasetConfig,
 )
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
 from areal.launcher import local
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
-from areal.launcher.server_check import environment_versions, nccl_versions, notices, server_problems
+from areal.launcher.preflight import environment_versions, nccl_versions, notices, server_problems
 from areal.launcher.status import StatusLine
 
 
@@ -267,9 +267,9 @@ def test_images_of_a_model_on_the_hub_are_known_before_the_command_is_made(inter
         fetched.add(file)
         return tmp_path / file
 
-    monkeypatch.setattr("areal.system.vision_layout.hub_file", fetch)
+    monkeypatch.setattr("areal.models.vision_layout.hub_file", fetch)
     monkeypatch.setattr(
-        "areal.system.vision_layout.cached_hub_file",
+        "areal.models.vision_layout.cached_hub_file",
         lambda name, file: tmp_path / file if file in fetched else None,
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 8)

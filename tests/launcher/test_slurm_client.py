@@ -5,7 +5,7 @@ import os
 import pytest
 
 from areal.api.config import LauncherConfig
-from areal.launcher.slurm_client import SlurmClient
+from areal.launcher.slurm_job import SlurmClient
 from tests.expect import raises_code
 
 

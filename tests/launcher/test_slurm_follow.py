@@ -6,8 +6,8 @@ import json
 import pytest
 
 from areal.api.errors import LaunchError
-from areal.launcher.slurm_follow import Follower, SubmittedJob
-from areal.launcher.slurm_states import JobFacts
+from areal.launcher.slurm import Follower, SubmittedJob
+from areal.launcher.slurm_job import JobFacts
 from areal.launcher.status import StatusLine
 from areal.system.run_paths import RunPaths
 

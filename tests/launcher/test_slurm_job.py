@@ -25,7 +25,7 @@ from areal.api.config import (
 )
 from areal.api.config.launcher import SlurmConfig
 from areal.launcher.job import make_plan
-from areal.launcher.slurm_inside import TimeLimit, may_requeue
+from areal.launcher.slurm import TimeLimit, may_requeue
 from areal.launcher.slurm_job import (
     Resources,
     component_script,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from areal.launcher.slurm_client import facts_of
-from areal.launcher.slurm_states import JobFacts, meaning_of
+from areal.launcher.slurm_job import JobFacts, facts_of, meaning_of
 
 ENDED = ("BOOT_FAIL", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "RECONFIG_FAIL", "REVOKED", "TIMEOUT")  # fmt: skip

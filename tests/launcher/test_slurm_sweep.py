@@ -5,8 +5,8 @@ import io
 import pytest
 
 from areal.api.errors import ConfigError
-from areal.launcher.slurm_states import JobFacts
-from areal.launcher.slurm_sweep import SweepRun, follow_sweep, read_sweep, runs_of_sweep, write_sweep
+from areal.launcher.slurm import SweepRun, follow_sweep, read_sweep, runs_of_sweep, write_sweep
+from areal.launcher.slurm_job import JobFacts
 from areal.launcher.status import StatusLine
 from areal.system.run_paths import RunPaths
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.launcher.stall import StallWatch
+from areal.launcher.status import StallWatch
 from areal.system.heartbeat import Beat
 from tests.expect import in_order
 

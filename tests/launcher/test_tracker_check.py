@@ -24,7 +24,7 @@ from areal.api.config import (
 )
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
-from areal.launcher.tracker_check import tracker_problems
+from areal.launcher.preflight import tracker_problems
 from areal.system.network import Host
 
 KEYS = ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_URI", "TRACKIO_DIR")

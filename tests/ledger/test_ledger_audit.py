@@ -8,12 +8,12 @@ import orjson
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import LedgerError
 from areal.api.images import ImageRef
+from areal.data.image_files import ImageFiles
 from areal.ledger.audit import audit
 from areal.ledger.event_files import AppendFile, PayloadReader, events_path
-from areal.ledger.event_log import GroupWriter
+from areal.ledger.ledger import GroupWriter
 from areal.ledger.payload import encode_episode, read_columns
 from areal.ledger.state import LedgerState
-from areal.system.image_files import ImageFiles
 
 
 def test_counts_of_a_clean_ledger_add_up(forge):

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from areal.ledger.__main__ import main
-from areal.ledger.event_files import events_path, payload_path
-from areal.ledger.reading_progress import Progress
+from areal.ledger.event_files import Progress, events_path, payload_path
 from areal.ledger.show import show_episode, show_step
 from areal.ledger.stats import Histogram, ledger_stats
 from tests.expect import raises_code

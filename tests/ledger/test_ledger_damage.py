@@ -18,8 +18,7 @@ from areal.ledger.event_files import (
     read_payload,
     recover_folder,
 )
-from areal.ledger.event_log import GroupWriter
-from areal.ledger.ledger import Ledger
+from areal.ledger.ledger import GroupWriter, Ledger
 from areal.ledger.payload import check_payload
 from areal.ledger.state import LedgerState
 from tests.expect import raises_code

@@ -10,12 +10,11 @@ import pytest
 
 from areal.api.errors import ArealError, LedgerError
 from areal.cli.show import show
-from areal.ledger import event_log
+from areal.ledger import ledger as event_log
 from areal.ledger.__main__ import main
 from areal.ledger.audit import audit
 from areal.ledger.event_files import AppendFile, LedgerReader, events_path, payload_path, recover_folder
-from areal.ledger.event_log import GroupCommitLog, GroupWriter
-from areal.ledger.ledger import Ledger
+from areal.ledger.ledger import GroupCommitLog, GroupWriter, Ledger
 from areal.ledger.state import LedgerState
 from tests.rollout import rollout_kit
 

@@ -15,8 +15,7 @@ from areal.api.data import CanaryReport, Trajectory, TrajectoryGroup, WeightUpda
 from areal.api.errors import ArealError, LedgerError, WeightSyncError
 from areal.ledger.audit import audit
 from areal.ledger.event_files import LedgerReader, payload_path
-from areal.ledger.event_log import GroupCommitLog, GroupWriter
-from areal.ledger.ledger import Ledger
+from areal.ledger.ledger import GroupCommitLog, GroupWriter, Ledger
 from areal.ledger.payload import encode_episode
 from areal.ledger.state import LedgerState
 from areal.rollout.share_codec import decode_share

@@ -8,7 +8,7 @@ from areal.ledger.audit import audit
 from areal.ledger.event_files import recover_folder
 from areal.ledger.kept import FOLDER, kept_names
 from areal.ledger.ledger import Ledger
-from areal.ledger.samples import Samples
+from areal.ledger.show import Samples
 from tests.rollout import rollout_kit
 
 LIMIT = 3

@@ -10,16 +10,16 @@ from areal.api.config import InferenceEngineConfig
 from areal.api.data import TrajectoryGroup
 from areal.api.errors import LedgerError
 from areal.api.images import ImageRef
-from areal.ledger import event_files, event_log, ledger
+from areal.data.image_files import ImageFiles
+from areal.ledger import event_files, ledger
+from areal.ledger import ledger as event_log
 from areal.ledger.audit import audit
 from areal.ledger.event_files import PayloadReader, payload_path, segment_numbers
 from areal.ledger.kept import KeptPayloads
-from areal.ledger.ledger import Ledger
+from areal.ledger.ledger import Ledger, Retention, delete_segments
 from areal.ledger.payload import encode_episode
-from areal.ledger.retention import Retention, delete_segments
 from areal.ledger.show import show_episode
 from areal.ledger.state import LedgerState
-from areal.system.image_files import ImageFiles
 from tests.expect import raises_code
 from tests.rollout import rollout_kit
 

@@ -10,9 +10,8 @@ from areal.api.data import Trajectory, TrajectoryGroup, first_of_sessions
 from areal.api.images import ImageRef
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.pack import to_train_batch
-from areal.ledger.payload import encode_episode, payload_head
-from areal.ledger.session_columns import group_of_payload, join_experts, session_columns
-from areal.rollout.batching import build_share, share_parts
+from areal.ledger.payload import encode_episode, group_of_payload, join_experts, payload_head, session_columns
+from areal.rollout.train_batches import build_share, share_parts
 from tests.expect import raises_code
 
 ROW = Trajectory(

@@ -7,9 +7,8 @@ import orjson
 import pytest
 
 from areal.api.data import tokens_checksum
-from areal.ledger.audit_report import AuditReport
+from areal.ledger.audit import AuditReport, TurnRules
 from areal.ledger.payload import EpisodeColumns
-from areal.ledger.turn_audit import TurnRules
 
 
 def columns(*rows):

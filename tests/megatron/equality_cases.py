@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal.api.allocation import ParallelDims
-from areal.api.config.megatron import DistributedDataParallelConfig, MegatronEngineConfig
-from areal.engine.megatron.builder import build_megatron_engine
+from areal.api.config.train import DistributedDataParallelConfig, MegatronEngineConfig
+from areal.engine.build import build_megatron_engine
 from areal.engine.mesh import TrainerMesh
+from areal.models.stored_form import StoredForm
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import ProcessContext
-from areal.weights.checksum import WeightsChecksum
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel
-from areal.weights.stored_form import StoredForm
+from areal.weights.weight_files import WeightsChecksum
 from tests.engine import mesh_cases
 from tests.expect import serve
 from tests.weights.test_disk_channel import DiskReplica

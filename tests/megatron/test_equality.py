@@ -9,7 +9,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from areal.weights.checksum import checksum_of
+from areal.weights.weight_files import checksum_of
 from tests.engine import mesh_cases
 from tests.engine.test_meshes import check, largest, reference_of, table_row, write_expected, write_table
 from tests.fake_ranks import FakeRanks

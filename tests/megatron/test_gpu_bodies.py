@@ -5,8 +5,8 @@ import importlib
 import pytest
 import torch
 
-from areal.api.config.megatron import MegatronEngineConfig
-from areal.engine.megatron.builder import build_megatron_engine
+from areal.api.config.train import MegatronEngineConfig
+from areal.engine.build import build_megatron_engine
 from tests.gpu import bodies
 from tests.gpu.conftest import models  # noqa: F401 - a fixture
 

@@ -9,10 +9,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import OptimizerConfig, TrainEngineConfig
-from areal.engine.megatron.builder import build_megatron_engine
+from areal.engine.build import build_megatron_engine
 from areal.engine.mesh import TrainerMesh
 from areal.launcher.memory_plan import rank_memory
-from areal.system.model_shape import ModelShape
+from areal.models.model_shape import ModelShape
 from tests.engine.engine_cases import make_batch, policy_loss
 from tests.launcher.test_memory_plan import SHAPES, SIZES
 

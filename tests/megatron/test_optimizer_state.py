@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areal.api.config import OptimizerConfig
-from areal.api.config.megatron import MegatronEngineConfig
-from areal.engine.megatron.builder import build_megatron_engine
+from areal.api.config.train import MegatronEngineConfig
+from areal.engine.build import build_megatron_engine
 from areal.engine.mesh import TrainerMesh
 from tests.engine import engine_cases as cases
 from tests.gpu import bodies

@@ -13,10 +13,10 @@ from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import OptimizerConfig, TrainEngineConfig
-from areal.api.config.legacy_rules import LEGACY
-from areal.api.config.megatron import DistributedDataParallelConfig, MegatronEngineConfig
+from areal.api.config.legacy import LEGACY
+from areal.api.config.train import DistributedDataParallelConfig, MegatronEngineConfig
 from areal.api.errors import ConfigError
-from areal.system.mesh_rules import package_problem
+from areal.models.mesh_rules import package_problem
 
 SHAPE = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -183,7 +183,7 @@ def test_a_dispatcher_without_its_package_is_refused():
 @pytest.mark.parametrize(("dtype", "expected"), [("fp32", torch.float32), ("fp64", torch.float64), (None, None)])
 def test_the_router_computes_in_its_type(dtype, expected, monkeypatch):
     from areal.engine.megatron.assembly import ROUTER_DTYPES
-    from areal.engine.megatron.experts import PackedRouter
+    from areal.engine.megatron.model import PackedRouter
 
     options = replace(MegatronEngineConfig(), moe_router_dtype=dtype)
     config = SimpleNamespace(**settings_of(options) | {"params_dtype": torch.bfloat16})

@@ -20,13 +20,12 @@ from transformers import (
 )
 
 from areal.api.allocation import AllocationMode, ParallelDims
-from areal.api.config.megatron import MegatronEngineConfig
+from areal.api.config.train import MegatronEngineConfig
 from areal.engine.megatron.cpu_mode import rewritten
-from areal.engine.megatron.families import weight_map
-from areal.engine.megatron.weight_map import Stages
-from areal.system.mesh_rules import mesh_problem, package_problem
-from areal.system.model_shape import ModelShape
-from areal.weights.stored_form import StoredForm
+from areal.engine.megatron.weight_map import Stages, weight_map
+from areal.models.mesh_rules import mesh_problem, package_problem
+from areal.models.model_shape import ModelShape
+from areal.models.stored_form import StoredForm
 from tests.test_bad_input import dry_run
 
 SHAPE = {
@@ -245,7 +244,7 @@ def test_bad_input_is_one_line_before_anything_starts(bad_input, capsys, monkeyp
     found = importlib.util.find_spec
     missing = ("transformer_engine", "deep_ep")
     monkeypatch.setattr(
-        "areal.system.mesh_rules.importlib.util.find_spec",
+        "areal.models.mesh_rules.importlib.util.find_spec",
         lambda name: None if name in missing else object() if name.startswith("megatron") else found(name),
     )
     words = [f"allocation_mode=megatron:{mesh}", f"model.path={bad_input}/{model}"]

@@ -12,8 +12,8 @@ from areal.api.config import (
     WandBConfig,
 )
 from areal.api.errors import ConfigError
-from areal.observe.chosen_trackers import GuardedTracker, build_trackers
 from areal.observe.step_files import JsonlTracker
+from areal.observe.trackers import GuardedTracker, build_trackers
 from areal.system.run_paths import RunPaths
 
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from areal.api.errors import InputError
-from areal.observe.episode_metrics import log_metric, logged_metrics
+from areal.observe.step_files import log_metric, logged_metrics
 
 
 async def test_values_of_one_episode_are_averaged_also_from_its_tasks_and_threads():

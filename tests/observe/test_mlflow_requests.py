@@ -10,7 +10,7 @@ import pytest
 from areal.api.config import MlflowConfig
 from areal.api.errors import ConfigError
 from areal.observe import trackers
-from areal.observe.chosen_trackers import build_trackers
+from areal.observe.trackers import build_trackers
 from areal.system.run_paths import RunPaths
 from tests.observe.test_trackers import SAMPLE, config_with
 

@@ -5,10 +5,8 @@ import json
 
 import pytest
 
-from areal.observe.session_trace import SessionTracer
-from areal.observe.spans import add_track, episode_ended, span, tracing, track
-from areal.observe.trace import ChromeTracer, join_traces, run_command
-from areal.observe.trace_table import time_tables
+from areal.observe.spans import SessionTracer, add_track, episode_ended, span, tracing, track
+from areal.observe.trace import ChromeTracer, join_traces, run_command, time_tables
 
 
 def part(kind, track, name, start, end):

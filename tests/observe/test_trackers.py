@@ -24,11 +24,10 @@ from areal.api.config import (
     WandBConfig,
 )
 from areal.api.errors import ConfigError
+from areal.data.image_files import ImageFiles, png_of
 from areal.observe import trackers
-from areal.observe.chosen_trackers import build_trackers
 from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow
-from areal.system.image_codec import png_of
-from areal.system.image_files import ImageFiles
+from areal.observe.trackers import build_trackers
 from areal.system.run_paths import RunPaths
 
 SAMPLE = SampleRow(

@@ -18,28 +18,27 @@ from areal.api.config import GRPOConfig
 from areal.api.config.load import load_config, save_config
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.images import ImageRef
+from areal.data.image_files import ImageFiles, encode_image
 from areal.data.prompt_stream import PromptStream
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.engine.mesh import TrainerMesh
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import encode_episode
+from areal.models.vision_layout import read_vision_layout
 from areal.observe.phase import PhaseClock
 from areal.observe.step_files import JsonlTracker
 from areal.replay import __main__ as command
 from areal.replay.rank import NoServers, replay_on
-from areal.rollout.batching import SharePart, build_share
-from areal.system.image_codec import encode_image
-from areal.system.image_files import ImageFiles
+from areal.rollout.train_batches import SharePart, build_share
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
-from areal.system.vision_layout import read_vision_layout
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.ppo_loop import PPOLoop
 from areal.trainer.process_setup import prepare_process
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.recover import RecoverStore
 from areal.trainer.roles import build_roles
-from areal.weights.checksum import checksum_of
+from areal.weights.weight_files import checksum_of
 
 STEPS, BATCH, ROWS, VOCABULARY = 4, 2, 8, 11
 CONFIG = """

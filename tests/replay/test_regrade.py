@@ -5,18 +5,16 @@ from dataclasses import replace
 import pytest
 
 from areal.agent.images import DialogueImages
-from areal.agent.samples import trajectories
+from areal.agent.transcript import trajectories
 from areal.agent.turns import answer_message
 from areal.api.config import AgentConfig, GRPOConfig
 from areal.api.data import TrajectoryGroup
+from areal.data.image_files import ImageFiles, RunImages
 from areal.data.tiny_model import character_tokenizer
-from areal.ledger.payload import encode_episode
-from areal.ledger.session_columns import group_of_payload
+from areal.ledger.payload import encode_episode, group_of_payload
 from areal.replay import __main__ as command
 from areal.replay import regrade
 from areal.replay.recorded import RecordedRun, read_metrics
-from areal.system.image_files import ImageFiles
-from areal.system.run_images import RunImages
 from areal.workflow.scoring import Score
 from tests.agent.test_images import LAYOUT, TEMPLATE, TOKENS, image, session_of, text, turn
 from tests.expect import raises_code

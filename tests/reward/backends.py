@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from areal.api.config.reward import SandboxConfig
-from areal.reward import sandbox_backends
+from areal.api.config.rollout import SandboxConfig
+from areal.reward import sandbox as sandbox_backends
 from tests.reward.fake_sandbox_fusion import FakeSandboxFusion
 
 BACKENDS = [

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.errors import InputError
-from areal.reward.choice import choice_reward, extract_choice
+from areal.reward.text import choice_reward, extract_choice
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ from areal.api.config import RewardConfig
 from areal.api.errors import InputError
 from areal.reward import sandbox
 from areal.reward.code import Trial, code_reward, last_code_block
-from areal.reward.code_tests import AssertTest, CodeLimits
+from areal.reward.code_tests import AssertTest, CodeLimits, Output
 from areal.reward.pool import RewardPool
-from areal.reward.sandbox import Isolation
-from areal.reward.sandbox_local import LocalRunner
-from areal.reward.sandbox_runner import Output
+from areal.reward.sandbox import Isolation, LocalRunner
 from areal.reward.table import REWARD_FUNCTIONS
 
 ADD = "def add(a, b):\n    return a + b"

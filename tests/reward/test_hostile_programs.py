@@ -2,8 +2,9 @@
 
 import pytest
 
-from areal.api.config.reward import SandboxConfig
-from areal.reward import sandbox, sandbox_backends
+from areal.api.config.rollout import SandboxConfig
+from areal.reward import sandbox
+from areal.reward import sandbox as sandbox_backends
 from areal.reward.code import code_reward
 from tests.attack.sandbox import FAKE_HELPERS, HELPER_TESTS, PROGRAMS, READERS
 from tests.reward.backends import use_backend

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.api.config import RewardConfig
-from areal.api.config.reward import CODE_STARTS_S, CODE_TESTS_S, MATH_NEEDS_S
+from areal.api.config.rollout import CODE_STARTS_S, CODE_TESTS_S, MATH_NEEDS_S
 from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.reward import math_symbolic

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from areal.reward import sandbox as module
+from areal.reward.code_tests import Output, SandboxEnded
 from areal.reward.sandbox import Isolation, Sandbox, SandboxLimits
-from areal.reward.sandbox_runner import Output, SandboxEnded
 
 ROOT = Path(__file__).parents[2]
 NO_WALLS = Isolation(namespaces=False, system_calls=False)

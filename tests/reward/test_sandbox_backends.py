@@ -7,13 +7,12 @@ import sys
 import pytest
 
 from areal.api.config import RewardConfig
-from areal.api.config.reward import SandboxConfig
+from areal.api.config.rollout import SandboxConfig
 from areal.api.errors import ConfigError
-from areal.reward import sandbox_backends
+from areal.reward import sandbox as sandbox_backends
 from areal.reward.code import code_reward
 from areal.reward.pool import RewardPool
-from areal.reward.sandbox import Isolation, IsolationMissing
-from areal.reward.sandbox_backends import checked
+from areal.reward.sandbox import Isolation, IsolationMissing, checked
 from areal.reward.table import REWARD_FUNCTIONS
 from tests.reward.backends import BACKENDS, use_backend
 from tests.reward.fake_sandbox_fusion import FakeSandboxFusion
@@ -95,7 +94,7 @@ def test_a_remote_backend_needs_an_address(url):
 
 def test_the_check_is_a_command():
     """The launcher runs it: exit code and one line."""
-    command = [sys.executable, "-m", "areal.reward.sandbox_backends"]
+    command = [sys.executable, "-m", "areal.reward.sandbox"]
     for config, code in (
         (SandboxConfig(), 0),
         (SandboxConfig(backend="remote", url="http://127.0.0.1:9", retries=0), 2),

@@ -5,13 +5,11 @@ import threading
 
 import pytest
 
-from areal.api.config.reward import SandboxConfig
+from areal.api.config.rollout import SandboxConfig
 from areal.api.errors import RewardError
 from areal.reward.code import Trial
-from areal.reward.code_tests import CodeLimits, parse_tests
-from areal.reward.sandbox_backends import checked
-from areal.reward.sandbox_remote import RemoteRunner, SandboxService
-from areal.reward.sandbox_runner import Output
+from areal.reward.code_tests import CodeLimits, Output, parse_tests
+from areal.reward.sandbox import RemoteRunner, SandboxService, checked
 from tests.reward import fake_sandbox_fusion
 from tests.reward.fake_sandbox_fusion import FakeSandboxFusion
 
@@ -68,7 +66,7 @@ INTERNAL = (200, b'{"status": "SandboxError", "message": "no worker", "run_resul
 
 
 def test_failures_of_the_service_are_repeated(monkeypatch):
-    monkeypatch.setattr("areal.reward.sandbox_remote._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("areal.reward.sandbox._FIRST_PAUSE_S", 0.0)
     with FakeSandboxFusion([BUSY, BROKEN, INTERNAL]) as server:
         assert passed(server, ADD, ["assert add(1, 2) == 3"]) == 1
         assert len(server.requests) == 4
@@ -76,7 +74,7 @@ def test_failures_of_the_service_are_repeated(monkeypatch):
 
 @pytest.mark.parametrize("answer", [BUSY, BROKEN, INTERNAL])
 def test_a_service_that_keeps_failing_is_an_error_and_not_a_wrong_answer(monkeypatch, answer):
-    monkeypatch.setattr("areal.reward.sandbox_remote._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("areal.reward.sandbox._FIRST_PAUSE_S", 0.0)
     with FakeSandboxFusion([answer] * 9) as server, pytest.raises(RewardError) as error:
         passed(server, ADD, ["assert add(1, 2) == 3"], retries=1)
     assert error.value.code == "sandbox.remote_unavailable"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal.reward.vision_answer import count_reward, vision_math_reward
+from areal.reward.math_symbolic import count_reward, vision_math_reward
 from tests.expect import raises_code
 
 

@@ -4,8 +4,8 @@ import contextlib
 
 from aiohttp import web
 
-from areal.observe.http_log import HttpLogger
-from areal.rollout.controller_routes import make_app
+from areal.observe.log import HttpLogger
+from areal.rollout.controller_process import make_app
 from areal.system.network import bind_socket, http_address
 from tests.run_token import TOKEN
 

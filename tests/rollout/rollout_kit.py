@@ -26,13 +26,12 @@ from areal.api.errors import LedgerError
 from areal.api.workflow import RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import recover_folder
-from areal.ledger.event_log import GroupWriter
-from areal.ledger.ledger import Ledger
+from areal.ledger.ledger import GroupWriter, Ledger
 from areal.ledger.payload import payload_head
 from areal.ledger.state import Event
-from areal.rollout.batching import share_parts
 from areal.rollout.controller import Controller
 from areal.rollout.share_codec import encode_head
+from areal.rollout.train_batches import share_parts
 
 
 class FakeFleet(InferenceFleet):

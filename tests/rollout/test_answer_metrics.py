@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from areal.rollout.answer_metrics import (
+from areal.rollout.evaluation import (
     Graded,
     answer_metrics,
     default_ks,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.engine import InferenceEngine
-from areal.rollout.episode import EpisodeEngine
+from areal.rollout.executor import EpisodeEngine
 
 
 class Policy(InferenceEngine):

@@ -19,11 +19,10 @@ from areal.ledger.payload import (
     join_columns,
     payload_sizes,
 )
-from areal.observe.episode_metrics import log_metric
-from areal.observe.session_trace import SessionTracer
-from areal.observe.spans import tracing
+from areal.observe.spans import SessionTracer, tracing
+from areal.observe.step_files import log_metric
 from areal.rollout import executor
-from areal.rollout.episode import check_trajectory, verdict_on
+from areal.rollout.executor import check_trajectory, verdict_on
 from areal.rollout.share_codec import decode_share
 from tests.rollout import rollout_kit
 

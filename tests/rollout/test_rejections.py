@@ -5,8 +5,7 @@ import logging
 
 import pytest
 
-from areal.rollout.executor import ProducerStopped
-from areal.rollout.rejections import Rejections
+from areal.rollout.executor import ProducerStopped, Rejections
 from tests.rollout import rollout_kit
 
 

@@ -19,12 +19,11 @@ from areal.data.balance import Partition
 from areal.ledger.event_files import PayloadReader, payload_path
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import TrajectoryError, check_payload, encode_episode, join_columns, payload_head
-from areal.ledger.state import AcceptedEpisode, BatchRecord
-from areal.ledger.token_counts import TokenCounts
+from areal.ledger.state import AcceptedEpisode, BatchRecord, TokenCounts
 from areal.rollout import train_batches
-from areal.rollout.batching import BatchSums, share_parts
 from areal.rollout.client import RolloutClient
 from areal.rollout.share_codec import decode_share, encode_head, read_share
+from areal.rollout.train_batches import BatchSums, share_parts
 from tests.rollout import rollout_kit
 from tests.rollout.http_kit import running
 from tests.rollout.test_episodes import GOOD, run_one_batch

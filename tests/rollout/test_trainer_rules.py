@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from areal.ledger.audit import audit
 from areal.ledger.ledger import Ledger
-from areal.rollout.controller_routes import make_app
+from areal.rollout.controller_process import make_app
 from areal.system.run_paths import RunPaths
 from tests.attack.controller import VALID, attacks
 from tests.conftest import SteadyLoop

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from areal.api.config import TrainEngineConfig
 from areal.data.pack import rows_to_train_batch
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 
 SPECIALS = ("<pad>", "<eos>", "<unk>")

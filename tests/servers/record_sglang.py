@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from areal.api.data import WeightSpec
 from areal.fleet.replica import GenerationPart
-from areal.fleet.sglang_wire import ServerFacts, bucket_body, generate_body, parse_facts, vocabulary_probe
+from areal.fleet.sglang import ServerFacts, bucket_body, generate_body, parse_facts, vocabulary_probe
 from areal.server_side.areal_transfer import group, layout
 from areal.system.network import Host
 from areal.weights.update_group import serve_store

@@ -22,9 +22,9 @@ import aiohttp
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.fleet.replica import GenerationPart
-from areal.fleet.vllm_wire import generate_body
+from areal.fleet.vllm import generate_body
 from areal.server_side.areal_transfer import group, layout
 from areal.system.network import Host
 from areal.weights.update_group import serve_store

@@ -14,15 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from areal.api.config.inference import GenerationHyperparameters
-from areal.api.config.rollout import InferenceEngineConfig
+from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
 from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
+from areal.data.image_files import RunImages
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import GenerationPart, PartChunk, Replica
 from areal.system.file_registry import FileRegistry
 from areal.system.network import Host
-from areal.system.run_images import RunImages
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel
 from tests.fake_ranks import FakeRanks

@@ -10,10 +10,9 @@ import torch
 
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs
 from areal.api.config import OptimizerConfig, TrainEngineConfig
-from areal.api.config.lora import LoRAConfig
+from areal.api.config.train import LoRAConfig
 from areal.data.pack import rows_to_train_batch
-from areal.engine.fsdp import FSDPEngine
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.weights.disk import AdapterChannel
 from tests.expect import serve

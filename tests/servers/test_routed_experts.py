@@ -13,12 +13,11 @@ from areal.api.config import TrainEngineConfig
 from areal.api.data import Trajectory
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.pack import rows_to_train_batch
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.fleet.continuation import Answer
 from areal.fleet.sglang import SGLangReplica
-from areal.ledger.payload import encode_unscored
-from areal.ledger.session_columns import join_experts
+from areal.ledger.payload import encode_unscored, join_experts
 from tests.servers.checkpoints import EOS, VOCAB_SIZE, build_tokenizer
 from tests.servers.real_server import RealServer
 from tests.servers.server_kit import PROMPT, TOLERANCE, a_request

@@ -6,7 +6,7 @@ import pytest
 
 from areal.api.config import ClusterSpecConfig, NameResolveConfig, SFTConfig
 from areal.system.discovery import registry_of
-from areal.system.etcd_registry import EtcdRegistry
+from areal.system.etcd import EtcdRegistry
 from tests.expect import raises_code
 from tests.system.etcd_kit import EtcdCluster
 from tests.system.registry_cases import RegistryCases

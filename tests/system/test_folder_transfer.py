@@ -15,12 +15,9 @@ from pathlib import Path
 import pytest
 
 from areal.api.errors import RequestError, WeightSyncError
-from areal.system import folder_puller
+from areal.system import folders as folder_puller
 from areal.system.durable import is_complete
-from areal.system.folder_list import FolderList, sum_of
-from areal.system.folder_puller import FolderPuller
-from areal.system.folder_server import FolderServer
-from areal.system.local_folder import LocalFolder
+from areal.system.folders import FolderList, FolderPuller, FolderServer, LocalFolder, sum_of
 from areal.system.network import Host
 from tests.expect import raises_code
 
@@ -216,7 +213,7 @@ def test_after_a_kill_of_the_puller_the_next_one_continues(faulty: FaultyServer,
     code = (
         "import sys, tempfile\n"
         "tempfile.tempdir = sys.argv[1]\n"
-        "from areal.system.folder_puller import FolderPuller\n"
+        "from areal.system.folders import FolderPuller\n"
         "FolderPuller('secret', {}).pull(sys.argv[2])\n"
     )
     first = subprocess.Popen([sys.executable, "-c", code, str(tempfile.gettempdir()), faulty.url])
@@ -249,7 +246,7 @@ def test_old_folders_are_removed(source: Path, puller: FolderPuller) -> None:
 
 def test_a_folder_of_an_ended_run_is_removed_by_the_next_one(tmp_path: Path) -> None:
     code = "import sys, tempfile, os\ntempfile.tempdir = sys.argv[1]\n"
-    code += "from areal.system.local_folder import LocalFolder\nLocalFolder('first')\nos._exit(9)\n"
+    code += "from areal.system.folders import LocalFolder\nLocalFolder('first')\nos._exit(9)\n"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     (base,) = tmp_path.glob("areal-*")
     assert (base / "first").is_dir()

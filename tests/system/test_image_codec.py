@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
-from areal.system.image_codec import colours_of, encode_image, gradient_image
-from areal.system.image_pixels import patches_of
+from areal.data.image_files import colours_of, encode_image, gradient_image, patches_of
 from tests.api.test_images import LAYOUT
 from tests.expect import raises_code
 

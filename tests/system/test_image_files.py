@@ -6,9 +6,8 @@ import json
 import pytest
 
 from areal.api.config import GRPOConfig, PPOActorConfig
-from areal.system.image_files import ImageFiles
-from areal.system.run_images import RunImages
-from areal.system.vision_layout import read_vision_layout
+from areal.data.image_files import ImageFiles, RunImages
+from areal.models.vision_layout import read_vision_layout
 from tests.expect import raises_code
 
 CONFIG = {

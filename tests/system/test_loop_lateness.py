@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from areal.system import loop_lateness
-from areal.system.loop_lateness import LoopLateness
+from areal.fleet import replica_set as loop_lateness
+from areal.fleet.replica_set import LoopLateness
 from areal.system.stacks import place_of_thread
 from tests.rollout.rollout_kit import VirtualLoop
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from areal.api.allocation import AllocationMode
-from areal.system.mesh_rules import mesh_problem
-from areal.system.model_shape import ModelShape
+from areal.models.mesh_rules import mesh_problem
+from areal.models.model_shape import ModelShape
 
 SIZES = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 12,

@@ -158,9 +158,9 @@ def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, 
 LISTENS = {"bind", "listen", "start_server", "create_server", "start_unix_server", "TCPSite", "HTTPServer", "run_app"}
 STORES = {"areal/weights/update_group.py"}
 """Modules that serve a store of torch, on a socket from `listen`."""
-RELAYS = {"areal/fleet/server_parts.py", "areal/system/relay.py"}
+RELAYS = {"areal/fleet/server_host.py", "areal/system/relay.py"}
 """Modules whose sockets pass on the connections of clients with the token or of known machines only, or of loopback."""
-SILENT = {"areal/launcher/port_check.py"}
+SILENT = {"areal/launcher/preflight.py"}
 """Modules whose sockets read and answer nothing."""
 
 

@@ -11,9 +11,8 @@ import transformers
 from PIL import Image
 
 from areal.api.images import VisionLayout
-from areal.system.image_codec import encode_image
-from areal.system.image_pixels import decode_png, grid_of, patches_of
-from areal.system.vision_layout import read_vision_layout, tokens_around
+from areal.data.image_files import decode_png, encode_image, grid_of, patches_of
+from areal.models.vision_layout import read_vision_layout, tokens_around
 from tests.expect import raises_code
 
 COLOURS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}

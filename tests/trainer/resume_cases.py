@@ -26,20 +26,19 @@ from areal.api.config import (
     RecoverConfig,
     SFTOptions,
 )
-from areal.api.config.loss_assembly import AdaptiveEntropyConfig
+from areal.api.config.policy_losses import AdaptiveEntropyConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 from areal.trainer.actor import PPOActor
-from areal.trainer.batch_metrics import batch_metrics
-from areal.trainer.critic import Critic
 from areal.trainer.policy_update import output_spec
+from areal.trainer.ppo_loop import batch_metrics
 from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
-from areal.trainer.reference import Reference, ReferenceResets
+from areal.trainer.roles import Critic, Reference, ReferenceResets
 from areal.trainer.sft import SFTTask
 
 VOCAB, NUM_STEPS, CUT = 11, 5, 2

@@ -20,15 +20,13 @@ from transformers import (
 )
 
 from areal.api.config import DPOOptions, MicroBatchSpec, OptimizerConfig, RWOptions, SFTOptions, TrainEngineConfig
-from areal.data.preference_rows import EncodedPair
-from areal.data.sft_rows import EncodedRow
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.data.supervised_rows import EncodedPair, EncodedRow
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
-from areal.trainer.dpo import DPOTask
-from areal.trainer.pairs import with_whole_pairs
-from areal.trainer.reduce import reduce_metrics
+from areal.trainer.dpo import DPOTask, with_whole_pairs
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.reward_model import RewardModelTask
 from areal.trainer.row_loop import RowTask, evaluate, share_of
 from areal.trainer.sft import SFTTask

@@ -9,14 +9,13 @@ from dataclasses import replace
 import torch
 
 from areal.agent.bridge import BridgeGap
-from areal.agent.samples import trajectories
-from areal.agent.transcript import Transcript
+from areal.agent.transcript import Transcript, trajectories
 from areal.agent.turns import TurnRequest
 from areal.api.batch import TrainBatch
 from areal.api.data import GenerationResponse, TrajectoryGroup
 from areal.data.pack import to_train_batch
 from areal.ledger.payload import encode_episode, payload_head
-from areal.rollout.batching import build_share, share_parts
+from areal.rollout.train_batches import build_share, share_parts
 
 CUTS = ("tree", "concat", "per_turn")
 VOCABULARY = 6

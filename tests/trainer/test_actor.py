@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
-from areal.api.config.custom import CustomFunctionOptions
+from areal.api.config.policy_losses import CustomFunctionOptions
 from areal.api.errors import ConfigError
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
-from areal.trainer.batch_metrics import batch_metrics
-from areal.trainer.reduce import reduce_metrics
-from areal.trainer.reference import Reference
+from areal.trainer.minibatch import reduce_metrics
+from areal.trainer.ppo_loop import batch_metrics
+from areal.trainer.roles import Reference
 from tests.expect import raises_code
 
 GROUP_MEAN = NormConfig(mean_level="group", std_level=None)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
-from areal.api.config.advantages import ADV_ESTIMATORS
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.algorithm import ADV_ESTIMATORS
+from areal.api.config.schema import options_without_effect
 from areal.api.errors import InputError
 from areal.trainer.actor import PPOActor
 from tests.expect import raises_code

@@ -12,17 +12,16 @@ import torch
 from areal.api.config import GRPOConfig, NormConfig, PPOActorConfig
 from areal.api.config.load import read
 from areal.api.config.policy_losses import AipoOptions, SapoOptions, SequenceLevelOptions, ToprOptions
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
 from areal.api.config.validate import problems_of
 from areal.api.metrics import merge_metrics, metric_values
 from areal.trainer.actor import PPOActor
-from areal.trainer.batch_metrics import batch_metrics
-from areal.trainer.critic import Critic
 from areal.trainer.first_pass import may_share_first_pass
 from areal.trainer.kl_term import uses_reference
-from areal.trainer.reduce import reduce_metrics
-from areal.trainer.reference import Reference
-from areal.trainer.teacher import Teacher
+from areal.trainer.minibatch import reduce_metrics
+from areal.trainer.policy_update import Teacher
+from areal.trainer.ppo_loop import batch_metrics
+from areal.trainer.roles import Critic, Reference
 
 MODEL = {"path": "x", "optimizer": {}, "ppo_n_minibatches": 1}
 GROUP = {"mean_level": "group", "std_level": "group"}

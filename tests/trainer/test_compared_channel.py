@@ -11,7 +11,7 @@ import torch
 
 from areal.api.data import ProbeScore, ProbeTokens
 from areal.api.images import ImageRef
-from areal.trainer.compared_channel import ComparedChannel
+from areal.trainer.ppo_loop import ComparedChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
 

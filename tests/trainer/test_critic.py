@@ -8,7 +8,7 @@ import torch
 from areal.api.config import PPOActorConfig, PPOCriticConfig
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
-from areal.trainer.critic import Critic
+from areal.trainer.roles import Critic
 from tests.expect import raises_code
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from areal.api.config import PPOActorConfig
-from areal.api.config.custom import CustomFunctionOptions
+from areal.api.config.policy_losses import CustomFunctionOptions
 from areal.trainer.actor import PPOActor
 from tests.expect import raises_code
 
-MEDIAN = "areal.algorithm.custom_advantage:median_baseline"
+MEDIAN = "areal.algorithm.advantage:median_baseline"
 TEXT = '''
 import torch
 

@@ -6,27 +6,26 @@ import random
 import pytest
 import torch
 
+from areal.algorithm.advantage import _RECIPES
 from areal.algorithm.aggregate import local_denominator, loss_scale, loss_weights
-from areal.algorithm.estimators import _RECIPES
 from areal.algorithm.losses import LOSSES
 from areal.api.batch import TokenOutputs
 from areal.api.config import GRPOConfig
 from areal.api.config.load import read
-from areal.api.config.loss_assembly import AGGREGATIONS
+from areal.api.config.policy_losses import AGGREGATIONS
 from areal.api.metrics import merge_metrics, metric_values
 from areal.data.sessions import with_session_tokens
 from areal.trainer.actor import PPOActor
-from areal.trainer.batch_metrics import batch_metrics
-from areal.trainer.critic import Critic
 from areal.trainer.kl_term import uses_reference
-from areal.trainer.reduce import reduce_metrics
-from areal.trainer.reference import Reference
-from areal.trainer.teacher import Teacher
+from areal.trainer.minibatch import reduce_metrics
+from areal.trainer.policy_update import Teacher
+from areal.trainer.ppo_loop import batch_metrics
+from areal.trainer.roles import Critic, Reference
 from tests.trainer import test_combinations
 from tests.trainer.session_cases import CUTS, VOCABULARY, batch_of, batch_of_two
 
 ESTIMATORS = ("gae", *_RECIPES)
-CUSTOM = {"custom_advantage": {"path": "areal.algorithm.custom_advantage:median_baseline", "args": {"scale": 2.0}}}
+CUSTOM = {"custom_advantage": {"path": "areal.algorithm.advantage:median_baseline", "args": {"scale": 2.0}}}
 OF_LOSS = {"topr": {"topr": {"ratio": "token"}}, "kimi15": {"kimi15": {"ratio": "token"}}}
 
 

@@ -7,7 +7,7 @@ import torch
 
 from areal.algorithm.advantage import adaptive_lambda, generalised_advantages
 from areal.api.config import PPOActorConfig
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
 from areal.trainer.actor import PPOActor
 
 

@@ -11,8 +11,8 @@ from areal.api.config import PPOActorConfig, PPOCriticConfig
 from areal.api.errors import TrainingDiverged
 from areal.engine.mesh import TrainerMesh
 from areal.trainer.actor import PPOActor
-from areal.trainer.critic import Critic
 from areal.trainer.progress import updating
+from areal.trainer.roles import Critic
 from tests.expect import raises_code
 from tests.trainer import row_cases as rows
 

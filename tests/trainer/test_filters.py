@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
-from areal.trainer.actor import PPOActor
-from areal.trainer.filters import with_filters
+from areal.trainer.actor import PPOActor, with_filters
 
 
 def config(**options):

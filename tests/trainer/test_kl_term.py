@@ -10,11 +10,11 @@ from areal.api.config import KLControlConfig, PPOActorConfig
 from areal.api.data import WeightSpec
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
-from areal.trainer.batch_metrics import batch_metrics
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.policy_update import output_spec
+from areal.trainer.ppo_loop import batch_metrics
 from areal.trainer.recover import ActorState
-from areal.trainer.reduce import reduce_metrics
-from areal.trainer.reference import Reference, ReferenceResets
+from areal.trainer.roles import Reference, ReferenceResets
 from tests.expect import raises_code
 
 NAN = float("nan")

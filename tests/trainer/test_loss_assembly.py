@@ -9,13 +9,13 @@ import torch
 
 from areal.api.batch import TokenOutputs
 from areal.api.config import AdaptiveEntropyConfig, NormConfig, PPOActorConfig, PPOCriticConfig
-from areal.api.config.loss_assembly import AGGREGATIONS
+from areal.api.config.policy_losses import AGGREGATIONS
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
-from areal.trainer.critic import Critic
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.policy_update import output_spec
 from areal.trainer.recover import ActorState
-from areal.trainer.reduce import reduce_metrics
+from areal.trainer.roles import Critic
 from tests.expect import raises_code
 
 GROUP_MEAN = NormConfig(mean_level="group", std_level=None)

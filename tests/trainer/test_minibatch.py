@@ -12,9 +12,8 @@ from areal.api.config import NormConfig, PPOActorConfig, PPOCriticConfig
 from areal.api.metrics import metric_values
 from areal.data.balance import balanced_parts
 from areal.trainer.actor import PPOActor
-from areal.trainer.critic import Critic
-from areal.trainer.minibatch import Passes, dealt_parts
-from areal.trainer.reduce import reduce_metrics
+from areal.trainer.minibatch import Passes, dealt_parts, reduce_metrics
+from areal.trainer.roles import Critic
 
 
 def actor_of(engine, *, seed=0, frozen_steps=0, **options):

@@ -10,8 +10,8 @@ from areal.api.config import CorrectionRule, PPOActorConfig, RolloutCorrectionCo
 from areal.api.config.validate import problems_of
 from areal.api.metrics import merge_metrics, metric_values
 from areal.trainer.actor import PPOActor
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.off_policy import correction_of
-from areal.trainer.reduce import reduce_metrics
 
 
 def config(**options):

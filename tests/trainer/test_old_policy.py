@@ -9,11 +9,11 @@ import torch
 from areal.algorithm.aggregate import identity_reduce
 from areal.api.config import PPOActorConfig
 from areal.api.config.policy_losses import POLICY_LOSSES, KlCovOptions
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor, with_chosen_tokens
+from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.off_policy import old_logprobs
-from areal.trainer.reduce import reduce_metrics
 from tests.expect import raises_code
 
 GUESS = {"use_decoupled_loss": True, "prox_logp_method": "loglinear"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from areal.data.preference_rows import encode_pair
+from areal.data.supervised_rows import encode_pair
 from areal.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]

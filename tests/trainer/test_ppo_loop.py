@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal.api.batch_share import BatchShare
+from areal.api.batch import BatchShare
 from areal.api.config import (
     EvaluatorConfig,
     GRPOConfig,
@@ -27,7 +27,7 @@ from areal.trainer import ppo_loop
 from areal.trainer.actor import PPOActor
 from areal.trainer.progress import TrainingLength
 from areal.trainer.roles import PPORoles
-from areal.weights.checksum import checksum_of
+from areal.weights.weight_files import checksum_of
 from tests.fake_ranks import FakeRanks
 
 LENGTH = TrainingLength(steps_per_epoch=4, total_steps=3)

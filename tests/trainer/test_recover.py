@@ -131,7 +131,7 @@ def test_each_rank_has_its_own_random_numbers_and_proves_its_part(toolbox, tmp_p
         return ""
 
     monkeypatch.setattr("areal.trainer.recover.damage_of", damage_of)
-    monkeypatch.setattr("areal.trainer.recover_writer.damage_of", damage_of)
+    monkeypatch.setattr("areal.trainer.recover.damage_of", damage_of)
 
     def rank_run(rank):
         store = RecoverStore(
@@ -147,7 +147,7 @@ def test_each_rank_has_its_own_random_numbers_and_proves_its_part(toolbox, tmp_p
 
 def test_each_attempt_is_written_in_a_folder_with_a_new_name(make_store, tmp_path, monkeypatch):
     folders = []
-    monkeypatch.setattr("areal.trainer.recover_writer.damage_of", lambda folder, **part: folders.append(folder) or "")
+    monkeypatch.setattr("areal.trainer.recover.damage_of", lambda folder, **part: folders.append(folder) or "")
     store = make_store(tmp_path)
     for _ in range(2):
         store.save(point(1))
@@ -262,7 +262,7 @@ def test_a_checkpoint_that_reads_back_differently_never_counts(make_store, make_
     store = make_store(tmp_path)
     store.save(point(1))
     store.save(point(2))
-    monkeypatch.setattr("areal.trainer.recover_writer.damage_of", lambda folder, **part: "x differs")
+    monkeypatch.setattr("areal.trainer.recover.damage_of", lambda folder, **part: "x differs")
     with raises_code("checkpoint.not_written", "step 3", "x differs", "step-000002"):
         store.save(point(3))
     assert names(tmp_path) == ["step-000001", "step-000002"]

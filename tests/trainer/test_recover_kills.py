@@ -14,12 +14,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal.api.config import OptimizerConfig, RecoverConfig, SaverConfig, TrainEngineConfig
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.durable import damage_of
+from areal.trainer.after_step import Saver
 from areal.trainer.progress import TrainingLength
 from areal.trainer.recover import RecoverPoint, RecoverStore
-from areal.trainer.saver import Saver
 from tests.expect import raises_code
 from tests.fake_ranks import FakeRanks
 

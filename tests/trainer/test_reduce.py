@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from areal.api.metrics import Metric
-from areal.trainer.reduce import reduce_metrics
+from areal.trainer.minibatch import reduce_metrics
 
 
 class OtherRank:

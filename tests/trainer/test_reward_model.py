@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from areal.data.preference_rows import EncodedPair
-from areal.data.sft_rows import EncodedRow
 from areal.data.split import take
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.data.supervised_rows import EncodedPair, EncodedRow
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.trainer.reward_model import padding_trap, sequence_scores
 from tests.expect import raises_code

@@ -6,16 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal.agent.samples import row_of
-from areal.agent.token_tree import TokenTree, path_to
+from areal.agent.transcript import TokenTree, path_to, row_of
 from areal.api.config import NativeServerConfig
 from areal.api.data import TrajectoryGroup
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.pack import to_train_batch
-from areal.inference.engine_builder import build_engine
-from areal.inference.sequence import SamplingParams, Sequence
+from areal.inference.engine import build_engine
+from areal.inference.scheduler import SamplingParams, Sequence
 from areal.ledger.payload import encode_episode, payload_head
-from areal.rollout.batching import build_share, share_parts
+from areal.rollout.train_batches import build_share, share_parts
 from tests.engine import engine_cases as cases
 from tests.engine.test_routing import near_ties
 

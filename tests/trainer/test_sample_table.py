@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal.api.batch_share import BatchShare
+from areal.api.batch import BatchShare
 from areal.api.config import StatsLoggerConfig
 from areal.api.errors import InputError
 from areal.api.images import ImageRef
 from areal.observe.step_files import SAMPLE_COLUMNS
-from areal.trainer import sample_table
-from areal.trainer.sample_table import SampleTables, sample_rows
+from areal.trainer import ppo_loop as sample_table
+from areal.trainer.ppo_loop import SampleTables, sample_rows
 
 
 class Letters:

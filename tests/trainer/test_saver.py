@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import HubUploadConfig, SaverConfig
-from areal.trainer.hub_uploads import HubUploads, is_final
-from areal.trainer.saver import Saver, removable
+from areal.trainer.after_step import HubUploads, Saver, is_final, removable
 from tests.fake_ranks import FakeRanks
 
 
@@ -115,7 +114,7 @@ def hub(monkeypatch):
     thread.start()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{found.server_port}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("areal.trainer.hub_uploads._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("areal.trainer.after_step._FIRST_PAUSE_S", 0.01)
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     yield found
     found.shutdown()

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal.algorithm.aggregate import identity_reduce
-from areal.algorithm.second_moment import second_moment_kept
+from areal.algorithm.correction import second_moment_kept
 
 THRESHOLD = 0.04
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from areal.api.config import SFTOptions
-from areal.data.sft_rows import EncodedRow
+from areal.data.supervised_rows import EncodedRow
 from areal.trainer.row_loop import evaluate, share_of
 from areal.trainer.sft import SFTTask
 

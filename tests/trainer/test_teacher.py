@@ -7,10 +7,10 @@ import torch
 
 from areal.api.batch import TokenOutputs
 from areal.api.config import PPOActorConfig, TeacherConfig
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.schema import options_without_effect
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
-from areal.trainer.teacher import Teacher, distillation_loss
+from areal.trainer.policy_update import Teacher, distillation_loss
 from tests.expect import raises_code
 
 

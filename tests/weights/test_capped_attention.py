@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal.weights.capped_attention import capped_attention
+from areal.models.attention import capped_attention
 
 N, H, L, K, D = 2, 3, 5, 7, 4
 

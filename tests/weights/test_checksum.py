@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from areal.weights.checksum import WeightsChecksum, checksum_of
+from areal.weights.weight_files import WeightsChecksum, checksum_of
 from tests.fake_ranks import FakeRanks
 
 LARGE = 5 * 2**15 + 77
@@ -72,7 +72,7 @@ def test_the_checksum_of_zeros_depends_on_their_number():
 
 def test_the_checksum_ignores_the_block_size(monkeypatch):
     reference = checksum(weights())
-    monkeypatch.setattr("areal.weights.checksum._CPU_ROWS", 3)
+    monkeypatch.setattr("areal.weights.weight_files._CPU_ROWS", 3)
     assert checksum(weights()) == reference
 
 

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
-from areal.weights import stored_form
-from areal.weights.stored_form import StoredForm
+from areal.models import stored_form
+from areal.models.stored_form import StoredForm
 from tests.expect import raises_code
 
 SIZES = {

@@ -13,8 +13,8 @@ from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, WeightSyncError
 from areal.inference.weight_update import ServedWeights
 from areal.weights import collective as collective_module
-from areal.weights.checksum import checksum_of
 from areal.weights.collective import CollectiveChannel, plan_buckets
+from areal.weights.weight_files import checksum_of
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
 

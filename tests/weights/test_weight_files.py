@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from areal.system.checkpoint_files import stored_weights
+from areal.models.checkpoint_files import stored_weights
 from areal.weights.weight_files import plan_files, write_index, write_own_files
 
 

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from areal.observe.episode_metrics import log_metric
+from areal.observe.step_files import log_metric
 
 
 def length(prompt, completion, prompt_ids, completion_ids, **row):

@@ -3,13 +3,13 @@
 import pytest
 
 from areal.api.config import GenerationHyperparameters
+from areal.data.image_files import ImageFiles
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.audit import audit
 from areal.ledger.event_files import LedgerReader
 from areal.ledger.ledger import Ledger
 from areal.rollout.controller import Controller
-from areal.system.image_files import ImageFiles
-from areal.workflow.vision_rlvr import VisionRLVRWorkflow
+from areal.workflow.rlvr import VisionRLVRWorkflow
 from tests.data.test_images import TOKENIZER, images_for, png, user
 from tests.expect import raises_code
 from tests.rollout import rollout_kit

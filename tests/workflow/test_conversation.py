@@ -3,7 +3,7 @@ import pytest
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationResponse
 from areal.api.errors import InputError, RewardError
-from areal.rollout.episode import check_trajectory
+from areal.rollout.executor import check_trajectory
 from areal.workflow import Conversation, ConversationWorkflow, chat_prompt, generate, score
 from tests.expect import raises_code
 

@@ -7,9 +7,9 @@ import pytest
 from areal.agent.images import DialogueImages
 from areal.api.config import GenerationHyperparameters, PPOActorConfig, PPOConfig, VisionConfig
 from areal.api.images import collapsed
+from areal.data.image_files import ImageFiles
 from areal.data.images import ImageWriter, PromptImages
 from areal.data.tiny_model import character_tokenizer
-from areal.system.image_files import ImageFiles
 from areal.workflow import Conversation, ConversationWorkflow, use_tools
 from areal.workflow.multi_turn import MultiTurnWorkflow
 from areal.workflow.registry import build_workflow

@@ -10,8 +10,8 @@ from areal.api.engine import InferenceEngine
 from areal.api.errors import InputError, RewardError
 from areal.data.pack import to_train_batch
 from areal.ledger.payload import encode_episode, to_columns
-from areal.rollout.batching import SharePart, build_share
-from areal.rollout.episode import EpisodeEngine
+from areal.rollout.executor import EpisodeEngine
+from areal.rollout.train_batches import SharePart, build_share
 from areal.workflow.accept import mixed_rewards
 from areal.workflow.rlvr import RLVRWorkflow
 

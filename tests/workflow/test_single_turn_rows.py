@@ -10,7 +10,7 @@ from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.chat import EncodedPrompt
 from areal.ledger.payload import encode_episode
 from areal.workflow.conversation import Conversation
-from areal.workflow.sampling import group_stats, single_turn_rows
+from areal.workflow.scoring import group_stats, single_turn_rows
 from tests.workflow.conftest import CharTokenizer
 
 SHAPE = ExpertShape(layers=2, choices=2, experts=8)

@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 
 from areal.api.config import GenerationHyperparameters
-from areal.observe.episode_metrics import logged_metrics
+from areal.observe.step_files import logged_metrics
 from areal.workflow import ConversationWorkflow, ToolCall, call_tool, parse_tool_calls, tool_schema, use_tools
 
 ROW = {"messages": [{"role": "user", "content": "2+3?"}], "answer": "5"}

@@ -4,7 +4,7 @@ import pytest
 
 from areal.api.config import GenerationHyperparameters
 from areal.data.images import PromptImages
-from areal.workflow.vision_rlvr import VisionRLVRWorkflow
+from areal.workflow.rlvr import VisionRLVRWorkflow
 from tests.data.test_images import ONE, TOKENIZER, images_for, png, user
 from tests.expect import raises_code
 from tests.workflow.conftest import ScriptedEngine

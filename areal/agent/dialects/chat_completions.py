@@ -1,20 +1,309 @@
 """The dialect of `/v1/chat/completions` (OpenAI)."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal.agent.dialects.chat_messages import (
-    MAX_ANSWERS,
-    MAX_SEED,
-    MAX_TOKENS,
-    chat_messages,
-    openai_tool_choice,
-    openai_tools,
-    stops,
+import orjson
+
+from areal.agent.dialects.dialect import (
+    DONE,
+    MAX_ITEMS,
+    Asked,
+    Dialect,
+    Fields,
+    FieldTable,
+    Json,
+    Kind,
+    Sent,
+    data_event,
+    invalid,
+    unsupported,
 )
-from areal.agent.dialects.dialect import DONE, Asked, Dialect, Sent, data_event
-from areal.agent.dialects.fields import Fields, FieldTable, Json, Kind
-from areal.agent.turns import TurnAnswer, TurnRequest, TurnSettings, answer_message
+from areal.agent.turns import (
+    Message,
+    TurnAnswer,
+    TurnRefused,
+    TurnRequest,
+    TurnSettings,
+    answer_message,
+    assistant_message,
+    function_call,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Messages, tools and sampling settings in OpenAI's form: checked, and brought to the form of `turns.Message`.
+
+MAX_ANSWERS = 128
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
+MAX_TOKENS = 2**31 - 1
+MAX_SEED = 2**63 - 1
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_MEDIA = {
+    *("image", "image_url", "input_image", "input_audio", "audio", "file", "input_file", "document", "video"),
+    *("video_url", "search_result", "container_upload"),
+}
+
+
+def joined_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str | None:
+    """Content as one text: a text, or parts of the `kinds`, which are joined by a newline. None stays None."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise invalid(path, f"must be a text or a list of at most {MAX_ITEMS} parts")
+    return "\n".join(part_text(part, f"{path}[{index}]", kinds) for index, part in enumerate(value))
+
+
+def part_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str:
+    """The text of one part of content."""
+    part = Fields(value, path)
+    kind = part.required_text("type")
+    if kind not in kinds:
+        raise refused_part(part, kind)
+    text = part.text("refusal" if kind == "refusal" else "text")
+    if text is None:
+        raise invalid(part.name("text"), "is required")
+    part.skip(
+        annotations="list", logprobs="list", citations="list", cache_control="object", prompt_cache_breakpoint="object"
+    )
+    part.finish()
+    return text
+
+
+def joined_content(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str | list[Json] | None:
+    """As `joined_text`, and with image parts: a list in the form of `turns.Message`."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise invalid(path, f"must be a text or a list of at most {MAX_ITEMS} parts")
+    return merged([content_part(part, f"{path}[{index}]", kinds) for index, part in enumerate(value)])
+
+
+def merged(parts: list[Json]) -> str | list[Json]:
+    """Parts whose neighbouring texts are joined by a newline; one text instead of a list without images."""
+    found: list[Json] = []
+    for part in parts:
+        if part["type"] == "text" and found and found[-1]["type"] == "text":
+            found[-1] = {"type": "text", "text": f"{found[-1]['text']}\n{part['text']}"}
+        else:
+            found.append(part)
+    if all(part["type"] == "text" for part in found):
+        return found[0]["text"] if found else ""
+    return found
+
+
+def content_part(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> Json:
+    """A text part, or an image part of any dialect."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("image_url", "input_image", "image"):
+        return {"type": "text", "text": part_text(value, path, kinds)}
+    part = Fields(value, path)
+    part.skip(type="text", detail="text", cache_control="object", prompt_cache_breakpoint="object")
+    if kind == "image":  # Anthropic's
+        source, name = part.fields("source"), part.name("source")
+        if source is None:
+            raise invalid(name, "is required")
+        url = ""
+        if source.text("type") == "base64":
+            url = f"data:{source.text('media_type') or ''};base64,{source.text('data') or ''}"
+            source.finish()
+    elif kind == "image_url":
+        source = part.fields("image_url")
+        url, name = source.text("url") if source else None, part.name("image_url.url")
+        if source:
+            source.skip(detail="text")
+            source.finish()
+    else:
+        url, name = part.text("image_url"), part.name("image_url")
+    if url is None:
+        raise invalid(name, "is required")
+    if not url.startswith("data:image/") or ";base64," not in url[:64]:
+        message = f"{name}: images are taken as data URLs only (data:image/png;base64,...), none is downloaded"
+        raise TurnRefused(message, code="agent.remote_image", status=400, param=name)
+    part.finish()
+    return {"type": "image", "url": url}
+
+
+def refused_part(part: Fields, kind: str) -> TurnRefused:
+    """Why a part of content is not taken."""
+    path = part.name("type")
+    if kind in _MEDIA:
+        message = f"{path}: parts of type {kind!r} are not supported, only text"
+        return TurnRefused(message, code="agent.multimodal", status=400, param=path)
+    return unsupported(path, f"parts of type {kind[:80]!r} are not supported here")
+
+
+def chat_messages(values: list[Any], path: str = "messages") -> tuple[Message, ...]:
+    """The messages of a chat completion."""
+    if not values:
+        raise invalid(path, "must be a list with at least one message")
+    return tuple(_chat_message(Fields(value, f"{path}[{index}]")) for index, value in enumerate(values))
+
+
+def _chat_message(given: Fields) -> Message:
+    role = given.required_text("role")
+    kinds = ("text", "refusal") if role == "assistant" else ("text",)
+    value, path = given.take("content"), given.name("content")
+    content = None if role in ("user", "tool") else joined_text(value, path, kinds)
+    name = given.text("name")
+    match role:
+        case "user":
+            message = {"role": "user", "content": _required(joined_content(value, path), given)}
+        case "system" | "developer":
+            message = {"role": "system", "content": _required(content, given)}
+        case "assistant":
+            message = _assistant_message(given, content)
+        case "tool":
+            call_id = given.required_text("tool_call_id")
+            message = {
+                "role": "tool",
+                "tool_call_id": call_id,
+                "content": _required(joined_content(value, path), given),
+            }
+        case "function":
+            raise unsupported(given.name("role"), "functions are replaced by tools: use the role 'tool'")
+        case _:
+            raise invalid(given.name("role"), "must be system, developer, user, assistant or tool")
+    given.finish()
+    return message if name is None else {**message, "name": name}
+
+
+def _required(content: str | list[Json] | None, given: Fields) -> str | list[Json]:
+    if content is None:
+        raise invalid(given.name("content"), "is required")
+    return content
+
+
+def _assistant_message(given: Fields, content: str | None) -> Message:
+    given.skip(refusal="text", annotations="list")
+    for name in ("audio", "function_call"):
+        if given.take(name) is not None:
+            raise unsupported(given.name(name), "is not supported")
+    reasoning = given.text("reasoning_content")
+    calls = [
+        _tool_call(Fields(value, f"{given.name('tool_calls')}[{index}]"))
+        for index, value in enumerate(given.items("tool_calls"))
+    ]
+    if content is None and not calls and not reasoning:
+        content = ""  # an answer without text is delivered as null
+    return assistant_message(content, reasoning, calls)
+
+
+def _tool_call(given: Fields) -> Json:
+    if (kind := given.text("type") or "function") != "function":
+        raise unsupported(given.name("type"), f"calls of type {kind[:80]!r} are not supported, only 'function'")
+    given.skip(index="number")  # of a call that was put together from a stream
+    call_id = given.required_text("id")
+    function = _nested(given)
+    name = tool_name(function)
+    arguments = checked_arguments(function.text("arguments"), function.name("arguments"))
+    function.finish()
+    return function_call(call_id, name, arguments)
+
+
+def checked_arguments(text: str | None, path: str) -> str:
+    """The JSON text of an object; no text is the empty object."""
+    if not text:
+        return "{}"
+    try:
+        value = orjson.loads(text)
+        orjson.dumps(value)
+    except (orjson.JSONDecodeError, TypeError):  # TypeError: it is too deep
+        value = None
+    if not isinstance(value, dict):
+        raise invalid(path, "must be the JSON text of an object")
+    return text
+
+
+def tool_name(given: Fields) -> str:
+    """The checked field `name` of a tool or call."""
+    name = given.required_text("name")
+    if not _NAME.fullmatch(name):
+        raise invalid(given.name("name"), "must be 1 to 128 letters, digits, '_', '-' or '.'")
+    return name
+
+
+def function_tool(given: Fields, parameters: str = "parameters") -> Json:
+    """A tool from an object with name, description and `parameters`, in OpenAI's form."""
+    function: Json = {"name": tool_name(given), "description": given.text("description") or ""}
+    function["parameters"] = given.object(parameters) or {"type": "object", "properties": {}}
+    given.skip(strict="flag")  # answers are not constrained
+    given.finish()
+    return {"type": "function", "function": function}
+
+
+def openai_tools(values: list[Any], *, nested: bool) -> tuple[Json, ...]:
+    """The tools of a request in OpenAI's dialects; `nested`: each in its field `function`, as in chat completions."""
+    tools: list[Json] = []
+    for index, value in enumerate(values):
+        given = Fields(value, f"tools[{index}]")
+        kind = given.required_text("type")
+        if kind != "function":
+            raise unsupported(given.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'function'")
+        tools.append(function_tool(_nested(given) if nested else given))
+    return unique_tools(tools)
+
+
+def _nested(given: Fields) -> Fields:
+    """The field `function`, which ends an object."""
+    function = given.fields("function")
+    if function is None:
+        raise invalid(given.name("function"), "is required")
+    given.finish()
+    return function
+
+
+def unique_tools(tools: list[Json]) -> tuple[Json, ...]:
+    """The tools, once each has its own name."""
+    names: set[str] = set()
+    for tool in tools:
+        name = tool["function"]["name"]
+        if name in names:
+            raise invalid("tools", f"two tools have the name {name!r}")
+        names.add(name)
+    return tuple(tools)
+
+
+def checked_choice(choice: str, tools: tuple[Json, ...], *, is_name: bool = False) -> str:
+    """A tool choice of `TurnRequest`; `is_name`: it is the name of one tool."""
+    names = {tool["function"]["name"] for tool in tools}
+    if is_name and choice not in names:
+        raise invalid("tool_choice", f"no tool has the name {choice[:80]!r}")
+    if is_name and choice in ("auto", "none", "required"):
+        raise invalid("tool_choice", f"a tool cannot be chosen by the name {choice!r}: rename it")
+    if choice == "required" and not tools:
+        raise invalid("tool_choice", "requires a tool, but the request has none")
+    return choice
+
+
+def openai_tool_choice(value: Any, tools: tuple[Json, ...], *, nested: bool) -> str:
+    """The field `tool_choice` of OpenAI's dialects; `nested` as in `openai_tools`."""
+    if value is None:
+        return "auto"
+    if isinstance(value, str):
+        if value not in ("auto", "none", "required"):
+            raise invalid("tool_choice", "must be auto, none, required or an object that names a tool")
+        return checked_choice(value, tools)
+    given = Fields(value, "tool_choice")
+    if given.required_text("type") != "function":
+        raise unsupported("tool_choice.type", "only the choice of one tool of type 'function' is supported")
+    function = _nested(given) if nested else given
+    name = tool_name(function)
+    function.finish()
+    return checked_choice(name, tools, is_name=True)
+
+
+def stops(value: Any, path: str = "stop") -> tuple[str, ...]:
+    """Stop strings: one text or a list."""
+    if value is None:
+        return ()
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or len(found) > MAX_STOPS:
+        raise invalid(path, f"must be a text or a list of at most {MAX_STOPS} texts")
+    if not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in found):
+        raise invalid(path, f"must be texts of 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(found)
+
 
 _RUN = "the configuration of the run decides"
 _CONSTRAINED = "answers are not constrained to a format"

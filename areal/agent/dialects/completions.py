@@ -4,10 +4,26 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from areal.agent.dialects.chat_completions import SAMPLING, openai_settings, stream_fields, usage
-from areal.agent.dialects.chat_messages import MAX_ANSWERS, MAX_TOKENS
-from areal.agent.dialects.dialect import DONE, Asked, Dialect, Sent, data_event
-from areal.agent.dialects.fields import Fields, FieldTable, Json, invalid, unsupported
+from areal.agent.dialects.chat_completions import (
+    MAX_ANSWERS,
+    MAX_TOKENS,
+    SAMPLING,
+    openai_settings,
+    stream_fields,
+    usage,
+)
+from areal.agent.dialects.dialect import (
+    DONE,
+    Asked,
+    Dialect,
+    Fields,
+    FieldTable,
+    Json,
+    Sent,
+    data_event,
+    invalid,
+    unsupported,
+)
 from areal.agent.turns import TurnAnswer, TurnRequest
 
 MAX_PROMPT_TOKENS = 2**21

@@ -1,12 +1,161 @@
 """What every dialect offers: parse a body, write a reply, its stream of events, and a refusal."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import orjson
 
 from areal.agent.turns import TurnAnswer, TurnRefused, TurnRequest
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reads the fields of a JSON object one by one: each is checked, and one that nobody reads is refused by its name.
+
+Json = dict[str, Any]
+MAX_NAME = 512
+MAX_ITEMS = 20_000
+"""Of a list. Together with the limit of the body it bounds the time to read a request."""
+Kind = Literal["text", "flag", "number", "object", "list"]
+_KINDS: dict[Kind, tuple[type, ...]] = {
+    "text": (str,),
+    "flag": (bool,),
+    "number": (int, float),
+    "object": (dict,),
+    "list": (list,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldTable:
+    """The fields of a dialect's body, as docs/agent_http.md shows them. Any other field is refused as unknown."""
+
+    read: Mapping[str, str]
+    """Name -> what it does and its limits."""
+    ignored: Mapping[str, tuple[Kind, str]]
+    """Accepted without an effect on the answer: name -> (type, why)."""
+    only: Mapping[str, tuple[tuple[Any, ...], str]]
+    """Accepted with these values only, which change nothing: name -> (values, why others are refused)."""
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Known to the dialect and refused with any value but null: name -> why."""
+
+    def knows(self, name: str) -> bool:
+        return name in self.ignored or name in self.only or name in self.refused
+
+
+def invalid(path: str, problem: str) -> TurnRefused:
+    """A field has a wrong value."""
+    return TurnRefused(f"{path}: {problem}", code="agent.invalid_field", status=400, param=path)
+
+
+def unsupported(path: str, problem: str) -> TurnRefused:
+    """A field, or a value of it, is valid in the dialect but not supported."""
+    return TurnRefused(f"{path}: {problem}", code="agent.unsupported_field", status=400, param=path)
+
+
+class Fields:
+    """The fields of one object. null is the same as an absent field."""
+
+    def __init__(self, value: Any, path: str = "") -> None:
+        """`path`: name of the object in errors; empty for the body."""
+        if not isinstance(value, dict):
+            raise invalid(path or "body", "must be a JSON object")
+        self._left: Json = dict(value)
+        self.path = path
+
+    def name(self, field_name: str) -> str:
+        """The path of a field in errors."""
+        return f"{self.path}.{field_name}" if self.path else field_name
+
+    def names(self) -> list[str]:
+        """The names of the fields that were not read yet."""
+        return list(self._left)
+
+    def take(self, field_name: str) -> Any:
+        return self._left.pop(field_name, None)
+
+    def _typed(self, field_name: str, kind: Kind) -> Any:
+        value = self.take(field_name)
+        if value is None:
+            return None
+        if not isinstance(value, _KINDS[kind]) or (kind == "number" and isinstance(value, bool)):
+            raise invalid(self.name(field_name), f"must be a {kind}" if kind != "object" else "must be an object")
+        return value
+
+    def text(self, field_name: str) -> str | None:
+        return self._typed(field_name, "text")
+
+    def required_text(self, field_name: str) -> str:
+        """A name: short, because replies and errors repeat it."""
+        value = self.text(field_name)
+        if not value or len(value) > MAX_NAME:
+            raise invalid(self.name(field_name), f"is required: a text of 1 to {MAX_NAME} characters")
+        return value
+
+    def flag(self, field_name: str, *, default: bool = False) -> bool:
+        value = self._typed(field_name, "flag")
+        return default if value is None else value
+
+    def integer(self, field_name: str, low: int, high: int) -> int | None:
+        value = self._typed(field_name, "number")
+        if value is None:
+            return None
+        if not isinstance(value, int) or not low <= value <= high:
+            raise invalid(self.name(field_name), f"must be an integer from {low} to {high}")
+        return value
+
+    def number(self, field_name: str, low: float, high: float) -> float | None:
+        value = self._typed(field_name, "number")
+        if value is None:
+            return None
+        if not low <= value <= high:
+            raise invalid(self.name(field_name), f"must be from {low:g} to {high:g}")
+        return float(value)
+
+    def choice(self, field_name: str, values: Collection[str]) -> str | None:
+        value = self.text(field_name)
+        if value is not None and value not in values:
+            raise invalid(self.name(field_name), f"must be one of {', '.join(sorted(values))}")
+        return value
+
+    def items(self, field_name: str) -> list[Any]:
+        found = self._typed(field_name, "list") or []
+        if len(found) > MAX_ITEMS:
+            raise invalid(self.name(field_name), f"must have at most {MAX_ITEMS} items")
+        return found
+
+    def object(self, field_name: str) -> Json | None:
+        return self._typed(field_name, "object")
+
+    def fields(self, field_name: str) -> "Fields | None":
+        """The fields of an object in this one; None when it is absent."""
+        value = self.take(field_name)
+        return None if value is None else Fields(value, self.name(field_name))
+
+    def skip(self, **kinds: Kind) -> None:
+        """Accept fields without an effect, each of its type: what an SDK sends back or adds to every object."""
+        for field_name, kind in kinds.items():
+            self._typed(field_name, kind)
+
+    def finish(self, table: FieldTable | None = None) -> None:
+        """Refuse every field that was not read and that `table` does not accept."""
+        for field_name, value in self._left.items():
+            if value is not None or table is None or not table.knows(field_name):
+                self._check_unread(field_name, value, table)
+        self._left = {}
+
+    def _check_unread(self, field_name: str, value: Any, table: FieldTable | None) -> None:
+        path = self.name(field_name)
+        if table is not None and (kept := table.ignored.get(field_name)):
+            if not isinstance(value, _KINDS[kept[0]]):
+                raise invalid(path, f"must be of type {kept[0]}")
+        elif table is not None and (only := table.only.get(field_name)):
+            if not any(type(value) is type(one) and value == one for one in only[0]):
+                raise unsupported(path, only[1])
+        elif table is not None and field_name in table.refused:
+            raise unsupported(path, table.refused[field_name])
+        else:
+            message = f"{path[:200]}: this server does not know this field"
+            raise TurnRefused(message, code="agent.unknown_field", status=400, param=path[:200])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from areal.agent.dialects.chat_messages import (
+from areal.agent.dialects.chat_completions import (
     MAX_TOKENS,
     checked_choice,
     content_part,
@@ -19,8 +19,18 @@ from areal.agent.dialects.chat_messages import (
     tool_name,
     unique_tools,
 )
-from areal.agent.dialects.dialect import Asked, Dialect, Sent, named_event
-from areal.agent.dialects.fields import MAX_ITEMS, Fields, FieldTable, Json, invalid, unsupported
+from areal.agent.dialects.dialect import (
+    MAX_ITEMS,
+    Asked,
+    Dialect,
+    Fields,
+    FieldTable,
+    Json,
+    Sent,
+    invalid,
+    named_event,
+    unsupported,
+)
 from areal.agent.turns import (
     Message,
     TurnAnswer,

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens
-from areal.algorithm.ratio import policy_ratio, ratio_stats
+from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, policy_ratio, ratio_stats
 from areal.api.config import PolicyLossOptions
 from areal.api.errors import ConfigError
 from areal.api.functions import LOSS_CALL, load_function, parse_function_path

@@ -2,8 +2,15 @@
 
 import torch
 
-from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens
-from areal.algorithm.ratio import PolicyRatio, clip_bounds, policy_ratio, ratio_stats, spread_means
+from areal.algorithm.policy_loss import (
+    PolicyLoss,
+    PolicyRatio,
+    PolicyTokens,
+    clip_bounds,
+    policy_ratio,
+    ratio_stats,
+    spread_means,
+)
 from areal.api.config import PolicyLossOptions
 
 

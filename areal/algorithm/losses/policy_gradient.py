@@ -4,8 +4,16 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat, sequence_sums, trained_counts
-from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, weighted_log_likelihood
-from areal.algorithm.ratio import PolicyRatio, clip_bounds, clipped_ratio, policy_ratio, ratio_stats
+from areal.algorithm.policy_loss import (
+    PolicyLoss,
+    PolicyRatio,
+    PolicyTokens,
+    clip_bounds,
+    clipped_ratio,
+    policy_ratio,
+    ratio_stats,
+    weighted_log_likelihood,
+)
 from areal.api.config import PolicyLossOptions
 
 

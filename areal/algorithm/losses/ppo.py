@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat
-from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, chosen_tokens
-from areal.algorithm.ratio import PolicyRatio, clipped_ratio, policy_ratio, ratio_stats
+from areal.algorithm.policy_loss import (
+    PolicyLoss,
+    PolicyRatio,
+    PolicyTokens,
+    chosen_tokens,
+    clipped_ratio,
+    policy_ratio,
+    ratio_stats,
+)
 from areal.api.config import PolicyLossOptions
 
 
@@ -48,7 +55,7 @@ def clipped_surrogate(ratio: PolicyRatio, options: PolicyLossOptions) -> tuple[T
 def clip_cov_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, 0 at the chosen tokens.
 
-    `areal.algorithm.covariance` chooses them before the update; they stay in the denominator.
+    `areal.algorithm.policy_loss` chooses them before the update; they stay in the denominator.
     """
     chosen = chosen_tokens(tokens)
     ratio = policy_ratio(tokens, options)
@@ -62,7 +69,7 @@ def kl_cov_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """KL-Cov (arXiv 2505.22617): l = -A rho, and -A rho + coef |log rho| at the chosen tokens.
 
     The penalty is the absolute log-ratio to the old policy, as in the paper's code and verl. There is no clip.
-    `areal.algorithm.covariance` chooses the tokens before the update.
+    `areal.algorithm.policy_loss` chooses the tokens before the update.
     """
     chosen = chosen_tokens(tokens)
     ratio = policy_ratio(tokens, options)

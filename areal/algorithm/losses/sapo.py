@@ -2,8 +2,7 @@
 
 import torch
 
-from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens
-from areal.algorithm.ratio import policy_ratio, ratio_stats
+from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, policy_ratio, ratio_stats
 from areal.api.config import PolicyLossOptions
 
 

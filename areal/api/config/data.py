@@ -5,8 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from areal.api.config.fields import Problem, Problems, choice, number, option, section
-from areal.api.config.relevance import given, satisfies, unless, when
+from areal.api.config.schema import Problem, Problems, choice, given, number, option, satisfies, section, unless, when
 
 _SEVERAL = satisfies("path", lambda path: not isinstance(path, str), "a list")
 _FILE_ENDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")

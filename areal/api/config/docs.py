@@ -4,14 +4,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
-from areal.api.config.help import default_text
-from areal.api.config.kinds import KINDS
-from areal.api.config.legacy import LoaderOptions
-from areal.api.config.legacy_rules import LEGACY
-from areal.api.config.legacy_scheduling import NODES, SBATCH, SLURM, WITHOUT_OPTION
-from areal.api.config.relevance import relevance_of
-from areal.api.config.schema import FieldSpec, fields_of, type_text
+from areal.api.config.experiment import KINDS, BaseExperimentConfig, GRPOConfig
+from areal.api.config.legacy import LEGACY, NODES, SBATCH, SLURM, WITHOUT_OPTION, LoaderOptions
+from areal.api.config.load import default_text
+from areal.api.config.schema import FieldSpec, fields_of, relevance_of, type_text
 
 _HEAD = """# Configuration options
 

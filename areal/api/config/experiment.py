@@ -2,22 +2,24 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import random
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
-from areal.api.config.advantages import REWARDS, baseline_problems
-from areal.api.config.agent import AgentConfig
-from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
-from areal.api.config.benchmark import BenchmarkConfig
-from areal.api.config.cut_rules import cut_problems
+from areal.api.config.algorithm import (
+    REWARDS,
+    PPOActorConfig,
+    PPOCriticConfig,
+    RolloutCorrectionConfig,
+    baseline_problems,
+)
 from areal.api.config.data import TemplateConfig, TrainDatasetConfig, ValidDatasetConfig, VisionConfig, misplaced_data
-from areal.api.config.fields import Problem, Problems, below, choice, number, option, section
-from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, LauncherConfig
-from areal.api.config.loss_assembly import filter_problems
+from areal.api.config.legacy import legacy_rule
 from areal.api.config.observe import (
     AlarmsConfig,
     EvaluatorConfig,
@@ -26,13 +28,280 @@ from areal.api.config.observe import (
     SaverConfig,
     StatsLoggerConfig,
 )
-from areal.api.config.relevance import Condition, above, given, options_without_effect, satisfies, when
-from areal.api.config.reward import RewardConfig, score_weight_problems, selection_problems
-from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems
-from areal.api.config.rollout import InferenceEngineConfig
-from areal.api.config.schema import with_defaults
-from areal.api.config.train import TrainEngineConfig, no_optimizer
-from areal.api.errors import ConfigError
+from areal.api.config.policy_losses import WITH_SEQUENCE_RATIO, filter_problems, scale_problems
+from areal.api.config.rollout import (
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    NativeServerConfig,
+    RewardConfig,
+    score_weight_problems,
+    selection_problems,
+)
+from areal.api.config.schema import (
+    Condition,
+    Problem,
+    Problems,
+    above,
+    below,
+    choice,
+    fields_of,
+    given,
+    number,
+    option,
+    options_without_effect,
+    satisfies,
+    section,
+    unless,
+    when,
+    with_defaults,
+)
+from areal.api.config.train import ScoreModelConfig, TrainEngineConfig, no_optimizer
+from areal.api.errors import ConfigError, ConfigProblem
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options of the frozen models other than the reference: a teacher and a reward model.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig(TrainEngineConfig):
+    """A frozen language model with the policy's vocabulary; the policy learns from it on its own answers."""
+
+    advantage_coef: float = number(1.0, low=0)
+    """Coefficient of log(pi_teacher / pi) in the advantage of each token, pi before the update; 0 = none."""
+    rl_weight: float = number(1.0, low=0)
+    """Factor of the advantages from rewards; 0 = learn from the teacher only."""
+    loss_coef: float = number(0.0, low=0)
+    """Coefficient of KL(policy || teacher) as a term of the policy loss; 0 = none."""
+    loss_estimator: str = choice(
+        "k2", "k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", relevant=above("loss_coef", 0)
+    )
+    """KL estimator of the loss term, as in actor.kl_loss_estimator."""
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if self.optimizer is not None:
+            yield "optimizer", "is set, but a teacher is never trained: set it to null"
+        if self.advantage_coef == 0 and self.loss_coef == 0:
+            yield "advantage_coef", "and loss_coef are both 0, so the teacher is not used: raise one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(ScoreModelConfig):
+    """A frozen model with a one-output head that scores whole answers, prompt included."""
+
+    weight: float = number(1.0, above=0)
+    """Factor of the score, which is added to the reward of the reward functions."""
+    tokenizer_path: str = ""
+    """Tokenizer of the reward model: answers are decoded and encoded again; empty = the policy's tokens are used."""
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if self.optimizer is not None:
+            yield "optimizer", "is set, but this reward model is never trained: set it to null"
+
+
+def reward_model_problems(actor: PPOActorConfig, rollout: InferenceEngineConfig, *, has_functions: bool) -> Problems:
+    """Options that cannot work with a reward model, which scores in the trainer."""
+    if rollout.should_accept_fn and not has_functions:
+        text = "filters before the reward model scores, and there is no reward function: remove it"
+        yield "rollout.should_accept_fn", text
+    if actor.adv_estimator == "remax":
+        text = "remax needs the reward of the greedy answer, which the reward model does not score: use another"
+        yield "actor.adv_estimator", text
+    if actor.adv_estimator == "gdpo":
+        yield "actor.adv_estimator", "gdpo reads the reward functions without the reward model: use another"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options of agents: the sessions in which programs talk to the policy, and how sessions become training samples.
+
+_IN_PROCESSES = when("inline", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Sessions of agents (workflow: agent)."""
+
+    cut: str = choice("tree", "tree", "concat", "per_turn")
+    """Samples of a session: tree = one per branch, shared tokens trained once; concat = one per branch; per_turn."""
+    on_drift: str = choice("fork", "fork", "realign", "reject")
+    """A prompt that does not extend its history: fork = a branch; realign = overwrite up to 64 tokens; reject = 400."""
+    max_turns: int | None = number(None, low=1)
+    """Maximum turns of a session; later ones are refused with 400; null = no limit."""
+    max_tokens: int | None = number(None, low=1)
+    """Maximum generated tokens of a session; gconfig.max_tokens limits one context; null = no limit."""
+    max_seconds: float | None = number(None, above=0)
+    """Maximum seconds from the first to the last turn of a session; the turn under way is cut; null = no limit."""
+    timeout_s: float = number(600.0, above=0)
+    """Maximum seconds of one run of an agent; it is then cancelled, and killed 5 s later."""
+    sampling: str = choice("client", "client", "config")
+    """Whose temperature, top_p, top_k and frequency_penalty count: those of the client's request, or gconfig only."""
+    tool_parser: str = "auto"
+    """Format of tool calls: auto = from the chat template, or the name of a model family (docs/agents.md)."""
+    enable_thinking: bool = False
+    """Render the chat template with enable_thinking."""
+    template_options: dict[str, Any] = section(dict[str, Any])
+    """Further variables of the chat template, e.g. {preserve_thinking: true}."""
+    turn_discount: float = number(1.0, above=0, high=1)
+    """Factor per later turn by which a reward counts for an earlier turn of the session; 1 = all turns alike."""
+    missing_reward: str = choice("reject", "reject", "leave_out")
+    """A session without a reward: reject = its episode is rejected; leave_out = train on the others."""
+    reward_window_s: float = number(0.0, low=0)
+    """Seconds that a finished session waits for a reward by POST; 0 = it must come before the agent ends."""
+    inline: bool = False
+    """Run Python agents on the event loop of the controller; a blocking agent then blocks the run."""
+    workers: int | None = number(None, low=1, relevant=_IN_PROCESSES)
+    """Worker processes for agents; null = half of the CPU cores, at least one."""
+    sessions_per_worker: int = number(64, low=1, relevant=_IN_PROCESSES)
+    """Maximum sessions that one worker process runs at the same time; others wait."""
+    max_body_mb: int | None = number(None, low=1)
+    """Maximum MiB of a request to a session; null = 16, plus 4 for each of vision.max_images with a vision model."""
+    host: str = option("")
+    """Address that the session server listens on; empty = loopback."""
+    port: int = number(0, low=0, high=65535)
+    """Port of the session server; 0 = any free one."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options of `areal benchmark`, and the rule for the lengths of synthetic answers.
+
+_FORMS = {"": 1, "uniform": 2, "lognormal": 3}
+"""Name of a rule -> its numbers."""
+_NUMBER = r"[0-9.]+(?:e[0-9]+)?"
+_FORM = re.compile(rf"(?:(uniform|lognormal)\()?({_NUMBER}(?:,{_NUMBER})*)(?:\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRule:
+    """How long the answers of a benchmark are: N, uniform(low,high) or lognormal(median,sigma,high), in tokens."""
+
+    form: str
+    """Empty = always the first number."""
+    numbers: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "LengthRule":
+        """Raises ValueError for anything else than the three forms with sensible numbers."""
+        match = _FORM.fullmatch(text.replace(" ", ""))
+        if match is None or bool(match[1]) != text.rstrip().endswith(")"):
+            raise ValueError(text)
+        form, numbers = match[1] or "", tuple(float(number) for number in match[2].split(","))
+        sizes = numbers[::2] if form == "lognormal" else numbers  # without sigma
+        if len(numbers) != _FORMS[form] or not 1 <= sizes[0] <= sizes[-1] < math.inf:
+            raise ValueError(text)
+        return cls(form, numbers)
+
+    @property
+    def longest(self) -> int:
+        return int(self.numbers[-1])
+
+    def draw(self, rng: random.Random) -> int:
+        """A length from 1 to `longest`. A lognormal one above it is cut."""
+        match self.form, self.numbers:
+            case "uniform", (low, high):
+                return rng.randint(math.ceil(low), int(high))
+            case "lognormal", (median, sigma, high):
+                return max(1, min(int(high), round(rng.lognormvariate(math.log(median), sigma))))
+            case _:
+                return self.longest
+
+
+_SYNTHETIC = unless("length", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig:
+    """What `areal benchmark` measures. A normal run ignores this section."""
+
+    warmup_steps: int = number(3, low=1)
+    """Train steps before the measurement starts."""
+    steps: int = number(10, low=1)
+    """Train steps that are measured."""
+    repeats: int = number(1, low=1)
+    """Runs of each configuration."""
+    length: str = ""
+    """Tokens of synthetic answers: N, uniform(low,high) or lognormal(median,sigma,high); empty = the run's dataset."""
+    prompt_length: int = number(64, low=1, relevant=_SYNTHETIC)
+    """Tokens of a synthetic prompt."""
+    dollars_per_gpu_hour: float | None = number(None, above=0)
+    """Price of one GPU for one hour, in dollars; null = costs are not computed."""
+    peak_tflops: float | None = number(None, above=0)
+    """Peak dense TFLOP/s of one GPU in the dtype of the training, for the MFU; null = known for common cards."""
+
+    def problems(self) -> Problems:
+        try:
+            if self.length:
+                LengthRule.parse(self.length)
+        except ValueError:
+            text = f"{self.length!r} is not a length: use N, uniform(low,high) or lognormal(median,sigma,high)"
+            yield Problem("length", text, "config.not_a_choice")
+
+
+def sweep_words(word: str) -> list[str]:
+    """The overrides key=value of a word key=value,value of --sweep. Commas inside brackets do not separate values.
+
+    Raises ConfigError when there is no key, or an empty value.
+    """
+    key, equals, rest = word.partition("=")
+    values, depth = [""], 0
+    for letter in rest:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            values.append("")
+        else:
+            values[-1] += letter
+    if not (key and equals and all(values)):
+        raise ConfigError(f"--sweep {word}: write KEY=VALUE,VALUE,...", code="config.bad_override")
+    return [f"{key}={value}" for value in values]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options whose update would depend on how the sessions of agents are cut into rows (workflow: agent).
+
+CODE = "agent.cut_not_invariant"
+_OF_ROWS = "a session may be cut into several rows, which are computed separately"
+
+
+def cut_problems(actor: PPOActorConfig, *, has_reward_model: bool) -> Problems:
+    """The options that read a row as a whole in the loss, each with the reason. Paths from the root."""
+    for path, text in _row_options(actor):
+        yield Problem(f"actor.{path}", text, CODE)
+    if has_reward_model:
+        yield Problem("reward_model", f"would score each row, and {_OF_ROWS}: use a reward function", CODE)
+
+
+def _row_options(actor: PPOActorConfig) -> Iterator[tuple[str, str]]:
+    loss = actor.policy_loss
+    if loss in ("gspo", "gmpo"):
+        yield "policy_loss", f"{loss} takes one ratio of a whole answer, and {_OF_ROWS}: use a loss per token, e.g. ppo"
+    elif actor.importance_sampling_level == "sequence" and loss in WITH_SEQUENCE_RATIO:
+        yield "importance_sampling_level", f"sequence takes one ratio of a whole answer, and {_OF_ROWS}: use token"
+    if (loss, actor.topr.ratio) == ("topr", "trajectory"):
+        yield "topr.ratio", f"trajectory takes one ratio of a whole answer, and {_OF_ROWS}: use token"
+    if (loss, actor.kimi15.ratio) == ("kimi15", "trajectory"):
+        yield "kimi15.ratio", f"trajectory takes one ratio of a whole answer, and {_OF_ROWS}: use token"
+    if actor.shared_prefix_min_tokens is not None:
+        text = "compares the rows of a group, and rows of one session share prefixes: remove it"
+        yield "shared_prefix_min_tokens", text
+    if actor.pf_ppo is not None:
+        yield "pf_ppo", f"would draw rows, and {_OF_ROWS}: remove it"
+    correction, around_prox = actor.rollout_correction, actor.use_decoupled_loss or actor.recompute_logprob
+    is_late = correction is not None and correction.numerator == "training"
+    if correction is not None and (is_late or (actor.prox_logp_method == "loglinear" and around_prox)):
+        yield from _late_options(correction)
+
+
+def _late_options(correction: RolloutCorrectionConfig) -> Iterator[tuple[str, str]]:
+    """Units above the token in a correction that is computed during the update; before it, sessions are whole."""
+    advice = "use prox_logp_method=recompute and numerator=old, or level token"
+    why = f"is computed during the update, where {_OF_ROWS}"
+    if correction.mode != "off" and correction.level != "token":
+        yield "rollout_correction.level", f"{correction.level} {why}: {advice}"
+    if correction.veto_threshold is not None:
+        yield "rollout_correction.veto_threshold", f"{why}: {advice.partition(',')[0]}, or remove it"
+    for index, rule in enumerate(correction.rules):
+        if rule.level != "token":
+            yield f"rollout_correction.rules[{index}].level", f"{rule.level} {why}: {advice}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,3 +666,217 @@ def completed(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
         if value is not None and not (isinstance(written, dict) and name in written):
             cast("dict[str, Any]", own)[name] = value
     return tree
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options of training on rows, without rollouts: supervised fine-tuning, reward models, DPO.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsExperimentConfig(BaseExperimentConfig):
+    """What all trainings on rows share: there are no servers, and an evaluation is a forward pass."""
+
+    row_type: ClassVar[str]
+    """Required value of train_dataset.type and valid_dataset.type."""
+    sequences_per_row: ClassVar[int] = 1
+    """Sequences per row, as total_train_n_seqs counts them: 2 for pairs."""
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        yield from misplaced_data(self.row_type, self.train_dataset, self.valid_dataset)
+
+    @property
+    def _wants_servers(self) -> bool | None:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions:
+    """Which tokens of a row are trained on, and how token losses become one loss."""
+
+    train_on: str = choice("last", "last", "assistant", "all")
+    """Trained tokens: last = the last answer, assistant = every answer in `messages`, all = prompt and answers."""
+    loss_aggregation: str = choice(
+        "token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    )
+    """How the token losses of a batch over all ranks become one number; see docs/algorithms.md."""
+    loss_scale_tokens: int | None = number(None, low=1, relevant=when("loss_aggregation", "seq-mean-token-sum-norm"))
+    """Divisor in tokens, required by seq-mean-token-sum-norm; null = not set."""
+
+    def problems(self) -> Problems:
+        yield from scale_problems(self.loss_aggregation, self.loss_scale_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(RowsExperimentConfig):
+    """Supervised fine-tuning."""
+
+    row_type: ClassVar[str] = "sft"
+
+    model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """The trained model."""
+    sft: SFTOptions = field(default_factory=SFTOptions)
+    """Trained tokens and loss."""
+
+    @property
+    def models(self) -> dict[str, TrainEngineConfig]:
+        return {"model": self.model}
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if self.model.optimizer is None:
+            yield no_optimizer("model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RWOptions:
+    """The loss of a reward model."""
+
+    use_margin: bool = False
+    """Require a score difference above the value in the column `margin`; false = ignore that column."""
+    center_coef: float = number(0.0, low=0)
+    """Coefficient of (score of chosen + score of rejected)^2, which keeps scores near 0; 0 = off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RWConfig(RowsExperimentConfig):
+    """A reward model, trained on pairs of a chosen and a rejected answer (Bradley-Terry)."""
+
+    row_type: ClassVar[str] = "rw"
+    sequences_per_row: ClassVar[int] = 2
+
+    model: ScoreModelConfig = field(default_factory=ScoreModelConfig)
+    """The reward model."""
+    rw: RWOptions = field(default_factory=RWOptions)
+    """Loss of the reward model."""
+
+    @property
+    def models(self) -> dict[str, TrainEngineConfig]:
+        return {"model": self.model}
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        yield from _cut_pairs("model", self.model)
+        if self.model.optimizer is None:
+            yield no_optimizer("model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOOptions:
+    """The loss of direct preference optimisation."""
+
+    loss_type: str = choice("sigmoid", "sigmoid", "ipo")
+    """Loss function: sigmoid = DPO (Rafailov et al. 2023), ipo = IPO (Azar et al. 2023)."""
+    beta: float = number(0.1, above=0)
+    """Strength of the constraint to the reference: a higher value keeps the policy closer."""
+    label_smoothing: float = number(0.0, low=0, below=0.5, relevant=when("loss_type", "sigmoid"))
+    """Assumed fraction of pairs with swapped labels (conservative DPO)."""
+    logp_reduction: str = choice("sum", "sum", "mean")
+    """Log-probability of an answer: sum over its tokens (both papers) or mean (IPO in AReaL and TRL)."""
+    nll_coef: float = number(0.0, low=0)
+    """Coefficient of -log p per token of the chosen answer, added to the loss of its pair; 0 = off."""
+    reference_free: bool = False
+    """Use a uniform reference, whose log-probabilities cancel, instead of the model in `ref`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(RowsExperimentConfig):
+    """A policy, trained on pairs of a chosen and a rejected answer relative to a frozen reference."""
+
+    row_type: ClassVar[str] = "rw"
+    sequences_per_row: ClassVar[int] = 2
+
+    actor: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """The policy."""
+    ref: TrainEngineConfig | None = option(None, relevant=when("dpo.reference_free", False))
+    """The frozen reference, usually with path: ${actor.path}; null only with dpo.reference_free=true."""
+    dpo: DPOOptions = field(default_factory=DPOOptions)
+    """The loss."""
+
+    @property
+    def models(self) -> dict[str, TrainEngineConfig]:
+        return {"actor": self.actor} if self.ref is None else {"actor": self.actor, "ref": self.ref}
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        yield from _cut_pairs("actor", self.actor)
+        if self.actor.optimizer is None:
+            yield no_optimizer("actor")
+        if self.dpo.reference_free:
+            return
+        if self.ref is None:
+            text = "is null: set ref.path=${actor.path}, or dpo.reference_free=true"
+            yield Problem("ref", text, "config.missing_requirement")
+            return
+        if self.ref.optimizer is not None:
+            yield "ref.optimizer", "is set, but a reference is never trained: set it to null"
+        if not math.isclose(self.ref.temperature, self.actor.temperature):
+            text = f"{self.ref.temperature} differs from actor.temperature={self.actor.temperature}: make them equal"
+            yield "ref.temperature", text
+        yield from _cut_pairs("ref", self.ref)
+
+
+def _cut_pairs(path: str, model: TrainEngineConfig) -> Problems:
+    if model.mb_spec.granularity not in (1, 2):
+        yield f"{path}.mb_spec.granularity", "is always 2 here, because a pair is never split: remove it"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kind of training that a configuration file is for, which its sections decide.
+
+Kind = type[BaseExperimentConfig]
+
+KINDS: dict[Kind, str] = {
+    GRPOConfig: "reinforcement learning (PPO, GRPO)",
+    SFTConfig: "supervised fine-tuning",
+    RWConfig: "a reward model",
+    DPOConfig: "DPO",
+}
+"""Every kind that runs without a script, in words. The first one is the default where no section decides."""
+
+
+def kind_of(given: Mapping[str, Any], *, allow_unknown: bool = False) -> Kind:
+    """The class of the top-level keys `given`. ConfigError when they belong to several kinds.
+
+    `model` alone is a reward model with train_dataset.type=rw, else SFT; `actor` alone is DPO with it, else GRPO.
+    `allow_unknown`: a script may define keys too, so the kind with most of the keys is chosen.
+    """
+    takers = {key: set(_takers(key)) for key in given}
+    telling = {key: kinds for key, kinds in takers.items() if kinds and len(kinds) < len(KINDS)}
+    possible = [kind for kind in KINDS if all(kind in kinds for kinds in telling.values())]
+    if not possible and allow_unknown:
+        return max(KINDS, key=lambda kind: sum(kind in kinds for kinds in telling.values()))
+    if not possible:
+        problems = [
+            ConfigProblem(key, " or ".join(KINDS[kind] for kind in _takers(key)), "config.mixed_kinds")
+            for key in sorted(telling)
+        ]
+        lines = ["sections of different kinds of training: keep those of one kind:", *map(str, problems)]
+        raise ConfigError("\n  ".join(lines), problems=problems)
+    row_type = _row_type(given)
+    named = [kind for kind in possible if _row_type_of(kind) == row_type]
+    return named[0] if named else possible[0]
+
+
+def kind_of_section(path: str) -> Kind:
+    """The first kind that has the dotted option `path`; GRPO when none has."""
+    return next(iter(_takers(path.split(".")[0])), GRPOConfig)
+
+
+def sections() -> list[str]:
+    """The sections of all kinds."""
+    return list(dict.fromkeys(name for kind in KINDS for name, spec in fields_of(kind).items() if spec.is_section))
+
+
+def _takers(key: str) -> list[Kind]:
+    """The kinds that read a top-level key or accept it from a file of AReaL."""
+    return [kind for kind in KINDS if key in fields_of(kind) or legacy_rule(kind, key, "") is not None]
+
+
+def _row_type_of(kind: Kind) -> str:
+    return kind.row_type if issubclass(kind, SFTConfig | RWConfig | DPOConfig) else "rl"
+
+
+def _row_type(given: Mapping[str, Any]) -> str:
+    data = given.get("train_dataset")
+    return str(cast("dict[str, Any]", data).get("type", "")) if isinstance(data, dict) else ""

@@ -3,9 +3,8 @@
 import re
 from dataclasses import dataclass, field
 
-from areal.api.config.fields import Problems, choice, number, option
 from areal.api.config.redaction import has_secret
-from areal.api.config.relevance import Condition, given, satisfies, when
+from areal.api.config.schema import Condition, Problems, choice, given, number, option, satisfies, when
 
 
 def _with(*launchers: str) -> Condition:

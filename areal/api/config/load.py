@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import logging
@@ -21,25 +22,205 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, completed
-from areal.api.config.help import help_text
-from areal.api.config.kinds import KINDS, kind_of
-from areal.api.config.legacy import LegacyKeys
-from areal.api.config.legacy_rules import legacy_rule
+from areal.api.config.experiment import KINDS, BaseExperimentConfig, GRPOConfig, completed, kind_of
+from areal.api.config.legacy import LegacyKeys, legacy_rule
 from areal.api.config.redaction import public, public_text, without_secrets
-from areal.api.config.schema import MISSING, fields_of, find_field
+from areal.api.config.schema import MISSING, FieldSpec, fields_of, find_field, relevance_of, type_text
 from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
-from areal.api.config.yaml_text import (
-    MAX_DEPTH,
-    UNREADABLE,
-    composed_yaml,
-    override_value,
-    reason_of,
-    with_numbers,
-    with_quotes,
-    written_numbers,
-)
 from areal.api.errors import ConfigError, ConfigProblem
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The text of `areal config SECTION` and of a script's `--help`: type, default, limits and meaning of options.
+
+
+def help_text(cls: type[Any], section: str = "") -> str:
+    """The options of `cls`, or only those at or below the dotted path `section`."""
+    if not section:
+        usage = "usage: --config FILE.yaml [key.sub=value ...]   (--help SECTION shows one section)"
+        return "\n".join([usage, "", *_lines(cls, "")]) + "\n"
+    owner, _, name = section.rpartition(".")
+    above = find_field(cls, owner) if owner else None
+    below = above and (above.item_section if owner.endswith("]") else above.hint)
+    parent = cls if not owner else below
+    if find_field(cls, section) is None or parent is None:
+        known = ", ".join(name for name, spec in fields_of(cls).items() if spec.is_section)
+        message = f"--help {section}: no such section or option; sections are {known}"
+        raise ConfigError(message, code="config.unknown_key")
+    return "\n".join(_field(parent, f"{owner}." if owner else "", name.partition("[")[0])) + "\n"
+
+
+def _lines(cls: type[Any], prefix: str) -> Iterator[str]:
+    for name in fields_of(cls):
+        yield from _field(cls, prefix, name)
+
+
+def _field(cls: type[Any], prefix: str, name: str) -> Iterator[str]:
+    spec, path = fields_of(cls)[name], f"{prefix}{name}"
+    condition = relevance_of(cls.__dataclass_fields__[name])
+    relevance = "" if condition is None else f"relevant when {condition.words(prefix.rstrip('.'))}"
+    if spec.is_section:
+        null = " (null unless given)" if spec.default is None else ""
+        yield f"[{path}]{null} {spec.sentence}" + (f" ({relevance})" if relevance else "")
+        yield from _lines(spec.hint, f"{path}.")
+        return
+    kind = " | ".join(spec.choices) or f"{type_text(spec.hint)} {spec.range_text}".strip()
+    kind += ", or null" if spec.nullable else ""
+    yield f"  {path}: {kind}; {default_text(spec)}"
+    yield f"      {spec.sentence}"
+    if relevance:
+        yield f"      {relevance}"
+    if spec.item_section is not None:
+        yield from _lines(spec.item_section, f"{path}[].")
+
+
+def default_text(spec: FieldSpec) -> str:
+    """The default of an option in words."""
+    if spec.default is None:
+        return "default null"
+    if isinstance(spec.default, str):
+        return "required" if spec.default == MISSING else f"default {spec.default or 'empty'}"
+    if isinstance(spec.default, bool):
+        return f"default {str(spec.default).lower()}"
+    if dataclasses.is_dataclass(spec.default):
+        return ""
+    return f"default {spec.default}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# YAML text, in files and in overrides: values that look like numbers and are text, and why text cannot be read.
+
+MAX_DEPTH = 32
+UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
+"""What reading text as YAML raises: ValueError for bytes that are not UTF-8 and for numbers of thousands of digits."""
+
+
+_STARTS = tuple("+-.0123456789")
+"""What numbers start with."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes an alias of a number as a node at the place of the alias, because each place has its own field."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        parser = cast("Any", self)
+        alias = parser.peek_event() if parser.check_event(yaml.AliasEvent) else None
+        node = super().compose_node(parent, index)
+        if alias is None or not isinstance(node, yaml.ScalarNode):
+            return node
+        return yaml.ScalarNode(node.tag, node.value, alias.start_mark, alias.end_mark, node.style)
+
+
+def composed_yaml(text: str) -> yaml.Node | None:
+    """The nodes of YAML with their places in `text`; None where it is empty."""
+    return cast("Any", yaml).compose(text, Loader=_Loader)
+
+
+def override_value(text: str, cls: type[Any], path: str) -> Any:
+    """The value of `path=text`. Text fields take it unchanged (007, 1e-3, yes); everything else is read as in files."""
+    text, spec = text.strip(), find_field(cls, path)
+    is_list = text[:1] == "[" and spec is not None and spec.hint is not str
+    if _takes_text(spec) and not is_list and text != "null" and text[:1] not in ("'", '"'):
+        loaded = OmegaConf.create({"value": text})
+    else:
+        written = f"value: {text}"
+        root = cast("yaml.MappingNode", composed_yaml(written))
+        loaded = OmegaConf.create(with_quotes(written, root.value[0][1], cls, path))
+    return cast("dict[str, Any]", OmegaConf.to_container(loaded, resolve=False))["value"]
+
+
+def with_quotes(text: str, node: yaml.Node, cls: type[Any], path: str = "") -> str:
+    """The YAML `text` with quotes around the numbers of text fields of `cls`, and around those that have a colon.
+
+    YAML reads 007 as 7, 1.50 as 1.5, 2024_01_02 as 20240102 and the time limit 12:30:00 as 45000, a number in base 60.
+    `node`: the part of the composed `text` that is the value of `path`. Lines keep their numbers.
+    """
+    numbers: dict[int, tuple[yaml.ScalarNode, bool]] = {}
+    for number, is_text in _numbers(node, cls, path, ()):
+        start = number.start_mark.index
+        numbers[start] = number, is_text or (start in numbers and numbers[start][1])
+    for start, (number, is_text) in sorted(numbers.items(), reverse=True):
+        end = number.end_mark.index
+        value = "'" + number.value.replace("'", "''") + "'" if is_text else number.value
+        if text[start] == "*":
+            text = f"{text[:start]}{value}{text[end:]}"
+        elif text[start:end].endswith(number.value):  # perhaps after an anchor or a tag
+            text = f"{text[: end - len(number.value)]}{value}{text[end:]}"
+    return text
+
+
+def _numbers(
+    node: yaml.Node, cls: type[Any], path: str, above: tuple[yaml.Node, ...]
+) -> Iterator[tuple[yaml.ScalarNode, bool]]:
+    """The numbers, once for each path, and whether they are text. `above`: the nodes that contain `node`."""
+    if node in above:
+        return
+    above = (*above, node)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = path if key.value == "<<" else f"{path}.{key.value}" if path else str(key.value)
+            yield from _numbers(value, cls, here, above)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _numbers(item, cls, path, above)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in _STARTS:
+        spec = find_field(cls, path)
+        yield node, ":" in node.value or _takes_text(spec) or (spec is not None and spec.hint == list[str])
+
+
+def written_numbers(text: str, override: str = "") -> dict[str, str]:
+    """Path -> each number in YAML as it is written, such as 1.50. `override`: the path of the key `value`."""
+    found = _numbers_by_path(composed_yaml(text), "")
+    return {override + path.removeprefix("value") if override else path: node.value for path, node in found}
+
+
+def with_numbers(text: str, numbers: Mapping[str, str]) -> str:
+    """The YAML `text` with `numbers` as they are written, by path, in place of the same numbers."""
+    found = list(_numbers_by_path(composed_yaml(text), "")) if numbers else []
+    for path, node in reversed(found):
+        written = numbers.get(path, node.value)
+        before, after = cast("list[Any]", OmegaConf.create(f"- {node.value}\n- {written}"))
+        if before == after:
+            text = f"{text[: node.start_mark.index]}{written}{text[node.end_mark.index :]}"
+    return text
+
+
+def _numbers_by_path(node: yaml.Node | None, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _numbers_by_path(value, f"{path}.{key.value}" if path else str(key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _numbers_by_path(item, f"{path}[{index}]")
+    elif (
+        isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in _STARTS and ":" not in node.value
+    ):
+        yield path, node
+
+
+def _takes_text(spec: FieldSpec | None) -> bool:
+    """Whether a single value of the field is text."""
+    return spec is not None and spec.hint in (str, str | list[str])
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error of YAML, OmegaConf or Python in one line."""
+    if isinstance(error, RecursionError):
+        return f"it is nested deeper than {MAX_DEPTH} levels"
+    if isinstance(error, UnicodeError):
+        return "it is not UTF-8 text"
+    if isinstance(error, ValueError) and "digits" in str(error):
+        return "a number has thousands of digits"
+    if isinstance(error, yaml.MarkedYAMLError):  # without the quoted line, which may contain a secret
+        places = [(error.context, error.context_mark), (error.problem, error.problem_mark)]
+        return ", ".join(f"{text} in {_place(mark)}" if mark else text for text, mark in places if text)
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))
+    return re.sub(r'in "<[^>]*>", ', "", text)
+
+
+def _place(mark: Any) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
+
 
 T = TypeVar("T")
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from areal.api.alarm_rules import ALARM_NAMES, ALARM_RULES, AlarmAction, AlarmRule
-from areal.api.config.fields import Problem, Problems, choice, number, option, section
-from areal.api.config.relevance import given, satisfies, unless, when
+from areal.api.config.schema import Problem, Problems, choice, given, number, option, satisfies, section, unless, when
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,17 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, cast, get_args
 
-from areal.api.config.fields import Problems
 from areal.api.config.redaction import public
-from areal.api.config.schema import MISSING, FieldSpec, fields_of, find_field, nearest, sections_in, with_defaults
+from areal.api.config.schema import (
+    MISSING,
+    FieldSpec,
+    Problems,
+    fields_of,
+    find_field,
+    nearest,
+    sections_in,
+    with_defaults,
+)
 from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import ModelRole
-from areal.engine.hf_model import drawn_weights, read_config
+from areal.engine.hf_model import draw_head, drawn_weights, read_config
 from areal.engine.megatron.engine import MegatronEngine
-from areal.engine.megatron.families import has_experts, num_experts, tied_head, weight_map
 from areal.engine.megatron.model import HeadPlan, PackedModel, use_chunks
 from areal.engine.megatron.model_config import (
     DTYPES,
@@ -28,13 +27,12 @@ from areal.engine.megatron.model_config import (
     transformer_config,
 )
 from areal.engine.megatron.optimizer import MegatronOptimizer
-from areal.engine.megatron.weight_map import HEAD, Stages
+from areal.engine.megatron.weight_map import HEAD, Stages, has_experts, num_experts, tied_head, weight_map
 from areal.engine.megatron.weights import CheckpointReader, Put, RankWeights, copy_weights, read_weights
 from areal.engine.mesh import TrainerMesh
 from areal.engine.packed_attention import attention_function
 from areal.engine.routing import Routing
-from areal.engine.sharded_load import draw_head
-from areal.weights.output_head import has_float32_head
+from areal.models.output_head import has_float32_head
 
 ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
 _ORDER = "tp-cp-ep-dp-pp"
@@ -51,7 +49,7 @@ def assembled_engine(
     seed: int,
     outputs: OutputSpec,
 ) -> MegatronEngine:
-    """See `areal.engine.megatron.builder.build_megatron_engine`."""
+    """See `areal.engine.build.build_megatron_engine`."""
     hf = read_config(folder, is_critic=role in ("critic", "reward"))
     require_mapped(hf, config)
     choose_kernels(config.megatron)

@@ -14,10 +14,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import TrainEngineConfig
-from areal.api.config.megatron import MegatronEngineConfig
+from areal.api.config.train import MegatronEngineConfig
 from areal.api.errors import ConfigError
-from areal.engine.megatron.families import has_experts, has_latents, num_experts, shared_size
-from areal.system.mesh_rules import MEGATRON_FAMILIES
+from areal.engine.megatron.weight_map import has_experts, has_latents, num_experts, shared_size
+from areal.models.mesh_rules import MEGATRON_FAMILIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
 
@@ -145,7 +145,7 @@ def varies_rows(options: MegatronEngineConfig) -> bool:
 
 
 def _expert_options(hf: Any, config: TrainEngineConfig) -> dict[str, Any]:
-    """The routers are those of transformers: `areal.engine.megatron.experts`."""
+    """The routers are those of transformers: `areal.engine.megatron.model`."""
     options, count = config.megatron, num_experts(hf)
     if not count:
         return {}

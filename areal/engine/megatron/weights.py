@@ -13,9 +13,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from areal.api.errors import InputError
+from areal.engine.hf_model import raise_missing
 from areal.engine.megatron.weight_map import MappedWeight, Place, Stages, names_on_rank
-from areal.engine.sharded_load import raise_missing
-from areal.system.checkpoint_files import weight_files
+from areal.models.checkpoint_files import weight_files
 
 Put = Callable[[Tensor, Tensor], object]
 """Gives a parameter of this rank new values of any type."""

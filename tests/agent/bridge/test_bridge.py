@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from areal.agent.bridge import BridgeGap, TemplateBridge, TemplateScenario, template_bridge
-from areal.agent.bridge.dialogues import compare
-from areal.agent.bridge.probe import TOOLS
+from areal.agent.bridge import TOOLS, BridgeGap, TemplateBridge, TemplateScenario, compare, template_bridge
 from areal.data.tiny_model import template_tokenizer
 from tests.agent.bridge import templates
 from tests.expect import raises_code

@@ -4,9 +4,7 @@ import datetime
 
 import pytest
 
-from areal.agent.bridge import TemplateBridge, TemplateScenario
-from areal.agent.bridge.dialogues import compare
-from areal.agent.bridge.proof import summary
+from areal.agent.bridge import TemplateBridge, TemplateScenario, compare, summary
 from areal.data.tiny_model import template_tokenizer
 from tests.agent.bridge import templates
 from tests.expect import raises_code

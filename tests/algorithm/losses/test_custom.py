@@ -11,7 +11,7 @@ import torch
 
 from areal.algorithm.aggregate import TokenStat
 from areal.algorithm.policy_loss import PolicyLoss
-from areal.algorithm.ratio import policy_ratio
+from areal.algorithm.policy_loss import policy_ratio
 
 
 def squared(tokens, options):

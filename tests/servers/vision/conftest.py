@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from areal.system.run_images import RunImages
+from areal.data.image_files import RunImages
 from tests.engine.vision_cases import written_ids
 from tests.run_token import TOKEN
 from tests.servers.real_server import Backend, RealServer

@@ -16,17 +16,15 @@ from transformers import AutoModelForImageTextToText
 
 from areal.api.columns import to_array
 from areal.api.config import TrainEngineConfig
-from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.images import ImageRef, expanded
+from areal.data.image_files import ImageFiles, RunImages, encode_image, png_of
 from areal.data.pack import rows_to_train_batch
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.fleet.fleet import Fleet
-from areal.system.image_codec import encode_image, png_of
-from areal.system.image_files import ImageFiles
-from areal.system.run_images import RunImages
-from areal.system.vision_layout import read_vision_layout, tokens_around
+from areal.models.vision_layout import read_vision_layout, tokens_around
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel
 from tests.engine.vision_cases import transformers_inputs

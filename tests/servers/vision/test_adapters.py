@@ -11,13 +11,13 @@ import torch
 
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import OptimizerConfig, TrainEngineConfig
-from areal.api.config.lora import LoRAConfig
+from areal.api.config.train import LoRAConfig
+from areal.data.image_files import RunImages
 from areal.data.pack import rows_to_train_batch
-from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.fleet.sglang_server import SGLANG
-from areal.fleet.vllm_server import VLLM
-from areal.system.run_images import RunImages
+from areal.fleet.sglang import SGLANG
+from areal.fleet.vllm import VLLM
 from areal.weights.disk import AdapterChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal.fleet.server_gateway import gateway
-from areal.fleet.sglang_server import SGLANG
-from areal.fleet.vllm_server import VLLM
+from areal.data.image_files import RunImages
+from areal.fleet.server_host import gateway
+from areal.fleet.sglang import SGLANG
+from areal.fleet.vllm import VLLM
 from areal.system.network import Host
-from areal.system.run_images import RunImages
 from tests.expect import serve
 from tests.run_token import TOKEN
 from tests.servers.real_server import RealServer

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, DynamicCache
 
-from areal.system.image_pixels import positions_3d
-from areal.system.run_images import RunImages
+from areal.data.image_files import RunImages, positions_3d
 from tests.engine.vision_cases import transformers_inputs
 from tests.expect import serve
 from tests.servers.real_server import RealServer

@@ -1,0 +1,129 @@
+"""Folders of LoRA adapters in the format of peft, and whether one fits a configuration and its base model.
+
+Reads the configuration, headers and samples of the weights: milliseconds for any model.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from areal.api.config.train import ALL_LINEAR, LoRAConfig, is_target
+from areal.api.errors import ConfigError, InputError
+from areal.models.checkpoint_files import StoredWeight, file_header, stored_weights, weight_files
+from areal.system.durable import open_regular
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_KEY = "areal_base"
+"""Key in the metadata of the weights: the fingerprint of the base model."""
+PREFIX = "base_model.model."
+"""Begins the names of all weights of an adapter."""
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+_SAMPLE_BYTES = 4096
+_NEUTRAL: dict[str, Any] = {
+    "bias": "none", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "use_qalora": False,
+    "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": [], "layers_to_transform": [],
+    "layer_replication": [], "trainable_token_indices": [], "alora_invocation_tokens": [],
+}  # fmt: skip
+"""Options of peft that change the result and that areal does not have, with the value besides null that does not."""
+
+
+def base_fingerprint(folder: Path) -> str:
+    """32 hexadecimal digits of the names, shapes, dtypes and samples of all weights of a checkpoint.
+
+    The samples are the first, middle and last 4 KiB of each weight. Training changes all of them.
+    """
+    headers = {file: file_header(file) for file in weight_files(folder)}
+    digest = hashlib.blake2b(digest_size=16)
+    for name, file in sorted((name, file) for file, header in headers.items() for name in header.weights):
+        weight, (begin, end) = headers[file].weights[name], headers[file].places[name]
+        digest.update(f"{name} {weight.dtype} {weight.shape}\n".encode())
+        with open_regular(file) as opened:
+            for first in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):
+                opened.seek(first)
+                digest.update(opened.read(min(_SAMPLE_BYTES, end - first)))
+    return digest.hexdigest()
+
+
+def adapter_weights(folder: Path, lora: LoRAConfig, base: Path) -> dict[str, StoredWeight]:
+    """The weights of an adapter by the names of peft, after checks. `base`: folder of the model that is adapted.
+
+    Raises InputError when it is no adapter, was trained on another base model, or has other settings than `lora`.
+    """
+    path = folder / ADAPTER_CONFIG
+    try:
+        with open_regular(path) as file:
+            found = json.loads(file.read())
+        kind = found["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        message = f"{folder} is no adapter in the format of peft: {error}"
+        raise InputError(message, code="adapter.not_readable") from error
+    own = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
+    start = "default" if found.get("init_lora_weights") not in ("pissa", "olora") else found["init_lora_weights"]
+    has = {"peft_type": kind, "r": found.get("r"), "lora_alpha": found.get("lora_alpha")}
+    has |= {"use_rslora": found.get("use_rslora") or False}
+    if start != "default" or lora.init in ("pissa", "olora"):
+        own, has = own | {"init_lora_weights": lora.init}, has | {"init_lora_weights": start}
+    own |= {key: value for key, value in _NEUTRAL.items() if found.get(key)}
+    has |= {key: found[key] for key in _NEUTRAL if found.get(key)}
+    if other := [f"{key} is {has[key]}, not {own[key]}" for key in own if has[key] != own[key]]:
+        message = f"the adapter in {folder} was trained in another way: {', '.join(other)}; change actor.lora"
+        raise InputError(message, code="adapter.other_settings")
+    header = file_header(folder / ADAPTER_WEIGHTS)
+    named = found.get("base_model_name_or_path") or ""
+    trained_on = header.metadata.get(BASE_KEY)
+    if trained_on is None and any(Path(named).expanduser().glob("*.safetensors")):
+        trained_on = base_fingerprint(Path(named).expanduser())
+    if trained_on is not None and trained_on != base_fingerprint(base):
+        message = f"the adapter in {folder} was trained on another base model ({named or 'unknown'}), not on {base}"
+        raise InputError(message, code="adapter.other_base")
+    _require_fit(folder, header.weights, base)
+    return header.weights
+
+
+def _require_fit(folder: Path, found: dict[str, StoredWeight], base: Path) -> None:
+    """Raise InputError when a weight of an adapter has no place in the base model."""
+    model = stored_weights(base)
+    for name, weight in found.items():
+        module = name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP)
+        target = model.get(f"{module}.weight") or model.get(module)
+        size = -1 if name.endswith(DOWN) else 0
+        is_adapter = name.endswith((DOWN, UP))
+        fits = target is not None and (
+            weight.shape[size] == target.shape[size] if is_adapter else weight.shape == target.shape
+        )
+        if not fits:
+            shape = "no such module" if target is None else f"{module} of shape {target.shape}"
+            message = f"the adapter in {folder} has {name} {weight.shape}, but the model in {base} has {shape}"
+            raise InputError(message, code="adapter.other_base")
+
+
+def require_targets(lora: LoRAConfig, linear: list[str], modules: list[str]) -> None:
+    """Raise ConfigError when an entry of target_modules, exclude_modules or modules_to_save matches nothing.
+
+    `linear`: the linear layers that can have adapters. `modules`: every module with weights.
+    """
+    wanted: dict[str, bool] = {}
+    for key, given in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
+        if given in (ALL_LINEAR, [ALL_LINEAR]):
+            continue
+        for entry in [given] if isinstance(given, str) else given:
+            wanted[f"{key}: {entry}"] = any(is_target(x, given if given is entry else [entry]) for x in linear)
+    for entry in lora.modules_to_save:
+        wanted[f"modules_to_save: {entry}"] = any(is_saved(x, [entry]) for x in modules)
+    for entry, has_match in wanted.items():
+        if not has_match:
+            names = modules if entry.startswith("modules") else linear
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise ConfigError(f"lora.{entry} matches no module; there are {known}", code="adapter.no_target")
+
+
+def is_saved(name: str, modules: list[str]) -> bool:
+    """Whether lora.modules_to_save chooses the module `name`: by its end, as in peft."""
+    return name.endswith(tuple(modules))
+
+
+def prefixes(name: str) -> list[str]:
+    """The names of a module and of those around it."""
+    return [name[: place.start()] for place in re.finditer(r"\.|$", name)]

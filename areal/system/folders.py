@@ -1,0 +1,507 @@
+"""A folder on a disk of this machine that the processes of one run here use together. It ends with the last of them."""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Self
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from areal.api.errors import InputError, RequestError, WeightSyncError
+from areal.system.durable import COMPLETE, is_complete, publish_folder
+from areal.system.http_guard import RequestGuard, guarded
+from areal.system.network import BACKLOG, Host, http_address, is_trainer, listen, store_prefix
+from areal.system.process import in_daemon_thread
+
+
+class LocalFolder:
+    """`path` is below TMPDIR. It stays when this process is killed: the next process of the run finds it, and the first
+    process of another run removes it."""
+
+    def __init__(self, key: str) -> None:
+        """`key`: names the run; equal in all its processes. InputError when other users could write to the folder."""
+        base = _private(Path(tempfile.gettempdir()) / f"areal-{os.getuid()}")
+        self.path = base / key
+        self._lock = base / f"{key}.lock"
+        self._held = self._join()
+        for other in base.glob("*.lock"):
+            if other != self._lock:
+                _remove_unused(other)
+
+    def close(self) -> None:
+        """Leave the folder, and remove it unless another process uses it. May be repeated."""
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
+            _remove_unused(self._lock)
+
+    def _join(self) -> int:
+        while True:
+            held = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(held, fcntl.LOCK_SH)  # waits only while another process removes the folder
+            if os.fstat(held).st_nlink:
+                self.path.mkdir(mode=0o700, exist_ok=True)
+                return held
+            os.close(held)  # it was removed between the two calls
+
+
+def _private(base: Path) -> Path:
+    """Create `base` for this user alone."""
+    with contextlib.suppress(FileExistsError):
+        base.mkdir(mode=0o700)
+    found = base.lstat()
+    if not base.is_dir() or base.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        message = f"{base} belongs to another user, or others can write to it: remove it, or set another TMPDIR"
+        raise InputError(message, code="process.local_folder")
+    return base
+
+
+def _remove_unused(lock: Path) -> None:
+    """Remove the folder of a lock that no process holds."""
+    with contextlib.suppress(OSError):  # another process removes it, or uses it
+        held = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink(missing_ok=True)
+        finally:
+            os.close(held)
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path) -> Iterator[bool]:
+    """Hold a lock file inside the block if no other process does; yields whether it is held."""
+    held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(held)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The list of a folder's files with a checksum of each block, by which a copy of the folder is verified.
+
+BLOCK_BYTES = 16 * 2**20
+"""Unit of verification: a block with a wrong checksum is sent again alone."""
+
+new_sum: Callable[[], "hashlib._Hash"] = hashlib.sha256  # pyright: ignore[reportPrivateUsage]
+"""The checksum of a block, and of the list itself; hashlib releases the interpreter lock meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    name: str
+    num_bytes: int
+    sums: list[str]
+    """Of each block of `FolderList.block_bytes`, hexadecimal; the last block may be shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderList:
+    block_bytes: int
+    files: list[ListedFile]
+
+    @classmethod
+    def of(cls, folder: Path, block_bytes: int = BLOCK_BYTES) -> Self:
+        """Read every file of a folder, which has no subfolders. The marker of a complete folder is left out."""
+        files: list[ListedFile] = []
+        with ThreadPoolExecutor(thread_name_prefix="checksums") as pool:
+            for path in sorted(path for path in folder.iterdir() if path.name != COMPLETE):
+                size = path.stat().st_size
+                sums = pool.map(partial(_sum_at, path, block_bytes), range(0, size, block_bytes))
+                files.append(ListedFile(path.name, size, list(sums)))
+        return cls(block_bytes, files)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """InputError unless it is a list whose names are those of files in one folder."""
+        try:
+            found = json.loads(data)
+            made = cls(int(found["block_bytes"]), [ListedFile(**entry) for entry in found["files"]])
+            for file in made.files:
+                plain = bool(file.name) and "/" not in file.name and not file.name.startswith(".")
+                if not plain or len(file.sums) != -(-file.num_bytes // made.block_bytes):
+                    raise ValueError(f"the entry of {file.name[:100]!r} is not one of a file")
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+            raise InputError(f"a list of files cannot be read: {error}", code="weights.pull_failed") from error
+        return made
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def sum_of(data: bytes) -> str:
+    found = new_sum()
+    found.update(data)
+    return found.hexdigest()
+
+
+def _sum_at(path: Path, block_bytes: int, start: int) -> str:
+    found, rest = new_sum(), block_bytes
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while rest and (piece := file.read(min(rest, 2**20))):
+            found.update(piece)
+            rest -= len(piece)
+    return found.hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Serves folders of this machine over HTTP, from a thread, to clients that have the run's token.
+#
+# The address of a folder ends with the checksum of its list of files, so a client that got the address from a trusted
+# process can verify every byte.
+
+PULLED_WEIGHTS = "/pulled_weights"
+"""Below this path a server offers the folders that it has pulled, to servers that start later."""
+_START_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedFolder:
+    path: Path
+    listed: FolderList
+    list_bytes: bytes
+
+
+def folder_routes(
+    find: Callable[[str], OfferedFolder | None], prefix: str, error: Callable[[int, str, str], web.Response]
+) -> list[web.RouteDef]:
+    """GET PREFIX/NAME is the list of a folder, GET PREFIX/NAME/K its file number K; ranges of bytes can be requested.
+
+    `find`: the folder of a name. `error(status, message, code)` makes the answer when there is none.
+    """
+
+    async def send_list(request: web.Request) -> web.StreamResponse:
+        found = find(request.match_info["name"])
+        if found is None or not found.path.is_dir():
+            return error(404, "this folder is not served, or not any more", "weights.not_served")
+        return web.Response(body=found.list_bytes, content_type="application/json")
+
+    async def send_file(request: web.Request) -> web.StreamResponse:
+        found, index = find(request.match_info["name"]), request.match_info["index"]
+        if found is None or not index.isdecimal() or int(index) >= len(found.listed.files):
+            return error(404, "this file is not served", "weights.not_served")
+        path = found.path / found.listed.files[int(index)].name
+        if not path.is_file():
+            return error(404, "this folder is not served any more", "weights.not_served")
+        return web.FileResponse(path)
+
+    return [web.get(f"{prefix}/{{name}}", send_list), web.get(f"{prefix}/{{name}}/{{index}}", send_file)]
+
+
+class FolderServer:
+    """Serves `folder_routes` on a separate port."""
+
+    def __init__(self, host: Host, token: str) -> None:
+        self._bound = listen(host, token)
+        self.address = http_address(self._bound, host.advertise)
+        self._guard = RequestGuard(token, host)
+        self._offered: dict[str, OfferedFolder] = {}
+        """By name in the address. Replaced, never changed: the thread reads it."""
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        started: Future[None] = Future()
+        self._thread = in_daemon_thread(lambda: self._loop.run_until_complete(self._serve(started)), "folder server")
+        started.result(_START_S)
+
+    def offer(self, folder: Path) -> str:
+        """Serve a folder as it is now, until it is deleted; returns its address."""
+        listed = FolderList.of(folder)
+        data = listed.to_bytes()
+        name = f"{folder.name}-{sum_of(data)}"
+        still_there = {name: entry for name, entry in self._offered.items() if entry.path.is_dir()}
+        self._offered = still_there | {name: OfferedFolder(folder, listed, data)}
+        return f"{self.address}/{name}"
+
+    def close(self) -> None:
+        """Stop at once; running transfers break off. May be repeated."""
+        if not self._thread.done():
+            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.result(_START_S)
+
+    async def _serve(self, started: Future[None]) -> None:
+        app = web.Application(middlewares=[guarded(self._guard, _error)])
+        app.add_routes(folder_routes(lambda name: self._offered.get(name), "", _error))
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.SockSite(runner, self._bound, backlog=BACKLOG).start()
+        started.set_result(None)
+        try:
+            await self._stopped.wait()
+        finally:
+            await runner.cleanup()
+
+
+def _error(status: int, message: str, code: str) -> web.Response:
+    return web.json_response({"error": {"message": message}, "code": code}, status=status)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Copies folders from a `FolderServer`, or from a server that has a copy, to this machine.
+#
+# A cut transfer continues where it stopped, from the same server or another one; every block is verified. A transfer
+# waits for a server at most `_SILENCE_S` at a time. It leaves a mirror after `_MIRROR_FAILURES` attempts without a new
+# verified block, and ends after `_MAX_FAILURES` such attempts with the server of the trainer.
+
+KEPT = 2
+"""Folders that stay: the newest, and the one before, which another server of this machine may still read."""
+_NAME = re.compile(r"[A-Za-z0-9_]+-([0-9a-f]{64})")
+_SILENCE_S = 30.0
+_MAX_FAILURES, _MIRROR_FAILURES = 8, 2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_POLL_S = 0.05
+_LIST = ".list"
+"""File in a copy: the list by which other servers verify what they copy from here."""
+_READ_BYTES = 2**20
+
+
+class _Cut(Exception):
+    """A transfer ended early or a block was wrong; the next attempt continues."""
+
+
+class _NotServed(_Cut):
+    """The server does not have the folder: there is no second attempt with it."""
+
+
+class FolderPuller:
+    """The folders that servers of a run on this machine have pulled. Its methods block; any thread may call them."""
+
+    def __init__(self, token: str, environ: Mapping[str, str] | None = None) -> None:
+        """`token`: the run's. `environ`: has the addresses of the trainers, the only ones that are asked."""
+        self._token = token
+        self._environ = os.environ if environ is None else environ
+        self._lock = threading.Lock()
+        self._local: LocalFolder | None = None
+        self._offered: dict[str, OfferedFolder] = {}
+        """The folder that was requested last."""
+
+    def pull(self, url: str, mirrors: Sequence[str] = ()) -> Path:
+        """The local copy of the folder at `url`, complete and verified. Processes of one machine share it.
+
+        `mirrors`: addresses of the same folder on other servers of the run, which are asked first.
+        RequestError when the address is not one of this run or serves the folder no more; WeightSyncError when the
+        transfer does not succeed.
+        """
+        parts, match = urlsplit(url), _NAME.fullmatch(urlsplit(url).path.removeprefix("/"))
+        if match is None or parts.scheme != "http" or not is_trainer(parts.hostname or "", self._environ):
+            message = f"{url[:200]} is no folder of a trainer of this run"
+            raise RequestError(message, code="weights.unknown_trainer")
+        usable = [mirror for mirror in mirrors if self._is_copy(mirror, match[0])]
+        with self._lock:
+            if self._local is None:
+                self._local = LocalFolder(store_prefix(self._token, "pulled weights")[:24])
+            final = self._local.path / match[0]
+            while not is_complete(final):
+                with exclusive(self._local.path / ".pulling") as is_held:
+                    if is_held and not is_complete(final):
+                        _Transfer([*usable, url], match[0], match[1], self._token).run(final)
+                if not is_held:
+                    time.sleep(_POLL_S)  # another process of this machine pulls it
+            _remove_old(self._local.path, final)
+        return final
+
+    def _is_copy(self, mirror: str, name: str) -> bool:
+        """Whether an address is that of a folder `name` on a machine of this run."""
+        parts = urlsplit(mirror)
+        is_known = parts.scheme == "http" and is_trainer(parts.hostname or "", self._environ)
+        return is_known and parts.path == f"{PULLED_WEIGHTS}/{name}"
+
+    def offered(self, name: str) -> OfferedFolder | None:
+        """The copy with this name for `folder_routes`; None when it is not here or not complete."""
+        if self._local is None or not _NAME.fullmatch(name) or not is_complete(folder := self._local.path / name):
+            return None
+        if (known := self._offered.get(name)) is None:
+            try:
+                data = (folder / _LIST).read_bytes()
+            except OSError:
+                return None  # it was removed meanwhile
+            known = OfferedFolder(folder, FolderList.from_bytes(data), data)
+            self._offered = {name: known}
+        return known
+
+    def close(self) -> None:
+        """Remove the copies, unless another process of the run uses them. A pull that runs is not waited for."""
+        local, self._local = self._local, None
+        if local is not None:
+            local.close()
+
+
+def _remove_old(root: Path, newest: Path) -> None:
+    os.utime(newest)
+    found = [path for path in root.iterdir() if path.is_dir() and path != newest]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime)[: max(0, len(found) - (KEPT - 1))]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class _Transfer:
+    """One folder."""
+
+    def __init__(self, addresses: list[str], name: str, list_sum: str, token: str) -> None:
+        """`addresses`: of the folder, in the order in which they are asked."""
+        self._addresses, self._name, self._list_sum = addresses, name, list_sum
+        self._headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity", "Connection": "close"}
+        self._failures = 0
+
+    def run(self, final: Path) -> None:
+        partial = final.with_name(f".{final.name}")
+        try:
+            partial.mkdir(exist_ok=True)
+            data = self._list()
+            listed = FolderList.from_bytes(data)
+            for index, file in enumerate(listed.files):
+                with open(partial / file.name, "ab+") as copy:
+                    self._copy(index, file, listed.block_bytes, copy)
+            (partial / _LIST).write_bytes(data)
+            publish_folder(partial, final, sum_up=False)
+        except OSError as error:
+            message = f"the weights cannot be written to {final.parent}: {error.strerror or error}"
+            raise WeightSyncError(message, code="weights.pull_failed") from error
+
+    def _list(self) -> bytes:
+        while True:
+            try:
+                with self._get("", 0) as answer:
+                    data = b"".join(_pieces(answer))
+                if sum_of(data) == self._list_sum:
+                    return data
+                raise _Cut("the list of files has a wrong checksum")
+            except _Cut as error:
+                self._failed(error)
+
+    def _copy(self, index: int, file: ListedFile, block_bytes: int, copy: BinaryIO) -> None:
+        """Continue after what `copy` holds, until all of the file is there and verified."""
+        blocks = _Blocks(file, block_bytes, copy)
+        blocks.verify_stored()
+        while blocks.position < file.num_bytes:
+            verified = blocks.verified
+            try:
+                with self._get(f"/{index}", blocks.position) as answer:
+                    for piece in _pieces(answer):
+                        blocks.add(piece)
+                if blocks.position < file.num_bytes:
+                    raise _Cut(f"{file.name} ended after {blocks.position} of {file.num_bytes} bytes")
+            except _Cut as error:
+                if blocks.verified > verified:
+                    self._failures = 0
+                self._failed(error)
+
+    def _get(self, path: str, start: int) -> http.client.HTTPResponse:
+        folder = urlsplit(self._addresses[0])
+        connection = http.client.HTTPConnection(folder.netloc, timeout=_SILENCE_S)
+        headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
+        try:
+            connection.request("GET", f"{folder.path}{path}", headers=headers)
+            answer = connection.getresponse()  # it holds the socket
+        except (OSError, http.client.HTTPException) as error:
+            raise _Cut(str(error) or type(error).__name__) from error
+        if answer.status in (401, 403, 404):
+            raise _NotServed(f"{folder.netloc} does not serve {self._name} (status {answer.status})")
+        if answer.status != (206 if start else 200) or (
+            start and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+        ):
+            raise _Cut(f"status {answer.status} for the bytes from {start}")
+        return answer
+
+    def _failed(self, error: _Cut) -> None:
+        """Wait before the next attempt, or turn to the next address; after the last one RequestError when it does not
+        have the folder, else WeightSyncError."""
+        self._failures += 1
+        if len(self._addresses) > 1:
+            if isinstance(error, _NotServed) or self._failures >= _MIRROR_FAILURES:
+                self._addresses, self._failures = self._addresses[1:], 0
+                return
+        elif isinstance(error, _NotServed):
+            raise RequestError(str(error), code="weights.not_served") from error
+        elif self._failures >= _MAX_FAILURES:
+            text = f"{self._failures} attempts without progress, the last: {error}"
+            message = f"the weights {self._name[:60]} could not be pulled from {self._addresses[0]}: {text}"
+            raise WeightSyncError(message, code="weights.pull_failed") from error
+        time.sleep(min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S))
+
+
+def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The body as it arrives. _Cut when the connection fails."""
+    while True:
+        try:
+            piece = answer.read1(_READ_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise _Cut(str(error) or type(error).__name__) from error
+        if not piece:
+            return
+        yield piece
+
+
+class _Blocks:
+    """A file that grows at its end; each block is verified when it is complete."""
+
+    def __init__(self, listed: ListedFile, block_bytes: int, file: BinaryIO) -> None:
+        self._listed, self._block_bytes, self._file = listed, block_bytes, file
+        self.position = 0
+        """Bytes in the file."""
+        self.verified = 0
+        """Complete blocks whose checksum is right; bytes after them may follow."""
+        self._sum = new_sum()
+
+    def verify_stored(self) -> None:
+        """Read what an earlier process stored; the rest from the first wrong block on is dropped."""
+        self._file.seek(0)
+        try:
+            while piece := self._file.read(_READ_BYTES):
+                self._take(piece, is_stored=True)
+        except _Cut:
+            pass  # the file is cut there
+        if self._file.seek(0, os.SEEK_END) > self.position:
+            self._truncate()
+
+    def add(self, piece: bytes) -> None:
+        """Write received bytes. _Cut when they end a block with a wrong checksum: then the block is dropped."""
+        self._take(piece, is_stored=False)
+
+    def _take(self, piece: bytes, *, is_stored: bool) -> None:
+        rest = memoryview(piece)
+        while rest:
+            end = min((self.verified + 1) * self._block_bytes, self._listed.num_bytes)
+            if end == self.position:
+                raise _Cut(f"{self._listed.name} is longer than {self._listed.num_bytes} bytes")
+            part, rest = rest[: end - self.position], rest[end - self.position :]
+            if not is_stored:
+                self._file.write(part)
+            self._sum.update(part)
+            self.position += len(part)
+            if self.position == end:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        found, self._sum = self._sum.hexdigest(), new_sum()
+        if found != self._listed.sums[self.verified]:
+            number = self.verified
+            self._truncate()
+            raise _Cut(f"block {number} of {self._listed.name} has a wrong checksum")
+        self.verified += 1
+
+    def _truncate(self) -> None:
+        """Drop everything after the verified blocks."""
+        self.position, self._sum = min(self.verified * self._block_bytes, self._listed.num_bytes), new_sum()
+        self._file.flush()
+        self._file.truncate(self.position)
