@@ -100,7 +100,6 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _unexpected(rows: Sequence[Row], found: Comparison) -> list[str]:
-    """Rows that are proved although a random dialogue has a gap there."""
     proved = {(row.shape, row.following) for row in rows if row.gap is None}
     return [f"{shape} {following}" for shape, following in found.gaps if (shape, following) in proved]
 

@@ -67,18 +67,11 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of one program."""
-
-    cpu_s: float = 10.0
-    """Seconds of processor time of all its threads, rounded up; beyond, it is killed."""
-    memory_bytes: int = 1 << 30
-    """Address space."""
-    output_bytes: int = 1 << 20
-    """Standard output; beyond, the program is ended."""
-    file_bytes: int = 16 << 20
-    """Size of each file it writes."""
-    folder_bytes: int = 64 << 20
-    """Size of all files in its folder, where namespaces are available."""
+    cpu_s: float = 10.0  # Seconds of processor time of all its threads, rounded up; beyond, it is killed.
+    memory_bytes: int = 1 << 30  # Address space.
+    output_bytes: int = 1 << 20  # Standard output; beyond, the program is ended.
+    file_bytes: int = 16 << 20  # Size of each file it writes.
+    folder_bytes: int = 64 << 20  # Size of all files in its folder, where namespaces are available.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +80,8 @@ class Isolation:
 
     namespaces: bool = True
     """No network, no other process visible, no files except those of Python and an empty folder in memory."""
-    system_calls: bool = True
-    """No new process, no signal, no socket, no mount."""
-    bubblewrap: bool = False
-    """The command bwrap makes the namespaces."""
+    system_calls: bool = True  # No new process, no signal, no socket, no mount.
+    bubblewrap: bool = False  # The command bwrap makes the namespaces.
 
 
 class IsolationMissing(Exception):
@@ -153,7 +144,6 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """Process id of the keeper."""
         return self._process.pid
 
     def ask(self, message: Any, *, until_s: float) -> Any:
@@ -198,7 +188,6 @@ class Sandbox:
             raise SandboxEnded("invalid_message") from error
 
     def output(self, *, until_s: float) -> Output:
-        """Wait for the end of a whole program: its standard output and exit code."""
         assert self._process.stdout is not None
         stdout, written = self._process.stdout.fileno(), bytearray()
         while len(written) <= self._limits.output_bytes:
@@ -277,11 +266,9 @@ def try_isolation(isolation: Isolation) -> None:
         sandbox.wait_started()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Runs the tests of a program in sandboxes on this machine, also those made by bubblewrap.
 
-_SPARE_S = 5.0
-"""A sandbox ends without `close` at this time after the limit of all tests."""
+_SPARE_S = 5.0  # A sandbox ends without `close` at this time after the limit of all tests.
 
 
 class LocalRunner:
@@ -291,8 +278,7 @@ class LocalRunner:
 
     def __init__(self, source: str, limits: CodeLimits, isolation: Isolation) -> None:
         self._source, self._limits, self._isolation = source, limits, isolation
-        self._sandboxes: list[Sandbox] = []
-        """That of the functions and that of the checker, if they run."""
+        self._sandboxes: list[Sandbox] = []  # That of the functions and that of the checker, if they run.
 
     def _sandbox(self, role: Role, source: str, *, stdin: str = "") -> Sandbox:
         limit_s = self._limits.time_limit_s if role == "program" else self._limits.total_time_limit_s
@@ -360,7 +346,6 @@ class LocalRunner:
         self._sandboxes = []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Runs the tests of a program on a SandboxFusion service: `POST /run_code`, one request for each test.
 #
 # Fields as in the API reference of SandboxFusion (bytedance.github.io/SandboxFusion, "Run Code"): the request has code,
@@ -372,8 +357,7 @@ _HERE = Path(__file__).resolve().parent
 _DRIVER = "sandbox_driver.py"
 _DRIVER_FILES = ("sandbox_confine.py", "sandbox_roles.py", "sandbox_values.py")
 _MAX_ANSWER_BYTES = 32 << 20
-_FIRST_PAUSE_S = 0.2
-"""Pause before the first repetition; it doubles for each further one."""
+_FIRST_PAUSE_S = 0.2  # Pause before the first repetition; it doubles for each further one.
 
 
 class SandboxService:
@@ -437,7 +421,6 @@ class SandboxService:
             connection.close()
 
     def _output(self, answer: bytes) -> Output | str:
-        """The result of a program, or the internal error of the service."""
         try:
             found = json.loads(answer)
             status, run = found["status"], found.get("run_result") or {}
@@ -487,7 +470,6 @@ class RemoteRunner:
         return self._service.run(body | {"memory_limit_MB": memory_mb}, limit_s=round(limit_s, 3))
 
     def _driven(self, job: dict[str, Any], until_s: float) -> dict[str, Any]:
-        """The result of the driver for one test."""
         files = {f"areal/reward/{name}": (_HERE / name).read_bytes() for name in _DRIVER_FILES}
         files["program.py"] = self._source.encode("utf-8", "replace")
         # The driver proves with it that a line of output is its own.
@@ -510,7 +492,6 @@ class RemoteRunner:
         raise SandboxEnded("ended")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Chooses where programs run (`reward.sandbox.backend`), and checks it before a run starts.
 #
 # The settings reach reward workers in an environment variable. Started as `python -m areal.reward.sandbox`, it

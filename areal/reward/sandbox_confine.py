@@ -60,8 +60,7 @@ _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 
 """They choose a signal and the process that gets it when a descriptor is ready, such as SIGKILL for the worker."""
 _NOT_A_STREAM = 0xE
 """Bits of a socket's type that SOCK_STREAM does not set. A datagram socket could send to any other by its path."""
-_FOREIGN_CALLS = 0x40000000
-"""Numbers from here on are the x32 versions of the calls above."""
+_FOREIGN_CALLS = 0x40000000  # Numbers from here on are the x32 versions of the calls above.
 
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24

@@ -58,7 +58,6 @@ def outcome(lines: Lines, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_program(channel: int, source: str, home: str) -> None:
-    """Serve the functions of the program in this child process, and exit."""
     try:
         os.setpgid(0, 0)
         nothing = os.open(os.devnull, os.O_RDWR)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Encodes Python values for the messages between a sandboxed program and the assertion checker, as JSON.
 #
 # Plain data (numbers, text, bytes, None, lists, tuples, sets, dicts, their subclasses, numpy values) arrives as plain
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 
 TYPE_CHECKING = False  # importing typing takes longer than the rest of this file
 
-_LONG_INT_BITS = 10_000
-"""Longer integers are sent in hexadecimal: Python refuses to read them as decimals."""
+_LONG_INT_BITS = 10_000  # Longer integers are sent in hexadecimal: Python refuses to read them as decimals.
 
 
 def encoded(value: Any, keep: Callable[[Any], int]) -> Any:
@@ -117,7 +115,6 @@ def plain_data(data: Any) -> Any:
 
 
 def _key(data: Any) -> str:
-    """A dict's key as text."""
     is_tuple = isinstance(data, dict) and list(data) == ["tuple"]
     return str(tuple(map(plain_data, data["tuple"])) if is_tuple else plain_data(data))
 
@@ -148,8 +145,6 @@ def play(role: str, channel: int) -> None:
 
 
 class Lines:
-    """Lines of JSON over a descriptor."""
-
     def __init__(self, channel: int) -> None:
         self._input = open(channel, closefd=False)  # noqa: SIM115 - open until the process ends
         self._output = open(channel, "w", closefd=False)  # noqa: SIM115
@@ -286,8 +281,6 @@ class Remote:
 
 
 class _TextLoader(SourceFileLoader):
-    """Loads a module from text."""
-
     def __init__(self, name: str, source: str) -> None:
         super().__init__(name, "test.py")
         self._source = source
@@ -312,7 +305,6 @@ def _run_test(source: str, names: dict[str, Any]) -> None:
 
 
 def _number_of(value: Any) -> int:
-    """The number of an object of the program."""
     if isinstance(value, Remote) and isinstance(value.target, int):
         return value.target
     raise TypeError(f"a {type(value).__name__} cannot be sent to the program: only plain data can")

@@ -31,7 +31,6 @@ from areal.agent.turns import (
     function_call,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Messages, tools and sampling settings in OpenAI's form: checked, and brought to the form of `turns.Message`.
 
 MAX_ANSWERS = 128
@@ -55,7 +54,6 @@ def joined_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> st
 
 
 def part_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str:
-    """The text of one part of content."""
     part = Fields(value, path)
     kind = part.required_text("type")
     if kind not in kinds:
@@ -134,7 +132,6 @@ def refused_part(part: Fields, kind: str) -> TurnRefused:
 
 
 def chat_messages(values: list[Any], path: str = "messages") -> tuple[Message, ...]:
-    """The messages of a chat completion."""
     if not values:
         raise invalid(path, "must be a list with at least one message")
     return tuple(_chat_message(Fields(value, f"{path}[{index}]")) for index, value in enumerate(values))
@@ -216,7 +213,6 @@ def checked_arguments(text: str | None, path: str) -> str:
 
 
 def tool_name(given: Fields) -> str:
-    """The checked field `name` of a tool or call."""
     name = given.required_text("name")
     if not _NAME.fullmatch(name):
         raise invalid(given.name("name"), "must be 1 to 128 letters, digits, '_', '-' or '.'")
@@ -245,7 +241,6 @@ def openai_tools(values: list[Any], *, nested: bool) -> tuple[Json, ...]:
 
 
 def _nested(given: Fields) -> Fields:
-    """The field `function`, which ends an object."""
     function = given.fields("function")
     if function is None:
         raise invalid(given.name("function"), "is required")
@@ -254,7 +249,6 @@ def _nested(given: Fields) -> Fields:
 
 
 def unique_tools(tools: list[Json]) -> tuple[Json, ...]:
-    """The tools, once each has its own name."""
     names: set[str] = set()
     for tool in tools:
         name = tool["function"]["name"]
@@ -294,7 +288,6 @@ def openai_tool_choice(value: Any, tools: tuple[Json, ...], *, nested: bool) -> 
 
 
 def stops(value: Any, path: str = "stop") -> tuple[str, ...]:
-    """Stop strings: one text or a list."""
     if value is None:
         return ()
     found = [value] if isinstance(value, str) else value
@@ -394,7 +387,6 @@ def openai_settings(given: Fields, limits: tuple[str, ...], default: int | None 
 
 
 def stream_fields(given: Fields) -> tuple[bool, bool]:
-    """(stream, include_usage)"""
     stream, include_usage = given.flag("stream"), False
     if (options := given.fields("stream_options")) is not None:
         include_usage = options.flag("include_usage")
@@ -433,7 +425,6 @@ def usage(answers: Sequence[TurnAnswer]) -> Json:
 
 
 def token_logprobs(answer: TurnAnswer, sent: Sent) -> Json:
-    """Log-probabilities of all generated tokens."""
     entries: list[Json] = []
     for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
         text = sent.token_text(token_id)

@@ -38,7 +38,6 @@ from areal.agent.turns import (
     function_call,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Items of the responses dialect, in OpenAI's chat form and back.
 
 _INPUT = ("input_text", "text")
@@ -78,7 +77,6 @@ class _Assistant:
 
 
 def input_messages(value: Any, instructions: str | None) -> tuple[Message, ...]:
-    """The messages of `instructions` and `input`."""
     found = _Assistant()
     if instructions:
         found.add({"role": "system", "content": instructions})
@@ -219,7 +217,6 @@ def parse(body: Json) -> Asked:
 
 
 def _items(asked: Asked, answer: TurnAnswer, sent: Sent) -> list[Json]:
-    """The output: reasoning, a message, calls."""
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     items: list[Json] = []
     if answer.reasoning:
