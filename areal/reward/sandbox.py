@@ -46,8 +46,7 @@ from areal.reward.code_tests import (
     ProgramRunner,
     SandboxEnded,
 )
-from areal.reward.sandbox_confine import FILTERED_MACHINE, remove_folder
-from areal.reward.sandbox_roles import call_question
+from areal.reward.sandbox_inside import FILTERED_MACHINE, call_question, remove_folder
 
 Role = Literal["program", "functions", "checker"]
 """What runs inside: a whole program, a server of its functions, or the assertion checker."""
@@ -353,9 +352,7 @@ class LocalRunner:
 # Failed or SandboxError), message and run_result with status (Finished, Error or TimeLimitExceeded), return_code and
 # stdout.
 
-_HERE = Path(__file__).resolve().parent
-_DRIVER = "sandbox_driver.py"
-_DRIVER_FILES = ("sandbox_confine.py", "sandbox_roles.py", "sandbox_values.py")
+_INSIDE = Path(__file__).with_name("sandbox_inside.py")
 _MAX_ANSWER_BYTES = 32 << 20
 _FIRST_PAUSE_S = 0.2  # Pause before the first repetition; it doubles for each further one.
 
@@ -442,7 +439,7 @@ class SandboxService:
 
 
 class RemoteRunner:
-    """One request for each test. Tests of functions run in the driver (`areal.reward.sandbox_driver`), which starts the
+    """One request for each test. Tests of functions run in the driver (`areal.reward.sandbox_inside`), which starts the
     program as a second process without privileges, and checks the assertions itself."""
 
     def __init__(self, source: str, limits: CodeLimits, service: SandboxService) -> None:
@@ -470,13 +467,10 @@ class RemoteRunner:
         return self._service.run(body | {"memory_limit_MB": memory_mb}, limit_s=round(limit_s, 3))
 
     def _driven(self, job: dict[str, Any], until_s: float) -> dict[str, Any]:
-        files = {f"areal/reward/{name}": (_HERE / name).read_bytes() for name in _DRIVER_FILES}
-        files["program.py"] = self._source.encode("utf-8", "replace")
-        # The driver proves with it that a line of output is its own.
-        nonce = secrets.token_hex(16)
+        nonce = secrets.token_hex(16)  # with it the driver proves that a line of output is its own
         body = {
-            "code": (_HERE / _DRIVER).read_text(encoding="utf-8"),
-            "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
+            "code": _INSIDE.read_text(encoding="utf-8"),
+            "files": {"program.py": base64.b64encode(self._source.encode("utf-8", "replace")).decode()},
             "stdin": json.dumps(job | {"nonce": nonce}) + "\n",
         }
         output = self._run(body, until_s)

@@ -108,7 +108,7 @@ def test_the_fraction_of_passed_tests_counts_only_with_continuous():
         "import builtins\nbuiltins.AssertionError = builtins.abs = lambda *a: 0\ndef add(a, b): return 9",
         "def abs(x): return 0\ndef add(a, b): return 9",
         "candidate = lambda a, b: a + b\ndef add(a, b): return 9",
-        "import areal.reward.sandbox_roles as r\nr.AssertionChecker = r.Functions = None\ndef add(a, b): return 9",
+        "import areal.reward.sandbox_inside as r\nr.AssertionChecker = r.Functions = None\ndef add(a, b): return 9",
         "def add(a, b):\n    import inspect\n    for frame in inspect.stack():\n"
         "        frame.frame.f_globals['encoded'] = lambda *a: {'passed': True}\n    return 9",
         "import os\nfor fd in range(3, 60):\n"

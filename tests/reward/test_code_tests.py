@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.reward.code_tests import AssertTest, CallTest, ProgramTest, parse_tests, same_output, same_result
-from areal.reward.sandbox_roles import decoded, encoded
+from areal.reward.sandbox_inside import decoded, encoded
 
 
 @pytest.mark.parametrize(
