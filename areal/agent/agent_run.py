@@ -39,6 +39,7 @@ class Environment(Protocol):
 
     async def step(self, message: Message) -> tuple[list[Message], float, bool]:
         """The messages after an answer without tool calls, its reward, and whether the dialogue ends."""
+        ...
 
 
 async def run_environment(

@@ -556,9 +556,11 @@ class PromptBridge(Protocol):
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer, also those that the template itself never writes."""
+        ...
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """The full rendering with the generation prompt. Raises InputError when the template refuses the messages."""
+        ...
 
     def extension(
         self, history: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[dict[str, Any]]
@@ -569,12 +571,14 @@ class PromptBridge(Protocol):
         leaves out the first token when the policy generated it. An answer that ends with another of `stop_token_ids`
         is not what the template writes: its next prompt is the full rendering.
         """
+        ...
 
     def call_start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], name: str) -> CallStart | None:
         """What an answer begins with that calls the tool `name`, or any tool if `name` is empty.
 
         None: the template writes no such answer after the prompt of these messages.
         """
+        ...
 
 
 class TemplateBridge:

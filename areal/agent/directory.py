@@ -47,9 +47,11 @@ class SessionReward:
 class SessionDirectory(Protocol):
     def find(self, key: str) -> SessionTurns | None:
         """The session of a key; None: there is none. Takes the same time for every key of the same length."""
+        ...
 
     async def open(self, wish: OpenRequest) -> OpenedSession:
         """A new session. TurnRefused: 429 with retry_after_s when no session is admitted now, 503 without a server."""
+        ...
 
     async def finish(self, key: str, reward: SessionReward) -> None:
         """Record a reward. TurnRefused: 404 for an unknown key, 409 for a session whose reward window has ended."""

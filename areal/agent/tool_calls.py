@@ -464,31 +464,16 @@ def no_calls(text: str, schemas: Schemas) -> list[Piece]:
 
 
 STYLES: dict[str, Parser] = {
-    "hermes": hermes,
-    "qwen3_coder": qwen3_coder,
-    "llama3_json": llama3_json,
-    "mistral": mistral,
-    "deepseek": deepseek,
-    "deepseek_dsml": deepseek_dsml,
-    "glm": glm,
-    "kimi": kimi,
-    "gpt_oss": gpt_oss,
-    "pythonic": pythonic,
-    "none": no_calls,
-}
+    "hermes": hermes, "qwen3_coder": qwen3_coder, "llama3_json": llama3_json, "mistral": mistral,
+    "deepseek": deepseek, "deepseek_dsml": deepseek_dsml, "glm": glm, "kimi": kimi, "gpt_oss": gpt_oss,
+    "pythonic": pythonic, "none": no_calls,
+}  # fmt: skip
 _MARKERS = (
-    ("<|channel|>", "gpt_oss"),
-    ("｜DSML｜", "deepseek_dsml"),
-    ("<｜tool▁call▁begin｜>", "deepseek"),
-    ("<|tool_call_begin|>", "kimi"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<arg_key>", "glm"),
-    ("<function=", "qwen3_coder"),
-    ("<tool_call>", "hermes"),
-    ("<|python_start|>", "pythonic"),
-    ("<|python_tag|>", "llama3_json"),
+    ("<|channel|>", "gpt_oss"), ("｜DSML｜", "deepseek_dsml"), ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("<|tool_call_begin|>", "kimi"), ("[TOOL_CALLS]", "mistral"), ("<arg_key>", "glm"), ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"), ("<|python_start|>", "pythonic"), ("<|python_tag|>", "llama3_json"),
     ("<|start_header_id|>", "llama3_json"),
-)
+)  # fmt: skip
 """The first marker that a chat template contains decides."""
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"))
 

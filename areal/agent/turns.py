@@ -96,9 +96,11 @@ class SessionTurns(Protocol):
 
     async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
         """`request.num_answers` answers. Raises TurnRefused."""
+        ...
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a request, without a turn. Raises TurnRefused."""
+        ...
 
     def delivered(self, answers: Sequence[TurnAnswer]) -> None:
         """All of a reply with these answers was handed to the connection of the client."""

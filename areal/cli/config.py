@@ -287,13 +287,9 @@ def _explained(option: str, *, as_json: bool) -> str:
     assert spec is not None  # help_text found it
     condition = relevance_of(spec.entry)
     facts: dict[str, Any] = {
-        "option": option,
-        "type": "section" if spec.is_section else type_text(spec.hint),
-        "choices": list(spec.choices),
-        "range": spec.range_text,
-        "nullable": spec.nullable,
-        "default": default_text(spec).removeprefix("default "),
-        "meaning": spec.sentence,
+        "option": option, "type": "section" if spec.is_section else type_text(spec.hint),
+        "choices": list(spec.choices), "range": spec.range_text, "nullable": spec.nullable,
+        "default": default_text(spec).removeprefix("default "), "meaning": spec.sentence,
         "relevant_when": "" if condition is None else condition.words(option.rpartition(".")[0]),
-    }
+    }  # fmt: skip
     return json.dumps(facts, indent=1) + "\n"

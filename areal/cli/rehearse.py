@@ -233,18 +233,12 @@ def _facts(
 ) -> dict[str, Any]:
     problems = problems_of(scenario, outcome, reward=reward, good_reward=good, num_lost=session.num_lost)
     return {
-        "scenario": scenario.name,
-        "problems": problems,
-        "is_reached": session.has_played_fault or all(step.is_plain for step in scenario.steps),
-        "reward": reward,
-        "num_requests": session.num_requests,
-        "num_turns": session.num_turns,
-        "num_lost_turns": session.num_lost,
-        "num_malformed_calls": session.num_malformed,
-        "message": outcome.message,
-        "last_error": outcome.last_error,
+        "scenario": scenario.name, "problems": problems,
+        "is_reached": session.has_played_fault or all(step.is_plain for step in scenario.steps), "reward": reward,
+        "num_requests": session.num_requests, "num_turns": session.num_turns, "num_lost_turns": session.num_lost,
+        "num_malformed_calls": session.num_malformed, "message": outcome.message, "last_error": outcome.last_error,
         "leaks": outcome.leaks,
-    }
+    }  # fmt: skip
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:

@@ -40,14 +40,9 @@ def facts_of(
 ) -> dict[str, Any]:
     """What is known of an answer, JSON-ready. `sample` None: its tokens are not recorded."""
     facts: dict[str, Any] = {
-        "episode": record.episode,
-        "state": record.state,
-        "reason": record.reason,
-        "step": record.step,
-        "row": record.row,
-        "epoch": record.epoch,
-        "stats": record.stats,
-    }
+        "episode": record.episode, "state": record.state, "reason": record.reason, "step": record.step,
+        "row": record.row, "epoch": record.epoch, "stats": record.stats,
+    }  # fmt: skip
     if sample is None:
         return facts
     made = [version for version in sample.versions if version >= 0]

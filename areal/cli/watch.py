@@ -43,14 +43,10 @@ NUM_SAMPLES = 3
 _EVALUATION = re.compile(r"eval/([^/]+(?:/[^/]+)?)/reward|eval/(loss)")
 _NOT_EVALUATION = "/episode"
 _CURVES = {
-    "reward": ("rollout/reward",),
-    "loss": ("loss",),
-    "entropy": ("actor/entropy",),
-    "KL from the reference": ("batch/ref_kl",),
-    "KL of the update": ("actor/approx_kl",),
-    "answer length": ("batch/answer_length",),
-    "gradient norm": ("actor/grad_norm", "grad_norm"),
-}
+    "reward": ("rollout/reward",), "loss": ("loss",), "entropy": ("actor/entropy",),
+    "KL from the reference": ("batch/ref_kl",), "KL of the update": ("actor/approx_kl",),
+    "answer length": ("batch/answer_length",), "gradient norm": ("actor/grad_norm", "grad_norm"),
+}  # fmt: skip
 """Name -> the metrics of which the first recorded one is its curve."""
 _SPEED = "rollout/generated_tokens_per_s"
 _STALENESS = "rollout/staleness_frac/"

@@ -114,14 +114,11 @@ _SAME_IN_MODEL = {
     "validation.dataset.revision": "valid_dataset.revision",
 }
 _OF_MODEL = {
-    "train.optm_weight_decay": "optimizer.weight_decay",
-    "train.epsilon": "optimizer.eps",
-    "train.fsdp_offload": "fsdp.offload_params",
-    "policy.model_name_or_path": "path",
-    "policy.model_gradient_checkpointing": "gradient_checkpointing",
-    "policy.freeze_pattern": "freeze",
+    "train.optm_weight_decay": "optimizer.weight_decay", "train.epsilon": "optimizer.eps",
+    "train.fsdp_offload": "fsdp.offload_params", "policy.model_name_or_path": "path",
+    "policy.model_gradient_checkpointing": "gradient_checkpointing", "policy.freeze_pattern": "freeze",
     "policy.aux_loss_coeff": "router_aux_loss_coef",
-}
+}  # fmt: skip
 _LORA = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules",
     "use_rslora": "rslora", "modules_to_save": "modules_to_save", "exclude_modules": "exclude_modules",

@@ -15,14 +15,10 @@ from areal.importers.draft import UNKNOWN, Draft, Note, flat
 # Keys of AReaL 1.x that v0.5 does not have: what each becomes here. `areal.importers.own` does the rest.
 
 _KEEP = {
-    "rollout.return_routed_experts": "actor.router_replay",
-    "dynamic_bs": "rollout.dynamic_bs",
-    "beta": "dpo.beta",
-    "loss_type": "dpo.loss_type",
-    "actor.beta": "dpo.beta",
-    "actor.loss_type": "dpo.loss_type",
+    "rollout.return_routed_experts": "actor.router_replay", "dynamic_bs": "rollout.dynamic_bs", "beta": "dpo.beta",
+    "loss_type": "dpo.loss_type", "actor.beta": "dpo.beta", "actor.loss_type": "dpo.loss_type",
     "teacher.rl_loss_weight": "teacher.rl_weight",
-}
+}  # fmt: skip
 _AGENT = {
     "turn_discount": "agent.turn_discount",
     "set_reward_finish_timeout": "agent.reward_window_s",

@@ -344,28 +344,18 @@ def _evaluation(draft: Draft, prompt: int, longest: int) -> None:
 
 
 _SAME = {
-    "exp_name": "trial_name",
-    "seed": "seed",
-    "output_dir": "cluster.fileroot",
-    "num_gpus_per_node": "cluster.n_gpus_per_node",
-    "prompt_length": "train_dataset.max_length",
-    "pretrain": "actor.path",
-    "ppo_epochs": "actor.ppo_epochs",
-    "pg_clip": "actor.eps_clip",
-    "pg_clip_low": "actor.eps_clip",
-    "pg_clip_high": "actor.eps_clip_higher",
-    "reward_clip": "actor.reward_clip",
-    "entropy_loss_coef": "actor.entropy_coef",
-    "loss_agg_mode": "actor.loss_aggregation",
-    "gamma": "actor.discount",
-    "max_grad_norm": "actor.optimizer.gradient_clipping",
-    "actor_train.data_args.file_name": "train_dataset.path",
+    "exp_name": "trial_name", "seed": "seed", "output_dir": "cluster.fileroot",
+    "num_gpus_per_node": "cluster.n_gpus_per_node", "prompt_length": "train_dataset.max_length",
+    "pretrain": "actor.path", "ppo_epochs": "actor.ppo_epochs", "pg_clip": "actor.eps_clip",
+    "pg_clip_low": "actor.eps_clip", "pg_clip_high": "actor.eps_clip_higher", "reward_clip": "actor.reward_clip",
+    "entropy_loss_coef": "actor.entropy_coef", "loss_agg_mode": "actor.loss_aggregation", "gamma": "actor.discount",
+    "max_grad_norm": "actor.optimizer.gradient_clipping", "actor_train.data_args.file_name": "train_dataset.path",
     "validation.data_args.file_name": "valid_dataset.path",
     "validation.generating_args.num_return_sequences": "evaluator.n_samples",
     "actor_infer.generating_args.temperature": "gconfig.temperature",
     "actor_infer.generating_args.top_p": "gconfig.top_p",
     "actor_infer.generating_args.repetition_penalty": "gconfig.repetition_penalty",
-}
+}  # fmt: skip
 _OF_REWARDS = (
     "worker_cls", "tag_included", "world_size", "reward_type", "use_local", "name", "infer_batch_size",
     "data_args.template", "model_args.*", "strategy_args.*",

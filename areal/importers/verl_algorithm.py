@@ -11,15 +11,11 @@ _STRATEGY, _MEGATRON = f"{ACTOR}.strategy", f"{ACTOR}.megatron."
 NO_EVALUATION = "no evaluation: see data.val_files, trainer.test_freq and val_before_train"
 OTHER_ENGINES = ("veomni", "torchtitan", "automodel")  # Trainers of verl with FSDP2 and its own names of the sizes.
 _VLLM_FLAGS = {
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "max_model_len": "max_model_len",
-    "enforce_eager": "enforce_eager",
-    "enable_chunked_prefill": "enable_chunked_prefill",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "dtype": "dtype",
-}
+    "gpu_memory_utilization": "gpu_memory_utilization", "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens", "max_model_len": "max_model_len",
+    "enforce_eager": "enforce_eager", "enable_chunked_prefill": "enable_chunked_prefill",
+    "enable_prefix_caching": "enable_prefix_caching", "dtype": "dtype",
+}  # fmt: skip
 _SGLANG_FLAGS = {
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_seqs": "max_running_requests",

@@ -14,14 +14,9 @@ from areal.replay.recorded import RecordedRun, ReplayOrder, metrics_of, read_met
 EXACT = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 """Metrics that must be equal in a replay without overrides."""
 SHOWN = {
-    "actor/loss": "loss",
-    "actor/grad_norm": "grad norm",
-    "actor/clip_ratio": "clip ratio",
-    "actor/approx_kl": "approx KL",
-    "batch/ref_kl": "ref KL",
-    "actor/entropy": "entropy",
-    "critic/loss": "value loss",
-}
+    "actor/loss": "loss", "actor/grad_norm": "grad norm", "actor/clip_ratio": "clip ratio",
+    "actor/approx_kl": "approx KL", "batch/ref_kl": "ref KL", "actor/entropy": "entropy", "critic/loss": "value loss",
+}  # fmt: skip
 """Metrics that a comparison with overrides shows, if recorded, and their headings."""
 _WIDTH = 11
 

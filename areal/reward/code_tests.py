@@ -276,6 +276,7 @@ class ProgramRunner(Protocol):
 
     def call(self, case: CallTest, *, until_s: float) -> Any:
         """The program's answer to a call: {"value": encoded result} unless it raised. It may be any JSON."""
+        ...
 
     def check(self, case: AssertTest, *, until_s: float) -> bool: ...
 

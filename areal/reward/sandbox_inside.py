@@ -4,8 +4,8 @@ A sandbox on this machine is started as `python -m areal.reward.sandbox_inside C
 descriptor of a socket, on which one line of JSON says what to run. It has two processes. The keeper, which the reward
 worker starts, runs no foreign code: it waits for the end of the other one, for SIGTERM (also sent by the kernel when
 the reward worker dies) or for the end of `keep_s`; then it kills every process below it and exits with the program's
-exit code. The other process confines itself and plays a role: a whole program, a server of a program's functions, or the
-assertion checker. The assertion checker never shares a process with the program. It calls the program's functions by
+exit code. The other process confines itself and plays a role: a whole program, a server of a program's functions, or
+the assertion checker. The assertion checker never shares a process with the program. It calls the program's functions by
 messages and gets plain values back, so a program can change neither the assertions nor the meaning of equality.
 Messages are lines of JSON:
 
@@ -226,13 +226,9 @@ def _filter_program() -> bytes:
     """The filter in the kernel's classic BPF, 8 bytes an instruction."""
     refuse, unknown = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
     steps: list[tuple[int, int, int, int]] = [
-        (_LOAD, 0, 0, _ARCH_AT),
-        (_EQUAL, 1, 0, _AUDIT_ARCHITECTURE),
-        (_RETURN, 0, 0, refuse),
-        (_LOAD, 0, 0, _NUMBER_AT),
-        (_AT_LEAST, 0, 1, _FOREIGN_CALLS),
-        (_RETURN, 0, 0, unknown),
-    ]
+        (_LOAD, 0, 0, _ARCH_AT), (_EQUAL, 1, 0, _AUDIT_ARCHITECTURE), (_RETURN, 0, 0, refuse),
+        (_LOAD, 0, 0, _NUMBER_AT), (_AT_LEAST, 0, 1, _FOREIGN_CALLS), (_RETURN, 0, 0, unknown),
+    ]  # fmt: skip
     for table, answer in ((_REFUSED, refuse), (_UNKNOWN, unknown)):
         for number in table.values():
             steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, answer)]

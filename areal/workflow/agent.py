@@ -117,19 +117,12 @@ class FinishedSession:
             for turn_id, turn in transcript.turns.items()
         ]
         return {
-            "session": self.session.session_id,
-            "status": self.outcome.status,
-            "message": self.outcome.message,
-            "reward": self.reward,
-            "turns": turns,
-            "malformed_calls": counts.malformed_calls,
-            "retries": counts.retries,
-            "forks": transcript.num_forks,
-            "drifts": transcript.num_drifts,
-            "overwritten": transcript.num_overwritten,
-            "refused": dict(counts.refused),
+            "session": self.session.session_id, "status": self.outcome.status, "message": self.outcome.message,
+            "reward": self.reward, "turns": turns, "malformed_calls": counts.malformed_calls,
+            "retries": counts.retries, "forks": transcript.num_forks, "drifts": transcript.num_drifts,
+            "overwritten": transcript.num_overwritten, "refused": dict(counts.refused),
             "messages": self.session.last_messages,
-        }
+        }  # fmt: skip
 
 
 def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> TrajectoryGroup:

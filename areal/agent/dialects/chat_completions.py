@@ -312,16 +312,12 @@ NO_EFFECT: Mapping[str, tuple[Kind, str]] = {
 }
 """Fields that chat completions and responses accept and that change nothing."""
 SAMPLING: Mapping[str, str] = {
-    "temperature": "0 to 2; 0 is greedy",
-    "top_p": "above 0, at most 1",
-    "top_k": "extension: at least 1",
-    "frequency_penalty": "-2 to 2",
-    "seed": "0 to 2^63 - 1",
-    "stop": "one text or at most 16",
+    "temperature": "0 to 2; 0 is greedy", "top_p": "above 0, at most 1", "top_k": "extension: at least 1",
+    "frequency_penalty": "-2 to 2", "seed": "0 to 2^63 - 1", "stop": "one text or at most 16",
     "n": "1 to 128 answers; each is a leaf of the transcript",
     "stream": "the whole answer is computed first, then sent as events",
     "stream_options": "`include_usage`; `include_obfuscation` has no effect",
-}
+}  # fmt: skip
 """Fields of chat completions and completions."""
 FIELDS = FieldTable(
     read={
@@ -344,17 +340,12 @@ FIELDS = FieldTable(
         "modalities": ((["text"],), "only text is supported"),
     },
     refused={
-        "audio": "only text is supported",
-        "functions": "is replaced by tools",
-        "function_call": "is replaced by tool_choice",
-        "reasoning_effort": _RUN,
-        "verbosity": _RUN,
-        "prediction": "is not supported",
-        "moderation": "is not supported",
-        "web_search_options": "is not supported",
+        "audio": "only text is supported", "functions": "is replaced by tools",
+        "function_call": "is replaced by tool_choice", "reasoning_effort": _RUN, "verbosity": _RUN,
+        "prediction": "is not supported", "moderation": "is not supported", "web_search_options": "is not supported",
         "chat_template_kwargs": _RUN,
     },
-)
+)  # fmt: skip
 
 
 def parse(body: Json) -> Asked:
