@@ -5,8 +5,8 @@ descriptor of a socket, on which one line of JSON says what to run. It has two p
 worker starts, runs no foreign code: it waits for the end of the other one, for SIGTERM (also sent by the kernel when
 the reward worker dies) or for the end of `keep_s`; then it kills every process below it and exits with the program's
 exit code. The other process confines itself and plays a role: a whole program, a server of a program's functions, or
-the assertion checker. The assertion checker never shares a process with the program. It calls the program's functions by
-messages and gets plain values back, so a program can change neither the assertions nor the meaning of equality.
+the assertion checker. The assertion checker never shares a process with the program. It calls the program's functions
+by messages and gets plain values back, so a program can change neither the assertions nor the meaning of equality.
 Messages are lines of JSON:
 
     to the program   {"op", "target": name or number of an object, "args", "kwargs"}
