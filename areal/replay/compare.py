@@ -14,40 +14,27 @@ from areal.replay.recorded import RecordedRun, ReplayOrder, metrics_of, read_met
 EXACT = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 """Metrics that must be equal in a replay without overrides."""
 SHOWN = {
-    "actor/loss": "loss",
-    "actor/grad_norm": "grad norm",
-    "actor/clip_ratio": "clip ratio",
-    "actor/approx_kl": "approx KL",
-    "batch/ref_kl": "ref KL",
-    "actor/entropy": "entropy",
-    "critic/loss": "value loss",
-}
+    "actor/loss": "loss", "actor/grad_norm": "grad norm", "actor/clip_ratio": "clip ratio",
+    "actor/approx_kl": "approx KL", "batch/ref_kl": "ref KL", "actor/entropy": "entropy", "critic/loss": "value loss",
+}  # fmt: skip
 """Metrics that a comparison with overrides shows, if recorded, and their headings."""
 _WIDTH = 11
 
-Row = Mapping[str, Any]
-"""A line of metrics.jsonl."""
+Row = Mapping[str, Any]  # A line of metrics.jsonl.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
-    """One step of a replay and the same step of its run."""
-
-    step: int
-    """Steps done."""
-    weights: bool | None
-    """Whether the checksums are equal; None = the run recorded none."""
-    metrics: dict[str, tuple[float | None, float | None]]
-    """Metrics in EXACT that both have: live, replayed."""
+    step: int  # Steps done.
+    weights: bool | None  # Whether the checksums are equal; None = the run recorded none.
+    metrics: dict[str, tuple[float | None, float | None]]  # Metrics in EXACT that both have: live, replayed.
 
     @property
     def different(self) -> list[str]:
-        """Names of what differs."""
         names = [name for name, (live, own) in self.metrics.items() if live != own]
         return names if self.weights is not False else ["weights", *names]
 
     def line(self) -> str:
-        """One line of the report."""
         weights = {True: "weights equal", False: f"weights DIFFER at step {self.step}", None: "weights not recorded"}
         equal = [name for name, (live, own) in self.metrics.items() if live == own]
         parts = [weights[self.weights]] + [", ".join(equal) + " equal"] * bool(equal)
@@ -72,7 +59,6 @@ class Exactness:
         self._first: StepComparison | None = None
 
     def add(self, step: StepComparison) -> str:
-        """Add a step; returns its line."""
         self._num_steps += 1
         self._num_weights += step.weights is not None
         self._num_metrics += bool(step.metrics)
@@ -106,7 +92,6 @@ class Comparison:
         self._first_other: int | None = None
 
     def add(self, step: StepComparison, live: Row | None, own: Row) -> list[str]:
-        """Add a step; returns its lines of the table."""
         lines: list[str] = []
         if not self._num_steps:
             self._columns = [name for name in SHOWN if name in own or name in (live or {})]
@@ -138,7 +123,6 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.5g}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The output of a replay: one line per step, the status line, the result.
 
 
@@ -178,7 +162,6 @@ class Report:
         self._line.show(f"replay: step {self._done}/{self._order.end_step}, {self._pace()}")
 
     def end(self) -> int:
-        """Report the result; returns the exit status of the command."""
         self._line.end(f"replay: {self._done - self._order.start_step} steps done, results in {self._own.parent}")
         exactness = self._exactness
         if self._steps is None:
@@ -192,7 +175,6 @@ class Report:
         return 2 if not exactness.has_compared else 0 if exactness.is_equal else 1
 
     def _pace(self) -> str:
-        """Seconds per step, of the replay and of the run."""
         if not self._seconds:
             return "the models are loading"
         live = [row["seconds/step"] for step, row in self._live.items() if step > self._order.start_step]
@@ -210,7 +192,6 @@ class Report:
 
 
 def _facts(step: StepComparison, live: Row | None, own: Row) -> dict[str, Any]:
-    """One step for --json: what the run and the replay measured."""
     names = [name for name in SHOWN if name in own or name in (live or {})]
     values = {name: {"run": (live or {}).get(name), "replay": own.get(name)} for name in names}
     return {"step": step.step, "weights_equal": step.weights, "different": step.different, "metrics": values}

@@ -36,14 +36,10 @@ from areal.workflow.scoring import (
 class Answer:
     """One answer of the policy."""
 
-    text: str
-    """Without special tokens."""
-    token_ids: Sequence[int]
-    """Including a generated end token."""
-    position: int
-    """Number of tokens of the conversation before it."""
-    finished: bool
-    """False if a length limit cut it."""
+    text: str  # Without special tokens.
+    token_ids: Sequence[int]  # Including a generated end token.
+    position: int  # Number of tokens of the conversation before it.
+    finished: bool  # False if a length limit cut it.
 
 
 _HISTORY = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
@@ -96,7 +92,6 @@ class Conversation:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """All tokens so far: the context of the next answer."""
         return tokens_to(self._end)
 
     @property
@@ -122,7 +117,6 @@ class Conversation:
         return EncodedPrompt(text, self._shown(self.token_ids[: answer.position]))
 
     def add_answer(self, response: GenerationResponse) -> str:
-        """Append generated tokens. Returns their text without special tokens."""
         text = self._tokenizer.decode(list(response.output_ids), skip_special_tokens=True)
         position, finished = self._end.end, response.stop_reason == "stop"
         self._texts.append((position, text))
@@ -179,7 +173,6 @@ class Conversation:
         return True
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Tokens as the policy sees them."""
         return token_ids if self._images is None else self._images.plain(token_ids)[0]
 
     def add_text(self, text: str) -> bool:
@@ -211,7 +204,6 @@ class Conversation:
         self._end = self._tree.add_fixed(self._end, token_ids)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The base of workflows that hold conversations, and the functions that such a workflow calls.
 
 
@@ -221,14 +213,11 @@ class Episode:
 
     engine: InferenceEngine
     row: dict[str, Any]
-    settings: GenerationHyperparameters
-    """Sampling settings of each request."""
+    settings: GenerationHyperparameters  # Sampling settings of each request.
     scorer: Scorer
     group_id: str = field(default_factory=lambda: uuid4().hex)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers of the requests."""
-    errors: list[int] = field(default_factory=list[int])
-    """Failed calls of reward functions, of each `score`."""
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # Numbers of the requests.
+    errors: list[int] = field(default_factory=list[int])  # Failed calls of reward functions, of each `score`.
 
 
 def chat_prompt(
@@ -304,11 +293,9 @@ class ConversationWorkflow(ScoredWorkflow):
         """
 
     def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
-        """The first tokens of the conversations on `row`."""
         return chat_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking, images=self.images)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
-        """One group of conversations on row `data`."""
         prompt = self.prompt(data)
         data = data if self.images is None else self.images.without_images(data)
         episode = Episode(engine=engine, row=data, settings=settings_of_row(self._settings, data), scorer=self._scorer)
@@ -341,7 +328,6 @@ class ConversationWorkflow(ScoredWorkflow):
 
 
 def _checked(reward: object) -> Score:
-    """The result of `converse` as a Score. RewardError when it is no number."""
     if isinstance(reward, Score):
         return reward
     if not isinstance(reward, int | float):

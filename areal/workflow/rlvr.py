@@ -52,7 +52,6 @@ class RLVRWorkflow(ScoredWorkflow):
         self._greedy_baseline = greedy_baseline
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
-        """One group of answers to the prompt of row `data`."""
         prompt = self.prompt(data)
         images, data = await self._stored_images(prompt), self._scored_row(data)
         prompt_ids = prompt.token_ids
@@ -92,7 +91,6 @@ class RLVRWorkflow(ScoredWorkflow):
         return ()
 
     def _scored_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The columns that reward functions get."""
         return row
 
     def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
@@ -107,7 +105,6 @@ class RLVRWorkflow(ScoredWorkflow):
         return clone
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # RL with verifiable rewards on rows with images.
 
 
