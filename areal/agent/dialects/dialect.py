@@ -188,7 +188,7 @@ _OPENAI_TYPES = {
 
 
 def openai_error(refused: TurnRefused) -> dict[str, Any]:
-    """A refusal in OpenAI's format; `code` is that of docs/errors.md."""
+    """A refusal in OpenAI's format; `code` as areal raised it."""
     kind = _OPENAI_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
