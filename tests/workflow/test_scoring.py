@@ -169,11 +169,7 @@ async def test_a_failure_is_logged_once_for_each_function_and_way_to_fail(scorer
         assert [found.num_errors for found in await score(lenient, "bad", "bad", "bad")] == [3, 3, 3]
     warnings = [text for text in caplog.messages if "count as 0" in text]
     names = sorted(text.split()[2].rpartition(":")[2] for text in warnings)
-    assert names == [
-        "fails_on_bad",
-        "fails_too",
-        "nan_on_bad",
-    ]
+    assert names == ["fails_on_bad", "fails_too", "nan_on_bad"]
 
 
 async def test_a_failure_ends_the_calls_of_the_other_functions(scorer_of, tmp_path):

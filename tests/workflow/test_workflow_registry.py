@@ -81,11 +81,7 @@ def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
         ({"reward_fn": ""}, "reward_fn", "reward.none_given"),
         ({"reward_fn": "exactt"}, "reward_fn", "config.bad_reference"),
         ({"workflow": "rlvrr"}, "workflow", "config.bad_reference"),
-        (
-            {"workflow_args": {"enable_thinkin": True}},
-            "workflow_args.enable_thinkin",
-            "workflow.invalid_args",
-        ),
+        ({"workflow_args": {"enable_thinkin": True}}, "workflow_args.enable_thinkin", "workflow.invalid_args"),
         ({"workflow_args": {"gconfig": 1}}, "workflow_args.gconfig", "workflow.invalid_args"),
         ({"workflow": "multi_turn"}, "workflow_args.max_turns", "workflow.invalid_args"),
     ],
