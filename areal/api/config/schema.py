@@ -298,11 +298,11 @@ def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
             parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
             nullable = len(parts) < len(typing.get_args(hint))
             hint = typing.Union[tuple(parts)]  # noqa: UP007 - of a list
-        args = cast("tuple[Any, ...]", typing.get_args(hint))
+        args = typing.get_args(hint)
         of_item: Any = args[0] if typing.get_origin(hint) is list else None
         is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
         needs_values = False
-        for below in dataclasses.fields(hint) if is_section else ():
+        for below in dataclasses.fields(cast("Any", hint)) if is_section else ():
             needs_values = needs_values or below.default == MISSING
         bounds: list[tuple[str, float]] = []
         for name in _BOUNDS:
