@@ -32,7 +32,7 @@ agent.failed: No session of an episode has a reward, because the agent raised an
 agent.generation_failed: The servers failed to answer a turn of a session.
     Read the message and the logs of the servers.
 agent.invalid_field: A field of a request to a session has a wrong type or value, or is missing.
-    Correct the field that `param` names; docs/agent_http.md has the limits.
+    Correct the field that `param` names; docs/http.md has the limits.
 agent.multimodal: A request to a session has audio, a file or a video, or an image for a policy of text only.
     Send text, and images to a policy that takes them.
 agent.no_agent: workflow=agent got none or several of agent, command, environment or tools, and online.
@@ -42,7 +42,7 @@ agent.no_messages: Tools without an environment need the first messages in the r
 agent.no_place: A program from outside requested a session, and no episode waits for one (429).
     Ask again after the seconds in Retry-After; the policy trains on the sessions that it has.
 agent.no_route: A request to the session server has an unknown path or method.
-    Use the base URL of the session; docs/agent_http.md has the routes.
+    Use the base URL of the session; docs/http.md has the routes.
 agent.no_server: No server was available for a turn of a session (503).
     Repeat the request, as the SDKs do; look at the logs of the servers if it stays so.
 agent.not_startable: The agent of a rehearsal cannot be imported or started.
@@ -74,7 +74,7 @@ agent.unknown_session: The key of a request belongs to no session, or the sessio
 agent.unknown_turn: A reward names no turn of its session.
     Give the id of a completion or a tool call of the session, or the number of a turn from 0.
 agent.unsupported_field: A request to a session has a field or value of its dialect that areal does not support.
-    Remove the field that `param` names, or use a value of docs/agent_http.md.
+    Remove the field that `param` names, or use a value of docs/http.md.
 agent.wrong_reward: An agent returned something that is no finite number as a reward.
     Return a number, None, or a mapping with `reward`, `turns` and named numbers.
 agent.wrong_step: The step of an environment returned something else than (messages, reward, done).

@@ -241,7 +241,7 @@ def config(words: Sequence[str]) -> int:
         "       %(prog)s import verl|roll|cosmos|areal FILE [key.sub=value ...] [-o OUT.yaml] [--json]",
         description="Print the effective configuration of a file or of a run, without secrets, explain an option, or "
         "import a configuration of another system.",
-        epilog=f"Sections: {', '.join(sections())}. docs/config.md lists all options.",
+        epilog=f"Sections: {', '.join(sections())}.",
     )
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")
     parser.add_argument("--json", action="store_true", help="print JSON instead of YAML or text")

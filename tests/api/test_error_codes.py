@@ -110,8 +110,3 @@ def test_the_table_is_sorted_within_its_areas() -> None:
 def test_every_cause_and_fix_is_a_sentence() -> None:
     bad = [code for code, entry in ERROR_CODES.items() for text in (entry.cause, entry.fix) if not text.endswith(".")]
     assert not bad
-
-
-def test_the_page_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    assert page == errors_page(), "run `make docs`"
