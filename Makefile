@@ -132,7 +132,7 @@ test-megatron: .venv/.installed
 test-etcd: .venv/.installed
 	$(PYTEST) -m etcd tests/system tests/faults tests/cluster $(ARGS)
 
-# One of six parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/servers.md, "GPUs"). Without one: exit 2.
+# One of six parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/gpu.md). Without one: exit 2.
 test-gpu: .venv/.installed
 	@$(BIN)/python -m tests.gpu $(PART)
 
@@ -142,16 +142,14 @@ lint: .venv/.installed
 	$(BIN)/python .ci/check_words.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The site in build/site: the pages of the repository, and those that come from the code.
+# The site in build/site, with the pages of options, metrics, alarms and error codes that the code generates.
 docs: .venv/.installed
 	$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	rm -rf build/site_source && mkdir -p build/site_source/docs
-	for name in README.md CONTRIBUTING.md SECURITY.md benchmark examples areal; do ln -s ../../$$name build/site_source/$$name; done
+	rm -rf build/site_source
+	mkdir -p build/site_source/docs
+	for name in README.md CONTRIBUTING.md SECURITY.md benchmark examples areal; do ln -sfn ../../$$name build/site_source/$$name; done
 	cp docs/*.md build/site_source/docs
-	$(BIN)/python -m areal.api.error_codes > build/site_source/docs/errors.md
-	$(BIN)/python -m areal.api.config.docs > build/site_source/docs/config.md
-	$(BIN)/python -m areal.api.alarm_rules > build/site_source/docs/alarms.md
-	$(BIN)/python -m areal.observe.metric_table > build/site_source/docs/metrics.md
+	$(BIN)/python .ci/pages.py build/site_source/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:

@@ -1,6 +1,7 @@
-"""Finds terms that have another name in this project, and prints each with its file and line; exit code 1 if there is one.
+"""Finds terms that have another name in this project, and prints each with its file and line. Run by `make lint`; the
+exit code is 1 if there is one.
 
-Run by `make lint`. docs/README.md has the terms of the project, CONTRIBUTING.md the style.
+docs/README.md has the terms of the project, CONTRIBUTING.md the style.
 """
 
 import re

@@ -8,12 +8,15 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from areal.api.config.experiment import KINDS
+from areal.api.config.schema import leaf_paths
 from areal.cli.main import COMMANDS, run_command
 from areal.launcher import ray, slurm, ssh
 
@@ -21,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/*.md"), *ROOT.glob("examples/**/*.md")]
 )
-OPTIONS = frozenset((ROOT / "tests/api/option_names.txt").read_text().replace("[]", "").split())
+OPTIONS = frozenset(path.replace("[]", "") for kind in KINDS for path, _ in leaf_paths(kind))
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 _LAUNCHERS = {
     "areal.launcher.local": "run",
@@ -77,6 +80,19 @@ def test_every_page_is_in_the_overview_and_on_the_site():
     assert [page for page in sorted(pages) if f"]({page})" not in overview] == []
     site = (ROOT / "mkdocs.yml").read_text()
     assert [page for page in PAGES if f": {page.relative_to(ROOT)}\n" not in site] == []
+
+
+def test_the_pages_that_the_code_generates_are_written(tmp_path):
+    subprocess.run([sys.executable, ROOT / ".ci/pages.py", tmp_path], cwd=ROOT, check=True)
+    names = {path.rpartition(".")[2] for path in OPTIONS}
+    page = (tmp_path / "config.md").read_text()
+    assert [name for name in names if f"| `{name}` |" not in page] == []
+    for name, row in {
+        "metrics": "| `seconds/step` |",
+        "alarms": "| `grad_norm` |",
+        "errors": "| `config.conflict` |",
+    }.items():
+        assert row in (tmp_path / f"{name}.md").read_text()
 
 
 def test_overview_and_site_list_the_pages_of_a_newcomer_first_in_one_order():

@@ -25,7 +25,7 @@ _KINDS: dict[Kind, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldTable:
-    """The fields of a dialect's body, as docs/http.md shows them. Any other field is refused as unknown."""
+    """The fields of a dialect's body, as docs/agent_http.md shows them. Any other field is refused as unknown."""
 
     read: Mapping[str, str]  # Name -> what it does and its limits.
     ignored: Mapping[str, tuple[Kind, str]]  # Accepted without an effect on the answer: name -> (type, why).
@@ -188,7 +188,7 @@ _OPENAI_TYPES = {
 
 
 def openai_error(refused: TurnRefused) -> dict[str, Any]:
-    """A refusal in OpenAI's format."""
+    """A refusal in OpenAI's format; `code` as areal raised it."""
     kind = _OPENAI_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
