@@ -20,8 +20,10 @@ def section(path, table):
     lines = [f"| `{name}` | {about} |" for name, about in table.read.items()]
     lines += ["", f"No effect: {', '.join(f'`{name}`' for name in table.ignored)}."]
     if table.only:
-        shown = {name: dict.fromkeys(orjson.dumps(value).decode() for value in table.only[name][0]) for name in table.only}
-        one_value = [f"`{name}` ({' or '.join(f'`{text}`' for text in texts)})" for name, texts in shown.items()]
+        shown = {name: dict.fromkeys(map(orjson.dumps, values)) for name, (values, _) in table.only.items()}
+        one_value = [
+            f"`{name}` ({' or '.join(f'`{text.decode()}`' for text in texts)})" for name, texts in shown.items()
+        ]
         lines.append(f"Only with one value: {', '.join(one_value)}.")
     lines.append(f"Refused: {', '.join(f'`{name}`' for name in table.refused)}.")
     return "\n".join([f"### `{path}`", "", "| field | meaning |", "|---|---|", *lines, ""])
