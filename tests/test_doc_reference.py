@@ -90,7 +90,7 @@ def test_every_request_of_controller_and_server_is_on_the_page():
     named = {tuple(row[0].strip("`").split()) for row in rows_of("http.md")}
     app = make_app(None, token="x")
     controller = {(route.method, route.resource.canonical) for route in app.router.routes() if route.method != "HEAD"}
-    source = "".join((ROOT / f"areal/inference/{name}_routes.py").read_text() for name in ("server", "weight"))
+    source = (ROOT / "areal/inference/server.py").read_text()
     paths = re.findall(r'^ +"(/\w+)": self\.', source, re.M)
     assert controller <= named
     assert {path for _, path in named} == {path for _, path in controller} | set(paths)
