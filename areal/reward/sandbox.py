@@ -370,7 +370,7 @@ class LocalRunner:
 
 _HERE = Path(__file__).resolve().parent
 _DRIVER = "sandbox_driver.py"
-_DRIVER_FILES = ("sandbox_confine.py", "sandbox_roles.py", "sandbox_values.py")
+_DRIVER_FILES = ("sandbox_confine.py", "sandbox_roles.py")
 _MAX_ANSWER_BYTES = 32 << 20
 _FIRST_PAUSE_S = 0.2
 """Pause before the first repetition; it doubles for each further one."""
