@@ -142,15 +142,14 @@ lint: .venv/.installed
 	$(BIN)/python .ci/check_words.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The pages that are generated from the code (a test fails when one is out of date), then the site in build/site.
+# The site in build/site, with the pages of options, metrics, alarms and error codes that the code generates.
 docs: .venv/.installed
-	$(BIN)/python -m areal.api.error_codes > docs/errors.md
-	$(BIN)/python -m areal.api.config.docs > docs/config.md
-	$(BIN)/python -m areal.api.alarm_rules > docs/alarms.md
-	$(BIN)/python -m areal.observe.metric_table > docs/metrics.md
 	$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	mkdir -p build/site_source
-	for name in README.md CONTRIBUTING.md SECURITY.md docs benchmark examples areal; do ln -sfn ../../$$name build/site_source/$$name; done
+	rm -rf build/site_source
+	mkdir -p build/site_source/docs
+	for name in README.md CONTRIBUTING.md SECURITY.md benchmark examples areal; do ln -sfn ../../$$name build/site_source/$$name; done
+	cp docs/*.md build/site_source/docs
+	$(BIN)/python .ci/pages.py build/site_source/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:

@@ -26,20 +26,16 @@ from areal.api.functions import FunctionRef, load_function
 from areal.observe.step_files import logged_metrics
 from areal.system.process import tied_to_this_process
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Sessions without code of an agent: an environment that answers the policy, and Python functions as its tools.
 
-MAX_TURNS = 64
-"""Turns of a session without agent.max_turns."""
+MAX_TURNS = 64  # Turns of a session without agent.max_turns.
 _TOOL_TIMEOUT_S = 60.0
 
 
 class Environment(Protocol):
     """What the policy talks to. One instance per session."""
 
-    async def reset(self, row: dict[str, Any]) -> list[Message]:
-        """The first messages of the dialogue on a row."""
-        ...
+    async def reset(self, row: dict[str, Any]) -> list[Message]: ...
 
     async def step(self, message: Message) -> tuple[list[Message], float, bool]:
         """The messages after an answer without tool calls, its reward, and whether the dialogue ends."""
@@ -120,13 +116,11 @@ def _checked(found: Any) -> tuple[list[Message], float, bool]:
         raise RewardError(message, code="agent.wrong_step") from error
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What a run of an agent leaves behind, and the last error in its code: for rehearsals.
 
 _OWN_FOLDER = str(Path(__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
-_SETTLE_S = 0.2
-"""What tasks and processes have to end after the agent has returned."""
+_SETTLE_S = 0.2  # What tasks and processes have to end after the agent has returned.
 _FRAME = re.compile(r'^  File "([^"\n]+)", line ([0-9]+)', re.MULTILINE)
 _CONTROL = (StopIteration, StopAsyncIteration, GeneratorExit)
 
@@ -155,15 +149,12 @@ class AgentWatch:
     def __init__(self, files: Collection[str]) -> None:
         """`files`: the source of the agent, in which errors are followed."""
         self._files = files
-        self._tasks: dict[asyncio.Task[Any], str] = {}
-        """With the line that created it."""
+        self._tasks: dict[asyncio.Task[Any], str] = {}  # With the line that created it.
         self._children: set[psutil.Process] = set()
-        self.last_error = ""
-        """Error and line of the last exception in the agent's files."""
+        self.last_error = ""  # Error and line of the last exception in the agent's files.
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow the current task, and the tasks that it creates."""
         loop, owner = asyncio.get_running_loop(), asyncio.current_task()
         before, trace = loop.get_task_factory(), sys.gettrace()
 
@@ -224,16 +215,11 @@ class AgentJob:
     """What one run of an agent needs. JSON can represent it."""
 
     row: dict[str, Any]
-    base_url: str
-    """Of the session server, without /v1."""
-    key: str
-    """Secret key of the session: the API key of the agent's clients."""
-    agent: FunctionRef | None = None
-    """An async function `run(row, client, session)`, or a class with such a method."""
-    command: tuple[str, ...] = ()
-    """A program and its arguments; {column} is replaced by that column of the row."""
-    environment: FunctionRef | None = None
-    """A class that implements Environment."""
+    base_url: str  # Of the session server, without /v1.
+    key: str  # Secret key of the session: the API key of the agent's clients.
+    agent: FunctionRef | None = None  # An async function `run(row, client, session)`, or a class with such a method.
+    command: tuple[str, ...] = ()  # A program and its arguments; {column} is replaced by that column of the row.
+    environment: FunctionRef | None = None  # A class that implements Environment.
     tools: tuple[FunctionRef, ...] = ()
     """Functions that answer the tool calls of the policy, with or without an environment."""
     watch: bool = False
@@ -241,33 +227,23 @@ class AgentJob:
 
     @property
     def files(self) -> frozenset[str]:
-        """The source files of its code."""
         refs = [ref for ref in (self.agent, self.environment, *self.tools) if ref is not None]
         return frozenset(inspect.getsourcefile(load_function(ref)) or "" for ref in refs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOutcome:
-    """The end of one run of an agent."""
-
-    status: OutcomeStatus
-    """timeout = ended at its limit; died = its process ended; unusable = it cannot be loaded."""
-    message: str = ""
-    """Why the status is not ok, with the line of the agent's code."""
-    reward: float | None = None
-    """None: the agent gave none for the whole session."""
+    status: OutcomeStatus  # timeout = ended at its limit; died = its process ended; unusable = it cannot be loaded.
+    message: str = ""  # Why the status is not ok, with the line of the agent's code.
+    reward: float | None = None  # None: the agent gave none for the whole session.
     rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Of turns: by the id of a completion, the id of a tool call, or the number of the turn from 0."""
-    parts: dict[str, float] = field(default_factory=dict[str, float])
-    """Further named numbers."""
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """What the agent logged with log_metric."""
-    refusal: str = ""
-    """One of END_CODES, if its error comes from this refusal of a request."""
+    parts: dict[str, float] = field(default_factory=dict[str, float])  # Further named numbers.
+    metrics: dict[str, float] = field(default_factory=dict[str, float])  # What the agent logged with log_metric.
+    refusal: str = ""  # One of END_CODES, if its error comes from this refusal of a request.
     leaks: list[str] = field(default_factory=list[str])
     """Tasks and processes that the agent left behind. Of an agent in Python only when its job has `watch`."""
-    last_error: str = ""
-    """The last error in the agent's files, with its line; only when its job has `watch`."""
+    last_error: str = ""  # The last error in the agent's files, with its line; only when its job has `watch`.
 
 
 class AgentSession:
@@ -275,8 +251,7 @@ class AgentSession:
 
     def __init__(self, job: AgentJob) -> None:
         self.key = job.key
-        self.base_url = f"{job.base_url}/v1"
-        """For OpenAI clients. Anthropic clients use `anthropic_base_url`."""
+        self.base_url = f"{job.base_url}/v1"  # For OpenAI clients. Anthropic clients use `anthropic_base_url`.
         self.anthropic_base_url = job.base_url
         self.rewards: dict[str, float] = {}
         self.total: float | None = None
@@ -323,7 +298,6 @@ class LoadedAgents:
         return replace(found, metrics=logged.means())
 
     def _function(self, job: AgentJob) -> Callable[..., Any]:
-        """What runs a job: `run(row, client, session)`."""
         if job.agent is not None:
             return self._runs.get(job.agent) or self._load(job.agent)
         environment = None if job.environment is None else load_function(job.environment)

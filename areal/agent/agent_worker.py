@@ -20,7 +20,6 @@ _MAX_MESSAGE_BYTES = 1 << 28
 
 
 async def serve(channel: socket.socket) -> None:
-    """Run jobs until the pool closes the channel."""
     reader, writer = await asyncio.open_unix_connection(sock=channel, limit=_MAX_MESSAGE_BYTES)
     agents, tasks = LoadedAgents(), dict[int, asyncio.Task[None]]()
 
@@ -51,12 +50,10 @@ async def serve(channel: socket.socket) -> None:
 
 
 def job_message(number: int, job: AgentJob) -> dict[str, Any]:
-    """The message that starts a job."""
     return {"number": number, "job": dataclasses.asdict(job)}
 
 
 def _job_of(given: dict[str, Any]) -> AgentJob:
-    """The job of a message."""
     names = ("agent", "environment")
     refs: dict[str, Any] = {name: given[name] and FunctionRef(**given[name]) for name in names}
     tools = tuple(FunctionRef(**ref) for ref in given["tools"])

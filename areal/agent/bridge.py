@@ -15,11 +15,9 @@ from areal.api.errors import InputError
 from areal.data.chat import AnswerTail, BridgeGap, ChatTemplate, MessageForms, answer_tail, placeholder, split_tail
 from areal.data.tokenizer import Tokenizer
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Text of messages that looks like a control token, encoded as plain text.
 
-_PRIVATE_USE = range(0xE000, 0xF8FF)
-"""Code points that no tokenizer and no template gives a meaning."""
+_PRIVATE_USE = range(0xE000, 0xF8FF)  # Code points that no tokenizer and no template gives a meaning.
 
 
 class PlainSpans:
@@ -90,7 +88,6 @@ def _texts_of(message: Mapping[str, Any]) -> list[str]:
     return [content] if isinstance(content, str) else []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # How a chat template begins an answer that calls a tool, found by rendering such an answer.
 
 
@@ -99,8 +96,7 @@ class CallStart:
     """What an answer must begin with so that it calls a tool."""
 
     token_ids: list[int]
-    example: str
-    """The text of an answer that begins so; it calls `name`."""
+    example: str  # The text of an answer that begins so; it calls `name`.
     name: str
 
 
@@ -140,7 +136,6 @@ def _calling(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What a chat template takes and writes, found by rendering short dialogues: forms of messages, and end tokens.
 
 QUESTION, RESULT, MARK = "areal1question", "areal2result", "areal3answer"
@@ -163,16 +158,11 @@ _CLOSING_TAG = re.compile(r"""split\(\s*["']\s*(?:\\n)*(</(\w+)>)""")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """What probing found."""
-
     forms: MessageForms
-    stops: tuple[str, ...]
-    """Texts of the tokens that end an answer, those that the user declares first."""
+    stops: tuple[str, ...]  # Texts of the tokens that end an answer, those that the user declares first.
     takes_system: bool
-    takes_tools: bool
-    """Whether a call and its result are rendered."""
-    refusal: str
-    """The error of the template for a call and its result."""
+    takes_tools: bool  # Whether a call and its result are rendered.
+    refusal: str  # The error of the template for a call and its result.
     takes_reasoning: bool
 
 
@@ -313,7 +303,6 @@ def _stops(template: ChatTemplate, declared: Sequence[str], *, with_calls: bool)
 
 
 def _ends(template: ChatTemplate, *, with_calls: bool) -> Iterator[str]:
-    """The texts between an answer and the content of the next message."""
     dialogues: list[tuple[list[dict[str, Any]], str]] = [([user(), answer(), user("areal4again")], "areal4again")]
     if with_calls:
         called = answer(content=False, num_calls=1)
@@ -336,11 +325,9 @@ def control_texts(template: ChatTemplate, *, special: bool) -> list[str]:
     return [token.content for token in tokens if token.special or not special]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The table of a chat template: for each kind of answer and each next message, whether the bridge is exact.
 
-Next = Literal["U", "T", "TU"]
-"""What follows an answer: a user message, the results of its calls, or both."""
+Next = Literal["U", "T", "TU"]  # What follows an answer: a user message, the results of its calls, or both.
 Scope = Literal["all", "chat", "tools", "one-call", "bare-call"]
 """Which dialogues: all; answers without calls; calls and their results after one question; with
 one call in an answer; and without text in addition to it."""
@@ -348,12 +335,9 @@ one call in an answer; and without text in addition to it."""
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Which parts an answer has."""
-
     reasoning: bool
     content: bool
-    num_calls: int
-    """0, 1, or 2 for several."""
+    num_calls: int  # 0, 1, or 2 for several.
 
     def __str__(self) -> str:
         parts = ["r"] * self.reasoning + ["c"] * self.content + ["t"] * self.num_calls
@@ -375,16 +359,11 @@ def next_of(new_messages: Sequence[Mapping[str, Any]]) -> Next:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of the table."""
-
     shape: Shape
     following: Next
-    num_contexts: int
-    """Dialogues of which it was checked at the end."""
-    gap: BridgeGap | None
-    """None: proved."""
-    counterexample: str = ""
-    """The shortest dialogue that fails, for example `S U A(t) T A(c) U`."""
+    num_contexts: int  # Dialogues of which it was checked at the end.
+    gap: BridgeGap | None  # None: proved.
+    counterexample: str = ""  # The shortest dialogue that fails, for example `S U A(t) T A(c) U`.
 
 
 @dataclass(slots=True)
@@ -396,8 +375,6 @@ class _Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Node:
-    """A dialogue that the policy has to answer next."""
-
     messages: tuple[dict[str, Any], ...]
     prompt: str
     name: str
@@ -454,7 +431,6 @@ def summary(rows: Sequence[Row], on_drift: str) -> str:
 
 
 def pairs_of(template: ChatTemplate, facts: TemplateFacts, scope: Scope) -> list[tuple[Shape, Next]]:
-    """The kinds of answers of the declared scenario, with what follows them."""
     thinks = template.enable_thinking and facts.takes_reasoning
     text = Shape(thinks, True, 0)
     if scope == "chat" or (scope == "all" and not facts.takes_tools):
@@ -571,8 +547,7 @@ class TemplateScenario:
     """Further variables of the template, for example {"preserve_thinking": True}."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end an answer, besides the end token of the tokenizer and those that the template shows."""
-    date: datetime.date | None = None
-    """The date that the template prints; None = today."""
+    date: datetime.date | None = None  # The date that the template prints; None = today.
 
 
 class PromptBridge(Protocol):
@@ -607,7 +582,7 @@ class PromptBridge(Protocol):
 
 
 class TemplateBridge:
-    """The bridge of a tokenizer's chat template, derived by rendering. See docs/templates.md."""
+    """The bridge of a tokenizer's chat template, derived by rendering. docs/data.md explains it."""
 
     def __init__(self, tokenizer: Tokenizer, scenario: TemplateScenario) -> None:
         """Raises InputError when the template does not render a question with its answer, or shows no end token."""
@@ -696,7 +671,6 @@ def _made(tokenizer: Tokenizer, template: str, scenario: TemplateScenario, today
     return TemplateBridge(tokenizer, scenario)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Random dialogues, and the comparison of every bridge in them with the full rendering, token by token.
 
 _PIECES = (
@@ -709,19 +683,15 @@ Turn = tuple[tuple[Message, ...], tuple[Message, ...], tuple[dict[str, Any], ...
 
 @dataclass(slots=True)
 class Comparison:
-    """What the random dialogues showed."""
-
     num_dialogues: int = 0
     num_bridges: int = 0
     num_different: int = 0
-    num_refused: int = 0
-    """Answers after which the template refuses the messages."""
+    num_refused: int = 0  # Answers after which the template refuses the messages.
     num_edits: int = 0
     """Bridges of which the full rendering changes the real text before the answer though it keeps placeholders."""
     gaps: dict[tuple[Shape, Next], int] = field(default_factory=dict[tuple[Shape, Next], int])
     """Answers that no bridge extends, by row of the table."""
-    different: Turn | None = None
-    """The shortest turn whose bridge is no end of the full rendering."""
+    different: Turn | None = None  # The shortest turn whose bridge is no end of the full rendering.
 
 
 def compare(bridge: TemplateBridge, *, num_dialogues: int, seed: int, scope: Scope = "all") -> Comparison:

@@ -25,8 +25,7 @@ class DialogueImages:
     """
 
     run: RunImages
-    refs: list[ImageRef] = field(default_factory=list[ImageRef])
-    """Image k."""
+    refs: list[ImageRef] = field(default_factory=list[ImageRef])  # Image k.
     _numbers: dict[ImageRef, int] = field(default_factory=dict[ImageRef, int])
     _by_url: dict[bytes, ImageRef] = field(default_factory=dict[bytes, ImageRef])
 
@@ -118,7 +117,6 @@ async def with_stored_images(request: TurnRequest, images: DialogueImages | None
 
 
 def images_of(messages: Messages) -> Iterator[ImageRef]:
-    """The stored images of messages, in order."""
     for message in messages:
         for part in parts_of(message):
             if part["type"] == "image":

@@ -6,39 +6,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
-WINDOW = 512
-"""Newest sessions that are compared."""
-_MIN_SIDE = 8
-"""Sessions of one policy version that each side needs at least."""
-_SIGNIFICANT = 4.0
-"""Standard deviations from which on a difference is no chance."""
+WINDOW = 512  # Newest sessions that are compared.
+_MIN_SIDE = 8  # Sessions of one policy version that each side needs at least.
+_SIGNIFICANT = 4.0  # Standard deviations from which on a difference is no chance.
 _LATER = ("retries", "timeouts")
 """Kinds that are compared and never blamed: they also depend on the answers, as longer sessions have more of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLoad:
-    """One finished session."""
-
-    is_zero: bool
-    """Its reward is 0, or it has none because its time ended."""
+    is_zero: bool  # Its reward is 0, or it has none because its time ended.
     reward: float | None = None
-    load: float
-    """What it suffered: seconds in queues, open sessions, retries, or time-outs."""
-    version: int
-    """Policy version at its start."""
+    load: float  # What it suffered: seconds in queues, open sessions, retries, or time-outs.
+    version: int  # Policy version at its start.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadGap:
     """Sessions above the median of a load minus the others, within policy versions; 0 without both sides."""
 
-    zero: float = 0.0
-    """Of the zero rate."""
-    reward: float = 0.0
-    """Of the mean reward."""
-    is_significant: bool = False
-    """More zeros under load than by chance."""
+    zero: float = 0.0  # Of the zero rate.
+    reward: float = 0.0  # Of the mean reward.
+    is_significant: bool = False  # More zeros under load than by chance.
 
 
 class LoadBlame:
@@ -52,7 +41,6 @@ class LoadBlame:
             self._newest[name].append(SessionLoad(is_zero=is_zero, reward=reward, load=load, version=version))
 
     def gaps(self) -> dict[str, LoadGap]:
-        """By kind of load."""
         return {name: load_gap(sessions) for name, sessions in self._newest.items()}
 
 

@@ -13,15 +13,12 @@ from areal.system.network import TOKEN_VARIABLE
 from areal.system.worker_process import WorkerEnded, WorkerProcess
 
 _START_LIMIT_S = 120.0
-_GRACE_S = 5.0
-"""What a cancelled agent has to end. Then its process is killed, with the other sessions in it."""
+_GRACE_S = 5.0  # What a cancelled agent has to end. Then its process is killed, with the other sessions in it.
 
 _log = get_logger(__name__)
 
 
 class _Worker:
-    """One worker process with its running jobs."""
-
     def __init__(self) -> None:
         self.process = WorkerProcess("areal.agent.agent_worker", {}, without=(TOKEN_VARIABLE,))
         self.jobs: dict[int, asyncio.Future[AgentOutcome]] = {}

@@ -22,8 +22,7 @@ a run. These five are skipped when the request has no tools. busy, down, overflo
 Fault = Literal["", "closed", "dropped"]
 """closed: the connection ends before the reply. dropped: it ends in the middle of the reply."""
 Problem = Literal["crashed", "hung", "leaked", "lost turns", "no reward", "zero reward"]
-SLOW_S = 1.0
-"""Delay of a slow answer."""
+SLOW_S = 1.0  # Delay of a slow answer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,7 @@ class Step:
     """What a request gets."""
 
     kind: StepKind
-    faults: tuple[Fault, ...] = ()
-    """Of the first deliveries of the answer; later ones are complete."""
+    faults: tuple[Fault, ...] = ()  # Of the first deliveries of the answer; later ones are complete.
     delay_s: float = 0.0
 
     @property
@@ -42,18 +40,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A sequence of steps; the last one is repeated."""
-
     name: str
     text: str
     steps: tuple[Step, ...]
     keeps_reward: bool = True
     """The answers are those of the first scenario, so the reward must not become zero.
     False: the policy is at fault, and 0 is a valid reward."""
-    may_fail: bool = False
-    """No answer can come: an error, or no reward, is right. A reward would blame the policy."""
-    num_refused: int = 0
-    """Sessions that a program from outside cannot open (429) before it gets one."""
+    may_fail: bool = False  # No answer can come: an error, or no reward, is right. A reward would blame the policy.
+    num_refused: int = 0  # Sessions that a program from outside cannot open (429) before it gets one.
 
 
 _CALL, _ANSWER = Step("call"), Step("answer")
@@ -143,11 +137,9 @@ def chosen(names: Sequence[str]) -> tuple[Scenario, ...]:
     return tuple(one for one in SCENARIOS if not names or one is SCENARIOS[0] or one.name in names)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The sessions of `areal rehearse`: a scripted policy instead of a model, and connections that end too early.
 
-MAX_REQUESTS = 50
-"""Requests of a session. Further ones are refused, so that an agent without a limit of turns ends."""
+MAX_REQUESTS = 50  # Requests of a session. Further ones are refused, so that an agent without a limit of turns ends.
 _RETRY_AFTER_S = 0.05
 _NEED_TOOLS = ("call", "calls", "wrong", "unknown", "malformed")
 _MALFORMED = '<tool_call>\n{"name": "%s", "arguments": {"a": '
@@ -157,17 +149,12 @@ _TYPES: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What the scripted policy knows of the task."""
-
     answer: str
-    arguments: str = ""
-    """Arguments of valid tool calls as JSON text; empty: made from the schema of the tool."""
+    arguments: str = ""  # Arguments of valid tool calls as JSON text; empty: made from the schema of the tool.
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """The answers to a request, and how their next deliveries end."""
-
     answers: tuple[TurnAnswer, ...]
     faults: list[Fault] = field(default_factory=list[Fault])
     is_delivered: bool = False
@@ -180,20 +167,14 @@ class RehearsedSession:
         self._steps, self._script = list(steps), script
         self._turns: list[_Turn] = []
         self._by_fingerprint: dict[str, _Turn] = {}
-        self.next_fault: Fault = ""
-        """Of the next reply with an answer."""
+        self.next_fault: Fault = ""  # Of the next reply with an answer.
         self.num_requests = 0
-        self.has_played_fault = False
-        """Whether a request got something else than a plain answer or call."""
-        self.num_malformed = 0
-        """Tool calls that were delivered as text."""
+        self.has_played_fault = False  # Whether a request got something else than a plain answer or call.
+        self.num_malformed = 0  # Tool calls that were delivered as text.
         self.reported = SessionReward()
-        self.is_final = asyncio.Event()
-        """Set by a report that ends the session."""
-        self.last_text = ""
-        """Of the last answer."""
-        self.messages: tuple[Message, ...] = ()
-        """Before the last answer."""
+        self.is_final = asyncio.Event()  # Set by a report that ends the session.
+        self.last_text = ""  # Of the last answer.
+        self.messages: tuple[Message, ...] = ()  # Before the last answer.
 
     @property
     def num_turns(self) -> int:
@@ -201,7 +182,6 @@ class RehearsedSession:
 
     @property
     def num_lost(self) -> int:
-        """Turns that the client never received."""
         return sum(not turn.is_delivered for turn in self._turns)
 
     async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
@@ -289,7 +269,6 @@ def _num_tokens(request: TurnRequest) -> int:
 
 
 def _calls(request: TurnRequest, turn_id: str, arguments: Sequence[str], name: str = "") -> list[ToolCall]:
-    """Calls of the first tool, or of `name`."""
     name = name or request.tools[0]["function"]["name"]
     return [
         ToolCall(call_id=f"call-{turn_id}-{number}", name=name, arguments=text) for number, text in enumerate(arguments)
@@ -297,7 +276,6 @@ def _calls(request: TurnRequest, turn_id: str, arguments: Sequence[str], name: s
 
 
 def _arguments(tool: dict[str, Any]) -> str:
-    """Arguments that fit the schema of a tool."""
     properties: dict[str, Any] = (tool["function"].get("parameters") or {}).get("properties") or {}
     return json.dumps({name: _value(schema) for name, schema in properties.items()})
 
@@ -314,10 +292,8 @@ class RehearsalDirectory:
     def __init__(self) -> None:
         self.key = ""
         self.session: RehearsedSession | None = None
-        self.place: OpenedSession | None = None
-        """What the next program from outside gets."""
-        self.num_refused = 0
-        """Programs that are refused before."""
+        self.place: OpenedSession | None = None  # What the next program from outside gets.
+        self.num_refused = 0  # Programs that are refused before.
 
     def find(self, key: str) -> RehearsedSession | None:
         return self.session if key == self.key else None

@@ -17,11 +17,9 @@ from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError, InputError, RequestError, RewardError, ServerUnavailable
 from areal.data.tokenizer import Tokenizer
 
-RETRY_AFTER_S = 1.0
-"""What a client waits before it repeats a turn for which no server was available."""
+RETRY_AFTER_S = 1.0  # What a client waits before it repeats a turn for which no server was available.
 
-_END_TOKENS = 16
-"""Tokens at the end of a prompt that show whether it opens the reasoning."""
+_END_TOKENS = 16  # Tokens at the end of a prompt that show whether it opens the reasoning.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +27,8 @@ class SessionLimits:
     """Budgets of a session. None: no limit."""
 
     max_turns: int | None = None
-    max_tokens: int | None = None
-    """Generated tokens of all turns together."""
-    max_seconds: float | None = None
-    """From the opening of the session."""
+    max_tokens: int | None = None  # Generated tokens of all turns together.
+    max_seconds: float | None = None  # From the opening of the session.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,29 +68,18 @@ def _used_up(what: str, limit: str, code: str) -> TurnRefused:
 
 @dataclass(slots=True, kw_only=True)
 class SessionCounts:
-    """What happened in a session."""
-
-    turns: int = 0
-    """Requests that were answered."""
+    turns: int = 0  # Requests that were answered.
     tool_calls: int = 0
     malformed_calls: int = 0
-    retries: int = 0
-    """Requests that were answered from the record."""
-    cut_answers: int = 0
-    """Answers that a limit of tokens ended."""
-    timed_out: int = 0
-    """Turns that the time limit of the session ended."""
-    other_sampling: int = 0
-    """Turns with another temperature or top_p than the run."""
-    failures: int = 0
-    """Turns that the servers did not answer."""
+    retries: int = 0  # Requests that were answered from the record.
+    cut_answers: int = 0  # Answers that a limit of tokens ended.
+    timed_out: int = 0  # Turns that the time limit of the session ended.
+    other_sampling: int = 0  # Turns with another temperature or top_p than the run.
+    failures: int = 0  # Turns that the servers did not answer.
     generated_tokens: int = 0
-    queue_s: float = 0.0
-    """Seconds before the first token of each answer, added up."""
-    first_queue_s: float = 0.0
-    """The same of the first answer alone."""
-    refused: Counter[str] = field(default_factory=Counter[str])
-    """By code."""
+    queue_s: float = 0.0  # Seconds before the first token of each answer, added up.
+    first_queue_s: float = 0.0  # The same of the first answer alone.
+    refused: Counter[str] = field(default_factory=Counter[str])  # By code.
 
 
 class TurnEvents(Protocol):
@@ -107,23 +92,16 @@ class TurnEvents(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSetup:
-    """What the sessions of a workflow share."""
-
     tokenizer: Tokenizer
-    settings: GenerationHyperparameters
-    """Of one answer, with every token that ends one."""
+    settings: GenerationHyperparameters  # Of one answer, with every token that ends one.
     limits: SessionLimits
-    sampling: Literal["client", "config"]
-    """Whose temperature, top_p and so on are used."""
+    sampling: Literal["client", "config"]  # Whose temperature, top_p and so on are used.
     new_transcript: Callable[[], Transcript]
-    style: AnswerStyle
-    """How the policy writes reasoning and tool calls."""
+    style: AnswerStyle  # How the policy writes reasoning and tool calls.
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One request with its answers."""
-
     task: asyncio.Task[tuple[TurnAnswer, ...]]
     num_deliveries: int = 0
 
@@ -142,8 +120,7 @@ class Session:
     ) -> None:
         """`group_id`: of the sessions of one row. `events` None: nothing is recorded, as in evaluations."""
         self.session_id = session_id
-        self.version = engine.version
-        """Policy version at the start."""
+        self.version = engine.version  # Policy version at the start.
         self.counts = SessionCounts()
         self.transcript = setup.new_transcript()
         self._setup = setup
@@ -153,18 +130,14 @@ class Session:
         self._of_episode = contextvars.copy_context()  # for its trace; requests arrive in the context of the server
         self._now_s = asyncio.get_running_loop().time
         self.budget = SessionBudget(limits=setup.limits, opened_s=self._now_s())
-        self._turns: dict[str, list[_Turn]] = {}
-        """By fingerprint, oldest first."""
+        self._turns: dict[str, list[_Turn]] = {}  # By fingerprint, oldest first.
         self._num_answers = 0
         self._tasks: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
         self._by_answer: dict[str, _Turn] = {}
-        self._names: dict[str, str] = {}
-        """Ids of tool calls, and numbers of turns, -> turn id."""
+        self._names: dict[str, str] = {}  # Ids of tool calls, and numbers of turns, -> turn id.
         self.last_answer: TurnAnswer | None = None
-        self.last_context: Sequence[int] = ()
-        """Tokens before the last answer."""
-        self.last_messages: list[Message] = []
-        """The dialogue with the last answer; empty after a plain prompt."""
+        self.last_context: Sequence[int] = ()  # Tokens before the last answer.
+        self.last_messages: list[Message] = []  # The dialogue with the last answer; empty after a plain prompt.
         self.is_finished = False
 
     async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
@@ -188,7 +161,6 @@ class Session:
         return len(self._context(await with_stored_images(request, self.transcript.images)).token_ids)
 
     def delivered(self, answers: Sequence[TurnAnswer]) -> None:
-        """The client has received these answers."""
         for answer in answers[:1]:
             if (turn := self._by_answer.get(answer.turn_id)) is not None:
                 turn.num_deliveries += 1
@@ -310,7 +282,6 @@ class Session:
         return [task.result() for task in tasks]
 
     def _settings(self, wish: TurnSettings, num_prompt_tokens: int, room: int | None) -> GenerationHyperparameters:
-        """The settings of one answer."""
         ours = self._setup.settings
         in_context = ours.max_tokens - num_prompt_tokens  # at least 1, or the transcript refuses the prompt
         limits = (ours.max_new_tokens, in_context, room, wish.max_new_tokens)

@@ -90,7 +90,6 @@ class TurnJournal:
         os.close(self._file)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The HTTP interface of sessions: turns in the dialects of OpenAI and Anthropic, and sessions opened from outside.
 #
 #     POST /v1/chat/completions    /v1/completions    /v1/responses    /v1/messages
@@ -101,18 +100,16 @@ class TurnJournal:
 #     POST /sessions                              admin token: open a session
 #     POST /sessions/KEY/reward                   a reward, and the end of the session
 #
-# docs/agent_http.md has the fields and the errors. No line of a log contains a key.
+# docs/http.md has the fields and the errors. No line of a log contains a key.
 
 _log = get_logger(__name__)
 
-BODY_TIMEOUT_S = 60.0
-"""A client that sends its body slower than this is refused."""
+BODY_TIMEOUT_S = 60.0  # A client that sends its body slower than this is refused.
 WRITE_TIMEOUT_S = 60.0
 """A client that does not read its stream for this time loses the connection; its turn is recorded."""
 KEEP_ALIVE_S = 10.0
 MAX_REWARD, MAX_NUMBERS = 1e30, 4096
-RETRY_S = 1.0
-"""Retry-After of a refusal that names no time."""
+RETRY_S = 1.0  # Retry-After of a refusal that names no time.
 KEY_PATTERN = "[A-Za-z0-9_-]{1,128}"
 _KEY = f"{{key:{KEY_PATTERN}}}"
 _NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
@@ -181,7 +178,6 @@ class SessionServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors outside of a turn, in OpenAI's format."""
         try:
             if refusal := self._guard.foreign(request.headers):
                 raise _refused(refusal)
@@ -416,11 +412,9 @@ def _retry_count(request: web.Request) -> int:
     return int(count)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The session server of a process: its socket, its routes, and the pool that runs the agents.
 
-_TEXT_MB, _IMAGE_MB = 16, 4
-"""Limits of a request without agent.max_body_mb, and what each of its images adds."""
+_TEXT_MB, _IMAGE_MB = 16, 4  # Limits of a request without agent.max_body_mb, and what each of its images adds.
 
 
 class AgentServices:
@@ -437,10 +431,8 @@ class AgentServices:
         self._pool: AgentPool | None = None
         self._runner: web.AppRunner | None = None
         self._http_log: HttpLogger | None = None
-        self.journal: TurnJournal | None = None
-        """Of the run of this process; None without a run."""
-        self.base_url = ""
-        """Of the running server, without /v1."""
+        self.journal: TurnJournal | None = None  # Of the run of this process; None without a run.
+        self.base_url = ""  # Of the running server, without /v1.
 
     @property
     def pool(self) -> AgentPool:
@@ -449,7 +441,6 @@ class AgentServices:
         return self._pool
 
     async def start(self) -> None:
-        """Listen. Does nothing when the server runs."""
         if self._runner is not None:
             return
         context = ProcessContext.from_env()

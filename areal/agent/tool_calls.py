@@ -18,11 +18,9 @@ from areal.api.errors import ConfigError
 from areal.observe.spans import span
 from areal.observe.step_files import log_metric
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Python functions as tools: their JSON schemas, and calls of them with the arguments that a model wrote.
 
-Tool = Callable[..., Any]
-"""A plain or async function. Plain ones run in a thread, which a time limit cannot end."""
+Tool = Callable[..., Any]  # A plain or async function. Plain ones run in a thread, which a time limit cannot end.
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -97,36 +95,25 @@ def _content(result: Any) -> str | list[dict[str, Any]]:
     return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The pieces that an answer is made of, and the rules by which text becomes a call. No function here raises.
 
 
 class Call(NamedTuple):
-    """A valid call."""
-
     name: str
-    arguments: str
-    """JSON text of an object."""
-    call_id: str = ""
-    """The id that the answer itself contains; empty: none."""
+    arguments: str  # JSON text of an object.
+    call_id: str = ""  # The id that the answer itself contains; empty: none.
 
 
 class Broken(NamedTuple):
-    """A call that cannot be read, as its text."""
-
     text: str
 
 
 class Thought(NamedTuple):
-    """Reasoning."""
-
     text: str
 
 
-Piece = str | Call | Broken | Thought
-"""A str is text for the reader."""
-Schemas = Mapping[str, Mapping[str, Any]]
-"""Name of a tool -> its parameters: name -> JSON schema."""
+Piece = str | Call | Broken | Thought  # A str is text for the reader.
+Schemas = Mapping[str, Mapping[str, Any]]  # Name of a tool -> its parameters: name -> JSON schema.
 Parser = Callable[[str, Schemas], list[Piece]]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _WHOLE = json.JSONDecoder(parse_constant=lambda name: _not_json(name))
@@ -177,11 +164,8 @@ def json_call(value: Any, *, source: str) -> Call | Broken:
 
 
 class Block(NamedTuple):
-    """Text between two markers."""
-
     inner: str
-    source: str
-    """With its markers."""
+    source: str  # With its markers.
 
 
 def blocks(text: str, start: str, end: str) -> Iterator[str | Block]:
@@ -210,7 +194,6 @@ def typed_value(text: str, schema: Any) -> Any:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The answers of gpt-oss (harmony): messages with a channel and, for calls, a recipient.
 
 _END = re.compile(r"<\|(?:end|call|return|start)\|>")
@@ -247,7 +230,6 @@ def _message(head: str, body: str, schemas: Schemas) -> Piece:
     return body
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Styles whose calls are JSON between markers: hermes, llama3_json, mistral, deepseek, kimi.
 
 
@@ -356,7 +338,6 @@ def _kimi_call(block: Block) -> Call | Broken:
     return checked_call(named[1], arguments, source=block.source, call_id=head.strip() if named[2] else "")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Calls as a Python list, `[f(a=1), g(b="x")]` (Llama 4). The text is parsed, never executed.
 
 _MAX_LENGTH = 100_000
@@ -394,17 +375,13 @@ def _python_call(node: ast.Call, source: str) -> Call | Broken:
     return checked_call(name, arguments, source=text)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Styles whose arguments are plain text between markers: qwen3_coder, glm, deepseek_dsml. Schemas give the types.
 
 
 class _Form(NamedTuple):
-    """How a style writes a call."""
-
     start: str
     end: str
-    call: re.Pattern[str]
-    """What lies between: name, body."""
+    call: re.Pattern[str]  # What lies between: name, body.
     argument: re.Pattern[str]
     """One argument of the body: key, value, and is_text where the style says whether the value is text or JSON."""
 
@@ -478,7 +455,6 @@ def deepseek_dsml(text: str, schemas: Schemas) -> list[Piece]:
     return _pieces(re.sub(r"</?｜DSML｜(?:function_calls|tool_calls)>", "", text), schemas, _DSML)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # From the text of an answer to reasoning, text and tool calls; the style that a chat template implies.
 
 
@@ -488,31 +464,16 @@ def no_calls(text: str, schemas: Schemas) -> list[Piece]:
 
 
 STYLES: dict[str, Parser] = {
-    "hermes": hermes,
-    "qwen3_coder": qwen3_coder,
-    "llama3_json": llama3_json,
-    "mistral": mistral,
-    "deepseek": deepseek,
-    "deepseek_dsml": deepseek_dsml,
-    "glm": glm,
-    "kimi": kimi,
-    "gpt_oss": gpt_oss,
-    "pythonic": pythonic,
-    "none": no_calls,
-}
+    "hermes": hermes, "qwen3_coder": qwen3_coder, "llama3_json": llama3_json, "mistral": mistral,
+    "deepseek": deepseek, "deepseek_dsml": deepseek_dsml, "glm": glm, "kimi": kimi, "gpt_oss": gpt_oss,
+    "pythonic": pythonic, "none": no_calls,
+}  # fmt: skip
 _MARKERS = (
-    ("<|channel|>", "gpt_oss"),
-    ("｜DSML｜", "deepseek_dsml"),
-    ("<｜tool▁call▁begin｜>", "deepseek"),
-    ("<|tool_call_begin|>", "kimi"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<arg_key>", "glm"),
-    ("<function=", "qwen3_coder"),
-    ("<tool_call>", "hermes"),
-    ("<|python_start|>", "pythonic"),
-    ("<|python_tag|>", "llama3_json"),
+    ("<|channel|>", "gpt_oss"), ("｜DSML｜", "deepseek_dsml"), ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("<|tool_call_begin|>", "kimi"), ("[TOOL_CALLS]", "mistral"), ("<arg_key>", "glm"), ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"), ("<|python_start|>", "pythonic"), ("<|python_tag|>", "llama3_json"),
     ("<|start_header_id|>", "llama3_json"),
-)
+)  # fmt: skip
 """The first marker that a chat template contains decides."""
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"))
 
@@ -522,10 +483,8 @@ class AnswerStyle:
     """How the answers of a model are written. Made once for a chat template."""
 
     name: str
-    reasoning: tuple[str, str] | None
-    """Markers before and after reasoning; None: the style has its own, or none."""
-    special_tokens: re.Pattern[str] | None
-    """What is removed from text and reasoning."""
+    reasoning: tuple[str, str] | None  # Markers before and after reasoning; None: the style has its own, or none.
+    special_tokens: re.Pattern[str] | None  # What is removed from text and reasoning.
 
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether an answer after a prompt with this end begins inside of reasoning."""
@@ -559,13 +518,10 @@ def special_tokens(tokenizer: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitAnswer:
-    """The parts of an answer."""
-
     text: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
-    num_malformed: int
-    """Calls that cannot be read. They are part of the text."""
+    num_malformed: int  # Calls that cannot be read. They are part of the text.
 
 
 def split_answer(

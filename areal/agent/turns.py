@@ -13,18 +13,14 @@ reasoning_content. Content is text, None, or a list of parts if it has images: {
 FinishReason = Literal["stop", "length", "tool_calls"]
 BUDGET_CODES = frozenset({"agent.turn_budget", "agent.token_budget", "agent.prompt_too_long"})
 """Refusals after which the policy has used what it may: the session is over, and is scored as it is."""
-END_CODES = BUDGET_CODES | {"agent.time_budget"}
-"""Refusals after which every further turn is refused too."""
+END_CODES = BUDGET_CODES | {"agent.time_budget"}  # Refusals after which every further turn is refused too.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a tool in an answer."""
-
     call_id: str
     name: str
-    arguments: str
-    """JSON text of an object."""
+    arguments: str  # JSON text of an object.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,42 +38,30 @@ class TurnSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """A request for answers to a dialogue, or to a plain prompt."""
-
-    messages: tuple[Message, ...] = ()
-    """Empty only when `prompt` is set."""
-    prompt: str | tuple[int, ...] | None = None
-    """A plain prompt of the completions dialect: text or token ids."""
-    tools: tuple[dict[str, Any], ...] = ()
-    """Schemas in OpenAI's form: {"type": "function", "function": {...}}."""
-    tool_choice: str = "auto"
-    """auto, none, required, or the name of a tool."""
+    messages: tuple[Message, ...] = ()  # Empty only when `prompt` is set.
+    prompt: str | tuple[int, ...] | None = None  # A plain prompt of the completions dialect: text or token ids.
+    tools: tuple[dict[str, Any], ...] = ()  # Schemas in OpenAI's form: {"type": "function", "function": {...}}.
+    tool_choice: str = "auto"  # auto, none, required, or the name of a tool.
     num_answers: int = 1
     settings: TurnSettings = field(default_factory=TurnSettings)
-    fingerprint: str = ""
-    """SHA-256 of the dialect and the canonical body; equal for a request and its retry."""
+    fingerprint: str = ""  # SHA-256 of the dialect and the canonical body; equal for a request and its retry.
     retry_count: int = 0
     """`x-stainless-retry-count` of the SDKs: above 0, an equal fingerprint is answered from the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAnswer:
-    """One answer of the policy to a turn."""
-
     turn_id: str
-    text: str
-    """Without reasoning, tool calls and special tokens."""
+    text: str  # Without reasoning, tool calls and special tokens.
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason
     num_prompt_tokens: int
-    token_ids: Sequence[int]
-    """Generated tokens, with a generated end token."""
+    token_ids: Sequence[int]  # Generated tokens, with a generated end token.
     logprobs: Sequence[float]
 
 
 def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A tool call in a message. `arguments`: JSON text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -90,7 +74,6 @@ def assistant_message(content: str | None, reasoning: str | None, calls: Sequenc
 
 
 def answer_message(answer: TurnAnswer) -> Message:
-    """The message of an answer as it is delivered."""
     calls = [function_call(call.call_id, call.name, call.arguments) for call in answer.tool_calls]
     return assistant_message(answer.text, answer.reasoning, calls)
 
@@ -121,4 +104,3 @@ class SessionTurns(Protocol):
 
     def delivered(self, answers: Sequence[TurnAnswer]) -> None:
         """All of a reply with these answers was handed to the connection of the client."""
-        ...

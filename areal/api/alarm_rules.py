@@ -1,10 +1,8 @@
 """The table of the sanity alarms: what each one watches, from which value on, and what to look at.
 
-`areal.observe.alarms` computes the values from the metrics of the train steps. `python -m areal.api.alarm_rules` prints
-docs/alarms.md.
+`areal.observe.alarms` computes the values from the metrics of the train steps.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -230,48 +228,3 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
 """Sorted by name. The limits lie outside of what `make quickstart` and ordinary training reach."""
 
 ALARM_NAMES: tuple[str, ...] = tuple(rule.name for rule in ALARM_RULES)
-
-
-_PAGE_HEAD = """# Alarms
-
-After every train step the trainer compares the metrics with the rules below. An alarm is raised when a value was beyond
-its limit in the given number of consecutive steps. It is one line in the terminal and in `logs/trainer-0.log`, and one
-JSON object in `alarms.jsonl` of the run folder; `summary.json` and the last line of the run name it again. It is raised
-once, and again only after the value was within the limit for as many steps. A step without the value changes nothing.
-
-```yaml
-alarms:
-  action: warn              # of every rule: warn, stop or off
-  rules:                    # changes of single rules
-    - {name: logprob_k3, action: stop}
-    - {name: grad_norm, limit: 500, steps: 10}
-    - {name: stale_tokens, action: off}
-```
-
-`action: stop` writes a recovery checkpoint (unless `recover.mode=disabled`) and ends the run with the error
-`alarm.NAME`. The same command continues the run from that checkpoint; while the value stays beyond the limit, the next
-train step ends it again.
-
-The state of the rules follows from `metrics.jsonl`. A trainer that starts again from a recovery checkpoint reads the
-steps before it: a streak continues, and no alarm of these steps is raised again. Lines of later steps are removed from
-both files, because these steps are trained again; the terminal shows an alarm of the same step once.
-
-This page is generated from `areal/api/alarm_rules.py` by `make docs`.
-
-| name | value | limit | steps | meaning | likely causes | look at |
-|---|---|---|---|---|---|---|
-"""
-
-
-def alarms_page() -> str:
-    """The text of docs/alarms.md."""
-    rows = [
-        f"| `{rule.name}` | {rule.value} | {rule.side} {rule.limit:g} | {rule.steps} | {rule.meaning} | {rule.causes} "
-        f"| {rule.look_at} |\n"
-        for rule in ALARM_RULES
-    ]
-    return _PAGE_HEAD + "".join(rows)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(alarms_page())

@@ -10,9 +10,8 @@ from typing import NamedTuple
 class ArealError(Exception):
     """Root of every error that areal raises on purpose.
 
-    `code` is stable across releases: programs and tests compare it, never the message. `areal.api.error_codes` lists
-    every code with its cause and its fix. A class whose errors all mean the same thing sets `code` in its body; every
-    other error is raised with `code=`.
+    Programs and tests compare the `code`, never the message, which names the cause and what to do. A class whose errors
+    all mean the same thing sets `code` in its body; every other error is raised with `code=`.
     """
 
     code = "areal.error"

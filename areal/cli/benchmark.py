@@ -22,11 +22,9 @@ from areal.system.durable import write_atomic
 from areal.system.process import run_to_its_end
 from areal.system.run_paths import RunPaths
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What the metrics of a run say about its throughput. Pure.
 
-_GENERATION_BOUND = 0.1
-"""Share of the time that trainers wait for batches from which on generation limits the run."""
+_GENERATION_BOUND = 0.1  # Share of the time that trainers wait for batches from which on generation limits the run.
 _FLOPS_PER_PARAMETER = 6.0
 """Of a trained token: 2 forward, 4 backward (Kaplan et al. 2020, arXiv 2001.08361, without attention)."""
 
@@ -38,8 +36,7 @@ class Hardware:
     num_gpus: int
     num_trainer_gpus: int
     num_parameters: int | None
-    peak_tflops: float | None
-    """Of one GPU."""
+    peak_tflops: float | None  # Of one GPU.
     dollars_per_gpu_hour: float | None
 
 
@@ -48,15 +45,11 @@ class Throughput:
     """Rates and shares over the measured steps. Per-GPU rates are None without GPUs."""
 
     steps: int
-    seconds: float
-    """From the end of the last warm-up step to the end of the last step."""
+    seconds: float  # From the end of the last warm-up step to the end of the last step.
     seconds_per_step: float
-    generated_tokens_per_s: float
-    """Tokens of all answers, also of rejected, failed and unfinished ones."""
-    trained_tokens_per_s: float
-    """Prompt and answer tokens of the batches."""
-    effective_tokens_per_s: float
-    """Tokens that contribute to the loss: answers, without masked and filtered ones."""
+    generated_tokens_per_s: float  # Tokens of all answers, also of rejected, failed and unfinished ones.
+    trained_tokens_per_s: float  # Prompt and answer tokens of the batches.
+    effective_tokens_per_s: float  # Tokens that contribute to the loss: answers, without masked and filtered ones.
     generated_tokens_per_s_per_gpu: float | None
     trained_tokens_per_s_per_gpu: float | None
     effective_tokens_per_s_per_gpu: float | None
@@ -64,16 +57,11 @@ class Throughput:
     """Share of the generated tokens that are in no batch: rejected, dropped, failed, or still in the queue."""
     rejected_episodes: int
     failed_episodes: int
-    dropped_episodes: int
-    """Rejected as too stale."""
-    seconds_by_phase: Mapping[str, float]
-    """Mean seconds of a step in each phase of the trainer, the longest first."""
-    waiting_share: float
-    """Share of the time in which the trainers waited for a batch."""
-    bound: str
-    """generation or training: what limits the run."""
-    weight_update_s: float
-    """Mean seconds in which the trainer sends new weights or waits until the servers have them."""
+    dropped_episodes: int  # Rejected as too stale.
+    seconds_by_phase: Mapping[str, float]  # Mean seconds of a step in each phase of the trainer, the longest first.
+    waiting_share: float  # Share of the time in which the trainers waited for a batch.
+    bound: str  # generation or training: what limits the run.
+    weight_update_s: float  # Mean seconds in which the trainer sends new weights or waits until the servers have them.
     weight_update_share: float
     staleness_mean: float
     staleness_max: float
@@ -147,8 +135,6 @@ def _mfu(tokens_per_s: float, hardware: Hardware) -> float | None:
 
 
 def table_lines(found: Throughput) -> list[str]:
-    """The figures for people."""
-
     def each(value: float | None, unit: str) -> str:
         return "unknown" if value is None else f"{value:,.4g} {unit}".rstrip()
 
@@ -179,28 +165,18 @@ def table_lines(found: Throughput) -> list[str]:
 _PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10G": 70.0}
 """Part of a card's name -> peak dense TFLOP/s in bf16, from the makers' data sheets."""
 _EVERY_RUN = (
-    "total_train_epochs=null",
-    "total_train_n_seqs=null",
-    "valid_dataset=null",
-    "evaluator.eval_before_train=false",
-    "evaluator.stop_at={}",
-    "saver={}",
-    "recover.mode=disabled",
-    "strict_config=false",
-)
+    "total_train_epochs=null", "total_train_n_seqs=null", "valid_dataset=null", "evaluator.eval_before_train=false",
+    "evaluator.stop_at={}", "saver={}", "recover.mode=disabled", "strict_config=false",
+)  # fmt: skip
 """The end of every command line: nothing but training happens, and nothing else ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One measured run."""
-
-    settings: Mapping[str, str]
-    """The options that the sweep varies."""
+    settings: Mapping[str, str]  # The options that the sweep varies.
     repeat: int
     folder: str
-    peak_memory_gib: float
-    """Largest sum of the resident memory of all processes."""
+    peak_memory_gib: float  # Largest sum of the resident memory of all processes.
     throughput: Throughput
 
 
@@ -256,7 +232,6 @@ def _load(words: Sequence[str]) -> PPOConfig:
 
 
 def _measure(command: Sequence[str], config: PPOConfig, *, trial: str, launcher: Sequence[str]) -> dict[str, Any]:
-    """Run a configuration and read its metrics: the fields of a Run."""
     options = config.benchmark
     # Towards its end a run generates less, because no batch needs more: those steps are not measured.
     total = options.warmup_steps + options.steps + config.rollout.max_head_offpolicyness + 1
@@ -309,7 +284,6 @@ def _hardware(config: PPOConfig, processes: Sequence[Mapping[str, Any]]) -> Hard
 
 
 def _card_tflops() -> float | None:
-    """The peak of this machine's first card, if it is known."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         name = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.partition("\n")[0]

@@ -20,7 +20,6 @@ from areal.replay.recorded import read_metrics
 from areal.system.durable import write_atomic
 from areal.system.run_paths import RunPaths, existing_run
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The HTML file of `areal compare`: tables and SVG curves, without scripts and without other files.
 
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
@@ -108,33 +107,25 @@ _WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric of one run."""
-
-    steps: list[int]
-    """Train steps done."""
+    steps: list[int]  # Train steps done.
     values: list[float]
 
     def tail_mean(self) -> float:
-        """Mean of the last tenth of the values."""
         last = self.values[-max(1, len(self.values) // 10) :]
         return sum(last) / len(last)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several runs next to each other."""
-
     runs: list[str]
     config: dict[str, list[Any]]
     """Option -> its value in each run, where they differ; None = it does not have this option."""
-    curves: dict[str, list[Curve | None]]
-    """Metric -> its curve in each run; None = the run has not recorded it."""
+    curves: dict[str, list[Curve | None]]  # Metric -> its curve in each run; None = the run has not recorded it.
     changes: dict[str, list[dict[str, Any]]]
     """Run -> the options that later launches changed: `step` (train steps done before) and `changes`."""
 
 
 def compare(words: Sequence[str]) -> int:
-    """Compare the runs that the words name; returns the exit status."""
     parser = argparse.ArgumentParser(prog="areal compare", description="Compare the options and the curves of runs.")
     parser.add_argument("runs", metavar="RUN", type=existing_run, nargs="+", help="folders, or experiment/trial")
     parser.add_argument("--metric", action="append", default=[], help="name or pattern; several are possible")
@@ -184,7 +175,6 @@ def _curve(rows: dict[int, dict[str, Any]], key: str) -> Curve | None:
 
 
 def _options(folder: Path) -> dict[str, Any]:
-    """The options of a run by dotted name, without secrets."""
     config = load_experiment(["--config", str(RunPaths(folder).config)], allow_unknown_top_level=True)
     flat: dict[str, Any] = {}
 

@@ -38,7 +38,6 @@ from areal.importers.verl import from_verl
 from areal.system.durable import write_atomic
 from areal.system.run_paths import RunPaths, run_folder
 
-# ----------------------------------------------------------------------------------------------------------------------
 # `areal config import`: a configuration of another system as one of ours, with the origin of every line.
 
 SYSTEMS: dict[str, Callable[[dict[str, Any]], Draft]] = {
@@ -177,7 +176,6 @@ def _yaml(text: str, kind: Kind | None) -> Any:
 
 
 def _value(text: str, kind: Kind | None, key: str) -> Any:
-    """The value of `key=text`."""
     return _yaml(f"value: {text}", None)["value"] if kind is None else override_value(text, kind, key)
 
 
@@ -243,7 +241,7 @@ def config(words: Sequence[str]) -> int:
         "       %(prog)s import verl|roll|cosmos|areal FILE [key.sub=value ...] [-o OUT.yaml] [--json]",
         description="Print the effective configuration of a file or of a run, without secrets, explain an option, or "
         "import a configuration of another system.",
-        epilog=f"Sections: {', '.join(sections())}. docs/config.md lists all options.",
+        epilog=f"Sections: {', '.join(sections())}.",
     )
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")
     parser.add_argument("--json", action="store_true", help="print JSON instead of YAML or text")
@@ -289,13 +287,9 @@ def _explained(option: str, *, as_json: bool) -> str:
     assert spec is not None  # help_text found it
     condition = relevance_of(spec.entry)
     facts: dict[str, Any] = {
-        "option": option,
-        "type": "section" if spec.is_section else type_text(spec.hint),
-        "choices": list(spec.choices),
-        "range": spec.range_text,
-        "nullable": spec.nullable,
-        "default": default_text(spec).removeprefix("default "),
-        "meaning": spec.sentence,
+        "option": option, "type": "section" if spec.is_section else type_text(spec.hint),
+        "choices": list(spec.choices), "range": spec.range_text, "nullable": spec.nullable,
+        "default": default_text(spec).removeprefix("default "), "meaning": spec.sentence,
         "relevant_when": "" if condition is None else condition.words(option.rpartition(".")[0]),
-    }
+    }  # fmt: skip
     return json.dumps(facts, indent=1) + "\n"

@@ -38,7 +38,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def export(words: Sequence[str]) -> int:
-    """Write the folder that the words choose; returns the exit status."""
     request = _parse(words)
     paths = RunPaths(request.run.absolute())
     config = load_experiment(["--config", str(paths.config)], allow_unknown_top_level=True)
@@ -69,12 +68,10 @@ def export(words: Sequence[str]) -> int:
 
 
 def source_name(step: int) -> str:
-    """The folder name of a checkpoint."""
     return f"step-{step:06d}"
 
 
 def _source(paths: RunPaths, request: argparse.Namespace, role: str) -> tuple[int, Path]:
-    """Step and folder of the checkpoint. InputError when there is none, with what there is."""
     saved, recovery = _steps(paths.checkpoints / role, ""), _steps(paths.recover, role)
     found, others = (recovery, saved) if request.recover else (saved, recovery)
     step = max(found, default=-1) if request.step is None else request.step
@@ -89,7 +86,6 @@ def _source(paths: RunPaths, request: argparse.Namespace, role: str) -> tuple[in
 
 
 def _steps(folder: Path, role: str) -> dict[int, Path]:
-    """Step -> checkpoint of the role."""
     matches = [(path / role, _STEP.fullmatch(path.name)) for path in folder.glob("step-*")]
     return {int(match[1]): path for path, match in matches if match and path.is_dir()}
 

@@ -14,8 +14,7 @@ class Command(NamedTuple):
     """One subcommand: `areal NAME WORDS` calls `function(WORDS)`, which returns the exit status."""
 
     name: str
-    help: str
-    """What it does, at most 60 characters."""
+    help: str  # What it does, at most 60 characters.
     function: str
     """module:function. The module is imported when the subcommand is called, so that `areal --help` loads little."""
 
@@ -78,5 +77,4 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def console() -> None:
-    """The console script."""
     run_main(lambda: sys.exit(run_command(sys.argv[1:])))

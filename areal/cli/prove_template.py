@@ -26,7 +26,7 @@ _SCOPES: dict[Scope, str] = {
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="areal prove-template",
-        description="Prove for which dialogues the tokens of a chat template only grow (docs/templates.md).",
+        description="Prove for which dialogues the tokens of a chat template only grow (docs/data.md).",
         epilog="Exit status: 0 proved, 1 a counterexample, 2 the template cannot be loaded. Scopes: "
         + "; ".join(f"{name}: {text}" for name, text in _SCOPES.items()),
     )
@@ -100,7 +100,6 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _unexpected(rows: Sequence[Row], found: Comparison) -> list[str]:
-    """Rows that are proved although a random dialogue has a gap there."""
     proved = {(row.shape, row.following) for row in rows if row.gap is None}
     return [f"{shape} {following}" for shape, following in found.gaps if (shape, following) in proved]
 
@@ -118,26 +117,19 @@ def _facts(
         "refusal": facts.refusal,
         "rows": [
             {
-                "answer": str(row.shape),
-                "next": row.following,
-                "num_dialogues": row.num_contexts,
-                "proved": row.gap is None,
-                "reason": None if row.gap is None else row.gap.reason,
-                "counterexample": row.counterexample,
-                "detail": "" if row.gap is None else row.gap.detail,
+                "answer": str(row.shape), "next": row.following, "num_dialogues": row.num_contexts,
+                "proved": row.gap is None, "reason": None if row.gap is None else row.gap.reason,
+                "counterexample": row.counterexample, "detail": "" if row.gap is None else row.gap.detail,
             }
             for row in rows
         ],
         "random": {
-            "seed": request.seed,
-            "num_dialogues": found.num_dialogues,
-            "num_bridges": found.num_bridges,
-            "num_different": found.num_different,
-            "num_gaps": sum(found.gaps.values()),
+            "seed": request.seed, "num_dialogues": found.num_dialogues, "num_bridges": found.num_bridges,
+            "num_different": found.num_different, "num_gaps": sum(found.gaps.values()),
             "unexpected_gaps": _unexpected(rows, found),
             "first_different": None if found.different is None else [*found.different[0], *found.different[1]],
         },
-    }
+    }  # fmt: skip
 
 
 def _lines(request: argparse.Namespace, facts: dict[str, Any]) -> list[str]:

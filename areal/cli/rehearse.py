@@ -40,14 +40,11 @@ _KEEP_ALIVE_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is rehearsed."""
-
     job: AgentJob
     """Without its session. For a program from outside, the command that starts it; {run} is the folder of a run."""
     script: Script
     is_online: bool = False
-    scorer: Scorer | None = None
-    """The reward functions for sessions without another reward."""
+    scorer: Scorer | None = None  # The reward functions for sessions without another reward.
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -120,7 +117,6 @@ def _target(request: argparse.Namespace) -> Target:
 
 
 def _config(file: str, overrides: Sequence[str]) -> PPOConfig:
-    """ConfigError unless its workflow is an agent."""
     config = load_experiment(["--config", file, *overrides], allow_unknown_top_level=True)
     if not isinstance(config, PPOConfig) or config.workflow != "agent":
         raise ConfigError(f"{file}: workflow must be agent", code="agent.no_agent")
@@ -198,7 +194,6 @@ async def _from_outside(job: AgentJob, run: Path, session: RehearsedSession, *, 
 
 @asynccontextmanager
 async def _served(directory: RehearsalDirectory) -> AsyncIterator[tuple[str, Path]]:
-    """The address of a session server on loopback, and a folder like that of a run with it."""
     token = new_token()
     server = SessionServer(directory, admin_token=token, token_text=str, keep_alive_s=_KEEP_ALIVE_S)
     log = HttpLogger()
@@ -238,18 +233,12 @@ def _facts(
 ) -> dict[str, Any]:
     problems = problems_of(scenario, outcome, reward=reward, good_reward=good, num_lost=session.num_lost)
     return {
-        "scenario": scenario.name,
-        "problems": problems,
-        "is_reached": session.has_played_fault or all(step.is_plain for step in scenario.steps),
-        "reward": reward,
-        "num_requests": session.num_requests,
-        "num_turns": session.num_turns,
-        "num_lost_turns": session.num_lost,
-        "num_malformed_calls": session.num_malformed,
-        "message": outcome.message,
-        "last_error": outcome.last_error,
+        "scenario": scenario.name, "problems": problems,
+        "is_reached": session.has_played_fault or all(step.is_plain for step in scenario.steps), "reward": reward,
+        "num_requests": session.num_requests, "num_turns": session.num_turns, "num_lost_turns": session.num_lost,
+        "num_malformed_calls": session.num_malformed, "message": outcome.message, "last_error": outcome.last_error,
         "leaks": outcome.leaks,
-    }
+    }  # fmt: skip
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:

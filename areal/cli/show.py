@@ -23,19 +23,16 @@ from areal.ledger.audit import ledger_folder
 from areal.ledger.show import EpisodeRecord, Sample, Samples, show_episode, show_step
 from areal.system.run_paths import RunPaths, existing_run
 
-# ----------------------------------------------------------------------------------------------------------------------
 # One answer of a run as facts for JSON, and as lines for people.
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_REPEATED = re.compile(r"(<[^<>\s]+>)\1+")
-"""The placeholders of an image."""
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1+")  # The placeholders of an image.
 _COLORS = ((-0.1, 32), (-0.7, 36), (-2.3, 33), (-math.inf, 31))
 """Lowest log-probability and terminal colour: probabilities above 0.9, 0.5, 0.1, and the rest."""
 _VERSION = "; <vN> = from here policy version N"
 _LEGEND = f"log-probability: green > -0.1, cyan > -0.7, yellow > -2.3, red below; grey = not in the loss{_VERSION}"
 _PLAIN_LEGEND = f"a token in the loss is followed by {{log-probability}}{_VERSION}"
-MAX_COLUMN = 500
-"""Maximum characters of a dataset column in text; JSON has all."""
+MAX_COLUMN = 500  # Maximum characters of a dataset column in text; JSON has all.
 
 
 def facts_of(
@@ -43,14 +40,9 @@ def facts_of(
 ) -> dict[str, Any]:
     """What is known of an answer, JSON-ready. `sample` None: its tokens are not recorded."""
     facts: dict[str, Any] = {
-        "episode": record.episode,
-        "state": record.state,
-        "reason": record.reason,
-        "step": record.step,
-        "row": record.row,
-        "epoch": record.epoch,
-        "stats": record.stats,
-    }
+        "episode": record.episode, "state": record.state, "reason": record.reason, "step": record.step,
+        "row": record.row, "epoch": record.epoch, "stats": record.stats,
+    }  # fmt: skip
     if sample is None:
         return facts
     made = [version for version in sample.versions if version >= 0]
@@ -113,7 +105,6 @@ def _text(token_ids: Sequence[int], tokenizer: Tokenizer | None, *, plain: bool 
 
 
 def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
-    """The facts of an answer for people."""
     where = f", step {facts['step']}" if facts["step"] is not None else ""
     row = f", row {facts['row']} of epoch {facts['epoch']}" if facts["row"] is not None else ""
     reason = f" ({facts['reason']})" if facts["reason"] else ""
@@ -148,7 +139,6 @@ def _counted(found: re.Match[str]) -> str:
 
 
 def _session_text(session: Mapping[str, Any]) -> str:
-    """How the session of an agent went."""
     num_calls = sum(len(turn["calls"]) for turn in session["turns"])
     counts = {
         "malformed tool calls": session["malformed_calls"],
@@ -183,7 +173,6 @@ def _scored(facts: dict[str, Any]) -> str:
 
 
 def _token_lines(tokens: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """All tokens in one text, with their log-probabilities and versions."""
     in_color = _uses_color()
     version, parts = -1, list[str]()
     for token in tokens:
@@ -215,8 +204,7 @@ def safe(text: str) -> str:
 
 
 _LIMIT = 10
-Found = tuple[EpisodeRecord, Sample | None]
-"""An episode with one of its trajectories; None when none is recorded."""
+Found = tuple[EpisodeRecord, Sample | None]  # An episode with one of its trajectories; None when none is recorded.
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -257,8 +245,6 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True)
 class _Run:
-    """The parts of a run that are read when they are needed."""
-
     question: argparse.Namespace
 
     @cached_property
@@ -325,7 +311,6 @@ def _limit(question: argparse.Namespace) -> int | None:
 
 
 def show(words: Sequence[str]) -> int:
-    """Print the answers that the words choose; returns the exit status."""
     question = _parse(words)
     run, folder = _Run(question), ledger_folder(question.run)
     samples = Samples.read(folder)
@@ -379,7 +364,6 @@ def _write_images(shown: list[dict[str, Any]], files: ImageFiles, target: Path) 
 
 
 def _history(folder: Any, question: argparse.Namespace) -> list[str]:
-    """What happened to the episode or the batch."""
     if question.episode is not None:
         return show_episode(folder, question.episode)
     return show_step(folder, question.step) if question.step is not None else []

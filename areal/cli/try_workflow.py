@@ -64,8 +64,6 @@ class ScriptedPolicy(InferenceEngine):
 
 @dataclass(slots=True)
 class _Recorder(InferenceEngine):
-    """Keeps the answers of an engine."""
-
     engine: InferenceEngine
     responses: list[GenerationResponse] = field(default_factory=list[GenerationResponse])
 
@@ -81,15 +79,11 @@ class _Recorder(InferenceEngine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeReport:
-    """The result of one episode."""
-
     row: dict[str, Any]
     group: TrajectoryGroup | None
     stats: dict[str, float]
-    remarks: list[list[Remark]]
-    """By trajectory."""
-    error: str = ""
-    """Why the episode is not accepted, with its code; empty = it is."""
+    remarks: list[list[Remark]]  # By trajectory.
+    error: str = ""  # Why the episode is not accepted, with its code; empty = it is.
 
     @property
     def is_clean(self) -> bool:
@@ -152,7 +146,6 @@ async def native_server(config: PPOConfig) -> AsyncIterator[InferenceEngine]:
 
 
 def facts_of(report: EpisodeReport, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The report, JSON-ready."""
     trajectories = [] if report.group is None else report.group.trajectories
     return {
         "row": report.row,
@@ -245,7 +238,6 @@ async def _run(trial: Trial, answers: Sequence[str], config: PPOConfig) -> Episo
 
 
 def try_workflow(words: Sequence[str]) -> int:
-    """`areal test-workflow --config FILE`."""
     given = _parser().parse_intermixed_args(words)
     config = load_experiment(["--config", given.config, *given.overrides], allow_unknown_top_level=True)
     if not isinstance(config, PPOConfig):

@@ -36,23 +36,17 @@ from areal.system.discovery import registry_of
 from areal.system.heartbeat import Beat, read_beats
 from areal.system.run_paths import RunPaths, existing_run
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What `areal watch` shows of a run, read from its folder and, while it runs, from its controller.
 
-WINDOW = 20
-"""Steps over which rates, phases and staleness are averaged."""
+WINDOW = 20  # Steps over which rates, phases and staleness are averaged.
 NUM_SAMPLES = 3
 _EVALUATION = re.compile(r"eval/([^/]+(?:/[^/]+)?)/reward|eval/(loss)")
 _NOT_EVALUATION = "/episode"
 _CURVES = {
-    "reward": ("rollout/reward",),
-    "loss": ("loss",),
-    "entropy": ("actor/entropy",),
-    "KL from the reference": ("batch/ref_kl",),
-    "KL of the update": ("actor/approx_kl",),
-    "answer length": ("batch/answer_length",),
-    "gradient norm": ("actor/grad_norm", "grad_norm"),
-}
+    "reward": ("rollout/reward",), "loss": ("loss",), "entropy": ("actor/entropy",),
+    "KL from the reference": ("batch/ref_kl",), "KL of the update": ("actor/approx_kl",),
+    "answer length": ("batch/answer_length",), "gradient norm": ("actor/grad_norm", "grad_norm"),
+}  # fmt: skip
 """Name -> the metrics of which the first recorded one is its curve."""
 _SPEED = "rollout/generated_tokens_per_s"
 _STALENESS = "rollout/staleness_frac/"
@@ -60,52 +54,32 @@ _STALENESS = "rollout/staleness_frac/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedProcess:
-    """One process of the plan."""
-
     name: str
     node: str
     device: str
-    doing: str
-    """From its newest heartbeat, with the seconds since it began that; empty without one."""
-    memory_gib: float | None
-    """Resident memory, of an ended process in its last step."""
-    silent_s: float | None
-    """Seconds from the newest heartbeat to the newest sign of the run; None without one."""
+    doing: str  # From its newest heartbeat, with the seconds since it began that; empty without one.
+    memory_gib: float | None  # Resident memory, of an ended process in its last step.
+    silent_s: float | None  # Seconds from the newest heartbeat to the newest sign of the run; None without one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """Everything that one look at a run shows."""
-
     run: str
-    state: str
-    """running, completed, failed, interrupted, or dead: it ended without a summary."""
-    cause: str
-    """Why it failed."""
-    step: int
-    """Train steps done."""
+    state: str  # running, completed, failed, interrupted, or dead: it ended without a summary.
+    cause: str  # Why it failed.
+    step: int  # Train steps done.
     total_steps: int | None
-    elapsed_s: float | None
-    """Of training."""
-    step_s: float | None
-    """Median of the newest steps, evaluation included."""
-    eta_s: float | None
-    """Seconds of training that remain of a running run, at the speed of the newest steps."""
+    elapsed_s: float | None  # Of training.
+    step_s: float | None  # Median of the newest steps, evaluation included.
+    eta_s: float | None  # Seconds of training that remain of a running run, at the speed of the newest steps.
     curves: dict[str, Curve]
-    held_out: dict[str, Curve]
-    """Evaluation -> its curve."""
-    staleness: Mapping[str, float]
-    """Staleness in versions -> share of the generated tokens of the newest steps."""
-    seconds_by_phase: Mapping[str, float]
-    """Mean of the newest steps, the longest first."""
-    waits: Mapping[str, float]
-    """Who waits for whom -> share of the time of the newest steps."""
-    waiting_for: str
-    """What a running run waits for now."""
-    tokens_per_s: float | None
-    """Generated."""
-    episodes: Mapping[str, Any]
-    """Numbers by state, and by reason; empty without a controller."""
+    held_out: dict[str, Curve]  # Evaluation -> its curve.
+    staleness: Mapping[str, float]  # Staleness in versions -> share of the generated tokens of the newest steps.
+    seconds_by_phase: Mapping[str, float]  # Mean of the newest steps, the longest first.
+    waits: Mapping[str, float]  # Who waits for whom -> share of the time of the newest steps.
+    waiting_for: str  # What a running run waits for now.
+    tokens_per_s: float | None  # Generated.
+    episodes: Mapping[str, Any]  # Numbers by state, and by reason; empty without a controller.
     first_failure: str
     alarms: Sequence[Alarm]
     restarts: Mapping[str, Sequence[str]]
@@ -373,7 +347,6 @@ def _process(
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The picture of a run that `areal watch` draws with rich: panels of curves, shares, samples and processes.
 
 _STATES = {"running": "cyan", "completed": "green", "interrupted": "yellow", "failed": "red", "dead": "red"}
@@ -384,12 +357,10 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _BAR = 18
 _MIN_SHARE = 0.005
 _MAX_TEXT = 160
-_WIDE = 100
-"""Columns from which on panels are next to each other."""
+_WIDE = 100  # Columns from which on panels are next to each other.
 
 
 def view(found: RunView, width: int) -> RenderableType:
-    """The whole picture for a terminal of `width` columns."""
     half = width // 2 - 4 if width >= _WIDE else width - 4
     parts: list[RenderableType] = [_head(found)]
     main = {name: found.curves[name] for name in ("reward", "loss") if name in found.curves}
@@ -448,7 +419,6 @@ def _duration(seconds: float | None) -> str | None:
 
 
 def _chart(curves: Mapping[str, Curve], width: int) -> RenderableType:
-    """All curves in one chart of braille dots, with a legend."""
     if not curves:
         return Text("no train step yet", style="bright_black")
     legend = Text()
@@ -504,7 +474,6 @@ def _curves(curves: Mapping[str, Curve], width: int) -> RenderableType:
 
 
 def _shares(rows: Sequence[tuple[str, float, str]]) -> Table:
-    """Name, share from 0 to 1 as a bar, and text."""
     table = Table.grid(padding=(0, 1))
     for name, share, text in rows:
         filled = round(min(1.0, share) * _BAR)
@@ -578,7 +547,6 @@ def _processes(processes: Sequence[WatchedProcess]) -> Table:
 
 
 def watch(words: Sequence[str]) -> int:
-    """Show the run until it ends or Ctrl-C; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="areal watch",
         description="Show reward, held-out results, waits, phases, failures, samples and processes of a run. A running "

@@ -50,8 +50,6 @@ _log = get_logger(__name__)
 
 
 class Evaluation:
-    """The answers of one evaluation: which are done, and how one more is made."""
-
     def __init__(
         self,
         config: PPOConfig,
@@ -87,7 +85,6 @@ class Evaluation:
         return [key for key in self._all if key not in self.done]
 
     def progress(self) -> str:
-        """For the status line."""
         failed = f", {self.num_failed} failed" if self.num_failed else ""
         return f"{len(self.done)} of {len(self._all)} answers{failed}"
 
@@ -150,12 +147,10 @@ class Evaluation:
 
 
 def is_scored(config: PPOConfig) -> bool:
-    """Whether answers are scored, not only generated."""
     return config.reward_fn != "none"
 
 
 async def evaluate(evaluation: Evaluation, config: PPOConfig, context: ProcessContext) -> None:
-    """Wait for the servers, then make the remaining answers."""
     registry, servers = registry_of(config), config.allocation.inference
     assert servers is not None  # it is an allocation of servers only
     factory = replica_factory(servers.backend)

@@ -89,7 +89,6 @@ def _requested(given: argparse.Namespace) -> Requested:
 
 
 def _make_answers(config: PPOConfig, given: argparse.Namespace) -> int:
-    """Make the answers that do not exist yet. Returns the exit status."""
     launched = with_attached_servers(config, os.environ)
     raise_problems(list(function_problems(launched, has_script=False)))
     paths, line = RunPaths.of(config), StatusLine()

@@ -18,44 +18,28 @@ OUTPUT_COLUMNS = ("output", "completion", "completions", "response", "responses"
 
 
 class SampleKey(NamedTuple):
-    """Identifies one answer of an evaluation."""
-
-    mode: str
-    """sampled or greedy; for generations made elsewhere `given`."""
+    mode: str  # sampled or greedy; for generations made elsewhere `given`.
     set_name: str
-    row: int
-    """Index of the row in its set."""
-    sample: int
-    """From 0 for each row."""
+    row: int  # Index of the row in its set.
+    sample: int  # From 0 for each row.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One answer, or the failure to get one."""
-
     key: SampleKey
-    data: dict[str, Any]
-    """The row, without its images."""
-    prompt: str = ""
-    """With one placeholder for each image."""
+    data: dict[str, Any]  # The row, without its images.
+    prompt: str = ""  # With one placeholder for each image.
     images: list[str] = field(default_factory=list[str])
     """SHA-256 of the image files of the prompt, in order; they are in the folder `images` of the evaluation."""
-    output: str = ""
-    """The last answer of the episode, without special tokens."""
-    source: str = ""
-    """Data source of the row; empty = it has none."""
-    num_tokens: float = 0.0
-    """Generated tokens."""
-    finished: bool = True
-    """False if a length limit cut the answer."""
-    reward: float | None = None
-    """None = not scored."""
-    answer: str | None = None
-    """The final answer, for the majority vote; None = it has none."""
+    output: str = ""  # The last answer of the episode, without special tokens.
+    source: str = ""  # Data source of the row; empty = it has none.
+    num_tokens: float = 0.0  # Generated tokens.
+    finished: bool = True  # False if a length limit cut the answer.
+    reward: float | None = None  # None = not scored.
+    answer: str | None = None  # The final answer, for the majority vote; None = it has none.
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Parts of the reward, and other numbers that the reward functions and the workflow report."""
-    error: str = ""
-    """Why there is no answer or no score; empty when there is one."""
+    error: str = ""  # Why there is no answer or no score; empty when there is one.
 
     def line(self) -> bytes:
         """The JSON line, with its end. Equal samples have equal lines."""
@@ -176,14 +160,12 @@ def source_of(row: Mapping[str, Any], source_key: str) -> str:
 
 
 def rows_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """The samples of each row, in the order of their keys."""
     rows: dict[tuple[str, str, int], list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.key):
         rows.setdefault(sample.key[:3], []).append(sample)
     yield from rows.values()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The results of an evaluation: metrics of each mode, held-out set and data source, as JSON and as a table.
 
 _OF_AGENTS = ("num_turns", "tool_calls", "forks", "drifts", "budget_stops")
@@ -196,27 +178,20 @@ class SetResult:
 
     mode: str
     set: str
-    source: str
-    """Empty = all rows of the set."""
+    source: str  # Empty = all rows of the set.
     rows: int
-    samples: int
-    """Scored answers."""
-    failed: int
-    """Answers without a score."""
-    metrics: Mapping[str, Estimate]
-    """mean@n, pass@k, majority@n (`areal.rollout.evaluation`)."""
+    samples: int  # Scored answers.
+    failed: int  # Answers without a score.
+    metrics: Mapping[str, Estimate]  # mean@n, pass@k, majority@n (`areal.rollout.evaluation`).
     means: Mapping[str, float]
     """Mean over the scored answers of `tokens` (generated), `finished`, and each number of the reward functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All results of an evaluation."""
-
     correct_reward: float
     results: Sequence[SetResult]
-    first_error: str = ""
-    """Of the first answer that failed, in the order of their keys; empty = none failed."""
+    first_error: str = ""  # Of the first answer that failed, in the order of their keys; empty = none failed.
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -227,7 +202,6 @@ class Report:
 
     @property
     def num_answers(self) -> int:
-        """With the failed ones."""
         return self.num_failed + sum(one.samples for one in self.results if not one.source)
 
 

@@ -26,8 +26,7 @@ from areal.fleet.backends import backend_named
 from areal.system.run_paths import RunPaths, run_folder
 
 _DEFAULTS = Path(__file__).with_name("defaults.yaml")
-_POLICIES = ("actor", "model")
-"""Roles whose exports can be evaluated, of RL and of supervised training."""
+_POLICIES = ("actor", "model")  # Roles whose exports can be evaluated, of RL and of supervised training.
 _DECIDES = (
     "seed", "tokenizer_path", "chat_template", "gconfig", "eval_gconfig", "workflow", "workflow_args", "agent",
     "reward_fn", "reward", "valid_dataset", "evaluator", "vision", *INFERENCE_BACKENDS, "server_python",
@@ -47,13 +46,11 @@ def load_settings(files: Sequence[str], overrides: Sequence[str]) -> PPOConfig:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--config FILE` and `key=value` words."""
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the configuration")
 
 
 def parsed_ks(text: str) -> list[int]:
-    """`1,4,16` -> [1, 4, 16]; for argparse."""
     found = sorted({int(part) for part in text.split(",")})
     if found[0] < 1:
         raise ValueError("below 1")
@@ -62,20 +59,14 @@ def parsed_ks(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """What the command line of `areal eval` or `areal generate` requests."""
-
     files: Sequence[str]
     overrides: Sequence[str]
-    model: str = ""
-    """Folder or hub name of a model, or a run; empty = that of the configuration."""
-    step: int | None = None
-    """Of a run: the export after this number of train steps; None = the newest."""
-    data: Sequence[str] = ()
-    """[NAME=]PATH of each held-out set; empty = those of the configuration."""
+    model: str = ""  # Folder or hub name of a model, or a run; empty = that of the configuration.
+    step: int | None = None  # Of a run: the export after this number of train steps; None = the newest.
+    data: Sequence[str] = ()  # [NAME=]PATH of each held-out set; empty = those of the configuration.
     num_samples: int | None = None
     greedy: bool = False
-    servers: str = ""
-    """Such as native:d2; empty = those of the configuration."""
+    servers: str = ""  # Such as native:d2; empty = those of the configuration.
 
 
 def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
@@ -179,7 +170,6 @@ def _with_data(config: PPOConfig, data: Sequence[str]) -> PPOConfig:
 
 
 def _shared(dataset: DatasetConfig) -> dict[str, Any]:
-    """The options that every dataset has."""
     return {one.name: getattr(dataset, one.name) for one in fields(DatasetConfig)}
 
 
@@ -198,7 +188,6 @@ def _set_name(path: str) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value of JSON."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):

@@ -7,13 +7,11 @@ from typing import Any
 from areal.api.allocation import ParallelDims
 from areal.importers.draft import TENSORBOARD, Draft, Trainer, halves, minibatches, set_devices
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Optimiser and learning-rate schedule of cosmos-rl. `role`: the section of the model, actor or model.
 
 _NO_CLIPPING = 1e9
 """The largest gradient norm where the source does not clip: an option here is a finite number above 0."""
-_WARMUP_STEPS = 20
-"""Steps of the warm-up of cosmos-rl where a file does not say."""
+_WARMUP_STEPS = 20  # Steps of the warm-up of cosmos-rl where a file does not say.
 _TYPES = {"adam": "adam", "adamw": "adam", "adam8bit": "adam_8bit", "adamw8bit": "adam_8bit"}
 
 
@@ -93,7 +91,6 @@ def _warmup(draft: Draft, option: str) -> None:
     draft.lack(f"give {option}: the length of the run is not known", steps)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What GRPO and supervised training of cosmos-rl share. `role`: the section of the model, actor or model.
 
 POLICY = "train.train_policy"
@@ -117,14 +114,11 @@ _SAME_IN_MODEL = {
     "validation.dataset.revision": "valid_dataset.revision",
 }
 _OF_MODEL = {
-    "train.optm_weight_decay": "optimizer.weight_decay",
-    "train.epsilon": "optimizer.eps",
-    "train.fsdp_offload": "fsdp.offload_params",
-    "policy.model_name_or_path": "path",
-    "policy.model_gradient_checkpointing": "gradient_checkpointing",
-    "policy.freeze_pattern": "freeze",
+    "train.optm_weight_decay": "optimizer.weight_decay", "train.epsilon": "optimizer.eps",
+    "train.fsdp_offload": "fsdp.offload_params", "policy.model_name_or_path": "path",
+    "policy.model_gradient_checkpointing": "gradient_checkpointing", "policy.freeze_pattern": "freeze",
     "policy.aux_loss_coeff": "router_aux_loss_coef",
-}
+}  # fmt: skip
 _LORA = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules",
     "use_rslora": "rslora", "modules_to_save": "modules_to_save", "exclude_modules": "exclude_modules",
@@ -136,7 +130,6 @@ _OF_SYNC = ("sync_weight_interval", "*_timeout", "timestamp", "p2p_sync_*", "p2r
 
 
 def take_shared(draft: Draft, role: str) -> None:
-    """Everything but batches, losses, servers and devices."""
     project, run = draft.get("logging.project_name", "cosmos_rl"), draft.get("logging.experiment_name", "None")
     name = str(draft.get(f"{POLICY}.type", "grpo")) if run == "None" else run
     draft.set("experiment_name", project, "cosmos-rl: logging.project_name", "logging.project_name")
@@ -290,7 +283,6 @@ def parallel_size(draft: Draft, section: str, name: str) -> int:
 
 
 def data_ranks(draft: Draft) -> int:
-    """Data ranks of one replica of the policy."""
     return parallel_size(draft, "policy", "dp_shard_size") * parallel_size(draft, "policy", "dp_replicate_size")
 
 
@@ -326,14 +318,12 @@ def _joined(value: Any) -> Any:
     return "+".join(value) if isinstance(value, list) else value
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Reward functions and the teacher of cosmos-rl.
 
 _FUNCTIONS = {
     "boxed_math": "math", "direct_math": "math", "single_choice": "choice", "format": "format", "gsm8k": "gsm8k",
 }  # fmt: skip
-_SCALES = {"direct_math": 2.0}
-"""direct_math gives 1 or -1, math 1 or 0. The other functions give 1 or 0, as here."""
+_SCALES = {"direct_math": 2.0}  # direct_math gives 1 or -1, math 1 or 0. The other functions give 1 or 0, as here.
 _REMOTE = f"{POLICY}.use_remote_reward"
 
 
@@ -444,7 +434,6 @@ _SERVERS = {"vllm": "vllm", "vllm_async": "vllm", "sglang": "sglang"}
 
 
 def from_cosmos(values: Mapping[str, Any]) -> Draft:
-    """The draft of a cosmos-rl file."""
     draft = Draft("cosmos-rl", dict(values))
     if _is_supervised(draft):
         _take_supervised(draft)

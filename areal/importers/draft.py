@@ -22,20 +22,15 @@ TENSORBOARD = "${cluster.fileroot}/${experiment_name}/${trial_name}/tensorboard"
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What became of one key of the source."""
-
     fate: Fate
-    text: str
-    """The option that it became, or why there is none."""
+    text: str  # The option that it became, or why there is none.
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     value: Any
-    origin: str
-    """Where the value comes from; a comment in the YAML file."""
-    keys: tuple[str, ...] = ()
-    """Keys of the source that it is computed from, whether the source has them or not."""
+    origin: str  # Where the value comes from; a comment in the YAML file.
+    keys: tuple[str, ...] = ()  # Keys of the source that it is computed from, whether the source has them or not.
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -52,11 +47,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass
 class Draft:
-    """Takes the values of a source one by one."""
-
     system: str
-    values: dict[str, Any]
-    """Of the source, by dotted key."""
+    values: dict[str, Any]  # Of the source, by dotted key.
     options: dict[str, Option] = field(default_factory=dict[str, Option])
     notes: dict[str, Note] = field(default_factory=dict[str, Note])
 
@@ -78,7 +70,6 @@ class Draft:
         return found
 
     def whole(self, key: str, default: int, *, least: int = 1) -> int:
-        """The same for a whole number."""
         found = self.number(key, default, least=least)
         if found != int(found):
             message = f"{key}: {found} is no whole number: give {key}=NUMBER after the file"
@@ -86,7 +77,6 @@ class Draft:
         return int(found)
 
     def listed(self, key: str, default: Sequence[Any] = ()) -> list[Any]:
-        """The values of a list; one text is a list of one."""
         value = self.get(key, default)
         if not isinstance(value, str | list | tuple):
             message = f"{key}: {value!r} is no list: give {key}=[VALUE,...] after the file"
@@ -188,7 +178,6 @@ class Draft:
                 self.options[mine] = replace(self.options[mine], value=f"${{{theirs}}}")
 
     def _kept_as(self, key: str) -> str:
-        """The only option that has the value of the key; empty if there is none."""
         note = self.notes.get(key)
         option = self.options.get(note.text) if note is not None and note.fate == "kept" else None
         return note.text if note is not None and option is not None and option.origin.endswith(f": {key}") else ""
@@ -202,11 +191,9 @@ class Draft:
 
 
 def minibatches(batch: int, size: int) -> int:
-    """A number of mini-batches from their size."""
     return max(1, -(-batch // max(1, size)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Devices of a draft: allocation_mode, the number of machines, and options of Megatron that several systems share.
 
 _OPTIONS = {

@@ -12,18 +12,13 @@ from areal.api.config.schema import find_field
 from areal.api.config.train import LoRAConfig
 from areal.importers.draft import UNKNOWN, Draft, Note, flat
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Keys of AReaL 1.x that v0.5 does not have: what each becomes here. `areal.importers.own` does the rest.
 
 _KEEP = {
-    "rollout.return_routed_experts": "actor.router_replay",
-    "dynamic_bs": "rollout.dynamic_bs",
-    "beta": "dpo.beta",
-    "loss_type": "dpo.loss_type",
-    "actor.beta": "dpo.beta",
-    "actor.loss_type": "dpo.loss_type",
+    "rollout.return_routed_experts": "actor.router_replay", "dynamic_bs": "rollout.dynamic_bs", "beta": "dpo.beta",
+    "loss_type": "dpo.loss_type", "actor.beta": "dpo.beta", "actor.loss_type": "dpo.loss_type",
     "teacher.rl_loss_weight": "teacher.rl_weight",
-}
+}  # fmt: skip
 _AGENT = {
     "turn_discount": "agent.turn_discount",
     "set_reward_finish_timeout": "agent.reward_window_s",
@@ -156,7 +151,6 @@ def _teacher(draft: Draft) -> None:
 
 
 def _profile(draft: Draft) -> None:
-    """Steps of profiles, which AReaL counts from 0."""
     names = ("perf_tracer.profile_steps", "memory_profiler.profile_steps")
     keys = [key for key in names if draft.values.get(key)]
     if keys:
@@ -192,7 +186,6 @@ _VISION_PIXELS = {
 
 
 def from_areal(tree: Mapping[str, Any]) -> Draft:
-    """The draft of an AReaL file without interpolations."""
     source = flat(tree)
     tree = with_old_sections(dict(tree))
     kind = kind_of(tree, allow_unknown=True)
@@ -277,7 +270,6 @@ def _take_rest(draft: Draft, kind: type[Any], found: Mapping[str, Any]) -> None:
 
 
 def _decides(kind: type[Any], key: str, path: str) -> bool:
-    """Whether the rule of the key may change the option at `path`."""
     rule, section = _rule(kind, key), key.rpartition(".")[0]
     match rule.action if rule is not None else "":
         case "lora":
@@ -292,7 +284,6 @@ def _decides(kind: type[Any], key: str, path: str) -> bool:
 
 
 def _tree(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings from dotted paths."""
     tree: dict[str, Any] = {}
     for path, value in options.items():
         *sections, name = path.split(".")
@@ -304,7 +295,6 @@ def _tree(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_script(draft: Draft) -> None:
-    """What the scripts of examples choose by the name of the dataset."""
     path = str(draft.values.get("train_dataset.path", "")).lower().replace("-", "_")
     kind = str(draft.values.get("train_dataset.type", "rl"))
     if "gsm8k" in path and kind == "rl":
@@ -323,7 +313,6 @@ def _take_script(draft: Draft) -> None:
 
 
 def _take_gsm8k(draft: Draft) -> None:
-    """How AReaL reads and rewards the dataset."""
     why = "AReaL: its loader and script for gsm8k"
     for part in ("train_dataset", "valid_dataset"):
         path = str(draft.values.get(f"{part}.path", ""))
@@ -350,7 +339,6 @@ def _without(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -
 
 
 def _is_option(kind: type[Any], key: str) -> bool:
-    """Whether the key is an option, or an entry of one that is a mapping."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         spec = find_field(kind, ".".join(parts[:end]))
@@ -360,7 +348,6 @@ def _is_option(kind: type[Any], key: str) -> bool:
 
 
 def _rule(kind: type[Any], key: str) -> LegacyRule | None:
-    """The rule for the key, or for the section that contains it."""
     parts = key.split(".")
     for end in range(1, len(parts) + 1):
         section = ".".join(parts[: end - 1])

@@ -11,7 +11,6 @@ from areal.api.config.train import ALL_LINEAR
 from areal.api.errors import ConfigError
 from areal.importers.draft import TENSORBOARD, Draft, Note, Trainer, halves, megatron_trainer, set_devices
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Defaults of ROLL that differ from ours, by its keys: of its BaseConfig, PPOConfig and arguments of the roles.
 
 _TRAINING = {
@@ -42,12 +41,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
-    """Whether the file is one of ROLL's agentic pipeline."""
     return any(key.startswith("train_env_manager.") for key in values)
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, and the default of each key that is absent or null."""
     unread = {"prompt_length"} if is_agentic(values) else set[str]()  # an environment writes the prompts
     return {**values, **{key: DEFAULTS[key] for key in DEFAULTS.keys() - unread if values.get(key) is None}}
 
@@ -68,7 +65,6 @@ def name_defaults(draft: Draft, values: Mapping[str, Any]) -> None:
             del draft.values[key], draft.notes[key]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Losses, KL terms and advantages of ROLL.
 
 _OF_CRITIC = {
@@ -235,7 +231,6 @@ def _has_reference(draft: Draft) -> bool:
     return bool(draft.get("use_kl_loss", False) or draft.get("add_token_level_kl", False))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Optimisers, schedules and numbers of optimiser updates of ROLL. `role`: actor_train or critic.
 
 _SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
@@ -286,7 +281,6 @@ def _take_warmup(draft: Draft, args: str, option: str, updates: int, *, is_off: 
         draft.drop("it is switched off", steps)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Sampling, limits of tokens and evaluation of ROLL.
 
 
@@ -326,7 +320,6 @@ def _lengths(draft: Draft) -> tuple[int, int]:
 
 
 def _evaluation(draft: Draft, prompt: int, longest: int) -> None:
-    """`prompt`, `longest`: as `_lengths` returns them."""
     has_rows, is_on = "validation.data_args.file_name" in draft.values, draft.whole("eval_steps", 10, least=-1) > 0
     if not (has_rows and is_on):
         draft.drop("there is no evaluation" if has_rows else "there is no held-out set",
@@ -351,28 +344,18 @@ def _evaluation(draft: Draft, prompt: int, longest: int) -> None:
 
 
 _SAME = {
-    "exp_name": "trial_name",
-    "seed": "seed",
-    "output_dir": "cluster.fileroot",
-    "num_gpus_per_node": "cluster.n_gpus_per_node",
-    "prompt_length": "train_dataset.max_length",
-    "pretrain": "actor.path",
-    "ppo_epochs": "actor.ppo_epochs",
-    "pg_clip": "actor.eps_clip",
-    "pg_clip_low": "actor.eps_clip",
-    "pg_clip_high": "actor.eps_clip_higher",
-    "reward_clip": "actor.reward_clip",
-    "entropy_loss_coef": "actor.entropy_coef",
-    "loss_agg_mode": "actor.loss_aggregation",
-    "gamma": "actor.discount",
-    "max_grad_norm": "actor.optimizer.gradient_clipping",
-    "actor_train.data_args.file_name": "train_dataset.path",
+    "exp_name": "trial_name", "seed": "seed", "output_dir": "cluster.fileroot",
+    "num_gpus_per_node": "cluster.n_gpus_per_node", "prompt_length": "train_dataset.max_length",
+    "pretrain": "actor.path", "ppo_epochs": "actor.ppo_epochs", "pg_clip": "actor.eps_clip",
+    "pg_clip_low": "actor.eps_clip", "pg_clip_high": "actor.eps_clip_higher", "reward_clip": "actor.reward_clip",
+    "entropy_loss_coef": "actor.entropy_coef", "loss_agg_mode": "actor.loss_aggregation", "gamma": "actor.discount",
+    "max_grad_norm": "actor.optimizer.gradient_clipping", "actor_train.data_args.file_name": "train_dataset.path",
     "validation.data_args.file_name": "valid_dataset.path",
     "validation.generating_args.num_return_sequences": "evaluator.n_samples",
     "actor_infer.generating_args.temperature": "gconfig.temperature",
     "actor_infer.generating_args.top_p": "gconfig.top_p",
     "actor_infer.generating_args.repetition_penalty": "gconfig.repetition_penalty",
-}
+}  # fmt: skip
 _OF_REWARDS = (
     "worker_cls", "tag_included", "world_size", "reward_type", "use_local", "name", "infer_batch_size",
     "data_args.template", "model_args.*", "strategy_args.*",
@@ -390,8 +373,7 @@ _OTHERS = {
 }
 """Start of a key -> the pipeline that has it."""
 _TRAIN = "actor_train.strategy_args.strategy_config"
-_MAX_GPUS = 100_000
-"""Entries of one range that are counted."""
+_MAX_GPUS = 100_000  # Entries of one range that are counted.
 _SERVERS = {"vllm": "vllm", "sglang": "sglang"}
 
 _TRACKERS = {
@@ -429,11 +411,10 @@ def from_roll(values: Mapping[str, Any]) -> Draft:
 
 
 def _refuse_others(values: Mapping[str, Any]) -> None:
-    """Refuse the files of pipelines that are no reinforcement learning of a language model."""
     for start, kind in _OTHERS.items():
         key = next((key for key in values if f"{key}.".startswith(start)), None)
         if key is not None:
-            message = f"ROLL files of {kind} ({key}) are not imported: write one (docs/choosing.md)"
+            message = f"ROLL files of {kind} ({key}) are not imported: write one (docs/algorithms.md)"
             raise ConfigError(message, code="config.unsupported")
     strategy = "actor_train.strategy_args.strategy_name"
     if str(values.get(strategy)).startswith("diffusion"):
@@ -488,7 +469,6 @@ def _batches(draft: Draft) -> None:
 
 
 def _devices_of(draft: Draft, role: str) -> set[int]:
-    """The GPUs of `list(range(0,16))`, or of a list."""
     given = draft.get(f"{role}.device_mapping", [0])
     if isinstance(given, list):
         return {int(place) for place in given if isinstance(place, int)} or {0}
@@ -505,7 +485,6 @@ def _devices_of(draft: Draft, role: str) -> set[int]:
 
 
 def _ranks(draft: Draft, role: str) -> int:
-    """Data ranks of a trained role."""
     prefix = f"{role}.strategy_args.strategy_config."
     if draft.get(f"{role}.strategy_args.strategy_name") == "megatron_train":
         sizes = [
@@ -669,7 +648,7 @@ def _dropped(draft: Draft) -> None:
         option, value = _TRACKERS[tracker]
         draft.set(f"stats_logger.{option}", value, "ROLL: track_with", "track_with")
     elif tracker not in ("none", "None", "stdout"):
-        draft.lack("there is no such tracker here (docs/reading_metrics.md)", "track_with")
+        draft.lack("there is no such tracker here (docs/debugging.md)", "track_with")
     draft.drop("names and keys of a tracker are in its own variables", "tracker_kwargs.*", "track_with", "logging_*")
     if isinstance(resume := draft.get("resume_from_checkpoint"), bool):
         why = "ROLL: resume_from_checkpoint"

@@ -14,7 +14,6 @@ from areal.api.config.redaction import public
 from areal.api.errors import ConfigError
 from areal.importers.draft import Draft, Fate, Option
 
-# ----------------------------------------------------------------------------------------------------------------------
 # A draft as a YAML file with a comment for each line, and as a report of losses.
 
 _TITLES: dict[Fate, str] = {
@@ -52,7 +51,6 @@ def _lines(tree: dict[str, Any], indent: str) -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    """YAML in one line."""
     if isinstance(value, float) and value == value and abs(value) not in (float("inf"), 0.0):
         text = repr(value)
         return text if "e" not in text or "." in text else text.replace("e", ".0e")
@@ -69,7 +67,6 @@ def _short(value: Any) -> str:
 
 
 def report_lines(draft: Draft) -> Iterator[str]:
-    """What became of each key of the source."""
     counts = ", ".join(f"{len(_of(draft, fate))} {title}" for fate, title in _TITLES.items())
     yield f"{len(draft.values)} keys of {draft.system}: {counts}"
     for fate, title in _TITLES.items():
@@ -78,7 +75,6 @@ def report_lines(draft: Draft) -> Iterator[str]:
 
 
 def report_json(draft: Draft) -> dict[str, Any]:
-    """The same, JSON-ready."""
     keys = [
         {"key": key, "value": public(draft.values[key], key), "fate": note.fate, "text": note.text}
         for key, note in draft.notes.items()
@@ -89,7 +85,6 @@ def report_json(draft: Draft) -> dict[str, Any]:
     return {"system": draft.system, "keys": keys, "options": options}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Hydra's `defaults` lists: the other files that a configuration is composed of.
 
 _HEADER = re.compile(r"\A(?:\s*#[^\n]*\n)*?\s*#\s*@package\s+(\S+)", re.M)
@@ -170,8 +165,7 @@ def _merged(below: Tree, above: Tree) -> Tree:
     return merged
 
 
-_KEY_WITHOUT_DOT = "model_engine"
-"""Of verl; every other word without a dot is an assignment of the shell."""
+_KEY_WITHOUT_DOT = "model_engine"  # Of verl; every other word without a dot is an assignment of the shell.
 _KEY = re.compile(rf"(?:\+{{0,2}}[a-z]\w*(?:\.\w+)+|{_KEY_WITHOUT_DOT})=.*", re.S)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _VARIABLE = re.compile(r"(\w+|[@*])(?:\[[@*]\])?(?::?[-=](.*))?", re.S)
@@ -274,7 +268,6 @@ class _Reader:
         return [] if is_list and texts == [""] else texts
 
     def _expansion(self) -> list[str]:
-        """The values of what follows a `$`."""
         if self._text.startswith("((", self._place):
             text = self._balanced("(", ")")
             number = _number(re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", self._first_value, text))
@@ -302,7 +295,6 @@ class _Reader:
         return self._values(found[1], None)[0]
 
     def _balanced(self, opening: str, closing: str) -> str:
-        """The text in the pair of brackets that opens at the place."""
         start, depth = self._place, 0
         while letter := self._next():
             self._place += 1
@@ -312,7 +304,6 @@ class _Reader:
         raise ValueError(f"a bracket {opening} is not closed")
 
     def _until(self, end: str) -> str:
-        """The text before `end`, which is passed."""
         start = self._place
         found = self._text.find(end, start)
         if found < 0 and end != "\n":
@@ -326,8 +317,6 @@ class _Reader:
 
 
 def _number(text: str) -> int | None:
-    """The value of an expression of whole numbers; None for others."""
-
     def value(node: ast.AST) -> int:
         match node:
             case ast.Expression(body=body):

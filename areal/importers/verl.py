@@ -25,12 +25,10 @@ from areal.importers.verl_algorithm import (
     validates,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Sections of verl that are switched on one by one: rewards, the teacher, and what has no counterpart.
 
 _TEACHER = "distillation"
-_NO_CLIP = 1e9
-"""The bound of rewards where the source has none: an option here is a finite number."""
+_NO_CLIP = 1e9  # The bound of rewards where the source has none: an option here is a finite number.
 _SWITCHES = {
     "qat": "weights are not quantised", "mtp": "there is no prediction of several tokens",
     "tiled_mlp": "an MLP is computed at once: actor.mb_spec", "disaggregation": "a server does prefill and decoding",
@@ -191,7 +189,6 @@ def take_offload(draft: Draft) -> None:
 
 
 def drop_newest(draft: Draft) -> None:
-    """Keys of newer versions that need no counterpart, or have none."""
     draft.lack("the dataset has images, no sound", "data.audio_key", off=("audios", None, ""))
     draft.lack("the model's processor has its options", "data.mm_processor_kwargs*")
     draft.lack("workflow: agent, whose program has the tools", "data.function_tool_path")
@@ -228,7 +225,6 @@ def drop_newest(draft: Draft) -> None:
     draft.lack("your own code", "trainer.checkpoint_callback_class")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The asynchronous trainers of verl: trainer.v1, fully_async_policy and one_step_off_policy.
 
 _ASYNC, _V1 = "async_training", "trainer.v1"
@@ -336,7 +332,7 @@ def from_verl(values: dict[str, Any]) -> Draft:
     draft = Draft("verl", {_without_plus(key): value for key, value in values.items()})
     if "model.partial_pretrain" in values or any(key.startswith(("engine.", "optim.")) for key in values):
         message = (
-            "supervised files of verl (model.partial_pretrain, engine) are not imported: write one (docs/choosing.md)"
+            "supervised files of verl (model.partial_pretrain, engine) are not imported: write one (docs/algorithms.md)"
         )
         raise ConfigError(message, code="config.unsupported")
     take_switches(draft)

@@ -9,18 +9,13 @@ from areal.importers.draft import Draft, Trainer, halves, megatron_trainer, mini
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _STRATEGY, _MEGATRON = f"{ACTOR}.strategy", f"{ACTOR}.megatron."
 NO_EVALUATION = "no evaluation: see data.val_files, trainer.test_freq and val_before_train"
-OTHER_ENGINES = ("veomni", "torchtitan", "automodel")
-"""Trainers of verl with FSDP2 and its own names of the sizes."""
+OTHER_ENGINES = ("veomni", "torchtitan", "automodel")  # Trainers of verl with FSDP2 and its own names of the sizes.
 _VLLM_FLAGS = {
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "max_model_len": "max_model_len",
-    "enforce_eager": "enforce_eager",
-    "enable_chunked_prefill": "enable_chunked_prefill",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "dtype": "dtype",
-}
+    "gpu_memory_utilization": "gpu_memory_utilization", "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens", "max_model_len": "max_model_len",
+    "enforce_eager": "enforce_eager", "enable_chunked_prefill": "enable_chunked_prefill",
+    "enable_prefix_caching": "enable_prefix_caching", "dtype": "dtype",
+}  # fmt: skip
 _SGLANG_FLAGS = {
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_seqs": "max_running_requests",
@@ -113,7 +108,6 @@ def is_megatron(draft: Draft) -> bool:
 
 
 def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
-    """The trainer, and the keys that decide it."""
     if is_megatron(draft):
         trainer = megatron_trainer(draft, _MEGATRON, f"{_MEGATRON}override_transformer_config.")
         keys = [
@@ -152,7 +146,6 @@ def server_gpus(draft: Draft) -> int:
     return draft.whole("rollout.n_gpus_per_node", 8) if is_fully_async(draft) else 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Optimiser and learning-rate schedule of verl. `role`: actor or critic; `prefix`: its section there, with a dot.
 
 _TYPES = {"adam": "adam", "adamw": "adam", "_adamw": "adam", "adam8bit": "adam_8bit", "adamw8bit": "adam_8bit"}
@@ -222,7 +215,6 @@ def _warmup(draft: Draft, section: str, prefix: str) -> None:
     draft.drop("replaced by lr_warmup_steps", f"{key}_ratio")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Advantages, policy loss, KL terms and off-policy corrections of verl.
 
 _CRITIC = {
@@ -370,7 +362,6 @@ def take_loss(draft: Draft) -> None:
     draft.drop("only seq-mean-token-sum-norm reads it", f"{ACTOR}.loss_scale_factor")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Corrections of the difference between servers and trainer: keys of verl 0.6, and from 0.7 a section.
 
 _OURS, _SECTION = "actor.rollout_correction", "algorithm.rollout_correction"

@@ -1,10 +1,9 @@
-"""Every metric of a run with its unit and meaning. `python -m areal.observe.metric_table` prints docs/metrics.md."""
+"""Every metric of a run with its unit and meaning."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -302,30 +301,3 @@ def entry_of(key: str) -> MetricEntry | None:
     """The entry of a metric: the one with its exact key, else the first family that it belongs to."""
     exact = next((entry for entry in METRICS if entry.key == key), None)
     return exact or next((entry for entry in METRICS if entry.matches(key)), None)
-
-
-_PAGE_HEAD = """# Metrics
-
-The metrics of every train step are one line of `metrics.jsonl` in the run folder, and go to every tracker in
-`stats_logger`. A word in capitals and `N` are parts of a key that differ between runs. A metric is left out
-when it does not apply: without a critic there is no `critic/loss`. A custom loss adds `actor/NAME` for each of its
-metrics. `null` in `metrics.jsonl` is a value that is not finite.
-Means over tokens are over the trained tokens of all ranks. [alarms.md](alarms.md) lists the values that raise an alarm.
-
-This page is generated from `areal/observe/metric_table.py` by `make docs`.
-"""
-
-
-def metrics_page() -> str:
-    """The text of docs/metrics.md: one table for each section."""
-    parts, section = [_PAGE_HEAD], ""
-    for entry in METRICS:
-        if entry.section != section:
-            section = entry.section
-            parts.append(f"\n## {section}\n\n| key | unit | meaning |\n|---|---|---|\n")
-        parts.append(f"| `{entry.key}` | {entry.unit} | {entry.meaning} |\n")
-    return "".join(parts)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(metrics_page())

@@ -32,8 +32,6 @@ killed and recovered, and it may still be running."""
 
 
 class Request(argparse.Namespace):
-    """The arguments of the command line."""
-
     run: Path
     until: int | None
     from_checkpoint: int
@@ -107,7 +105,6 @@ def make_folder(run: RecordedRun, request: Request, config: PPOConfig, order: Re
 
 
 def replay(request: Request) -> int:
-    """Run the replay and return the exit status."""
     check_overrides(request.overrides)
     run = RecordedRun.read(request.run.expanduser().absolute())
     config, order = run.config(request.overrides), order_of(request, run)

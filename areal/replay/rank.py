@@ -47,8 +47,7 @@ class RecordedBatches:
         self._regraded = regraded
         self._payloads = PayloadReader(run.paths.ledger)
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self.weights_checksum = ""
-        """Of the weights after the last step, on rank 0."""
+        self.weights_checksum = ""  # Of the weights after the last step, on rank 0.
 
     def next_batch(self, step: int) -> BatchShare:
         """Return the share that the controller served. Raises LedgerError when one of its episodes is damaged."""
@@ -160,7 +159,6 @@ def require_initial_weights(run: RecordedRun, config: PPOConfig, roles: PPORoles
 
 
 def _origin(model: TrainEngineConfig) -> dict[str, object]:
-    """The options that determine the initial weights of a model."""
     return {"path": model.path, "init_from_scratch": model.init_from_scratch, "dtype": model.dtype, "lora": model.lora}
 
 

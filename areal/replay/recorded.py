@@ -21,7 +21,6 @@ from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.progress import TrainingLength
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The order of a replay, which its ranks read from the folder of the replay.
 
 _ORDER = "replay.json"
@@ -29,16 +28,10 @@ _ORDER = "replay.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOrder:
-    """The steps to replay, and the run."""
-
-    run: str
-    """Folder of the recorded run."""
-    start_step: int
-    """Steps done before the replay: 0, or the step of its recovery checkpoint."""
-    end_step: int
-    """Steps done after the replay."""
-    export: bool
-    """Export the final weights as Hugging Face checkpoints."""
+    run: str  # Folder of the recorded run.
+    start_step: int  # Steps done before the replay: 0, or the step of its recovery checkpoint.
+    end_step: int  # Steps done after the replay.
+    export: bool  # Export the final weights as Hugging Face checkpoints.
 
     def write(self, folder: Path) -> None:
         write_atomic(folder / _ORDER, json.dumps(dataclasses.asdict(self), indent=1).encode())
@@ -49,7 +42,6 @@ class ReplayOrder:
 
 
 def config_of(folder: Path) -> Path:
-    """The configuration of the replay in `folder`, overrides included."""
     return folder / "config.yaml"
 
 
@@ -59,7 +51,6 @@ def metrics_of(folder: Path) -> Path:
 
 
 def checkpoint_of(run: RunPaths, steps_done: int) -> Path:
-    """The recovery checkpoint of a run after `steps_done` steps."""
     return run.recover / f"step-{steps_done:06d}"
 
 
@@ -71,15 +62,11 @@ class RecordedRun:
     batches: dict[int, BatchRecord]
     weights: dict[int, str]
     """Step -> checksum of the actor's weights after it; the last one if the step was trained again."""
-    first_step: int
-    """The first step with a recorded batch."""
-    first_kept_step: int
-    """All recorded batches from this step on have their payloads."""
-    end_step: int
-    """The number of trained steps."""
+    first_step: int  # The first step with a recorded batch.
+    first_kept_step: int  # All recorded batches from this step on have their payloads.
+    end_step: int  # The number of trained steps.
     num_rows: int
-    rows: PromptStream[int] | None
-    """Episode id -> index of its row; None when the ledger does not determine it."""
+    rows: PromptStream[int] | None  # Episode id -> index of its row; None when the ledger does not determine it.
     total_steps: tuple[int, ...]
     """The configured lengths of the run, in order: several if it was continued with another length."""
 
@@ -111,16 +98,13 @@ class RecordedRun:
         )
 
     def config(self, overrides: Sequence[str] = ()) -> PPOConfig:
-        """The run's configuration with `overrides`."""
         return read_config(self.paths.config, overrides)
 
     def length(self, config: PPOConfig) -> TrainingLength:
-        """The configured length of the run, which determines the learning rate."""
         by_config = TrainingLength.of(config, num_rows=self.num_rows, samples_per_row=config.gconfig.n_samples)
         return TrainingLength(steps_per_epoch=by_config.steps_per_epoch, total_steps=self.total_steps[-1])
 
     def ranks(self) -> list[tuple[ProcessContext, dict[str, str]]]:
-        """The trainer ranks as the launcher planned them, with their environments."""
         try:
             processes: list[dict[str, Any]] = json.loads(self.paths.plan.read_bytes())["processes"]
             found = [(ProcessContext.from_env(entry["env"]), entry["env"]) for entry in processes]

@@ -39,11 +39,8 @@ _PAYLOADS, _INDEX = "regraded.bin", "regraded.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegradedPayloads:
-    """The changed payloads in the folder of a replay."""
-
     path: Path
-    places: Mapping[int, tuple[int, int, float]]
-    """Episode id -> (offset, size, mean reward)."""
+    places: Mapping[int, tuple[int, int, float]]  # Episode id -> (offset, size, mean reward).
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
@@ -109,7 +106,6 @@ def _episodes(run: RecordedRun, step: int) -> list[tuple[int, tuple[int, int, in
 async def _scores(
     run: RecordedRun, config: PPOConfig, groups: Sequence[tuple[int, TrajectoryGroup]]
 ) -> dict[int, list[Score]]:
-    """Episode id -> the scores of its sessions."""
     tokenizer = tokenizer_of(config, config.actor.path)
     images = PromptImages.of(config, tokenizer)
     rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer, images=images)
@@ -173,7 +169,6 @@ def last_answer(rows: Sequence[Trajectory]) -> tuple[list[int], Sequence[ImageRe
 
 
 def _sessions(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """The rows of each session, in order."""
     found: dict[tuple[int, int], list[Trajectory]] = {}
     for place, one in enumerate(trajectories):
         found.setdefault((one.session, place if one.session < 0 else -1), []).append(one)
@@ -207,7 +202,6 @@ def _session(
     *,
     is_scored: bool,
 ) -> list[Trajectory]:
-    """The rows of a session with another reward, discount or cut."""
     if images is not None:
         rows = [replace(row, token_ids=images.of_prompt(row.token_ids, row.images)) for row in rows]
     returns = _returns(rows)
@@ -236,7 +230,6 @@ def _session(
 
 
 def _returns(rows: Sequence[Trajectory]) -> dict[int, float]:
-    """The recorded reward of each answer with those after it."""
     return {
         turn: value
         for row in rows

@@ -17,7 +17,6 @@ from areal.system.network import TOKEN_VARIABLE, Host, new_token, run_token
 from areal.system.process import ERROR_PREFIX, ProcessContext
 from areal.system.run_paths import RunPaths
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The options that a replay may change: those of the update. Others have no effect or would change the data.
 
 UPDATED = ("actor", "critic", "ref", "teacher", "reward_model", "ref_reset_steps", "ref_reset_optimizer")
@@ -81,12 +80,10 @@ def check_overrides(words: Sequence[str]) -> None:
 
 
 def is_regrade(path: str) -> bool:
-    """Whether an option changes the recorded rewards or rows."""
     return path.partition(".")[0] in _REWARDS or path in _OF_SESSIONS
 
 
 def changes_rewards(words: Sequence[str]) -> bool:
-    """Whether overrides name another reward function."""
     return any(word.removeprefix("+").partition("=")[0].strip().partition(".")[0] in _REWARDS for word in words)
 
 

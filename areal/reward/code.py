@@ -27,7 +27,7 @@ from areal.reward.code_tests import (
     same_result,
 )
 from areal.reward.sandbox import program_runner
-from areal.reward.sandbox_roles import plain_data
+from areal.reward.sandbox_inside import plain_data
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(\S*)[^\n]*")
 _PYTHON = ("", "python", "python3", "py")

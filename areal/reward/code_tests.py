@@ -27,12 +27,8 @@ _MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeLimits:
-    """Limits of the program of one completion."""
-
-    time_limit_s: float = 4.0
-    """Wall time of each test."""
-    total_time_limit_s: float = 10.0
-    """Wall time of all tests; tests that were not started have failed."""
+    time_limit_s: float = 4.0  # Wall time of each test.
+    total_time_limit_s: float = 10.0  # Wall time of all tests; tests that were not started have failed.
     memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -62,8 +58,7 @@ class AssertTest:
     """Python source that raises unless the program is correct."""
 
     source: str
-    names: dict[str, str] = field(default_factory=dict[str, str])
-    """Name in the source -> name in the program."""
+    names: dict[str, str] = field(default_factory=dict[str, str])  # Name in the source -> name in the program.
     modules: dict[str, str] = field(default_factory=dict[str, str])
     """Name in the source -> module that it means; the source does not import it."""
 
@@ -246,17 +241,13 @@ def _same(given: Any, wanted: Any, tolerance: float) -> bool:
     return type(given) is type(wanted) and given == wanted
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What runs the tests of one program outside this process: the interface of the sandbox backends.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Result of a whole program."""
-
     stdout: bytes
-    exit_code: int | None
-    """None = areal ended it: it exceeded its time or its output."""
+    exit_code: int | None  # None = areal ended it: it exceeded its time or its output.
 
 
 class SandboxEnded(Exception):
@@ -279,21 +270,14 @@ class ProgramRunner(Protocol):
     RewardError when the sandbox itself failed.
     """
 
-    num_parallel: int
-    """Tests that may run at the same time, each in its own thread."""
+    num_parallel: int  # Tests that may run at the same time, each in its own thread.
 
-    def write(self, stdin: str, *, until_s: float) -> Output:
-        """Run the whole program with `stdin`."""
-        ...
+    def write(self, stdin: str, *, until_s: float) -> Output: ...
 
     def call(self, case: CallTest, *, until_s: float) -> Any:
         """The program's answer to a call: {"value": encoded result} unless it raised. It may be any JSON."""
         ...
 
-    def check(self, case: AssertTest, *, until_s: float) -> bool:
-        """Whether the assertions of a test hold."""
-        ...
+    def check(self, case: AssertTest, *, until_s: float) -> bool: ...
 
-    def close(self) -> None:
-        """End all processes."""
-        ...
+    def close(self) -> None: ...

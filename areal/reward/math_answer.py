@@ -26,8 +26,7 @@ _MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion":
 _HEDGE = re.compile(r"\b(?:or|not)\b", re.IGNORECASE)
 _BARE_WORD = re.compile(r"[^\s$\\{}]+")
 _RELATIVE_TOLERANCE = 1e-4
-_MAX_NUMBER_CHARS = 500
-"""Longer answers are not read as numbers: the patterns for units would take quadratic time."""
+_MAX_NUMBER_CHARS = 500  # Longer answers are not read as numbers: the patterns for units would take quadratic time.
 
 
 def math_reward(
@@ -158,7 +157,6 @@ def _number(plain: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """The text without LaTeX wrapping, currency and final punctuation."""
     plain = text.strip().strip("*`").strip()
     if "\\" in plain or "~" in plain:
         plain = plain.replace("\\$", "").replace("\\%", "%")

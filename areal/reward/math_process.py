@@ -67,7 +67,6 @@ def in_child(work: Callable[[], bool], *, cpu_s: int, wall_s: float, memory_byte
 
 
 def _limit_this_process(cpu_s: int, memory_bytes: int) -> None:
-    """Limit the processor time and memory of this process; its parent limits the wall time."""
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as file:

@@ -23,8 +23,7 @@ from typing import Any
 from areal.api.errors import InputError, RewardError
 from areal.reward.math_answer import answers_equal, extract_answer, last_boxed, parse_number
 
-_MAX_ANSWER_CHARS = 1000
-"""Longer answers score 0 without comparison: the library's patterns take quadratic time."""
+_MAX_ANSWER_CHARS = 1000  # Longer answers score 0 without comparison: the library's patterns take quadratic time.
 _CPU_LIMIT_S = 4
 _WALL_LIMIT_S = 10.0
 """Below the pool's default limit of 15 s: a slow answer then scores 0 and does not fail its episode."""
@@ -111,7 +110,6 @@ def _plain_equality(given: str, wanted: str) -> bool | None:
 
 
 def _symbolic_equality(given: str, wanted: str) -> bool:
-    """Whether the library finds the two equal."""
     return _math_process().ask({"gold": wanted, "given": given})[0]
 
 
@@ -157,14 +155,12 @@ class MathProcess:
         return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.communicate()
             self._process = None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The verifiers of answers to questions on images: a number in square brackets, and a formula in a box.
 
 _COUNT = re.compile(r"\[\s*(\d{1,9}(?:\.\d{1,9})?)\s*\]")

@@ -30,8 +30,7 @@ from areal.system.worker_process import WorkerEnded, WorkerProcess
 MAX_CALLS_PER_MESSAGE = 64
 _MESSAGE_GOAL_S = 0.002
 """Expected run time of the calls in one message: longer calls are sent one by one to different workers."""
-_LOAD_LIMIT_S = 60.0
-"""Minimum limit for a worker's start and for the import of a function's module, on a busy machine."""
+_LOAD_LIMIT_S = 60.0  # Minimum limit for a worker's start and for the import of a function's module, on a busy machine.
 _MAX_FAILED_STARTS = 3
 _TRIES = 2
 _EXIT_WAIT_S = 0.5
@@ -48,18 +47,13 @@ class RewardResult:
     """error = raised, or returned no number; timeout = killed at its limit; died = its process ended twice; unusable =
     the function cannot be loaded."""
     value: float
-    message: str
-    """Why the status is not ok; else empty."""
-    seconds: float
-    """Run time of the function."""
-    metrics: Mapping[str, float] | None = None
-    """Other numbers that the function returned with its score; None = none."""
+    message: str  # Why the status is not ok; else empty.
+    seconds: float  # Run time of the function.
+    metrics: Mapping[str, float] | None = None  # Other numbers that the function returned with its score; None = none.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Batch:
-    """The calls of one `score_many`: their shared data, and their results by index."""
-
     function: FunctionRef
     shared: orjson.Fragment
     size: int
@@ -76,23 +70,17 @@ class _Batch:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One answer to be scored."""
-
     batch: _Batch
     index: int
     completion: str
     completion_ids: Sequence[int]
-    deaths: int = 0
-    """Number of workers that died while they ran it."""
+    deaths: int = 0  # Number of workers that died while they ran it.
 
 
 class _Worker(WorkerProcess):
-    """A process that runs reward functions."""
-
     def __init__(self, env: Mapping[str, str]) -> None:
         super().__init__("areal.reward.worker", env)
-        self.loaded: set[FunctionRef] = set()
-        """Functions that it has imported."""
+        self.loaded: set[FunctionRef] = set()  # Functions that it has imported.
 
 
 class RewardPool:
@@ -105,8 +93,7 @@ class RewardPool:
         self._size = config.workers or max(1, cpu_count() // 2)
         self._queue: deque[_Call] = deque()
         self._queued = asyncio.Event()
-        self._workers: dict[_Worker, deque[_Call]] = {}
-        """Calls sent to each worker, the running one first."""
+        self._workers: dict[_Worker, deque[_Call]] = {}  # Calls sent to each worker, the running one first.
         self._num_idle = 0
         self._starting: set[_Worker] = set()
         self._failed_starts = 0
@@ -116,7 +103,6 @@ class RewardPool:
 
     @property
     def num_workers(self) -> int:
-        """Number of live worker processes."""
         return len(self._workers)
 
     async def score_many(
@@ -268,7 +254,6 @@ class RewardPool:
         self._queue_again(calls)
 
     def _forget(self, worker: _Worker) -> tuple[bool, deque[_Call]]:
-        """Whether a worker had started, and its calls."""
         started = worker not in self._starting
         self._starting.discard(worker)
         return started, self._workers.pop(worker)
@@ -289,7 +274,6 @@ class RewardPool:
 
 
 def _message_part(calls: Iterable[_Call]) -> tuple[orjson.Fragment, list[tuple[str, list[int]]]]:
-    """The shared data of calls of one batch, and their answers."""
     parts = list(calls)
     return parts[0].batch.shared, [(call.completion, list(call.completion_ids)) for call in parts]
 

@@ -46,8 +46,7 @@ from areal.reward.code_tests import (
     ProgramRunner,
     SandboxEnded,
 )
-from areal.reward.sandbox_confine import FILTERED_MACHINE, remove_folder
-from areal.reward.sandbox_roles import call_question
+from areal.reward.sandbox_inside import FILTERED_MACHINE, call_question, remove_folder
 
 Role = Literal["program", "functions", "checker"]
 """What runs inside: a whole program, a server of its functions, or the assertion checker."""
@@ -67,18 +66,11 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of one program."""
-
-    cpu_s: float = 10.0
-    """Seconds of processor time of all its threads, rounded up; beyond, it is killed."""
-    memory_bytes: int = 1 << 30
-    """Address space."""
-    output_bytes: int = 1 << 20
-    """Standard output; beyond, the program is ended."""
-    file_bytes: int = 16 << 20
-    """Size of each file it writes."""
-    folder_bytes: int = 64 << 20
-    """Size of all files in its folder, where namespaces are available."""
+    cpu_s: float = 10.0  # Seconds of processor time of all its threads, rounded up; beyond, it is killed.
+    memory_bytes: int = 1 << 30  # Address space.
+    output_bytes: int = 1 << 20  # Standard output; beyond, the program is ended.
+    file_bytes: int = 16 << 20  # Size of each file it writes.
+    folder_bytes: int = 64 << 20  # Size of all files in its folder, where namespaces are available.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +79,8 @@ class Isolation:
 
     namespaces: bool = True
     """No network, no other process visible, no files except those of Python and an empty folder in memory."""
-    system_calls: bool = True
-    """No new process, no signal, no socket, no mount."""
-    bubblewrap: bool = False
-    """The command bwrap makes the namespaces."""
+    system_calls: bool = True  # No new process, no signal, no socket, no mount.
+    bubblewrap: bool = False  # The command bwrap makes the namespaces.
 
 
 class IsolationMissing(Exception):
@@ -153,7 +143,6 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """Process id of the keeper."""
         return self._process.pid
 
     def ask(self, message: Any, *, until_s: float) -> Any:
@@ -198,7 +187,6 @@ class Sandbox:
             raise SandboxEnded("invalid_message") from error
 
     def output(self, *, until_s: float) -> Output:
-        """Wait for the end of a whole program: its standard output and exit code."""
         assert self._process.stdout is not None
         stdout, written = self._process.stdout.fileno(), bytearray()
         while len(written) <= self._limits.output_bytes:
@@ -277,11 +265,9 @@ def try_isolation(isolation: Isolation) -> None:
         sandbox.wait_started()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Runs the tests of a program in sandboxes on this machine, also those made by bubblewrap.
 
-_SPARE_S = 5.0
-"""A sandbox ends without `close` at this time after the limit of all tests."""
+_SPARE_S = 5.0  # A sandbox ends without `close` at this time after the limit of all tests.
 
 
 class LocalRunner:
@@ -291,8 +277,7 @@ class LocalRunner:
 
     def __init__(self, source: str, limits: CodeLimits, isolation: Isolation) -> None:
         self._source, self._limits, self._isolation = source, limits, isolation
-        self._sandboxes: list[Sandbox] = []
-        """That of the functions and that of the checker, if they run."""
+        self._sandboxes: list[Sandbox] = []  # That of the functions and that of the checker, if they run.
 
     def _sandbox(self, role: Role, source: str, *, stdin: str = "") -> Sandbox:
         limit_s = self._limits.time_limit_s if role == "program" else self._limits.total_time_limit_s
@@ -360,7 +345,6 @@ class LocalRunner:
         self._sandboxes = []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Runs the tests of a program on a SandboxFusion service: `POST /run_code`, one request for each test.
 #
 # Fields as in the API reference of SandboxFusion (bytedance.github.io/SandboxFusion, "Run Code"): the request has code,
@@ -368,12 +352,9 @@ class LocalRunner:
 # Failed or SandboxError), message and run_result with status (Finished, Error or TimeLimitExceeded), return_code and
 # stdout.
 
-_HERE = Path(__file__).resolve().parent
-_DRIVER = "sandbox_driver.py"
-_DRIVER_FILES = ("sandbox_confine.py", "sandbox_roles.py")
+_INSIDE = Path(__file__).with_name("sandbox_inside.py")
 _MAX_ANSWER_BYTES = 32 << 20
-_FIRST_PAUSE_S = 0.2
-"""Pause before the first repetition; it doubles for each further one."""
+_FIRST_PAUSE_S = 0.2  # Pause before the first repetition; it doubles for each further one.
 
 
 class SandboxService:
@@ -437,7 +418,6 @@ class SandboxService:
             connection.close()
 
     def _output(self, answer: bytes) -> Output | str:
-        """The result of a program, or the internal error of the service."""
         try:
             found = json.loads(answer)
             status, run = found["status"], found.get("run_result") or {}
@@ -459,7 +439,7 @@ class SandboxService:
 
 
 class RemoteRunner:
-    """One request for each test. Tests of functions run in the driver (`areal.reward.sandbox_driver`), which starts the
+    """One request for each test. Tests of functions run in the driver (`areal.reward.sandbox_inside`), which starts the
     program as a second process without privileges, and checks the assertions itself."""
 
     def __init__(self, source: str, limits: CodeLimits, service: SandboxService) -> None:
@@ -487,14 +467,10 @@ class RemoteRunner:
         return self._service.run(body | {"memory_limit_MB": memory_mb}, limit_s=round(limit_s, 3))
 
     def _driven(self, job: dict[str, Any], until_s: float) -> dict[str, Any]:
-        """The result of the driver for one test."""
-        files = {f"areal/reward/{name}": (_HERE / name).read_bytes() for name in _DRIVER_FILES}
-        files["program.py"] = self._source.encode("utf-8", "replace")
-        # The driver proves with it that a line of output is its own.
-        nonce = secrets.token_hex(16)
+        nonce = secrets.token_hex(16)  # with it the driver proves that a line of output is its own
         body = {
-            "code": (_HERE / _DRIVER).read_text(encoding="utf-8"),
-            "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
+            "code": _INSIDE.read_text(encoding="utf-8"),
+            "files": {"program.py": base64.b64encode(self._source.encode("utf-8", "replace")).decode()},
             "stdin": json.dumps(job | {"nonce": nonce}) + "\n",
         }
         output = self._run(body, until_s)
@@ -510,7 +486,6 @@ class RemoteRunner:
         raise SandboxEnded("ended")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Chooses where programs run (`reward.sandbox.backend`), and checks it before a run starts.
 #
 # The settings reach reward workers in an environment variable. Started as `python -m areal.reward.sandbox`, it

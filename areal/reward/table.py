@@ -24,26 +24,19 @@ def resolve_reward_fn(reward_fn: RewardFn | str, *, key: str = "reward_fn") -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedReward:
-    """One term of an answer's reward."""
-
     function: FunctionRef
     weight: float
-    metric: str
-    """Its name in the metrics."""
-    counts_for_filter: bool
-    """Whether it is part of the reward that rollout.should_accept_fn gets."""
+    metric: str  # Its name in the metrics.
+    counts_for_filter: bool  # Whether it is part of the reward that rollout.should_accept_fn gets.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardTable:
-    """The reward functions of a run."""
-
     default: tuple[WeightedReward, ...]
     """For rows whose source `by_source` does not name; empty = such a row is an error."""
     by_source: Mapping[str, tuple[WeightedReward, ...]]
     source_key: str
-    is_weighted: bool
-    """False in the short form: one function of weight 1, whose score is the reward."""
+    is_weighted: bool  # False in the short form: one function of weight 1, whose score is the reward.
 
     def source(self, row: Mapping[str, Any]) -> str:
         """The source of a row; empty when there is no `by_source`. InputError when the row names none."""

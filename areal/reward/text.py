@@ -9,7 +9,6 @@ from areal.api.errors import InputError
 from areal.api.functions import ANSWER_CALL, ANSWER_FUNCTIONS, load_function, resolve_function
 from areal.reward.math_answer import last_boxed
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The final answer of a completion, which decides a majority vote.
 
 _NUMBERS = {"gsm8k", "math", "clevr_count_70k", "geometry3k", "virl39k"}
@@ -81,7 +80,6 @@ def _has_thought_and_answer(text: str) -> bool:
     return not (before.strip() or between.strip() or after.strip()) and bool(answer.strip())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The verifier of multiple-choice answers: which of the letters A to J a text chooses.
 #
 # The most formal statement counts, and among equals the last: a box, a tag or `####`; then "the answer is ..."; then

@@ -92,7 +92,6 @@ class Worker:
         self._tracebacks_left = _TRACEBACKS_SHOWN
 
     def run(self) -> None:
-        """Serve until the pool closes the channel."""
         with contextlib.suppress(ConnectionError):  # its pool was killed
             self._send({"ready": os.getpid()})
             while (line := self._input.readline()).endswith(b"\n"):
@@ -103,7 +102,6 @@ class Worker:
         self._channel.sendall(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
 
     def _serve(self, shared: dict[str, Any], answers: list[tuple[str, list[int]]]) -> None:
-        """Call the function that `shared` names for each answer."""
         problem, status, reward, row = "", "unusable", None, {}
         try:
             reward = self._function(shared["function"])
@@ -139,7 +137,6 @@ class Worker:
         return self._functions[key]
 
     def _explained(self, error: BaseException) -> str:
-        """One line for an exception: its type, its text and the line of code that raised it."""
         if isinstance(error, ArealError):
             return str(error)
         if self._tracebacks_left > 0:

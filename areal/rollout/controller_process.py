@@ -72,7 +72,7 @@ from areal.system.run_paths import RunPaths
 # `areal.rollout.control_requests` has the fields, `areal.rollout.control_requests` the order of the calls. 400: the
 # request is invalid in every state. 409: it is refused in the present state. 503: no server could be updated. A refused
 # request changes nothing. Every call may be repeated; its work is done once. Errors answer {"error": one line, "code":
-# see docs/errors.md}.
+# as areal raised it}.
 
 _log = get_logger(__name__)
 

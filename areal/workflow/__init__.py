@@ -16,19 +16,6 @@ from areal.workflow.scoring import Score
 from areal.workflow.tools import ToolCall, call_tool, parse_tool_calls, use_tools
 
 __all__ = [
-    "Answer",
-    "Conversation",
-    "ConversationWorkflow",
-    "Episode",
-    "Score",
-    "ToolCall",
-    "call_tool",
-    "chat_prompt",
-    "generate",
-    "log_metric",
-    "parse_tool_calls",
-    "score",
-    "tokens_after_answer",
-    "tool_schema",
-    "use_tools",
-]
+    "Answer", "Conversation", "ConversationWorkflow", "Episode", "Score", "ToolCall", "call_tool", "chat_prompt",
+    "generate", "log_metric", "parse_tool_calls", "score", "tokens_after_answer", "tool_schema", "use_tools",
+]  # fmt: skip

@@ -35,7 +35,6 @@ from areal.observe.log import get_logger
 from areal.observe.spans import span
 from areal.workflow.scoring import Score, Scorer, request_settings
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Finished sessions of one row become a group of trajectories with statistics, or a rejected one.
 
 _log = get_logger(__name__)
@@ -44,16 +43,11 @@ _EXCEPTION = re.compile(r"[A-Za-z_]\w*(?=: )")
 
 @dataclass(slots=True, kw_only=True)
 class FinishedSession:
-    """A session after its agent ended."""
-
     session: Session
     outcome: AgentOutcome
-    reported: SessionReward
-    """By POST."""
-    num_open: int
-    """Sessions that were open at its start."""
-    score: Score | None = None
-    """Of the reward functions, for the last answer."""
+    reported: SessionReward  # By POST.
+    num_open: int  # Sessions that were open at its start.
+    score: Score | None = None  # Of the reward functions, for the last answer.
     source_stats: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -70,7 +64,6 @@ class FinishedSession:
 
     @property
     def given_reward(self) -> float | None:
-        """The reward by POST, or what the agent returned."""
         return self.outcome.reward if self.reported.reward is None else self.reported.reward
 
     @property
@@ -86,13 +79,11 @@ class FinishedSession:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Named rewards besides the reward."""
         scored = {} if self.score is None else self.score.parts
         return {**scored, **self.outcome.parts, **self.reported.parts}
 
     @property
     def is_zero(self) -> bool:
-        """Its reward is 0, or its time ended."""
         return self.reward == 0 or self.outcome.status == "timeout" or self.session.counts.timed_out > 0
 
     @property
@@ -126,19 +117,12 @@ class FinishedSession:
             for turn_id, turn in transcript.turns.items()
         ]
         return {
-            "session": self.session.session_id,
-            "status": self.outcome.status,
-            "message": self.outcome.message,
-            "reward": self.reward,
-            "turns": turns,
-            "malformed_calls": counts.malformed_calls,
-            "retries": counts.retries,
-            "forks": transcript.num_forks,
-            "drifts": transcript.num_drifts,
-            "overwritten": transcript.num_overwritten,
-            "refused": dict(counts.refused),
+            "session": self.session.session_id, "status": self.outcome.status, "message": self.outcome.message,
+            "reward": self.reward, "turns": turns, "malformed_calls": counts.malformed_calls,
+            "retries": counts.retries, "forks": transcript.num_forks, "drifts": transcript.num_drifts,
+            "overwritten": transcript.num_overwritten, "refused": dict(counts.refused),
             "messages": self.session.last_messages,
-        }
+        }  # fmt: skip
 
 
 def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> TrajectoryGroup:
@@ -183,7 +167,6 @@ def _reason(agent_error: str) -> str:
 
 
 def _trajectories(one: FinishedSession, number: int, config: AgentConfig) -> list[Trajectory]:
-    """The training samples of one session."""
     transcript, rewards = one.session.transcript, one.turn_rewards
     total = one.reward
     assert total is not None
@@ -252,8 +235,7 @@ def turn_values(
     return values
 
 
-_TRIES = 2
-"""Runs of an agent whose process died, each with a new session: another session in it may be the cause."""
+_TRIES = 2  # Runs of an agent whose process died, each with a new session: another session in it may be the cause.
 
 
 class AgentWorkflow(RolloutWorkflow):
@@ -301,7 +283,6 @@ class AgentWorkflow(RolloutWorkflow):
         self._setup = self._setup_of(gconfig)
 
     def _setup_of(self, gconfig: GenerationHyperparameters) -> SessionSetup:
-        """What sessions with these sampling settings share."""
         config, tokenizer, bridge = self._config, self.tokenizer, self._bridge
         settings = request_settings(gconfig, tokenizer, ends=bridge.stop_token_ids)
         style = style_of(config.tool_parser, tokenizer.chat_template, special_tokens(tokenizer))
@@ -369,7 +350,6 @@ class AgentWorkflow(RolloutWorkflow):
     async def _run_session(
         self, job: AgentJob, engine: InferenceEngine, row: dict[str, Any], group_id: str
     ) -> FinishedSession:
-        """One session of an agent that areal starts."""
         sessions, pool = self._services.sessions, self._services.pool
         for _ in range(_TRIES):
             entry = sessions.add(self._new_session(engine, group_id))

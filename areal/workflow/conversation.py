@@ -11,13 +11,12 @@ from uuid import uuid4
 from areal.agent.bridge import BridgeGap, TemplateScenario, template_bridge
 from areal.agent.images import DialogueImages, parts_of
 from areal.agent.transcript import TokenTree, path_to, row_of, tokens_to, with_images
-from areal.api.config import GenerationHyperparameters, RewardConfig
+from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import InputError, RewardError
 from areal.api.gather import gather_or_cancel
 from areal.api.images import ImageRef
-from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
@@ -36,14 +35,10 @@ from areal.workflow.scoring import (
 class Answer:
     """One answer of the policy."""
 
-    text: str
-    """Without special tokens."""
-    token_ids: Sequence[int]
-    """Including a generated end token."""
-    position: int
-    """Number of tokens of the conversation before it."""
-    finished: bool
-    """False if a length limit cut it."""
+    text: str  # Without special tokens.
+    token_ids: Sequence[int]  # Including a generated end token.
+    position: int  # Number of tokens of the conversation before it.
+    finished: bool  # False if a length limit cut it.
 
 
 _HISTORY = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
@@ -96,7 +91,6 @@ class Conversation:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """All tokens so far: the context of the next answer."""
         return tokens_to(self._end)
 
     @property
@@ -122,7 +116,6 @@ class Conversation:
         return EncodedPrompt(text, self._shown(self.token_ids[: answer.position]))
 
     def add_answer(self, response: GenerationResponse) -> str:
-        """Append generated tokens. Returns their text without special tokens."""
         text = self._tokenizer.decode(list(response.output_ids), skip_special_tokens=True)
         position, finished = self._end.end, response.stop_reason == "stop"
         self._texts.append((position, text))
@@ -179,7 +172,6 @@ class Conversation:
         return True
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Tokens as the policy sees them."""
         return token_ids if self._images is None else self._images.plain(token_ids)[0]
 
     def add_text(self, text: str) -> bool:
@@ -211,7 +203,6 @@ class Conversation:
         self._end = self._tree.add_fixed(self._end, token_ids)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The base of workflows that hold conversations, and the functions that such a workflow calls.
 
 
@@ -221,14 +212,11 @@ class Episode:
 
     engine: InferenceEngine
     row: dict[str, Any]
-    settings: GenerationHyperparameters
-    """Sampling settings of each request."""
+    settings: GenerationHyperparameters  # Sampling settings of each request.
     scorer: Scorer
     group_id: str = field(default_factory=lambda: uuid4().hex)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers of the requests."""
-    errors: list[int] = field(default_factory=list[int])
-    """Failed calls of reward functions, of each `score`."""
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # Numbers of the requests.
+    errors: list[int] = field(default_factory=list[int])  # Failed calls of reward functions, of each `score`.
 
 
 def chat_prompt(
@@ -282,20 +270,6 @@ class ConversationWorkflow(ScoredWorkflow):
     A row and the results of tools may have images (docs/vision.md); reward functions get no column of them.
     """
 
-    def __init__(
-        self,
-        reward_fn: RewardFn | str,
-        gconfig: GenerationHyperparameters,
-        tokenizer: Tokenizer,
-        *,
-        reward: RewardConfig | None = None,
-        enable_thinking: bool = False,
-        images: PromptImages | None = None,
-    ) -> None:
-        """`images`: of a policy that takes them."""
-        super().__init__(reward_fn, gconfig, tokenizer, reward=reward, enable_thinking=enable_thinking)
-        self.images = images
-
     @abstractmethod
     async def converse(self, episode: Episode, conversation: Conversation) -> Score | float:
         """Hold one conversation, which begins with the prompt, and return its reward.
@@ -303,12 +277,7 @@ class ConversationWorkflow(ScoredWorkflow):
         The reward is the result of `score`, or a number.
         """
 
-    def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
-        """The first tokens of the conversations on `row`."""
-        return chat_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking, images=self.images)
-
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
-        """One group of conversations on row `data`."""
         prompt = self.prompt(data)
         data = data if self.images is None else self.images.without_images(data)
         episode = Episode(engine=engine, row=data, settings=settings_of_row(self._settings, data), scorer=self._scorer)
@@ -341,7 +310,6 @@ class ConversationWorkflow(ScoredWorkflow):
 
 
 def _checked(reward: object) -> Score:
-    """The result of `converse` as a Score. RewardError when it is no number."""
     if isinstance(reward, Score):
         return reward
     if not isinstance(reward, int | float):

@@ -57,7 +57,6 @@ class MultiTurnWorkflow(ConversationWorkflow):
         self._retry_ids = tokens_after_answer(tokenizer, [retry], enable_thinking=enable_thinking)
 
     async def converse(self, episode: Episode, conversation: Conversation) -> Score:
-        """Attempts until one has a reward."""
         for turn in range(self._max_turns):
             await generate(episode, conversation)
             found = await score(episode, conversation)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,8 @@ from areal.api.gather import gather_or_cancel
 from areal.api.images import ImageRef
 from areal.api.routed_experts import RoutedExperts
 from areal.api.workflow import RewardFn, RolloutWorkflow
-from areal.data.chat import EncodedPrompt
+from areal.data.chat import EncodedPrompt, encode_prompt
+from areal.data.images import PromptImages
 from areal.data.row_check import require_prompts
 from areal.data.tokenizer import Tokenizer
 from areal.observe.log import get_logger
@@ -32,7 +32,6 @@ from areal.reward.pool import RewardPool, RewardResult
 from areal.reward.sandbox import log_reach
 from areal.reward.table import REWARD_FUNCTIONS, RewardTable, WeightedReward, reward_table
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Functions that the workflows share: sampling settings, requests, statistics.
 
 
@@ -82,7 +81,6 @@ def new_request(
     number: int,
     images: Sequence[ImageRef] = (),
 ) -> GenerationRequest:
-    """The request for answer `number` of a group."""
     return GenerationRequest(
         request_id=f"{group_id}-{number:06d}",
         input_ids=input_ids,
@@ -140,7 +138,6 @@ def _with_last(experts: RoutedExperts) -> RoutedExperts:
 
 
 def group_stats(trajectories: Sequence[Trajectory], *, num_errors: int) -> dict[str, float]:
-    """The statistics that every workflow reports."""
     size = len(trajectories)
     return {
         "reward": sum(t.reward for t in trajectories) / size,
@@ -152,18 +149,12 @@ def group_stats(trajectories: Sequence[Trajectory], *, num_errors: int) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The result of the reward functions for one answer."""
-
-    reward: float
-    """The sum of weight x score over the functions of the row's source."""
-    filter_reward: float
-    """The same sum over the functions in reward.filter_on; the reward when that is empty."""
-    num_errors: int
-    """Failed calls, which count 0 (reward.on_error=zero)."""
+    reward: float  # The sum of weight x score over the functions of the row's source.
+    filter_reward: float  # The same sum over the functions in reward.filter_on; the reward when that is empty.
+    num_errors: int  # Failed calls, which count 0 (reward.on_error=zero).
     parts: dict[str, float]
     """The score of each function without weight (not in the short form), and its further results as name/key."""
-    metrics: Mapping[str, float]
-    """The same, also of a scaled score."""
+    metrics: Mapping[str, float]  # The same, also of a scaled score.
 
     def scaled(self, factor: float) -> Score:
         """With rewards and parts times `factor`, for example a discount over turns. The metrics stay."""
@@ -277,12 +268,10 @@ class Scorer:
             get_logger(__name__).warning("%s; this call and later failures like it count as 0", text)
 
     async def aclose(self) -> None:
-        """Stop the processes of the reward pool."""
         if self._pool is not None:
             await self._pool.aclose()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The base of the built-in workflows: a prompt from the row, sampling settings, and one shared scorer.
 
 
@@ -301,17 +290,20 @@ class ScoredWorkflow(RolloutWorkflow):
         *,
         reward: RewardConfig | None = None,
         enable_thinking: bool = False,
+        images: PromptImages | None = None,
     ) -> None:
+        """`images`: of a policy that takes them."""
         self._scorer = Scorer(reward_fn, reward or RewardConfig())
         self._owns_scorer = True
         self._num_samples = gconfig.n_samples
         self._settings = request_settings(gconfig, tokenizer)
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
+        self.images = images
 
-    @abstractmethod
     def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
-        """The prompt of a row."""
+        """The first tokens of the answers to `row`."""
+        return encode_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking, images=self.images)
 
     def check_row(self, row: dict[str, Any]) -> None:
         """InputError when `row` has no prompt, no room for an answer, or no reward function."""

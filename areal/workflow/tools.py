@@ -13,12 +13,9 @@ from areal.workflow.conversation import Conversation, Episode, generate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that an answer contains."""
-
     name: str
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    problem: str = ""
-    """Why it cannot be executed; empty when it can."""
+    problem: str = ""  # Why it cannot be executed; empty when it can.
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:

@@ -9,22 +9,16 @@ from areal.data.tokenizer import Tokenizer
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of a trajectory with one value of the loss mask."""
-
     trained: bool
     token_ids: list[int]
 
 
 class Remark(NamedTuple):
-    """A warning about one trajectory."""
-
-    code: str
-    """not_generated, not_trained, no_end_token, other_encoding or reward_type."""
+    code: str  # not_generated, not_trained, no_end_token, other_encoding or reward_type.
     text: str
 
 
 def spans_of(trajectory: Trajectory) -> list[Span]:
-    """The trajectory in pieces of trained and other tokens, in order."""
     pairs = itertools.groupby(zip(trajectory.loss_mask, trajectory.token_ids, strict=False), key=lambda pair: pair[0])
     return [Span(bool(mask), [token for _, token in group]) for mask, group in pairs]
 

@@ -85,17 +85,11 @@ def test_a_black_box_over_the_variables_of_openai_learns(data, tmp_path):
 def trained(data: Path, folder: Path, *words: str, program: tuple[str, ...] = ()) -> list[dict]:
     """A run of two train steps, and what `areal show` prints of it. `program`: runs at the same time."""
     common = [
-        f"cluster.fileroot={folder}",
-        f"actor.path={data}/model",
-        f"train_dataset.path={data}/train.jsonl",
-        "train_dataset.batch_size=3",
-        "valid_dataset=null",
-        "evaluator.stop_at={}",
-        "evaluator.eval_before_train=false",
-        "total_train_steps=2",
-        "gconfig.n_samples=2",
+        f"cluster.fileroot={folder}", f"actor.path={data}/model", f"train_dataset.path={data}/train.jsonl",
+        "train_dataset.batch_size=3", "valid_dataset=null", "evaluator.stop_at={}",
+        "evaluator.eval_before_train=false", "total_train_steps=2", "gconfig.n_samples=2",
         "~rollout.should_accept_fn",
-    ]
+    ]  # fmt: skip
     run = folder / "agents" / "calculator"
     command = [sys.executable, "-m", "areal.launcher.local", "--config", CONFIG, *common, *words]
     with contextlib.ExitStack() as stack:
@@ -118,17 +112,11 @@ def trained(data: Path, folder: Path, *words: str, program: tuple[str, ...] = ()
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ("calculator", CALCULATOR),
-        ("calculator", INLINE),
-        ("calculator", ENVIRONMENT),
-        ("calculator", BLACK_BOX),
-        ("calculator", HTTP),
-        ("search", SEARCH),
-        ("calculator", PRIVATE),
-        ("calculator", PRIVATE_COMMAND),
+        ("calculator", CALCULATOR), ("calculator", INLINE), ("calculator", ENVIRONMENT), ("calculator", BLACK_BOX),
+        ("calculator", HTTP), ("search", SEARCH), ("calculator", PRIVATE), ("calculator", PRIVATE_COMMAND),
     ],
     ids=["calculator", "inline", "environment", "black_box", "black_box_http", "search", "private", "private_command"],
-)
+)  # fmt: skip
 def test_an_example_is_trained_in_a_real_run(data, tmp_path, task, words):
     samples = trained(data[task], tmp_path, *words)
     assert sum(one["state"] == "trained" for one in samples) >= 12

@@ -1,14 +1,10 @@
-"""The options of the alarms, and their page."""
-
-from pathlib import Path
+"""The options of the alarms."""
 
 import pytest
 
-from areal.api.alarm_rules import alarms_page
 from areal.api.config import GRPOConfig, load_config
 from areal.api.errors import ConfigError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "alarms.md"
 BASE = """
 experiment_name: e
 trial_name: t
@@ -22,10 +18,6 @@ def load(tmp_path, *overrides):
     path = tmp_path / "c.yaml"
     path.write_text(BASE)
     return load_config(["--config", str(path), *overrides], GRPOConfig)
-
-
-def test_the_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == alarms_page(), "run `make docs`"
 
 
 def test_rules_are_changed_on_the_command_line(tmp_path):

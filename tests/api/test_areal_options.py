@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from areal.api.config import GRPOConfig, PPOConfig, RWConfig, SFTConfig
-from areal.api.config.docs import is_of_areal
+from areal.api.config import GRPOConfig, RWConfig, SFTConfig
 from areal.api.config.experiment import KINDS
 from areal.api.config.legacy import WITHOUT_OPTION, launcher_options, legacy_rule
 from areal.api.config.load import read
@@ -326,22 +325,6 @@ def test_the_launcher_of_areal_1_is_chosen_by_the_type_of_its_scheduler() -> Non
     assert reading.config.launcher.type == "slurm"
     assert "scheduler" not in reading.ignored
     assert "scheduler" in read(GRPOConfig, tree).ignored
-
-
-OURS = {"SlurmLauncherConfig": "SlurmConfig"}
-"""Classes that have another name here."""
-
-
-def test_the_page_marks_exactly_the_options_that_areal_has() -> None:
-    classes = {cls.__name__: cls for kind in [*KINDS, PPOConfig] for cls, _, _ in sections_in(kind, opened(kind))}
-    for name, keys in OPTIONS.items():
-        cls = classes.get(OURS.get(name, name))
-        theirs = {key.removesuffix("?") for key in keys}
-        if cls is not None:
-            known = theirs | {key.removesuffix("?") for up in (BASES.get(name),) if up for key in OPTIONS[up]}
-            marked = {field for field in fields_of(cls) if is_of_areal(cls, field)}
-            assert theirs & fields_of(cls).keys() - marked == set(), name
-            assert marked - known == set(), name
 
 
 SAME_EFFECT = {"attn_impl", "TrainDatasetConfig.type", "ValidDatasetConfig.type", "ValidDatasetConfig.batch_size"}

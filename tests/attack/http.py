@@ -15,18 +15,8 @@ from tests.run_token import TOKEN
 
 METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "get", "X" * 9000, "G\0T"]
 QUERIES = [
-    "",
-    "",
-    "",
-    "?",
-    "?version=",
-    "?version=-1",
-    "?version=%C2%B2",
-    "?version=" + "9" * 5000,
-    "?%00",
-    "#x",
-    "/..",
-]
+    "", "", "", "?", "?version=", "?version=-1", "?version=%C2%B2", "?version=" + "9" * 5000, "?%00", "#x", "/..",
+]  # fmt: skip
 TARGETS = ["*", "/", "//", "/../etc/passwd", "http://attacker.example/health", "/%ff", "/" + "x" * 9000, "é"]
 CREDENTIALS = [
     *(
@@ -113,13 +103,8 @@ def exchanges(draw: st.DrawFn, paths: list[str]) -> Exchange:
             head.append("Transfer-Encoding: chunked")
     if framing not in ("length", "bad length", "too long"):
         endings = [
-            b"",
-            b"0\r\n",
-            b"zz\r\n",
-            b"-1\r\n\r\n",
-            b"f" * 40 + b"\r\n",
-            b"0\r\nX: " + b"y" * 9000 + b"\r\n\r\n",
-        ]
+            b"", b"0\r\n", b"zz\r\n", b"-1\r\n\r\n", b"f" * 40 + b"\r\n", b"0\r\nX: " + b"y" * 9000 + b"\r\n\r\n",
+        ]  # fmt: skip
         ending = draw(st.sampled_from(endings)) if "framing" in wrong else b"0\r\n\r\n"
         body = chunked(body, draw(st.sampled_from([1, 7, 1 << 20])) if len(body) < 100 else 1 << 14, ending)
     lines = "\r\n".join(line for line in head if line)

@@ -25,16 +25,10 @@ FIELDS: dict[str, list[str]] = {
         *("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
     ],
     "/update_weights_from_distributed": [
-        "names",
-        "dtypes",
-        "shapes",
-        "group_name",
-        "weight_version",
-        "load_format",
-        "update_id",
+        "names", "dtypes", "shapes", "group_name", "weight_version", "load_format", "update_id",
     ],
     "/destroy_weights_update_group": ["group_name"],
-}
+}  # fmt: skip
 """Path -> fields."""
 SAMPLING = [
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "repetition_penalty"),

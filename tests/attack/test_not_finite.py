@@ -17,14 +17,10 @@ from tests.inference.test_weight_update import test_a_broadcast_that_is_not_fini
 from tests.test_end_to_end import ROOT, folder
 
 __all__ = [
-    "cases",
-    "folder",
-    "models",
-    "test_a_broadcast_that_is_not_finite_leaves_the_weights",
+    "cases", "folder", "models", "test_a_broadcast_that_is_not_finite_leaves_the_weights",
     "test_a_loss_that_is_not_finite_is_found_even_if_no_gradient_shows_it",
-    "test_accepted_parameters_give_finite_logprobs",
-    "test_non_finite_values_end_the_training",
-]
+    "test_accepted_parameters_give_finite_logprobs", "test_non_finite_values_end_the_training",
+]  # fmt: skip
 
 
 @pytest.mark.timeout(300)  # starts a run three times

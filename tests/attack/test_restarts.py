@@ -34,18 +34,10 @@ JSON = {"Content-Type": "application/json"}
 LIMIT_S = 15.0
 
 FAULTS = [
-    "controller before",
-    "controller meanwhile",
-    "controller after",
-    "trainers before",
-    "trainers after",
-    "launcher before",
-    "launcher after",
-    "servers",
-    "servers and controller",
-    "ledger and controller",
+    "controller before", "controller meanwhile", "controller after", "trainers before", "trainers after",
+    "launcher before", "launcher after", "servers", "servers and controller", "ledger and controller",
     "ledger and launcher",
-]
+]  # fmt: skip
 """What dies before, during or after a call. `ledger`: its newest groups are lost with the process."""
 DAMAGE = {
     "a changed event": ("events-*.jsonl", flip),

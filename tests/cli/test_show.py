@@ -120,21 +120,15 @@ def test_an_answer_has_its_prompt_reward_parts_versions_and_end(shown):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ([], [(3, 0), (2, 0), (1, 0), (1, 1), (0, 0), (0, 1)]),
-        (["--limit", "2"], [(3, 0), (2, 0)]),
-        (["--step", "0"], [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        (["--best", "3"], [(1, 0), (0, 0), (3, 0)]),
-        (["--worst", "1"], [(1, 1)]),
-        (["--best", "5"], [(1, 0), (0, 0), (3, 0), (2, 0)]),
-        (["--worst", "2", "--limit", "1"], [(1, 1)]),
-        (["--grep", "=15"], [(1, 0)]),
-        (["--best", "5", "--grep", "no"], [(3, 0)]),
-        (["--rejected"], [(5, None), (4, None)]),
-        (["--reason", "filter"], [(4, None)]),
-        (["--reason", "rewarderror"], [(5, None)]),
+        ([], [(3, 0), (2, 0), (1, 0), (1, 1), (0, 0), (0, 1)]), (["--limit", "2"], [(3, 0), (2, 0)]),
+        (["--step", "0"], [(0, 0), (0, 1), (1, 0), (1, 1)]), (["--best", "3"], [(1, 0), (0, 0), (3, 0)]),
+        (["--worst", "1"], [(1, 1)]), (["--best", "5"], [(1, 0), (0, 0), (3, 0), (2, 0)]),
+        (["--worst", "2", "--limit", "1"], [(1, 1)]), (["--grep", "=15"], [(1, 0)]),
+        (["--best", "5", "--grep", "no"], [(3, 0)]), (["--rejected"], [(5, None), (4, None)]),
+        (["--reason", "filter"], [(4, None)]), (["--reason", "rewarderror"], [(5, None)]),
         (["--reason", "other"], []),
     ],
-)
+)  # fmt: skip
 def test_the_words_choose_the_answers(shown, words, found):
     result = shown(*words)
     assert [(sample["episode"], sample.get("trajectory")) for sample in result["samples"]] == found

@@ -64,14 +64,9 @@ def feather(path, rows):
 
 
 WRITERS = {
-    "a.jsonl": jsonl,
-    "a.json": lambda path, rows: path.write_text(json.dumps(rows)),
-    "a.csv": separated,
-    "a.tsv": separated,
-    "a.parquet": parquet,
-    "a.arrow": feather,
-    "a.feather": feather,
-}
+    "a.jsonl": jsonl, "a.json": lambda path, rows: path.write_text(json.dumps(rows)), "a.csv": separated,
+    "a.tsv": separated, "a.parquet": parquet, "a.arrow": feather, "a.feather": feather,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRITERS)

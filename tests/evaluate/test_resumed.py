@@ -98,15 +98,10 @@ async def test_failed_answers_are_counted_and_made_again_by_the_next_start(tmp_p
     assert sum("KeyError" in one.error for one in samples) == 3
     by_name = {(one.mode, one.set, one.source): one for one in make_report(samples, correct_reward=1.0).results}
     assert {name: (one.rows, one.samples, one.failed) for name, one in by_name.items()} == {
-        ("greedy", "a", ""): (5, 4, 1),
-        ("greedy", "a", "even"): (3, 3, 0),
-        ("greedy", "a", "odd"): (2, 1, 1),
-        ("greedy", "b", ""): (1, 1, 0),
-        ("sampled", "a", ""): (5, 8, 2),
-        ("sampled", "a", "even"): (3, 6, 0),
-        ("sampled", "a", "odd"): (2, 2, 2),
-        ("sampled", "b", ""): (1, 2, 0),
-    }
+        ("greedy", "a", ""): (5, 4, 1), ("greedy", "a", "even"): (3, 3, 0), ("greedy", "a", "odd"): (2, 1, 1),
+        ("greedy", "b", ""): (1, 1, 0), ("sampled", "a", ""): (5, 8, 2), ("sampled", "a", "even"): (3, 6, 0),
+        ("sampled", "a", "odd"): (2, 2, 2), ("sampled", "b", ""): (1, 2, 0),
+    }  # fmt: skip
     assert by_name["sampled", "a", ""].metrics["pass@2"].mean == 2 / 4
     again = evaluation(file, fixed := Script())
     await again.run(None)

@@ -40,16 +40,11 @@ def test_one_command_has_one_folder_and_any_change_another(files):
     first = folder()
     assert folder() == first
     others = [
-        folder("gconfig.temperature=0.5", "actor.temperature=0.5"),
-        folder(num_samples=4),
-        folder(greedy=True),
-        folder(model="/other/model"),
-        folder(scores=False),
-        folder("agent.max_turns=2"),
-        folder("vision.max_pixels=100"),
-        folder(f"workflow_args.prompt={'long ' * 1000}"),
+        folder("gconfig.temperature=0.5", "actor.temperature=0.5"), folder(num_samples=4), folder(greedy=True),
+        folder(model="/other/model"), folder(scores=False), folder("agent.max_turns=2"),
+        folder("vision.max_pixels=100"), folder(f"workflow_args.prompt={'long ' * 1000}"),
         folder(agent := f"workflow_args.agent={files}/agent.py:run"),
-    ]
+    ]  # fmt: skip
     (files / "agent.py").write_text("async def run(row, client, session): return 1.0\n")
     others.append(folder(agent))
     (files / "reward.py").write_text("def f(prompt, completion, prompt_ids, completion_ids, **row): return 2.0\n")

@@ -35,20 +35,14 @@ def score(source, tests, **row):
 @pytest.mark.parametrize(
     ("text", "source"),
     [
-        ("a\n```python\nx = 1\n```\nb", "x = 1\n"),
-        ("```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```", "x = 2\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        ("```python\nx = 1\n```\n```cpp\nint x;\n```\n```text\n3\n```", "x = 1\n"),
+        ("a\n```python\nx = 1\n```\nb", "x = 1\n"), ("```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```", "x = 2\n"),
+        ("```\nx = 1\n```", "x = 1\n"), ("```python\nx = 1\n```\n```cpp\nint x;\n```\n```text\n3\n```", "x = 1\n"),
         ("```python\nx = 1\n```\n```python\nx = 2", "x = 1\n"),
-        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
-        ("  ```Python\n  x = 1\n  ```", "  x = 1\n"),
-        ("```python title=a\nx = 1\n```", "x = 1\n"),
-        ("```python\n```", "\n"),
-        ("x = 1", None),
-        ("```cpp\nint x;\n```", None),
-        ("", None),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"), ("  ```Python\n  x = 1\n  ```", "  x = 1\n"),
+        ("```python title=a\nx = 1\n```", "x = 1\n"), ("```python\n```", "\n"), ("x = 1", None),
+        ("```cpp\nint x;\n```", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_the_last_closed_python_block_is_the_program(text, source):
     assert last_code_block(text) == source
 
@@ -108,7 +102,7 @@ def test_the_fraction_of_passed_tests_counts_only_with_continuous():
         "import builtins\nbuiltins.AssertionError = builtins.abs = lambda *a: 0\ndef add(a, b): return 9",
         "def abs(x): return 0\ndef add(a, b): return 9",
         "candidate = lambda a, b: a + b\ndef add(a, b): return 9",
-        "import areal.reward.sandbox_roles as r\nr.AssertionChecker = r.Functions = None\ndef add(a, b): return 9",
+        "import areal.reward.sandbox_inside as r\nr.AssertionChecker = r.Functions = None\ndef add(a, b): return 9",
         "def add(a, b):\n    import inspect\n    for frame in inspect.stack():\n"
         "        frame.frame.f_globals['encoded'] = lambda *a: {'passed': True}\n    return 9",
         "import os\nfor fd in range(3, 60):\n"
@@ -281,19 +275,14 @@ def test_an_endless_program_fails_and_the_next_test_runs():
 @pytest.mark.parametrize(
     ("tests", "value"),
     [
-        ([], "[]"),
-        (None, "NoneType"),
-        ({"inputs": ["1"], "outputs": []}, "`inputs` and `outputs`"),
-        ([{"input": "1"}], "`input` or `output`"),
-        (["assert ("], "assert ("),
-        (["import math"], "import math"),
+        ([], "[]"), (None, "NoneType"), ({"inputs": ["1"], "outputs": []}, "`inputs` and `outputs`"),
+        ([{"input": "1"}], "`input` or `output`"), (["assert ("], "assert ("), (["import math"], "import math"),
         ({"fn_name": "f", "inputs": [3], "outputs": [3]}, " f "),
-        ({"fn_name": "f", "inputs": ["x"], "outputs": ["3"]}, " f "),
-        (["assert close(add(1, 2), 3)"], "add, close"),
+        ({"fn_name": "f", "inputs": ["x"], "outputs": ["3"]}, " f "), (["assert close(add(1, 2), 3)"], "add, close"),
         (["assert sorted([2, 1]) == [1, 2]"], "`entry_point`"),
         (["from math import *", "assert isclose(add(1, 2), 3)"], "add, isclose"),
     ],
-)
+)  # fmt: skip
 def test_invalid_tests_are_an_error_for_every_completion(tests, value):
     for completion in ("", "```python\nx = 1\n```"):
         with pytest.raises(InputError) as error:

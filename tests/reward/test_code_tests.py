@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.reward.code_tests import AssertTest, CallTest, ProgramTest, parse_tests, same_output, same_result
-from areal.reward.sandbox_roles import decoded, encoded
+from areal.reward.sandbox_inside import decoded, encoded
 
 
 @pytest.mark.parametrize(
@@ -44,27 +44,12 @@ def test_without_tolerance_decimals_are_equal_as_numbers():
 @pytest.mark.parametrize(
     ("given", "wanted", "same"),
     [
-        (3, 3, True),
-        (3.0, 3, True),
-        (3, 4, False),
-        (0.1 + 0.2, 0.3, True),
-        ((1, [2]), [1, [2]], True),
-        ([1, 2], [1, 2, 3], False),
-        ({1: "a"}, {"1": "a"}, True),
-        ({"a": 1}, {"b": 1}, False),
-        (True, 1, False),
-        (True, 1.0, False),
-        (True, True, True),
-        (None, None, True),
-        (None, 0, False),
-        ("3", 3, False),
-        ({1, 2}, [1, 2], False),
-        (5, [5], True),
-        ([5], 5, False),
-        (10**400, 1.0, False),
-        ("ab", ["a", "b"], False),
+        (3, 3, True), (3.0, 3, True), (3, 4, False), (0.1 + 0.2, 0.3, True), ((1, [2]), [1, [2]], True),
+        ([1, 2], [1, 2, 3], False), ({1: "a"}, {"1": "a"}, True), ({"a": 1}, {"b": 1}, False), (True, 1, False),
+        (True, 1.0, False), (True, True, True), (None, None, True), (None, 0, False), ("3", 3, False),
+        ({1, 2}, [1, 2], False), (5, [5], True), ([5], 5, False), (10**400, 1.0, False), ("ab", ["a", "b"], False),
     ],
-)
+)  # fmt: skip
 def test_results(given, wanted, same):
     assert same_result(given, wanted, 1e-6) is same
 

@@ -31,17 +31,11 @@ def score(given, gold):
 @pytest.mark.parametrize(
     ("text", "content"),
     [
-        (r"first \boxed{1}, no, \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}} ends", r"\frac{1}{2}"),
-        (r"\boxed {3}", "3"),
-        (r"$\boxed 7$", "7"),
-        (r"\boxed{1} then \fbox{2}", "2"),
-        (r"\boxed{1} and the cut off \boxed{2 + ", None),
-        (r"\boxed{}", ""),
-        (r"\boxed", None),
-        ("42", None),
+        (r"first \boxed{1}, no, \boxed{2}", "2"), (r"\boxed{\frac{1}{2}} ends", r"\frac{1}{2}"), (r"\boxed {3}", "3"),
+        (r"$\boxed 7$", "7"), (r"\boxed{1} then \fbox{2}", "2"), (r"\boxed{1} and the cut off \boxed{2 + ", None),
+        (r"\boxed{}", ""), (r"\boxed", None), ("42", None),
     ],
-)
+)  # fmt: skip
 def test_the_last_box_counts(text, content):
     assert last_boxed(text) == content
 
@@ -49,16 +43,11 @@ def test_the_last_box_counts(text, content):
 @pytest.mark.parametrize(
     ("answer", "content"),
     [
-        (18, "18"),
-        ("$\\frac12$", "\\frac12"),
-        ("\\(x+1\\)", "x+1"),
-        ("thus $x=3$ and the sum is $\\boxed{12}$.", "12"),
-        ("3 + 4 = <<3+4=7>>7\n#### 7", "7"),
-        ("2 1/2", r"2\frac{1}{2}"),
-        (r"\frac{\sqrt\pi}{2}", r"\frac{\sqrt{\pi}}{2}"),
-        (r"\sqrt2", r"\sqrt2"),
+        (18, "18"), ("$\\frac12$", "\\frac12"), ("\\(x+1\\)", "x+1"),
+        ("thus $x=3$ and the sum is $\\boxed{12}$.", "12"), ("3 + 4 = <<3+4=7>>7\n#### 7", "7"),
+        ("2 1/2", r"2\frac{1}{2}"), (r"\frac{\sqrt\pi}{2}", r"\frac{\sqrt{\pi}}{2}"), (r"\sqrt2", r"\sqrt2"),
     ],
-)
+)  # fmt: skip
 def test_the_rows_answer_may_be_latex_boxed_or_plain(answer, content):
     assert gold_answer(answer) == content
 
@@ -66,36 +55,16 @@ def test_the_rows_answer_may_be_latex_boxed_or_plain(answer, content):
 @pytest.mark.parametrize(
     ("given", "gold"),
     [
-        (r"\frac12", r"\frac{1}{2}"),
-        ("0.5", "1/2"),
-        ("0.333333", r"\frac13"),
-        ("2 1/2", "2.5"),
-        (r"2\sqrt2", r"\sqrt{8}"),
-        ("1+x", "x+1"),
-        ("(x+1)(x-1)", "x^2-1"),
-        (r"\{2,1\}", "1,2"),
-        (r"\pm2", r"\{-2,2\}"),
-        ("[1,2)", "[1, 2)"),
-        (r"(-\infty,2)", "x<2"),
+        (r"\frac12", r"\frac{1}{2}"), ("0.5", "1/2"), ("0.333333", r"\frac13"), ("2 1/2", "2.5"),
+        (r"2\sqrt2", r"\sqrt{8}"), ("1+x", "x+1"), ("(x+1)(x-1)", "x^2-1"), (r"\{2,1\}", "1,2"),
+        (r"\pm2", r"\{-2,2\}"), ("[1,2)", "[1, 2)"), (r"(-\infty,2)", "x<2"),
         (r"\begin{bmatrix}1&2\\3&4\end{bmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
-        (r"\left(\frac12,3\right)", "(0.5,3)"),
-        ("x=5", "5"),
-        ("5", "x=5"),
-        ("y-2x=1", "y=2x+1"),
-        (r"5\text{ cm}", "5"),
-        (r"90^\circ", "90"),
-        (r"50\%", "50"),
-        ("0.5", r"50\%"),
-        (r"50\%", "0.5"),
-        ("50", r"50\%"),
-        (r"\text{Monday}", "Monday"),
-        ("1,234", "1234"),
-        (r"\$18.50", "18.5"),
-        ("2:00", "2:00"),
-        ("10^3", "1000"),
-        ("1+2i", "2i+1"),
+        (r"\left(\frac12,3\right)", "(0.5,3)"), ("x=5", "5"), ("5", "x=5"), ("y-2x=1", "y=2x+1"),
+        (r"5\text{ cm}", "5"), (r"90^\circ", "90"), (r"50\%", "50"), ("0.5", r"50\%"), (r"50\%", "0.5"),
+        ("50", r"50\%"), (r"\text{Monday}", "Monday"), ("1,234", "1234"), (r"\$18.50", "18.5"), ("2:00", "2:00"),
+        ("10^3", "1000"), ("1+2i", "2i+1"),
     ],
-)
+)  # fmt: skip
 def test_equal(given, gold):
     assert score(given, gold) == 1.0
 
@@ -103,24 +72,13 @@ def test_equal(given, gold):
 @pytest.mark.parametrize(
     ("given", "gold"),
     [
-        ("-1", "1"),
-        ("0.3333", r"\frac13"),
-        ("3.14", r"\pi"),
-        ("x+2", "x+1"),
-        ("(2,1)", "(1,2)"),
-        ("[1,2]", "(1,2)"),
+        ("-1", "1"), ("0.3333", r"\frac13"), ("3.14", r"\pi"), ("x+2", "x+1"), ("(2,1)", "(1,2)"), ("[1,2]", "(1,2)"),
         (r"\{1,2,3\}", r"\{1,2\}"),
-        (r"\begin{bmatrix}1&2\\3&5\end{bmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
-        ("y=5", "x=5"),
-        (r"50\%", "5"),
-        (r"0.5\%", r"50\%"),
-        ("y=2x", "y=2x+1"),
-        (r"\text{Monday}", r"\text{Friday}"),
-        ("", "1"),
-        (r"\frac{1}{", "1"),
-        ("2:00", "3:00"),
+        (r"\begin{bmatrix}1&2\\3&5\end{bmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"), ("y=5", "x=5"),
+        (r"50\%", "5"), (r"0.5\%", r"50\%"), ("y=2x", "y=2x+1"), (r"\text{Monday}", r"\text{Friday}"), ("", "1"),
+        (r"\frac{1}{", "1"), ("2:00", "3:00"),
     ],
-)
+)  # fmt: skip
 def test_not_equal(given, gold):
     assert score(given, gold) == 0.0
 

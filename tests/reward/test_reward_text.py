@@ -19,21 +19,16 @@ def test_exact():
 @pytest.mark.parametrize(
     ("completion", "score"),
     [
-        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
-        ("  <think></think><answer>4</answer>\n", 1.0),
-        ("<answer>4</answer>", 0.0),
-        ("<think>a</think><answer>4", 0.0),
-        ("<think>a</think><answer> </answer>", 0.0),
-        ("<think>a</think> so <answer>4</answer>", 0.0),
-        ("Well <think>a</think><answer>4</answer>", 0.0),
+        ("<think>a\nb</think>\n<answer>4</answer>", 1.0), ("  <think></think><answer>4</answer>\n", 1.0),
+        ("<answer>4</answer>", 0.0), ("<think>a</think><answer>4", 0.0), ("<think>a</think><answer> </answer>", 0.0),
+        ("<think>a</think> so <answer>4</answer>", 0.0), ("Well <think>a</think><answer>4</answer>", 0.0),
         ("<think>a</think><answer>4</answer> I hope", 0.0),
         ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
         ("<think>a</think><think>b</think><answer>4</answer>", 0.0),
-        ("<think>a <answer>3</answer></think><answer>4</answer>", 0.0),
-        ("a</think><answer>4</answer>", 0.0),
+        ("<think>a <answer>3</answer></think><answer>4</answer>", 0.0), ("a</think><answer>4</answer>", 0.0),
         ("", 0.0),
     ],
-)
+)  # fmt: skip
 def test_format(completion, score):
     assert format_reward("2+2=?", completion, [], []) == score
 

@@ -93,14 +93,10 @@ def test_a_service_that_cannot_be_reached_is_an_error():
 @pytest.mark.parametrize(
     "answer",
     [
-        (404, b"not found"),
-        (401, b"no token"),
-        (200, b"<html>"),
-        (200, b"[]"),
-        (200, b'{"status": "Done"}'),
+        (404, b"not found"), (401, b"no token"), (200, b"<html>"), (200, b"[]"), (200, b'{"status": "Done"}'),
         (200, b'{"status": "Success", "run_result": {"status": "Finished", "return_code": "0"}}'),
     ],
-)
+)  # fmt: skip
 def test_another_kind_of_server_is_refused_at_once(answer):
     with FakeSandboxFusion([answer] * 9) as server, pytest.raises(RewardError) as error:
         checked(SandboxConfig(backend="remote", url=server.url))

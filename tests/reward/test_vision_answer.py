@@ -9,16 +9,11 @@ from tests.expect import raises_code
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
-        ("There are [3].", "3", 1.0),
-        ("[2] cubes and [1] ball: [ 3 ]", "[3]", 1.0),
-        ("[3.0]", "3", 1.0),
-        ("[3] or [4]", "3", 0.0),
-        ("3", "3", 0.0),
-        ("[three]", "3", 0.0),
-        ("[13]", "3", 0.0),
+        ("There are [3].", "3", 1.0), ("[2] cubes and [1] ball: [ 3 ]", "[3]", 1.0), ("[3.0]", "3", 1.0),
+        ("[3] or [4]", "3", 0.0), ("3", "3", 0.0), ("[three]", "3", 0.0), ("[13]", "3", 0.0),
         ("[" * 10_000, "3", 0.0),
     ],
-)
+)  # fmt: skip
 def test_the_last_number_in_brackets_counts(completion, answer, reward):
     assert count_reward("", completion, [], [], answer=answer) == reward
 
@@ -31,18 +26,13 @@ def test_a_count_that_is_no_number_is_an_error_of_the_row():
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
-        (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", 1.0),
-        (r"[2], so \boxed{3}", "3", 1.0),
-        (r"[3], so \boxed{2}", "3", 0.0),
-        (r"the answer is [2\sqrt{3}]", r"2 \sqrt{3}", 1.0),
-        (r"\[x = 4\] and \sqrt[3]{8}", "3", 0.0),
-        (r"\boxed{B}", r"\boxed{B}", 1.0),
-        (r"\boxed{C}", r"\boxed{B}", 0.0),
-        (r"\boxed{Right triangle}", r"\boxed{right triangle}", 1.0),
-        (r"\boxed{no}", "yes", 0.0),
-        (r"yes", "yes", 0.0),
+        (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", 1.0), (r"[2], so \boxed{3}", "3", 1.0),
+        (r"[3], so \boxed{2}", "3", 0.0), (r"the answer is [2\sqrt{3}]", r"2 \sqrt{3}", 1.0),
+        (r"\[x = 4\] and \sqrt[3]{8}", "3", 0.0), (r"\boxed{B}", r"\boxed{B}", 1.0),
+        (r"\boxed{C}", r"\boxed{B}", 0.0), (r"\boxed{Right triangle}", r"\boxed{right triangle}", 1.0),
+        (r"\boxed{no}", "yes", 0.0), (r"yes", "yes", 0.0),
     ],
-)
+)  # fmt: skip
 def test_a_formula_in_a_box_or_in_brackets_counts(completion, answer, reward):
     assert vision_math_reward("", completion, [], [], answer=answer) == reward
 

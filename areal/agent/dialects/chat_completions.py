@@ -31,7 +31,6 @@ from areal.agent.turns import (
     function_call,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Messages, tools and sampling settings in OpenAI's form: checked, and brought to the form of `turns.Message`.
 
 MAX_ANSWERS = 128
@@ -55,7 +54,6 @@ def joined_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> st
 
 
 def part_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str:
-    """The text of one part of content."""
     part = Fields(value, path)
     kind = part.required_text("type")
     if kind not in kinds:
@@ -134,7 +132,6 @@ def refused_part(part: Fields, kind: str) -> TurnRefused:
 
 
 def chat_messages(values: list[Any], path: str = "messages") -> tuple[Message, ...]:
-    """The messages of a chat completion."""
     if not values:
         raise invalid(path, "must be a list with at least one message")
     return tuple(_chat_message(Fields(value, f"{path}[{index}]")) for index, value in enumerate(values))
@@ -216,7 +213,6 @@ def checked_arguments(text: str | None, path: str) -> str:
 
 
 def tool_name(given: Fields) -> str:
-    """The checked field `name` of a tool or call."""
     name = given.required_text("name")
     if not _NAME.fullmatch(name):
         raise invalid(given.name("name"), "must be 1 to 128 letters, digits, '_', '-' or '.'")
@@ -245,7 +241,6 @@ def openai_tools(values: list[Any], *, nested: bool) -> tuple[Json, ...]:
 
 
 def _nested(given: Fields) -> Fields:
-    """The field `function`, which ends an object."""
     function = given.fields("function")
     if function is None:
         raise invalid(given.name("function"), "is required")
@@ -254,7 +249,6 @@ def _nested(given: Fields) -> Fields:
 
 
 def unique_tools(tools: list[Json]) -> tuple[Json, ...]:
-    """The tools, once each has its own name."""
     names: set[str] = set()
     for tool in tools:
         name = tool["function"]["name"]
@@ -294,7 +288,6 @@ def openai_tool_choice(value: Any, tools: tuple[Json, ...], *, nested: bool) -> 
 
 
 def stops(value: Any, path: str = "stop") -> tuple[str, ...]:
-    """Stop strings: one text or a list."""
     if value is None:
         return ()
     found = [value] if isinstance(value, str) else value
@@ -319,16 +312,12 @@ NO_EFFECT: Mapping[str, tuple[Kind, str]] = {
 }
 """Fields that chat completions and responses accept and that change nothing."""
 SAMPLING: Mapping[str, str] = {
-    "temperature": "0 to 2; 0 is greedy",
-    "top_p": "above 0, at most 1",
-    "top_k": "extension: at least 1",
-    "frequency_penalty": "-2 to 2",
-    "seed": "0 to 2^63 - 1",
-    "stop": "one text or at most 16",
+    "temperature": "0 to 2; 0 is greedy", "top_p": "above 0, at most 1", "top_k": "extension: at least 1",
+    "frequency_penalty": "-2 to 2", "seed": "0 to 2^63 - 1", "stop": "one text or at most 16",
     "n": "1 to 128 answers; each is a leaf of the transcript",
     "stream": "the whole answer is computed first, then sent as events",
     "stream_options": "`include_usage`; `include_obfuscation` has no effect",
-}
+}  # fmt: skip
 """Fields of chat completions and completions."""
 FIELDS = FieldTable(
     read={
@@ -351,17 +340,12 @@ FIELDS = FieldTable(
         "modalities": ((["text"],), "only text is supported"),
     },
     refused={
-        "audio": "only text is supported",
-        "functions": "is replaced by tools",
-        "function_call": "is replaced by tool_choice",
-        "reasoning_effort": _RUN,
-        "verbosity": _RUN,
-        "prediction": "is not supported",
-        "moderation": "is not supported",
-        "web_search_options": "is not supported",
+        "audio": "only text is supported", "functions": "is replaced by tools",
+        "function_call": "is replaced by tool_choice", "reasoning_effort": _RUN, "verbosity": _RUN,
+        "prediction": "is not supported", "moderation": "is not supported", "web_search_options": "is not supported",
         "chat_template_kwargs": _RUN,
     },
-)
+)  # fmt: skip
 
 
 def parse(body: Json) -> Asked:
@@ -394,7 +378,6 @@ def openai_settings(given: Fields, limits: tuple[str, ...], default: int | None 
 
 
 def stream_fields(given: Fields) -> tuple[bool, bool]:
-    """(stream, include_usage)"""
     stream, include_usage = given.flag("stream"), False
     if (options := given.fields("stream_options")) is not None:
         include_usage = options.flag("include_usage")
@@ -433,7 +416,6 @@ def usage(answers: Sequence[TurnAnswer]) -> Json:
 
 
 def token_logprobs(answer: TurnAnswer, sent: Sent) -> Json:
-    """Log-probabilities of all generated tokens."""
     entries: list[Json] = []
     for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
         text = sent.token_text(token_id)

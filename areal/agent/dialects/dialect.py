@@ -8,13 +8,11 @@ import orjson
 
 from areal.agent.turns import TurnAnswer, TurnRefused, TurnRequest
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Reads the fields of a JSON object one by one: each is checked, and one that nobody reads is refused by its name.
 
 Json = dict[str, Any]
 MAX_NAME = 512
-MAX_ITEMS = 20_000
-"""Of a list. Together with the limit of the body it bounds the time to read a request."""
+MAX_ITEMS = 20_000  # Of a list. Together with the limit of the body it bounds the time to read a request.
 Kind = Literal["text", "flag", "number", "object", "list"]
 _KINDS: dict[Kind, tuple[type, ...]] = {
     "text": (str,),
@@ -29,10 +27,8 @@ _KINDS: dict[Kind, tuple[type, ...]] = {
 class FieldTable:
     """The fields of a dialect's body, as docs/agent_http.md shows them. Any other field is refused as unknown."""
 
-    read: Mapping[str, str]
-    """Name -> what it does and its limits."""
-    ignored: Mapping[str, tuple[Kind, str]]
-    """Accepted without an effect on the answer: name -> (type, why)."""
+    read: Mapping[str, str]  # Name -> what it does and its limits.
+    ignored: Mapping[str, tuple[Kind, str]]  # Accepted without an effect on the answer: name -> (type, why).
     only: Mapping[str, tuple[tuple[Any, ...], str]]
     """Accepted with these values only, which change nothing: name -> (values, why others are refused)."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -43,12 +39,10 @@ class FieldTable:
 
 
 def invalid(path: str, problem: str) -> TurnRefused:
-    """A field has a wrong value."""
     return TurnRefused(f"{path}: {problem}", code="agent.invalid_field", status=400, param=path)
 
 
 def unsupported(path: str, problem: str) -> TurnRefused:
-    """A field, or a value of it, is valid in the dialect but not supported."""
     return TurnRefused(f"{path}: {problem}", code="agent.unsupported_field", status=400, param=path)
 
 
@@ -63,11 +57,9 @@ class Fields:
         self.path = path
 
     def name(self, field_name: str) -> str:
-        """The path of a field in errors."""
         return f"{self.path}.{field_name}" if self.path else field_name
 
     def names(self) -> list[str]:
-        """The names of the fields that were not read yet."""
         return list(self._left)
 
     def take(self, field_name: str) -> Any:
@@ -160,27 +152,20 @@ class Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A parsed request: the turn, and how its answers are to be written."""
-
     turn: TurnRequest
-    model: str
-    """Echoed in the reply. Every name means the policy."""
+    model: str  # Echoed in the reply. Every name means the policy.
     stream: bool = False
-    include_usage: bool = False
-    """Of a stream of OpenAI's chat or completions dialect."""
+    include_usage: bool = False  # Of a stream of OpenAI's chat or completions dialect.
     logprobs: bool = False
-    repeated: dict[str, Any] | None = None
-    """Fields of the request that the reply of the responses dialect repeats."""
+    repeated: dict[str, Any] | None = None  # Fields of the request that the reply of the responses dialect repeats.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
     """What a reply contains besides the answers."""
 
-    created_s: int
-    """Unix time."""
-    token_text: Callable[[int], str]
-    """Text of a token id, for log-probabilities."""
+    created_s: int  # Unix time.
+    token_text: Callable[[int], str]  # Text of a token id, for log-probabilities.
 
 
 DONE = b"data: [DONE]\n\n"
@@ -191,7 +176,6 @@ def data_event(value: dict[str, Any]) -> bytes:
 
 
 def named_event(value: dict[str, Any]) -> bytes:
-    """An event whose name is the `type` of its value."""
     return b"event: " + value["type"].encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
 
 
@@ -204,7 +188,7 @@ _OPENAI_TYPES = {
 
 
 def openai_error(refused: TurnRefused) -> dict[str, Any]:
-    """A refusal in OpenAI's format; `code` is that of docs/errors.md."""
+    """A refusal in OpenAI's format; `code` as areal raised it."""
     kind = _OPENAI_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
@@ -223,7 +207,6 @@ class Dialect:
     events: Callable[[Asked, Sequence[TurnAnswer], Sent], list[bytes]]
     """The whole stream, server-sent events in their order."""
     error: Callable[[TurnRefused], dict[str, Any]] = openai_error
-    error_event: Callable[[TurnRefused], bytes] = openai_error_event
-    """A refusal after the head of a stream was sent."""
+    error_event: Callable[[TurnRefused], bytes] = openai_error_event  # A refusal after the head of a stream was sent.
     keep_alive: bytes = b": keep-alive\n\n"
     """What is sent while a stream waits for its answers: a comment, which every client of server-sent events skips."""

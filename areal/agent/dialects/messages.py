@@ -80,7 +80,6 @@ def parse(body: Json) -> Asked:
 
 
 def parse_count(body: Json) -> Asked:
-    """A request of `/v1/messages/count_tokens`."""
     return _parse(body, needs_limit=False)
 
 

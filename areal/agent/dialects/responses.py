@@ -38,7 +38,6 @@ from areal.agent.turns import (
     function_call,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Items of the responses dialect, in OpenAI's chat form and back.
 
 _INPUT = ("input_text", "text")
@@ -78,7 +77,6 @@ class _Assistant:
 
 
 def input_messages(value: Any, instructions: str | None) -> tuple[Message, ...]:
-    """The messages of `instructions` and `input`."""
     found = _Assistant()
     if instructions:
         found.add({"role": "system", "content": instructions})
@@ -173,14 +171,11 @@ FIELDS = FieldTable(
         "reasoning": (({},), _RUN),
     },
     refused={
-        "previous_response_id": _STATE,
-        "conversation": _STATE,
-        "prompt": "is not supported",
-        "max_tool_calls": "there are no tools on the server",
-        "context_management": "is not supported",
+        "previous_response_id": _STATE, "conversation": _STATE, "prompt": "is not supported",
+        "max_tool_calls": "there are no tools on the server", "context_management": "is not supported",
         "moderation": "is not supported",
     },
-)
+)  # fmt: skip
 
 
 def parse(body: Json) -> Asked:
@@ -206,20 +201,15 @@ def parse(body: Json) -> Asked:
     given.finish(FIELDS)
     turn = TurnRequest(messages=messages, tools=tools, tool_choice=choice, settings=settings)
     repeated = {
-        "instructions": body.get("instructions"),
-        "max_output_tokens": settings.max_new_tokens,
-        "metadata": metadata or {},
-        "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "temperature": settings.temperature,
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
-        "top_p": settings.top_p,
-    }
+        "instructions": body.get("instructions"), "max_output_tokens": settings.max_new_tokens,
+        "metadata": metadata or {}, "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "temperature": settings.temperature, "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [], "top_p": settings.top_p,
+    }  # fmt: skip
     return Asked(turn=turn, model=model, stream=stream, logprobs=_LOGPROBS in include, repeated=repeated)
 
 
 def _items(asked: Asked, answer: TurnAnswer, sent: Sent) -> list[Json]:
-    """The output: reasoning, a message, calls."""
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     items: list[Json] = []
     if answer.reasoning:

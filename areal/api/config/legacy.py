@@ -122,7 +122,7 @@ class LegacyRule:
     """copy: the other key. move: the other option, dotted below the section of the key; `../` = the section above."""
     values: tuple[Any, ...] = ()
     why: str = ""
-    """Why there is no option of this name, for docs/config.md and for errors."""
+    """Why there is no option of this name, for errors and the page of options."""
     is_silent: bool = False
     """ignore: the user is not notified."""
     only_with: str = ""

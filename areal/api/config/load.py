@@ -388,7 +388,7 @@ class _CommandLine:
                 advice = "unknown flag; options are written key.sub=value after --config FILE.yaml"
                 raise _bad_word(public_text(word), advice)
         if not known.config:
-            raise _bad_word("--config", "is missing: add --config FILE.yaml (docs/config.md lists its options)")
+            raise _bad_word("--config", "is missing: add --config FILE.yaml (`areal config SECTION` shows its options)")
         return _CommandLine(known.config, rest)
 
     def kind(self, *, allow_unknown: bool) -> type[BaseExperimentConfig]:

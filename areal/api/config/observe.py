@@ -306,11 +306,11 @@ class AlarmRuleConfig:
     """Changes of one alarm."""
 
     name: str = field(metadata={"choices": ALARM_NAMES, "pattern": f"^({'|'.join(ALARM_NAMES)})$"})
-    """The alarm, as in docs/alarms.md."""
+    """The alarm."""
     limit: float | None = None
-    """Limit of the value; null = that of docs/alarms.md."""
+    """Limit of the value; null = that of the alarm."""
     steps: int | None = number(None, low=1)
-    """Consecutive train steps beyond the limit that raise the alarm; null = as in docs/alarms.md."""
+    """Consecutive train steps beyond the limit that raise the alarm; null = as the alarm has it."""
     action: str | None = choice(None, "warn", "stop", "off")
     """What the alarm does; null = alarms.action."""
 
@@ -331,7 +331,7 @@ class ChosenAlarm:
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmsConfig:
-    """Sanity alarms on the metrics of the train steps (docs/alarms.md)."""
+    """Sanity alarms on the metrics of the train steps."""
 
     action: str = choice("warn", "warn", "stop", "off")
     """What an alarm does: warn = one line and a record, stop = also end the run, off = nothing."""

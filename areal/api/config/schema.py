@@ -194,7 +194,7 @@ def option(default: Any, *, relevant: Condition | None = None, also: str = "") -
     """A field without limits.
 
     `relevant`: when it has an effect; None = always. `also`: the names of the option in AReaL, verl or ROLL where they
-    differ from its path here, for docs/config.md.
+    differ from its path here, for the page of options.
     """
     return field(default=default, metadata={"relevant": relevant, "also": also})
 

@@ -69,12 +69,7 @@ JSON_STYLES = {
 """What is before the name, before the arguments and after them."""
 TEXT_STYLES = {
     "qwen3_coder": (
-        "<tool_call>\n<function=",
-        ">\n",
-        "<parameter=",
-        ">\n",
-        "\n</parameter>\n",
-        "</function>\n</tool_call>",
+        "<tool_call>\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n</tool_call>",
     ),
     "glm": ("<tool_call>", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
     "deepseek_dsml": (
@@ -82,7 +77,7 @@ TEXT_STYLES = {
         "</｜DSML｜invoke>",
     ),
     "pythonic": ("[", "(", "", "=", ",", ")]"),
-}
+}  # fmt: skip
 """What is before the name, after it, before a key, after it, after a value, and at the end."""
 
 

@@ -122,14 +122,11 @@ def test_plain_arguments_have_the_type_of_the_schema(value, expected):
 @pytest.mark.parametrize(
     ("text", "in_reasoning", "reasoning", "rest"),
     [
-        ("<think>\nwhy\n</think>\n\nfour", False, "why", "four"),
-        ("why</think>four", False, "why", "four"),
-        ("why", True, "why", ""),
-        ("<think>why", False, "why", ""),
-        ("four <think>", False, "", "four <think>"),
+        ("<think>\nwhy\n</think>\n\nfour", False, "why", "four"), ("why</think>four", False, "why", "four"),
+        ("why", True, "why", ""), ("<think>why", False, "why", ""), ("four <think>", False, "", "four <think>"),
         ("<think></think>four", False, "", "four"),
     ],
-)
+)  # fmt: skip
 def test_reasoning_is_what_the_answer_begins_with(text, in_reasoning, reasoning, rest):
     found = split(text, "none", in_reasoning=in_reasoning)
     assert (found.reasoning, found.text) == (reasoning, rest)

@@ -1,80 +1,36 @@
-"""The page docs/config.md, generated from the config classes: `python -m areal.api.config.docs > docs/config.md`."""
+"""The pages that `make docs` generates: options, metrics, alarms and error codes. `python .ci/pages.py FOLDER`."""
 
+import ast
+import itertools
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from areal.api.alarm_rules import ALARM_RULES
 from areal.api.config.experiment import KINDS, BaseExperimentConfig, GRPOConfig
 from areal.api.config.legacy import LEGACY, NODES, SBATCH, SLURM, WITHOUT_OPTION, LoaderOptions
 from areal.api.config.load import default_text
 from areal.api.config.schema import FieldSpec, fields_of, relevance_of, type_text
+from areal.observe.metric_table import METRICS
+
+ROOT = Path(__file__).resolve().parents[1]
 
 _HEAD = """# Configuration options
 
-Generated from the classes in `areal/api/config` by `make docs`; do not edit. `areal config SECTION` prints the
-same facts.
+`areal config SECTION` prints the same facts.
 
 - An option without a default is required. A section that is null by default exists only when the file has it.
 - *Relevant when*: under other settings the option has no effect. Such options are listed in one notice when a run
   starts; with `strict_config: true` they are errors. An option that equals its default is never listed. Options of a
   section that is null count as null.
-- *Also known as*: names of the option in other systems. "AReaL" alone means the same key in AReaL v0.5.
+- *Also known as*: names of the option in other systems.
 """
-
-_AREAL_KEYS = {
-    "BaseExperimentConfig": "experiment_name trial_name cluster allocation_mode seed total_train_epochs"
-    " total_train_steps total_train_n_seqs tokenizer_path train_dataset valid_dataset saver evaluator stats_logger"
-    " perf_tracer recover launcher",
-    "PPOConfig": "gconfig rollout actor ref critic sglang vllm",
-    "SFTConfig": "model",
-    "RWConfig": "model",
-    "FSDPEngineConfig": "wrap_policy offload_params",
-    "FSDPWrapPolicy": "transformer_layer_cls_to_wrap",
-    "MicroBatchSpec": "n_mbs granularity max_tokens_per_mb n_mbs_divisor",
-    "NormConfig": "mean_level mean_leave1out std_level std_unbiased eps group_size",
-    "OptimizerConfig": "type lr weight_decay beta1 beta2 eps min_lr_ratio lr_scheduler_type warmup_steps_proportion"
-    " gradient_clipping",
-    "TrainEngineConfig": "path attn_impl init_from_scratch temperature mb_spec disable_dropout gradient_checkpointing"
-    " dtype grad_reduce_dtype optimizer fsdp megatron",
-    "PPOActorConfig": "group_size ppo_n_minibatches eps_clip eps_clip_higher c_clip m2_threshold reward_norm"
-    " reward_scaling reward_bias reward_clip overlong_reward_penalty overlong_tokens overlong_penalty_factor"
-    " mask_no_eos_with_zero discount gae_lambda adv_norm kl_ctl kl_estimator recompute_logprob use_decoupled_loss"
-    " behav_imp_weight_cap importance_sampling_level prox_logp_method dynamic_sampling weight_update_mode",
-    "PPOCriticConfig": "ppo_n_minibatches eps_clip",
-    "GenerationHyperparameters": "n_samples max_new_tokens min_new_tokens max_tokens greedy top_p top_k temperature"
-    " stop_token_ids stop frequency_penalty",
-    "InferenceEngineConfig": "max_concurrent_rollouts queue_size consumer_batch_size max_head_offpolicyness"
-    " enable_rollout_tracing check_trajectory_format schedule_policy setup_timeout request_timeout request_retries"
-    " pause_grace_period",
-    "DatasetConfig": "path type max_length",
-    "TrainDatasetConfig": "batch_size shuffle drop_last",
-    "ValidDatasetConfig": "batch_size shuffle drop_last",
-    "ClusterSpecConfig": "name_resolve fileroot n_nodes n_gpus_per_node",
-    "NameResolveConfig": "type nfs_record_root etcd3_addr",
-    "LauncherConfig": "inference_server_cpus_per_gpu inference_server_mem_per_gpu trainer_cpus_per_gpu"
-    " trainer_mem_per_gpu inference_server_env_vars trainer_env_vars slurm",
-    "SlurmConfig": "srun_additional_args additional_bash_cmds container_type mount trainer_image"
-    " inference_server_image",
-    "DistributedDataParallelConfig": "grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather align_param_gather"
-    " use_distributed_optimizer check_for_nan_in_grad bucket_size average_in_collective fp8_param_gather",
-    "MegatronEngineConfig": "ddp virtual_pipeline_parallel_size overlap_param_gather_with_optimizer_step"
-    " use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
-    " use_deterministic_algorithms recompute_granularity recompute_method recompute_num_layers"
-    " distribute_saved_activations recompute_modules",
-    "Cadence": "freq_epochs freq_steps freq_secs",
-    "RecoverConfig": "mode retries",
-    "StatsLoggerConfig": "wandb swanlab tensorboard",
-    "SwanlabConfig": "project name mode api_key config logdir",
-    "TensorBoardConfig": "path",
-    "WandBConfig": "mode wandb_base_url wandb_api_key entity project name job_type group notes tags id_suffix config",
-    "PerfTracerConfig": "enabled save_interval profile_steps session_tracer",
-    "SessionTracerConfig": "enabled flush_threshold",
-}
-"""Class -> the keys that AReaL v0.5 has under the same name in the same section."""
 
 
 def config_page() -> str:
-    """The text of docs/config.md: one table for each section class, under the paths where it occurs."""
+    """One table for each section class, under the paths where it occurs."""
     lines, places = [_HEAD], _places()
     for cls, paths in places.items():
         if cls in KINDS:
@@ -164,25 +120,109 @@ def _row(cls: type[Any], spec: FieldSpec, path: str) -> str:
     entry = cls.__dataclass_fields__[spec.name]
     condition = relevance_of(entry)
     kind = " \\| ".join(spec.choices) or f"{type_text(spec.hint)} {spec.range_text}".strip()
-    also = [text for text in ("AReaL" if is_of_areal(cls, spec.name) else "", entry.metadata.get("also", "")) if text]
     cells = [
         f"`{spec.name}`",
         kind + (" or null" if spec.nullable and not spec.is_section else ""),
         default_text(spec).removeprefix("default "),
         spec.sentence.replace("|", "\\|"),
         "" if condition is None else condition.words(path).replace("|", "\\|"),
-        "; ".join(also),
+        entry.metadata.get("also", ""),
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def is_of_areal(cls: type[Any], name: str) -> bool:
-    return any(name in _AREAL_KEYS.get(base.__name__, "").split() for base in cls.__mro__)
 
 
 def _sentence(cls: type[Any]) -> str:
     return (cls.__doc__ or "").split("\n")[0]
 
 
+_METRICS = """# Metrics
+
+The metrics of every train step are one line of `metrics.jsonl` in the run folder, and go to every tracker in
+`stats_logger`. A word in capitals and `N` are parts of a key that differ between runs. A metric is left out
+when it does not apply: without a critic there is no `critic/loss`. A custom loss adds `actor/NAME` for each of its
+metrics. `null` in `metrics.jsonl` is a value that is not finite.
+Means over tokens are over the trained tokens of all ranks. [alarms.md](alarms.md) lists the values that raise an alarm.
+"""
+
+
+def metrics_page() -> str:
+    """One table for each section of the metrics."""
+    parts = [_METRICS]
+    for section, entries in itertools.groupby(METRICS, key=lambda entry: entry.section):
+        parts.append(f"\n## {section}\n\n| key | unit | meaning |\n|---|---|---|\n")
+        parts += [f"| `{entry.key}` | {entry.unit} | {entry.meaning} |\n" for entry in entries]
+    return "".join(parts)
+
+
+_ALARMS = """# Alarms
+
+After every train step the trainer compares the metrics with the rules below. An alarm is raised when a value was beyond
+its limit in the given number of consecutive steps. It is one line in the terminal and in `logs/trainer-0.log`, and one
+JSON object in `alarms.jsonl` of the run folder; `summary.json` and the last line of the run name it again. It is raised
+once, and again only after the value was within the limit for as many steps. A step without the value changes nothing.
+
+```yaml
+alarms:
+  action: warn              # of every rule: warn, stop or off
+  rules:                    # changes of single rules
+    - {name: logprob_k3, action: stop}
+    - {name: grad_norm, limit: 500, steps: 10}
+    - {name: stale_tokens, action: off}
+```
+
+`action: stop` writes a recovery checkpoint (unless `recover.mode=disabled`) and ends the run with the error
+`alarm.NAME`. The same command continues the run from that checkpoint; while the value stays beyond the limit, the next
+train step ends it again.
+
+The state of the rules follows from `metrics.jsonl`. A trainer that starts again from a recovery checkpoint reads the
+steps before it: a streak continues, and no alarm of these steps is raised again. Lines of later steps are removed from
+both files, because these steps are trained again; the terminal shows an alarm of the same step once.
+
+| name | value | limit | steps | meaning | likely causes | look at |
+|---|---|---|---|---|---|---|
+"""
+
+
+def alarms_page() -> str:
+    rows = [
+        f"| `{rule.name}` | {rule.value} | {rule.side} {rule.limit:g} | {rule.steps} | {rule.meaning} | {rule.causes} "
+        f"| {rule.look_at} |\n"
+        for rule in ALARM_RULES
+    ]
+    return _ALARMS + "".join(rows)
+
+
+_ERRORS = """# Errors
+
+Programs and tests compare the code of an error (`error.code`), people read the message, which names the option, file or
+process with its value, and what to do. Commands print the code in brackets after the message.
+
+| code | raised by |
+|---|---|
+"""
+_CODE = re.compile(r"[a-z]+\.[a-z_]+")
+
+
+def errors_page() -> str:
+    """Every code that is passed as `code=`, is the third part of a problem, or is the code of a class."""
+    users: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "areal").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.keyword(arg="code", value=value) | ast.Assign(targets=[ast.Name(id="code")], value=value):
+                    values = [value]
+                case ast.Call(func=ast.Name(id="Problem" | "ConfigProblem"), args=[_, _, value, *_]):
+                    values = [value]
+                case _:
+                    continue
+            for part in (part for value in values for part in ast.walk(value)):
+                if isinstance(part, ast.Constant) and _CODE.fullmatch(str(part.value)):
+                    users.setdefault(str(part.value), set()).add(f"`{path.relative_to(ROOT)}`")
+    return _ERRORS + "".join(f"| `{code}` | {', '.join(sorted(users[code]))} |\n" for code in sorted(users))
+
+
 if __name__ == "__main__":
-    sys.stdout.write(config_page())
+    for name, page in {
+        "config": config_page, "metrics": metrics_page, "alarms": alarms_page, "errors": errors_page,
+    }.items():  # fmt: skip
+        Path(sys.argv[1], f"{name}.md").write_text(page(), encoding="utf-8")
