@@ -1,6 +1,7 @@
 """The documentation against the code: pages, links, commands, configurations, tables, files of the tutorials."""
 
 import contextlib
+import doctest
 import functools
 import importlib.util
 import io
@@ -71,6 +72,19 @@ def test_links_lead_to_files_and_headings(page):
         target = Path(os.path.normpath(page.parent / path)) if path else page
         assert target.is_file(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@of_each_page
+def test_files_of_the_code_that_a_page_names_exist(page):
+    names = re.findall(r"`((?:\w+/)+\w+\.py)`", prose(page))
+    missing = [name for name in names if not any((ROOT / folder / name).exists() for folder in ("", "areal", "tests"))]
+    is_of_code = page.name in ("architecture.md", "CONTRIBUTING.md")
+    assert [name for name in missing if "NAME" not in name and (is_of_code or name.startswith("areal/"))] == []
+
+
+def test_the_worked_example_of_the_architecture_is_right():
+    result = doctest.testfile(str(ROOT / "docs/architecture.md"), module_relative=False)
+    assert (result.failed, result.attempted > 20) == (0, True)
 
 
 def test_every_page_is_in_the_overview_and_on_the_site_in_one_order():

@@ -99,7 +99,7 @@ def test_the_tiny_model_of_gsm8k_is_trained(folder):
 @pytest.mark.timeout(300)
 def test_the_script_of_the_readme_is_trained(folder):
     write_files("README.md", folder)
-    execute(folder, "python examples/quickstart/prepare.py")
+    execute(folder, "python examples/quickstart/prepare.py runs/quickstart/data")
     (run,) = [line for line in commands_of(ROOT / "README.md", "my_task.py") if line.startswith("areal run")]
     model = "actor.path=runs/quickstart/data/model evaluator.eval_before_train=false valid_dataset.max_rows=16"
     execute(folder, f"{run} {model} train_dataset.batch_size=4 total_train_steps=1")
