@@ -387,7 +387,7 @@ class Controller:
         return record
 
     def _require_weights(self) -> None:
-        """Raise WeightsNeeded while a server lacks weights of a collective or of a missing folder: only trainers can send them."""
+        """Raise WeightsNeeded while a server waits for weights that only the trainers can send."""
         if self._has_trainer and self.weights.needs_trainer:
             raise WeightsNeeded(f"a server waits for policy version {self._ledger.state.trainer_version}")
 
