@@ -103,7 +103,7 @@ async def test_every_failure_has_its_status_and_the_next_call_works(pool):
         ("returns_text", {}, "error", []),
         ("exits", {}, "error", []),
         ("lenght", {}, "unusable", ["'length'"]),
-        ("echo_row", {"other": 1}, "unusable", ["echo_row needs the column 'weight', a row has only ['other']"]),
+        ("echo_row", {"other": 1}, "error", ["echo_row needs the column 'weight', a row has only ['other']"]),
         ("is_async", {}, "unusable", ["async function"]),
     ]:
         found = await score(pool, name, **row)
