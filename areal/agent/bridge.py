@@ -582,7 +582,7 @@ class PromptBridge(Protocol):
 
 
 class TemplateBridge:
-    """The bridge of a tokenizer's chat template, derived by rendering. See docs/templates.md."""
+    """The bridge of a tokenizer's chat template, derived by rendering. docs/data.md explains it."""
 
     def __init__(self, tokenizer: Tokenizer, scenario: TemplateScenario) -> None:
         """Raises InputError when the template does not render a question with its answer, or shows no end token."""

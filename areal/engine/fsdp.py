@@ -101,7 +101,7 @@ FLOAT32_HEAD = "score.weight"
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a loaded weight goes: a tensor of the model, or a part of it."""
+    """The target of a loaded weight: a tensor of the model, or a part of it."""
 
     name: str
     """The same for all names of tied weights."""
@@ -275,7 +275,7 @@ class FSDPEngine:
         return self._mesh.dp_all_reduce(values, op)
 
     def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """In the compute type, except for float32 heads; `stored`: in the type that the optimiser updates."""
+        """The weights in the compute type, float32 heads excepted; `stored`: in the type that the optimiser updates."""
         for name, weight in self._model.named_tensors():
             value = weight.detach() if self._lora is None else self._lora.adapters.merged(name, weight.detach())
             value = value.to(self._mesh.device)

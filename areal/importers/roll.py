@@ -414,7 +414,7 @@ def _refuse_others(values: Mapping[str, Any]) -> None:
     for start, kind in _OTHERS.items():
         key = next((key for key in values if f"{key}.".startswith(start)), None)
         if key is not None:
-            message = f"ROLL files of {kind} ({key}) are not imported: write one (docs/choosing.md)"
+            message = f"ROLL files of {kind} ({key}) are not imported: write one (docs/algorithms.md)"
             raise ConfigError(message, code="config.unsupported")
     strategy = "actor_train.strategy_args.strategy_name"
     if str(values.get(strategy)).startswith("diffusion"):
@@ -648,7 +648,7 @@ def _dropped(draft: Draft) -> None:
         option, value = _TRACKERS[tracker]
         draft.set(f"stats_logger.{option}", value, "ROLL: track_with", "track_with")
     elif tracker not in ("none", "None", "stdout"):
-        draft.lack("there is no such tracker here (docs/reading_metrics.md)", "track_with")
+        draft.lack("there is no such tracker here (docs/debugging.md)", "track_with")
     draft.drop("names and keys of a tracker are in its own variables", "tracker_kwargs.*", "track_with", "logging_*")
     if isinstance(resume := draft.get("resume_from_checkpoint"), bool):
         why = "ROLL: resume_from_checkpoint"

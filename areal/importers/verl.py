@@ -332,7 +332,7 @@ def from_verl(values: dict[str, Any]) -> Draft:
     draft = Draft("verl", {_without_plus(key): value for key, value in values.items()})
     if "model.partial_pretrain" in values or any(key.startswith(("engine.", "optim.")) for key in values):
         message = (
-            "supervised files of verl (model.partial_pretrain, engine) are not imported: write one (docs/choosing.md)"
+            "supervised files of verl (model.partial_pretrain, engine) are not imported: write one (docs/algorithms.md)"
         )
         raise ConfigError(message, code="config.unsupported")
     take_switches(draft)

@@ -319,7 +319,7 @@ class PPOActor:
         `shares_first_pass`: the first mini-batch makes its proximal log-probabilities in training where it can."""
         self._shares_first_pass = shares_first_pass
         self._first_pass: FirstPass | None = None
-        """Of the running update."""
+        """The first pass of the running update."""
         self._teacher = teacher
         self._engine = engine
         self._config = config
@@ -330,7 +330,7 @@ class PPOActor:
         self._entropy_coef = config.entropy_coef
         self._kl_control = KLController(config.kl_ctl, config.kl_control)
         self._kl_coef = config.kl_ctl
-        """Of the last batch with advantages."""
+        """Coefficient of the last batch with advantages."""
         if config.policy_loss == "custom":
             self._rule().names_only()  # detects an error in the user's loss before the first rollouts
         if config.adv_estimator == "custom":

@@ -128,7 +128,7 @@ class PolicyUpdate:
         return with_session_tokens(mini, mini.trained) if self._config.loss_unit == "session" else mini
 
     def local_denominators(self, mini: TrainBatch) -> Tensor:
-        """Of the whole loss, and of the good answers. -> [2] float64"""
+        """Denominators of the whole loss and of the good answers. -> [2] float64"""
         policy = local_denominator(
             mini.trained,
             mini.sequence_index,

@@ -177,9 +177,9 @@ def _row(share: BatchShare, index: int, end: int, tokenizer: Tokenizer) -> Sampl
 log = get_logger("trainer")
 
 _MAX_COMPARISONS = 2
-"""For each publication: servers that differ are updated again, and then compared a second time."""
+"""Comparisons of each publication: servers that differ are updated again, then compared a second time."""
 _IMAGE_NUMBERS = 35
-"""Of an image in a message between ranks: 3 of its grid, 32 bytes of its digest."""
+"""Numbers of an image in a message between ranks: 3 of its grid, 32 bytes of its digest."""
 _NOT_FINITE = -1e9
 """JSON has no NaN."""
 
@@ -263,7 +263,7 @@ def _numbers_of(tokens: ProbeTokens) -> list[int]:
 
 
 def _tokens_of(numbers: list[int]) -> ProbeTokens:
-    """Inverse of `_numbers_of`."""
+    """The tokens that `_numbers_of` made into numbers."""
     num_prompt, num_answer, *rest = numbers
     end = num_prompt + num_answer
     rows = [rest[first : first + _IMAGE_NUMBERS] for first in range(end, len(rest), _IMAGE_NUMBERS)]
@@ -278,7 +278,7 @@ Answer = TypeVar("Answer")
 
 
 class BatchSource(Protocol):
-    """Where batches come from."""
+    """The source of batches: the controller or a ledger."""
 
     def next_batch(self, step: int) -> BatchShare:
         """This rank's share of batch `step`; blocks until it is ready."""

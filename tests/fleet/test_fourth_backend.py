@@ -161,8 +161,8 @@ def test_an_unknown_backend_is_refused() -> None:
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_few_modules_know_a_backend_by_name(name: str) -> None:
     """A backend is its own modules, its row of the table, its name in the allocation grammar and its section."""
-    shared = {"fleet/backends.py", "api/allocation_grammar.py", "api/config/experiment.py"}
-    legacy = {"api/config/legacy_rules.py"}  # keys of AReaL's files
+    shared = {"fleet/backends.py", "api/allocation.py", "api/config/experiment.py"}
+    legacy = {"api/config/legacy.py"}  # keys of AReaL's files
     found: set[str] = set()
     for path in AREAL.rglob("*.py"):
         where = path.relative_to(AREAL).as_posix()
