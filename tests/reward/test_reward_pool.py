@@ -14,7 +14,7 @@ import pytest
 
 from areal.api.config import RewardConfig
 from areal.api.errors import InputError, RewardError
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 from areal.reward.pool import RewardPool, _Worker
 from areal.reward.worker import Worker
 
@@ -266,7 +266,7 @@ async def test_an_idle_worker_that_dies_is_replaced(pool):
 HANGING_PARENT = """
 import asyncio, sys
 from areal.api.config import RewardConfig
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 from areal.reward.pool import RewardPool, _Worker
 
 async def main():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.errors import ConfigError
-from areal.api.functions import (
+from areal.api.registry import (
     ACCEPT_CALL,
     ACCEPT_FUNCTIONS,
     MAP_FUNCTIONS,
@@ -29,7 +29,7 @@ def top_level():
 
 def test_a_function_is_found_again_by_its_reference():
     ref = function_ref(parse_function_path)
-    assert str(ref) == "areal.api.functions:parse_function_path"
+    assert str(ref) == "areal.api.registry:parse_function_path"
     assert load_function(ref) is parse_function_path
     assert function_ref(top_level).name == "top_level"
 
@@ -48,7 +48,7 @@ def test_functions_that_other_processes_cannot_import_are_refused():
 
 
 def test_paths_of_modules_and_files(tmp_path):
-    assert parse_function_path("areal.api.functions:load_function", key="k") == function_ref(load_function)
+    assert parse_function_path("areal.api.registry:load_function", key="k") == function_ref(load_function)
     file = tmp_path / "mine.py"
     file.write_text("import neighbour\ndef score():\n    return neighbour.VALUE\nVALUE = 3\n")
     (tmp_path / "neighbour.py").write_text("VALUE = 5\n")
@@ -84,7 +84,7 @@ def test_bad_names_name_their_key(text):
 @pytest.mark.parametrize("table", [REWARD_FUNCTIONS, WORKFLOWS, ACCEPT_FUNCTIONS, MAP_FUNCTIONS])
 def test_every_registered_name_can_be_loaded(table):
     for name, ref in table.items():
-        assert resolve_function(str(ref), {}, key=name) == ref
+        assert resolve_function(str(ref), key=name) == ref
         assert callable(load_function(ref))
 
 
@@ -174,7 +174,7 @@ def test_the_signature_of_a_workflow_is_read_from_its_source(tmp_path):
 SCRIPT = """
 import asyncio, sys
 from areal.api.config import RewardConfig
-from areal.api.functions import function_ref
+from areal.api.registry import function_ref
 from areal.reward.pool import RewardPool
 
 def reward(prompt, completion, prompt_ids, completion_ids, **row):
