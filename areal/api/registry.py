@@ -1,9 +1,9 @@
 """What a configuration names: the registry of named things, and references to functions and classes as text.
 
-A package of areal registers what it has in its module `registered`, a package of others in a module that its entry point
-of the group `areal.plugins` names. These modules run in every process, also in the launcher, so they load no torch: the
-target of an entry is text, `module:name`, which is imported when the thing itself is needed. A reference crosses process
-borders as text too, so that no code is ever pickled.
+A package of areal registers what it has in its module `registered`; a package of others has a module for it, which its
+entry point of the group `areal.plugins` names. These modules run in every process, also in the launcher, so they load
+no torch: the target of an entry is text, `module:name`, which is imported when the thing itself is needed. A reference
+crosses process borders as text too, so that no code is ever pickled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _ENTRIES: dict[str, dict[str, Entry]] = {}
 def register(kind: str, name: str, target: str, *, options: type[Any] | None = None, facts: Any = None) -> None:
     """Add `target`, the text `module:name`, under a name. ConfigError when another target has it.
 
-    Kinds: losses, estimators, optimizers, rewards, answers, datasets, workflows, filters, backends, launchers, trackers.
+    Kinds: losses, estimators, optimizers, rewards, answers, datasets, workflows, filters, backends, launchers and
+    trackers.
     """
     module, _, thing = target.partition(":")
     entry = Entry(name=name, target=FunctionRef(name=thing, module=module), options=options, facts=facts)

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from areal.api.config.experiment import SERVER_SECTIONS
 from areal.api.config import (
     DatasetConfig,
     PPOConfig,
@@ -20,6 +19,7 @@ from areal.api.config import (
     load_experiment,
 )
 from areal.api.config.data import is_row_function
+from areal.api.config.experiment import SERVER_SECTIONS
 from areal.api.errors import ConfigError, InputError
 from areal.data.row_files import dataset_files
 from areal.fleet.backends import backend_named

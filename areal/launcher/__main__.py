@@ -64,7 +64,9 @@ def _named(words: Sequence[str]) -> tuple[str, list[str]]:
         if word == "--launcher" or word.startswith("--launcher="):
             chosen = word.partition("=")[2] or next(remaining, "")
             if not chosen:
-                raise ConfigError(f"--launcher needs a name: {', '.join(entries("launchers"))}", code="config.bad_override")
+                raise ConfigError(
+                    f"--launcher needs a name: {', '.join(entries('launchers'))}", code="config.bad_override"
+                )
         else:
             rest.append(word)
     return chosen, rest

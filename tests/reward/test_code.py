@@ -2,9 +2,9 @@ import time
 
 import pytest
 
-from areal.api.registry import registered
 from areal.api.config import RewardConfig
 from areal.api.errors import InputError
+from areal.api.registry import registered
 from areal.reward import sandbox
 from areal.reward.code import Trial, code_reward, last_code_block
 from areal.reward.code_tests import AssertTest, CodeLimits, Output

@@ -203,7 +203,9 @@ async def test_it_works_in_a_reward_worker():
     results = await pool.score_many(function, "", [], answers, {"answer": r"\sqrt{8}"})
     assert [(r.status, r.value) for r in results] == [("ok", 1.0), ("ok", 0.0), ("ok", 0.0), ("ok", 1.0)]
     assert registered("rewards", "math").target.module == math_symbolic.__name__
-    (bad,) = await pool.score_many(registered("rewards", "math").target, "", [], [(r"\boxed{1}", [])], {"answer": "{{{"})
+    (bad,) = await pool.score_many(
+        registered("rewards", "math").target, "", [], [(r"\boxed{1}", [])], {"answer": "{{{"}
+    )
     assert (bad.status, "the row's answer '{{{'" in bad.message) == ("error", True)
     await pool.aclose()
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from areal.api.registry import registered
 from areal.api.config import RewardConfig
 from areal.api.config.rollout import SandboxConfig
 from areal.api.errors import ConfigError
+from areal.api.registry import registered
 from areal.reward import sandbox as sandbox_backends
 from areal.reward.code import code_reward
 from areal.reward.pool import RewardPool
