@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.errors import ConfigError
-from areal.api.functions import parse_function_path
+from areal.api.registry import parse_function_path
 from areal.api.workflow import RolloutWorkflow
 from areal.launcher import local
 from areal.launcher.preflight import disk_problem
@@ -84,11 +84,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["actor.path=FOLDER/cut"], "launch.missing_inputs", ["cut/model.safetensors"]),
         (["train_dataset.path=/no/rows.jsonl"], "launch.missing_inputs", ["train_dataset.path: /no/rows.jsonl"]),
         (["train_dataset.path=FOLDER/two.jsonl"], "launch.missing_inputs", ["train_dataset.batch_size=4", "2 rows"]),
-        (
-            ["stats_logger.tensorboard.path=/proc/x"],
-            "launch.missing_inputs",
-            ["tensorboard.path", "/proc/x"],
-        ),
+        (["stats_logger.tensorboard.path=/proc/x"], "launch.missing_inputs", ["tensorboard.path", "/proc/x"]),
         (["reward_fn=nope"], "config.bad_reference", ["reward_fn: 'nope'", "gsm8k"]),
         (["reward_fn=gms8k"], "config.bad_reference", ["reward_fn: 'gms8k'", "did you mean 'gsm8k'?"]),
         (["reward_fn=nowhere.at.all:f"], "config.bad_reference", ["nowhere.at.all"]),
