@@ -537,14 +537,16 @@ class Executor:
             keep_answers=options.keep_rejected > 0,
             temperature=self._temperature,
         )
-        result: tuple[TrajectoryGroup | None, EncodedEpisode | Rejected] | Exception
+        result: tuple[TrajectoryGroup | None, EncodedEpisode | Rejected, dict[str, float]] | Exception
         try:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
                 with track("episode", str(episode_id)), logged_metrics() as logged:
                     group = await self._workflow.arun_episode(engine, row)
                 check_format = options.check_trajectory_format
-                result = group, verdict_on(episode_id, group, accept=self._accept, check_format=check_format)
+                verdict = verdict_on(episode_id, group, accept=self._accept, check_format=check_format)
+                stats = logged.means() | ({} if group is None else group.stats)
+                result = group, verdict, {name: float(value) for name, value in stats.items()}
             except asyncio.CancelledError:
                 result = RuntimeError("the workflow cancelled itself")
             except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
@@ -554,8 +556,7 @@ class Executor:
             if isinstance(result, Exception):
                 self._failed(episode_id, result, engine)
             else:
-                stats = logged.means() | ({} if result[0] is None else result[0].stats)
-                self._ended(episode_id, *result, {k: float(v) for k, v in stats.items()}, engine, loop.time() - start_s)
+                self._ended(episode_id, *result, engine, loop.time() - start_s)
             del self._tasks[episode_id]
             self.admit()
         except Exception as error:  # noqa: BLE001 - an error of ours, for example of the ledger: it ends the run
