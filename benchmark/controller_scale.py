@@ -47,6 +47,8 @@ import uvloop
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from areal.fleet.continuation import Answer  # noqa: E402
+
 from areal.api.columns import packed_ids  # noqa: E402
 from areal.api.config import (  # noqa: E402
     GenerationHyperparameters,
@@ -59,7 +61,6 @@ from areal.api.engine import InferenceEngine  # noqa: E402
 from areal.api.workflow import RolloutWorkflow  # noqa: E402
 from areal.data.chat import EncodedPrompt  # noqa: E402
 from areal.data.prompt_stream import PromptStream  # noqa: E402
-from areal.fleet.continuation import Answer  # noqa: E402
 from areal.fleet.fleet import Fleet  # noqa: E402
 from areal.fleet.native import NativeReplica  # noqa: E402
 from areal.fleet.replica import Replica  # noqa: E402

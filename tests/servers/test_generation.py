@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from areal.fleet.continuation import Answer
 
 from areal.api.errors import RequestError
-from areal.fleet.continuation import Answer
 from tests.expect import raises_code
 from tests.servers.checkpoints import CHARACTERS, EOS, VOCAB_SIZE, Scorer, build_model, token_id
 from tests.servers.real_server import CONTEXT_LENGTH, RealServer

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from areal.fleet.continuation import Answer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from areal.api.config import TrainEngineConfig
@@ -15,7 +16,6 @@ from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.pack import rows_to_train_batch
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.fleet.continuation import Answer
 from areal.fleet.sglang import SGLangReplica
 from areal.ledger.payload import encode_unscored, join_experts
 from tests.servers.checkpoints import EOS, VOCAB_SIZE, build_tokenizer
