@@ -148,7 +148,7 @@ docs: .venv/.installed
 	rm -rf build/site_source
 	mkdir -p build/site_source/docs
 	for name in README.md CONTRIBUTING.md SECURITY.md benchmark examples areal; do ln -sfn ../../$$name build/site_source/$$name; done
-	ln -sfn ../../../docs/* build/site_source/docs/
+	cp docs/*.md build/site_source/docs
 	$(BIN)/python .ci/pages.py build/site_source/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

@@ -26,7 +26,7 @@ from areal.launcher.local import TriedRow
 from areal.launcher.placement import Machine
 from areal.system.network import Host
 from tests.expect import raises_code
-from tests.test_docs import PAGES, ROOT, areal_words, blocks
+from tests.test_docs import PAGES, ROOT, areal_words, blocks, write_files
 
 SHELL = {
     "git": "copies a repository",
@@ -71,6 +71,7 @@ REFUSED = {
 CONFIGS = ["grpo", "my", "CONFIG", "FILE", "shared/grpo", "my/warehouse", "my/warm_up"]
 RUNS = [
     "RUN", "OTHER", "runs/quickstart/grpo", "runs/quickstart/rloo", "runs/quickstart/synchronous",
+    "runs/quickstart/my_task",
     "runs/agents/calculator", "runs/calculator/grpo", "runs/my_task/first", "runs/warehouse/base",
     "runs/warehouse/lr1e-4", "runs/warehouse/warm_up", "runs/EXPERIMENT/s0", "runs/EXPERIMENT/s4",
     "runs/EXPERIMENT/grpo", "runs/EXPERIMENT/rloo", "shared/runs/EXPERIMENT/TRIAL",
@@ -166,11 +167,8 @@ def place(tmp_path_factory) -> Path:
     (place / "reward.py").write_text(
         "def reward(prompt, completion, prompt_ids, completion_ids, answer, **row):\n    return len(completion) / 8\n"
     )
-    (place / "my_task.py").write_text("")
-    for text in blocks(ROOT / "docs/own_task.md", "python", "yaml"):
-        path = place / re.match(r"# (\S+)\n", text)[1]
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+    for page in ("README.md", "docs/own_task.md"):
+        write_files(page, place)
     for name in CONFIGS:
         (place / name).parent.mkdir(exist_ok=True)
         (place / f"{name}.yaml").write_text(CONFIG)
@@ -222,7 +220,7 @@ def test_a_command_is_executed(line, request, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_every_file_of_a_real_run_is_on_the_page(runs):
-    page = (ROOT / "docs/files.md").read_text()
+    page = (ROOT / "docs/recovery.md").read_text()
     assert [path.name for path in (runs / "runs/docs/small").iterdir() if f"`{path.name}`" not in page] == []
 
 

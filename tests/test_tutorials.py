@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.test_docs import ROOT, blocks
+from tests.test_docs import ROOT, blocks, write_files
 
 AGENTS, WORKFLOWS, GSM8K = ROOT / "docs/agents.md", ROOT / "docs/workflows.md", ROOT / "examples/gsm8k/README.md"
 
@@ -48,9 +47,7 @@ def rows_of(path: Path) -> list[dict]:
 def test_the_agent_of_the_warehouse_learns(folder):
     (folder / "my").mkdir()
     shutil.copy(ROOT / "examples/agents/tiny_model.py", folder / "my")
-    for text in blocks(AGENTS, "python", "yaml"):
-        if named := re.match(r"# (my/\S+)\n", text):
-            (folder / named[1]).write_text(text)
+    write_files("docs/agents.md", folder)
     scripted, rewards = "", []
     for line in commands_of(AGENTS, "python my/prepare.py"):
         if line.startswith("areal eval"):
@@ -96,3 +93,14 @@ def test_the_tiny_model_of_gsm8k_is_trained(folder):
     execute(folder, f"{run} gconfig.max_new_tokens=16")
     (metrics,) = (folder / "runs").glob("*/*/metrics.jsonl")
     assert rows_of(metrics)[-1]["step"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_script_of_the_readme_is_trained(folder):
+    write_files("README.md", folder)
+    execute(folder, "python examples/quickstart/prepare.py runs/quickstart/data")
+    (run,) = [line for line in commands_of(ROOT / "README.md", "my_task.py") if line.startswith("areal run")]
+    model = "actor.path=runs/quickstart/data/model evaluator.eval_before_train=false valid_dataset.max_rows=16"
+    execute(folder, f"{run} {model} train_dataset.batch_size=4 total_train_steps=1")
+    assert rows_of(folder / "runs/quickstart/my_task/metrics.jsonl")[-1]["step"] == 1

@@ -100,7 +100,7 @@ class TurnJournal:
 #     POST /sessions                              admin token: open a session
 #     POST /sessions/KEY/reward                   a reward, and the end of the session
 #
-# docs/agent_http.md has the fields and the errors. No line of a log contains a key.
+# docs/http.md has the fields and the errors. No line of a log contains a key.
 
 _log = get_logger(__name__)
 

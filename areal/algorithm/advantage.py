@@ -1,4 +1,4 @@
-"""From one reward per sequence to one advantage per token: reward shaping, token rewards, GAE, distillation."""
+"""The steps from one reward per sequence to one advantage per token: shaping, token rewards, GAE, distillation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -170,18 +170,18 @@ TokenBaseline = Literal["none", "token", "trained_token"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRecipe:
-    """From the shaped reward r of a sequence to the advantages of its tokens, in this order."""
+    """The steps from the shaped reward r of a sequence to the advantages of its tokens, in this order."""
 
     baseline: Baseline = "none"
     """Subtracted from r first: nothing, the reward of the prompt's greedy answer, or one of `baselines`."""
     reward_norm: NormConfig | None = None
-    """Then r is centred and scaled."""
+    """Centres and scales r."""
     rescale_valid: bool = False
-    """Then r is multiplied by `valid_sample_scale` (GPG)."""
+    """Multiplies r by `valid_sample_scale` (GPG)."""
     gae_lambda: float = 1.0
-    """Then GAE runs over the token rewards; 1 without a critic = the discounted sum of the rewards that follow."""
+    """GAE runs over the token rewards with it; 1 without a critic = the discounted sum of the rewards that follow."""
     token_baseline: TokenBaseline = "none"
-    """Then `optimal_token_baseline` is subtracted, with positions by token or by trained token."""
+    """Subtracts `optimal_token_baseline`, with positions by token or by trained token."""
     adv_norm: NormConfig | None = None
     """Last, the advantages of the tokens are centred and scaled."""
     is_custom: bool = False

@@ -84,7 +84,7 @@ def ratio_at_level(log_ratio: Tensor, level: str, spans: Spans) -> Tensor:
 
 
 def outside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    """Where `values` are below `lower` or above `upper`; NaN is not, so that it stays visible in the loss."""
+    """Mask of the `values` below `lower` or above `upper`. NaN is not in it, so that it stays visible in the loss."""
     found = torch.zeros_like(values, dtype=torch.bool)
     if lower is not None:
         found |= values < lower

@@ -16,7 +16,7 @@ from areal.algorithm.aggregate import require_same_shape
 
 @dataclass(frozen=True, slots=True)
 class PairPlaces:
-    """Where the two sequences of each of P pairs lie among S sequences."""
+    """The places of the two sequences of each of P pairs among S sequences."""
 
     chosen: Tensor  # [P] int64
     rejected: Tensor  # [P] int64

@@ -64,7 +64,7 @@ def contested_prefixes(
 
 
 def _longest_contested(answers: Sequence[_Answer]) -> list[int]:
-    """For each of the sorted answers, the longest beginning shared with one of another reward.
+    """The longest beginning that each of the sorted answers shares with one of another reward.
 
     Sorted, the common beginning of two answers is the shortest of those between neighbours on the way, so the nearest
     answer with another reward on either side has the most in common.

@@ -1,1 +1,4 @@
-"""The command `areal`: one table of subcommands, which wrap the other packages."""
+"""The command `areal`: one table of subcommands, which wrap the other packages.
+
+Start with `main.py`. Arguments enter; printed lines, pages and exit codes leave.
+"""

@@ -17,13 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 from areal.api.config.experiment import GRPOConfig, Kind, kind_of, kind_of_section, sections
 from areal.api.config.load import (
     UNREADABLE,
-    composed_yaml,
     default_text,
     help_text,
     load_experiment,
     override_value,
     reason_of,
-    with_quotes,
+    yaml_value,
 )
 from areal.api.config.redaction import public, public_text
 from areal.api.config.schema import find_field, nearest, relevance_of, type_text
@@ -140,7 +139,7 @@ def _read(path: Path, kind: Kind | None) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".sh":
             return _script_tree(text, kind)
-        found: Any = _toml(text) if path.suffix == ".toml" else _yaml(text, kind)
+        found: Any = _toml(text) if path.suffix == ".toml" else yaml_value(text, kind)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     except UNREADABLE as error:
@@ -167,16 +166,8 @@ def _toml(text: str) -> Any:
     return json.loads(json.dumps(tomllib.loads(text), default=str))
 
 
-def _yaml(text: str, kind: Kind | None) -> Any:
-    """The value of YAML as its system reads it: 1e-6 is a number, and 2026-01-31 is text."""
-    root = composed_yaml(text) if kind is not None else None
-    if kind is not None and root is not None:
-        text = with_quotes(text, root, kind)
-    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-
-
 def _value(text: str, kind: Kind | None, key: str) -> Any:
-    return _yaml(f"value: {text}", None)["value"] if kind is None else override_value(text, kind, key)
+    return yaml_value(f"value: {text}", None)["value"] if kind is None else override_value(text, kind, key)
 
 
 def _unreadable(path: Path, why: str) -> ConfigError:

@@ -26,7 +26,7 @@ _SCOPES: dict[Scope, str] = {
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="areal prove-template",
-        description="Prove for which dialogues the tokens of a chat template only grow (docs/templates.md).",
+        description="Prove for which dialogues the tokens of a chat template only grow (docs/data.md).",
         epilog="Exit status: 0 proved, 1 a counterexample, 2 the template cannot be loaded. Scopes: "
         + "; ".join(f"{name}: {text}" for name, text in _SCOPES.items()),
     )

@@ -128,7 +128,7 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-        """As `render`, but recent texts are kept: the next prompt of one turn begins the following turn."""
+        """Render, and keep recent texts: the next prompt of one turn begins the following turn."""
         facts = json.dumps([messages, tools], default=repr).encode()
         key = hashlib.blake2b(facts, digest_size=16).digest()
         if (text := self._recent.get(key)) is None:
@@ -172,9 +172,9 @@ class EncodedPrompt:
     """A prompt as text and as token ids."""
 
     text: str
-    """With one placeholder for each image."""
+    """The text with one placeholder for each image."""
     token_ids: Sequence[int]
-    """With all placeholders of each image."""
+    """The tokens with all placeholders of each image."""
     images: tuple[RowImage, ...] = ()
 
 

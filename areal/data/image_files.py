@@ -283,7 +283,7 @@ class ImageFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._durable: set[str] = set()
-        """Of the files that this process has synced to disk: another one may have ended before it did."""
+        """Digests of the files that this process has synced to disk: another one may have ended before it did."""
 
     def path(self, sha256: str) -> Path:
         return self.folder / sha256[:2] / f"{sha256}.png"
@@ -365,13 +365,13 @@ class RunImages:
     layout: VisionLayout
     store: ImageStore
     max_images: int = 16
-    """Of one prompt: vision.max_images."""
+    """Images of one prompt: vision.max_images."""
     around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """The tokens before and after the placeholders of an image, of a family whose processor writes them."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> Self | None:
-        """Of a run; None for a model without images. Raises InputError for a hub name that cannot be read."""
+        """The images of a run; None for a model without images. InputError: a hub name cannot be read."""
         layout = read_vision_layout(config.actor.path, downloads=True)
         if layout is None:
             return None

@@ -43,7 +43,7 @@ class ImageWriter:
 
     @classmethod
     def of(cls, config: BaseExperimentConfig, store: ImageStore | None = None) -> Self | None:
-        """For the trained model of a configuration; None when it takes no images. `store`: None = that of the run."""
+        """The images for the trained model; None when it takes none. `store`: None = that of the run."""
         model = config.models.get("actor") or config.models.get("model")
         layout = None if model is None else read_vision_layout(model.path, downloads=True)
         store = store or ImageFiles(RunPaths.of(config).images)
@@ -72,13 +72,13 @@ class PromptImages:
 
     @classmethod
     def of(cls, config: BaseExperimentConfig, tokenizer: Tokenizer) -> Self | None:
-        """For the trained model of a configuration; None when it takes no images."""
+        """The images for the trained model of a configuration; None when it takes none."""
         writer = ImageWriter.of(config)
         return None if writer is None else cls(writer, config.vision, tokenizer)
 
     @property
     def run(self) -> RunImages:
-        """For images in dialogues, with the limits of `vision`."""
+        """The images of dialogues, with the limits of `vision`."""
         layout, limit = self._layout, self.writer.max_pixels
         most = layout.max_pixels if limit is None else min(limit, layout.max_pixels)
         return RunImages(replace(layout, max_pixels=most), self.writer.files, self._options.max_images)

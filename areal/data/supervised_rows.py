@@ -72,7 +72,7 @@ def encode_sft_row(
 
 
 def _encoded(row: dict[str, Any], tokenizer: Tokenizer, train_on: str) -> EncodedRow:
-    """With one placeholder for each image."""
+    """The tokens of a row, with one placeholder for each image."""
     prompt_row, answer = row, row.get("answer")
     if "messages" in row:
         messages = checked_messages(row["messages"])

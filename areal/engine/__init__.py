@@ -1,1 +1,4 @@
-"""Train engines: models, device meshes, packing, the output head, checkpoints. One factory per backend."""
+"""Train engines: models, device meshes, packing, the output head, optimisers, checkpoints.
+
+Start with `fsdp.py`. Batches enter; log-probabilities, updates and weights by Hugging Face name leave.
+"""

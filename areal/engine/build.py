@@ -28,7 +28,7 @@ def build_megatron_engine(
     outputs: OutputSpec | None = None,
     images: ImageStore | None = None,
 ) -> TrainEngine:
-    """As `areal.engine.fsdp.build_fsdp_engine`, with Megatron-Core; a collective over all trainer ranks.
+    """Build an engine of Megatron-Core as `areal.engine.fsdp.build_fsdp_engine` does one of FSDP; a collective.
 
     A model with an optimiser keeps float32 weights besides those of config.dtype with which it computes. It takes no
     `images`.

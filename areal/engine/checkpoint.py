@@ -149,7 +149,7 @@ OLD_FORMATS = (2, 3)
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """Where a part is, as `HuggingFaceStorageReader` reads it."""
+    """The place of a part, as `HuggingFaceStorageReader` reads it."""
 
     relative_path: str
 
@@ -190,7 +190,7 @@ def old_metadata(folder: Path, facts: Mapping[str, Any], shapes: Mapping[str, tu
 
 
 def _places(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Of a rank in the mesh, by the name of the dimension."""
+    """The coordinates of a rank in the mesh, by the name of the dimension."""
     rest, tensor = divmod(rank, sizes["tensor"])
     replicate, shard = divmod(rest, sizes["shard"])
     expert_shard, expert = divmod(shard, sizes["expert"])

@@ -491,9 +491,9 @@ class LogitsRule:
 
 
 def logits_rule(model: PreTrainedModel) -> LogitsRule:
-    """As Cohere, Granite, MiniCPM (factors) and Gemma (caps) do, each in its own way.
+    """The factor (Cohere, Granite, MiniCPM) or cap (Gemma) of a model's logits.
 
-    Found by the model's forward function with numbers in place of the decoder's states. ConfigError for any other rule.
+    The model's forward function shows it, with numbers in place of the decoder's states. ConfigError for another rule.
     """
     config, name = model.config.get_text_config(), type(model).__name__
     cap: float | None = getattr(config, "final_logit_softcapping", None)

@@ -224,12 +224,12 @@ class _Plan:
         return replace(self, temperature=self.temperature[rows]) if isinstance(self.temperature, Tensor) else self
 
     def divided(self, values: Tensor, tokens: slice) -> Tensor:
-        """In place; values [t, v]."""
+        """Divide values [t, v] in place."""
         each = self.temperature[tokens, None] if isinstance(self.temperature, Tensor) else self.temperature
         return values if isinstance(each, float) and each == 1.0 else values.div_(each)
 
     def slopes(self, logits: Tensor, tokens: slice) -> Tensor | None:
-        """Of capped logits by those before; None without a cap. `logits`: after the temperature."""
+        """Derivative of capped logits by those before; None without a cap. `logits`: after the temperature."""
         if self.softcap is None:
             return None
         each = self.temperature[tokens, None] if isinstance(self.temperature, Tensor) else self.temperature

@@ -128,7 +128,7 @@ class Adapters:
 
     @property
     def layers(self) -> Mapping[str, LoRALinear]:
-        """By the name of the module."""
+        """Name of the module -> layer."""
         return self._layers
 
     def trained(self) -> dict[str, nn.Parameter]:

@@ -95,7 +95,7 @@ def _prompt_lengths(batch: TrainBatch, starts: Tensor) -> Tensor:
 
 
 def _leaders(batch: TrainBatch, starts: Tensor, prompts: Tensor) -> Tensor:
-    """For each sequence the first one with its group and prompt, itself where the tokens differ. -> [S] int64"""
+    """The first sequence with the group and prompt of each sequence, itself where the tokens differ. -> [S] int64"""
     seen: dict[tuple[int, int], int] = {}
     keys = zip(batch.group_ids.tolist(), prompts.tolist(), strict=True)
     leaders = torch.tensor([seen.setdefault(key, i) if key[1] else i for i, key in enumerate(keys)])
@@ -204,7 +204,7 @@ def plan_micro_batches(
 
 
 def _sums(lengths: Sequence[int], granularity: int) -> list[int]:
-    """Of the sequences that stay in one micro-batch; [0] without sequences."""
+    """Sums of the lengths that stay in one micro-batch; [0] without sequences."""
     return [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)] or [0]
 
 

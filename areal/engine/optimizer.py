@@ -194,7 +194,7 @@ class ScheduledOptimizer:
         self._total_steps = total_steps
         self._optimizer = _make_optimizer(parameters, config)
         self._on_cpu: dict[Tensor, dict[str, Tensor]] | None = {} if offloads_state else None
-        """With `offloads_state`: the state of each parameter, sharded as the parameter is."""
+        """Parameter -> its state, sharded as the parameter is; None without `offloads_state`."""
         self.num_steps = 0
         """Calls of `step` so far: the position in the schedule."""
 

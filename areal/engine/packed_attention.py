@@ -122,7 +122,7 @@ def _all_to_all(values: Tensor, ranks: RankGroup) -> Tensor:
 SDPA = "areal_packed_per_sequence"  # transformers looks for support of torch's attention behind "sdpa" in a name
 VARLEN = "areal_packed_varlen"
 SHORT_ON_CPU = 256
-"""Below these tokens of a sequence the backward pass of attention on the CPU is slower in half precision than in
+"""Tokens of a sequence below which the backward pass of attention on the CPU is slower in half precision than in
 float32: 10 times with 16 tokens."""
 LONG = 1024
 """Tokens of a sequence from which a sliding window is computed in blocks, without a mask of the whole sequence."""
@@ -150,7 +150,7 @@ class PackedLayout:
     context: RankGroup | None = None
     """Set when this rank computes only its part of the row's tokens."""
     num_tokens: int = 0
-    """Of the row without padding, when `context` is set."""
+    """Tokens of the row without padding, when `context` is set."""
     answers: tuple[AnswerRun, ...] = ()
     """They follow the sequences of `runs`, and attend to their prompts too. Only for sdpa."""
     blocks: Tensor | None = None
@@ -225,7 +225,7 @@ def require_packed_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _cut(blocks: Sequence[nn.Module], reached: list[nn.Module]) -> Iterator[None]:
-    """While it is active, blocks return their input when attention is reached. `reached`: gets these blocks."""
+    """Let blocks return their input when attention is reached, inside the block. `reached` gets these blocks."""
 
     def forward(block: nn.Module, whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         try:

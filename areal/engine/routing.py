@@ -115,7 +115,7 @@ class Routing:
             raise _refused(hf, "its routers have no bias: use router_aux_loss_coef")
         self._row = _NO_ROW
         self._sums: _Sums | None = None
-        """Since the last optimiser step, on the device."""
+        """Sums since the last optimiser step, on the device."""
         for layer, gate in self._gates.items():
             if layer in self._rules and (config.router_option or not config.compile):
                 gate.forward = partial(self._route, layer, gate.forward)
@@ -262,7 +262,7 @@ def _each(weights: Tensor, chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Over tokens, float64: of each layer and expert, and of the facts entropy, agreed, replayed choices, tokens."""
+    """Sums over tokens, float64: of each layer and expert, and of entropy, agreed, replayed choices, tokens."""
 
     loads: Tensor  # [layers, E]
     shares: Tensor  # [layers, E]
@@ -274,7 +274,7 @@ class _Sums:
         return _Sums(self.loads + other.loads, self.shares + other.shares, self.facts + other.facts)
 
     def reduced(self, reduce_sum: Callable[[Tensor], Tensor]) -> _Sums:
-        """Over all ranks, on the CPU."""
+        """The sums over all ranks, on the CPU."""
         parts = (self.loads, self.shares, self.facts)
         total = reduce_sum(torch.cat([part.flatten() for part in parts]).cpu())
         sizes = [part.numel() for part in parts]

@@ -158,7 +158,7 @@ class PolicyModel(TokenModel):
         return found.index_fill(0, torch.tensor(own, dtype=torch.int64, device=weight.device), _NEVER)
 
     def _temperature_of(self, inputs: ModelInput) -> float | Tensor:
-        """That of the model, or [T] where the batch has tokens of other temperatures."""
+        """The temperature of the model, or [T] where the batch has tokens of other temperatures."""
         given = inputs.temperatures
         if given is None:
             return self._temperature

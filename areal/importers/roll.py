@@ -67,11 +67,7 @@ def name_defaults(draft: Draft, values: Mapping[str, Any]) -> None:
 
 # Losses, KL terms and advantages of ROLL.
 
-_OF_CRITIC = {
-    "lambd": "actor.gae_lambda",
-    "value_clip": "critic.eps_clip",
-    "critic_warmup": "critic.warmup_steps",
-}
+_OF_CRITIC = {"lambd": "actor.gae_lambda", "value_clip": "critic.eps_clip", "critic_warmup": "critic.warmup_steps"}
 _OF_ROLES = (
     "name", "data_args.template", "infer_batch_size", "training_args.num_train_epochs", "training_args.warmup_*",
     "training_args.per_device_train_batch_size", "training_args.gradient_accumulation_steps",
@@ -414,7 +410,7 @@ def _refuse_others(values: Mapping[str, Any]) -> None:
     for start, kind in _OTHERS.items():
         key = next((key for key in values if f"{key}.".startswith(start)), None)
         if key is not None:
-            message = f"ROLL files of {kind} ({key}) are not imported: write one (docs/choosing.md)"
+            message = f"ROLL files of {kind} ({key}) are not imported: write one (docs/algorithms.md)"
             raise ConfigError(message, code="config.unsupported")
     strategy = "actor_train.strategy_args.strategy_name"
     if str(values.get(strategy)).startswith("diffusion"):
@@ -648,7 +644,7 @@ def _dropped(draft: Draft) -> None:
         option, value = _TRACKERS[tracker]
         draft.set(f"stats_logger.{option}", value, "ROLL: track_with", "track_with")
     elif tracker not in ("none", "None", "stdout"):
-        draft.lack("there is no such tracker here (docs/reading_metrics.md)", "track_with")
+        draft.lack("there is no such tracker here (docs/debugging.md)", "track_with")
     draft.drop("names and keys of a tracker are in its own variables", "tracker_kwargs.*", "track_with", "logging_*")
     if isinstance(resume := draft.get("resume_from_checkpoint"), bool):
         why = "ROLL: resume_from_checkpoint"

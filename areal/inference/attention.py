@@ -28,7 +28,7 @@ class LayerShape:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Of the keys and values of a token."""
+        """Sizes of the keys and of the values of a token."""
         return self.num_kv_heads, self.key_size + self.value_size
 
 

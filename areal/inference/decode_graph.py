@@ -34,7 +34,7 @@ class _Family:
     """What the attention of a class of models has besides the four projections."""
 
     has_norms: bool = False
-    """Of queries and keys."""
+    """Queries and keys are normalised."""
     has_windows: bool = True
     """Each attention module has `sliding_window`, which is None without a window."""
 
@@ -44,7 +44,7 @@ _FAMILIES = {
     "Qwen2ForCausalLM": _Family(),
     "Qwen3ForCausalLM": _Family(has_norms=True),
 }
-"""By name, because the import of all classes takes longer than that of the one that is used."""
+"""Class name -> family. The import of all classes takes longer than that of the one that is used."""
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of the sequence."""
 _TRIAL_TOKENS = 9
@@ -204,7 +204,7 @@ class DecodeRow:
     length: int
     """Tokens to attend to, including its own."""
     slot: int
-    """Where its keys and values go."""
+    """Place of its keys and values in the cache."""
     blocks: Sequence[int]
     """The blocks of the cache up to its own."""
 
@@ -239,7 +239,7 @@ class DecodeGraphs:
         self._filling = DecodeRow(token=0, position=0, length=1, slot=spare_block * block_size, blocks=[spare_block])
         self._device = device
         self._graphs: dict[tuple[int, ...], dict[tuple[int, int], _Graph]] = {}
-        """By addresses of the weights, then by rows and blocks per row."""
+        """Addresses of the weights -> (rows, blocks per row) -> graph."""
         self.is_off = False
 
     def logits(self, rows: Sequence[DecodeRow]) -> Tensor | None:

@@ -109,7 +109,7 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _race(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """As `_draw`: each index gets an exponential random number divided by its weight, and the smallest wins.
+    """Draw as `_draw` does: each index gets an exponential random number divided by its weight, and the smallest wins.
 
     The numbers are a hash of the row's uniform number and the index. They are computed for blocks of rows.
     """

@@ -59,7 +59,7 @@ class ImageReader:
 
     @property
     def max_bytes(self) -> int:
-        """Of all images of a request in its body: base64 of PNG files whose colours cannot be compressed."""
+        """Largest size of all images of a request in its body: base64 of PNG files that cannot be compressed."""
         if self._layout is None:
             return 0
         return self._context_length * (self._layout.patch_size * self._layout.merge_size) ** 2 * 5

@@ -57,7 +57,7 @@ _MAX_STOP_LENGTH = 256
 """Characters of a stop string. Each new token is compared with this length of text."""
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 _MIN_REPETITION, _MAX_REPETITION = 1e-3, 1e3
-"""Within these limits logits of up to 1e29 stay finite in float32, in which the sampler computes."""
+"""Limits within which logits of up to 1e29 stay finite in float32, in which the sampler computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class RequestLimits:
     """End tokens of the model."""
     has_tokenizer: bool
     layout: VisionLayout | None = None
-    """Of a model that takes images."""
+    """The image layout of a model that takes images."""
 
 
 def _invalid(message: str) -> RequestError:

@@ -130,7 +130,7 @@ class PlacedImage:
     start: int
     """Number of its first placeholder in the prompt."""
     count: int
-    """Of placeholders."""
+    """Number of its placeholders."""
     grid: tuple[int, int, int] = field(compare=False)
     """Patches: time, height, width."""
     shift_after: int
@@ -175,7 +175,7 @@ class Sequence:
     """time.perf_counter_ns at its first start; 0 = it waits."""
     finish: FinishReason | None = None
     images: tuple[PlacedImage, ...] = ()
-    """In the order of their placeholders."""
+    """The images of the prompt, in the order of their placeholders."""
     image_end: int = field(init=False)
     """Number of tokens up to the last placeholder; 0 = there are no images."""
     position_shift: int = field(init=False)
@@ -417,7 +417,7 @@ class Scheduler:
         sequence.finish = reason
 
     def finish_many(self, ended: Iterable[tuple[Sequence, FinishReason]]) -> None:
-        """Like `finish` for several running sequences, in one pass over the queue."""
+        """Finish several running sequences in one pass over the queue."""
         for sequence, reason in ended:
             self._free(sequence)
             sequence.status = Status.FINISHED

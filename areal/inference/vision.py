@@ -37,7 +37,7 @@ class Vision:
     def __init__(self, model: PreTrainedModel, layout: VisionLayout) -> None:
         self._model, self.layout = model, layout
         self._features: OrderedDict[str, ImageFeatures] = OrderedDict()
-        """Of the present weights, by digest, the last used one last."""
+        """Digest -> features of the present weights, the last used ones last."""
         self._num_bytes = 0
         self._banned = torch.tensor(layout.banned_ids, device=model.device)
         self.num_computed = 0
@@ -122,7 +122,7 @@ class Vision:
 
 
 def last_seen(chunk: Chunk) -> list[int]:
-    """For each token of a chunk the last one that it attends to, where those of an image attend to each other."""
+    """The last token that each token of a chunk attends to; tokens of an image attend to each other."""
     found = list(range(chunk.start, chunk.start + chunk.count))
     for image, first, end in _images_in(chunk):
         found[first - chunk.start : end - chunk.start] = [image.start + image.count - 1] * (end - first)
@@ -141,7 +141,7 @@ def _images_in(chunk: Chunk) -> list[tuple[PlacedImage, int, int]]:
 def placed_images(
     token_ids: Items[int], images: Items[tuple[ImageRef, np.ndarray]], layout: VisionLayout
 ) -> tuple[PlacedImage, ...]:
-    """Where the images are in expanded token ids, which belong to them."""
+    """The images with their places in expanded token ids."""
     places: list[PlacedImage] = []
     end = shift = 0
     for image, colours in images:

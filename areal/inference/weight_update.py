@@ -160,7 +160,7 @@ class ServedWeights:
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
-        """On a GPU, copies inside do not wait for the steps of the engine; they are complete afterwards."""
+        """Copies inside do not wait for the steps of the engine on a GPU; they are complete afterwards."""
         if self._stream is None:
             yield
             return

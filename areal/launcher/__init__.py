@@ -1,1 +1,4 @@
-"""The start of a run: configuration to launch plan to processes. Never imports torch."""
+"""The start of a run: configuration to launch plan to processes. It never imports torch.
+
+Start with `job.py`. A configuration enters; running, supervised processes and the result of the run leave.
+"""

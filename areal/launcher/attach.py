@@ -147,7 +147,7 @@ class Answer:
     """working = another answer follows."""
     text: str
     limit_s: float = 0.0
-    """While it works: seconds after which the launcher has finished or given up."""
+    """Seconds after which the launcher has finished or given up, while it works."""
 
 
 class RequestBox:

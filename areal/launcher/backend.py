@@ -30,7 +30,7 @@ class LogTail:
     """The last lines that a process has written since its start."""
 
     lines: list[str]
-    """Without empty lines."""
+    """Lines that are not empty."""
     written_ns: int
     """When the log was last written, in nanoseconds since 1970; 0 when there is none."""
 
@@ -119,7 +119,7 @@ class LocalBackend(ProcessBackend):
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, tuple[Path, int]] = {}  # with the size at the process's start
         self._memory_kills = _memory_kills()
-        """Of which the process is known, or was not of this run."""
+        """Kills whose process is known, or was not of this run."""
         self._beats = NodeBeats()
         self._resident: dict[str, int] = {}
         self._out_of_memory = set[str]()

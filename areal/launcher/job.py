@@ -149,7 +149,7 @@ class PlannedProcess:
     role: Role
     index: int
     part: int = 0
-    """Of a server over several machines. Part 0 serves the requests."""
+    """Part of a server over several machines. Part 0 serves the requests."""
     host: Host
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -157,7 +157,7 @@ class PlannedProcess:
     log_path: str
     device: str
     gpus: tuple[str, ...]
-    """Of one server or rank; empty = it runs on the CPU."""
+    """GPUs of one server or rank; empty = it runs on the CPU."""
     num_threads: int
     """CPU threads of each computing process."""
     memory_bytes: int | None
@@ -189,7 +189,7 @@ class LaunchPlan:
     allocation: str
     processes: tuple[PlannedProcess, ...]
     spare_gpus: tuple[tuple[Host, tuple[str, ...]], ...]
-    """By machine, the GPUs that no process uses, for replicas that are added later."""
+    """Machine and the GPUs that no process uses, for replicas that are added later."""
     attached: tuple[str, ...]
     """URLs of servers that already run and replace planned ones."""
     numbers: RunNumbers

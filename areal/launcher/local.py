@@ -229,7 +229,7 @@ def bytes_text(count: int | None) -> str:
 
 
 def _variables(env: Mapping[str, str]) -> str:
-    """In shell syntax, as a start by hand needs them. Secrets and PATH are not shown."""
+    """The variables in shell syntax, as a start by hand needs them. Secrets and PATH are not shown."""
     shown = {name: value for name, value in public_environment(env).items() if name not in (AREAL_PROCESS, "PATH")}
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items()))
 

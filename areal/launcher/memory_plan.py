@@ -21,7 +21,7 @@ _CARD_SHARE = 0.95
 _PINNED = 1.5
 """Torch rounds each piece of memory that a GPU copies to up to a power of two bytes."""
 _BLOCK_LOGITS = {True: 2**26, False: 2**22}
-"""By whether the rank has a GPU: logits that the head computes at a time (`areal.engine.linear_logprobs`)."""
+"""The rank has a GPU -> logits that the head computes at a time (`areal.engine.linear_logprobs`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,11 @@ class RankMemory:
     gathered: int
     """Whole blocks, and the embedding with the head, that FSDP gathers for a pass, with their gradients."""
     activations: int
-    """At the largest micro-batch, for the model that needs most of them."""
+    """Activations of the largest micro-batch, for the model that needs most of them."""
     publishing: int
     """The largest weight and one bucket; not at the same time as activations."""
     host_copy: int
-    """On the host: what a recovery checkpoint copies (recover.async_save), from the first one on."""
+    """Memory of the host into which recovery checkpoints are copied (recover.async_save)."""
 
     @property
     def peak(self) -> int:

@@ -11,7 +11,7 @@ from areal.launcher.job import PlannedProcess
 from areal.system.heartbeat import Beat
 
 HELLO_ID = -1
-"""In a Reply to Hello."""
+"""Id of the reply to Hello."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,11 +57,11 @@ class NodeChoice:
         self._connect = connect
         self._connect_limit_s = connect_limit_s
         self._since_s: dict[str, float] = {}
-        """By node, when the pending connection began."""
+        """Node -> start of the pending connection."""
         self._open_run = open_run
         self._pending: dict[str, NodeLink] = {}
         self._placed: dict[str, tuple[NodeLink, Place]] = {}
-        """By process, where it was last started."""
+        """Process -> place of its last start."""
 
     def is_connected(self, name: str) -> bool:
         return name in self._links and not self._links[name].lost
@@ -161,7 +161,7 @@ class Node:
     command: tuple[str, ...]
     """Connects standard input and output to an agent there, for example `ssh node2 python -m ...node_agent`."""
     role: Role | None = None
-    """Only processes of this role run there; None = of all roles."""
+    """The role whose processes run there; None = all roles."""
 
 
 class NodeCluster:
@@ -245,7 +245,7 @@ class NodesBackend(ProcessBackend):
         self._agent_for = agent_for
         self._forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         self._links: dict[str, NodeLink] = {}
-        """By name of the process."""
+        """Process -> link to its node."""
         self._places: dict[str, tuple[Host, tuple[str, ...]]] = {}
         self._unreachable: dict[str, Ended] = {}
 

@@ -21,9 +21,9 @@ class Machine:
     gpus: tuple[str, ...] = ()
     """Ids in the form of CUDA_VISIBLE_DEVICES."""
     host: Host = field(default_factory=Host)
-    """Where processes on it listen. `host.node` names the machine."""
+    """Address on which its processes listen. `host.node` names the machine."""
     role: Role | None = None
-    """Only processes of this role are placed here; None = of all roles."""
+    """The role whose processes are placed here; None = all roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Placement:
     servers: tuple[tuple[Place, ...], ...]
-    """For each server, the places of its members: one, unless it needs the GPUs of several machines."""
+    """The places of each server: one, unless it needs the GPUs of several machines."""
     trainers: tuple[Place, ...]
-    """In rank order. The ranks of a machine follow each other."""
+    """Places in rank order. The ranks of a machine follow each other."""
     spare_gpus: tuple[tuple[Machine, tuple[str, ...]], ...]
     """Machines with GPUs that no process uses."""
 

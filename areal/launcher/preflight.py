@@ -558,7 +558,7 @@ def _adapter_problems(key: str, model: TrainEngineConfig) -> Iterator[str]:
 
 
 def _head_problems(config: PPOConfig) -> Iterator[str]:
-    """Without a scoring head in its checkpoint a reward model would give random scores."""
+    """A reward model without a scoring head in its checkpoint would give random scores."""
     model = config.reward_model
     if model is None or model.init_from_scratch or not Path(model.path, "config.json").is_file():
         return
@@ -639,7 +639,7 @@ def _has_episodes(ledger: Path) -> bool:
 
 
 def checkpoint_text(newest: Path | None) -> str:
-    """Where trainers start. They take an earlier checkpoint when this one is damaged."""
+    """The checkpoint from which trainers start. They take an earlier one when it is damaged."""
     return f"{newest.name}, if it is intact" if newest else "the beginning"
 
 

@@ -20,7 +20,7 @@ class Death:
 
     name: str
     exit_code: int
-    """As in subprocess: negative = signal."""
+    """Exit code as in subprocess: negative = signal."""
     was_ready: bool
     """The process was ready at least once since the launch, also before an earlier restart."""
 

@@ -373,7 +373,7 @@ class Sweep:
     words: tuple[str, ...]
     """The words that are not about the sweep."""
     overrides: tuple[tuple[str, ...], ...]
-    """For each run, its options as key=value; empty = no sweep."""
+    """Options of each run as key=value; empty = no sweep."""
     at_once: int
     """Maximum number of runs at a time; 0 = no limit."""
 

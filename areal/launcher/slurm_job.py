@@ -44,9 +44,9 @@ class JobFacts:
     restarts: int = 0
     """How often Slurm has put the job back into the queue."""
     exit_code: int = 0
-    """Of the batch script."""
+    """Exit code of the batch script."""
     signal: int = 0
-    """That ended the batch script; 0 = none."""
+    """The signal that ended the batch script; 0 = none."""
     requeue: bool = False
     """Slurm may put the job back into the queue after the loss of a node or a preemption."""
     is_preempted: bool = False
@@ -312,9 +312,9 @@ class Resources:
 
     nodes: int
     gpus: int
-    """Of each node."""
+    """GPUs of each node."""
     cpus: int
-    """Of each node: what the processes of the fullest one need."""
+    """CPUs of each node: as many as the processes of the fullest one need."""
     memory_mib: int
     """The same."""
 
@@ -604,7 +604,7 @@ class JobsCluster:
         self._say = say
         self._components = {name: one for one in components_of(config) for name in one.node_names}
         self._jobs: dict[str, str] = {}
-        """By name of the component."""
+        """Component -> job."""
         self._nodes: NodeCluster | None = None
         self._looked_s: dict[str, float] = {}
         """When Slurm was last asked about the job of a lost node."""

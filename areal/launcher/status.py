@@ -268,7 +268,7 @@ def _server(replica: dict[str, Any], current: int | None, updating_to: int | Non
 
 
 def _requests(run: RunSnapshot) -> list[str]:
-    """Where running episodes are, as far as the fleet's counters show."""
+    """What running episodes wait for, as far as the fleet's counters show."""
     status = run.status or {}
     fleet: dict[str, Any] = status.get("replicas") or {}
     at_servers = [_at_server(replica) for replica in fleet.get("replicas") or [] if replica["running"]]
@@ -404,7 +404,7 @@ _WAITING_S = 5.0
 
 
 class Source(Protocol):
-    """Where the status line gets its numbers."""
+    """The source of the numbers of the status line."""
 
     def status(self) -> dict[str, Any] | None:
         """The state of the run; None without an answer."""

@@ -95,7 +95,7 @@ class ElasticRule:
 # on other servers. Nothing here waits: the supervisor's loop calls `step` repeatedly.
 
 _UNREGISTERED_S = 3.0
-"""From the removal of the registry entry to SIGTERM: the fleet reads the registry about once a second."""
+"""Seconds between the removal of the registry entry and SIGTERM: the fleet reads the registry once a second."""
 _MARGIN_S = 5.0
 
 
@@ -122,7 +122,7 @@ class ReplicaChanges:
         self._units = units
         self._backend = backend
         self._gpus: dict[Host, set[str]] = {host: set(gpus) for host, gpus in spare_gpus}
-        """Of each machine of the plan, in use or not."""
+        """GPUs of each machine of the plan, in use or not."""
         for child in (child for unit in units for child in unit.children):
             self._gpus.setdefault(child.planned.host, set()).update(child.planned.gpus)
         self._num_attached = num_attached
@@ -237,7 +237,7 @@ class ReplicaChanges:
             self.failed(unit, str(error))
 
     def _free_gpus(self) -> dict[Host, list[str]]:
-        """Of each machine of the plan, the GPUs that no process uses now, also none that moved there."""
+        """The GPUs of each machine of the plan that no process uses now, also none that moved there."""
         used = [self._backend.place_of(child.planned) for unit in self._units for child in unit.children]
         taken = {(host, gpu) for host, gpus in used for gpu in gpus}
         return {host: sorted(gpu for gpu in gpus if (host, gpu) not in taken) for host, gpus in self._gpus.items()}
@@ -323,9 +323,9 @@ class Outcome:
     was_ready: bool
     """All processes were ready once."""
     exit_codes: dict[str, int | None]
-    """Of every process after its last start, also of removed servers."""
+    """Exit code of every process after its last start, also of removed servers."""
     restarts: dict[str, list[str]]
-    """By unit (a server, the controller, the trainers), the reason of each restart."""
+    """Unit (a server, the controller, the trainers) -> the reason of each restart."""
     peak_rss_bytes: int
     """Highest resident memory of all processes together, seen once a second."""
     episodes: dict[str, Any] | None

@@ -30,7 +30,7 @@ class Child:
         """Process id on its machine; None before the first start."""
         self.is_ready = False
         self.was_ready = False
-        """Since any start."""
+        """The unit was ready after one of its starts."""
         self.started_s = 0.0
         self.killed_s: float | None = None
         """When the launcher killed it; None = it did not."""

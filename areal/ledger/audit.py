@@ -71,7 +71,7 @@ class AuditReport:
     num_bitwise_equal: int = 0
     """How many of these steps led to bitwise the same weights as the first time."""
     unequal: list[int] = field(default_factory=list[int])
-    """Those that led to other weights. Not a violation: sums round differently on other hardware."""
+    """Steps that led to other weights. Not a violation: sums round differently on other hardware."""
     reasons: Counter[str] = field(default_factory=Counter[str])
     notes: list[str] = field(default_factory=list[str])
     """Remarks that are not violations."""

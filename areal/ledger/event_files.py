@@ -257,7 +257,7 @@ def _has_group(data: bytes, offset: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredLedger:
-    """Where the next writer of a folder continues."""
+    """The position at which the next writer of a folder continues."""
 
     state: LedgerState
     end: GroupEnd
@@ -412,6 +412,6 @@ class PayloadReader:
 
 
 def read_payload(folder: Path, where: tuple[int, int, int]) -> bytes:
-    """Like `PayloadReader.read`, for one record."""
+    """Read one payload, as `PayloadReader.read` does."""
     with PayloadReader(folder) as reader:
         return reader.read(where)

@@ -78,7 +78,7 @@ class Retention:
 
 
 def prunable(state: LedgerState, first_kept_step: int, segments: Collection[int]) -> list[int]:
-    """Those of the existing segments that hold nothing which must stay, ascending. The newest always stays."""
+    """The existing segments that hold nothing which must stay, ascending. The newest always stays."""
     if first_kept_step <= 0:
         return []
     needed = state.needed_segments(first_kept_step)
@@ -608,7 +608,7 @@ class Ledger:
                 raise not_writable(self._folder, error) from error
 
     def prune_images(self, files: ImageFiles) -> int:
-        """As `delete_unused_images`, unless rollout.keep_payloads=all."""
+        """Delete unused images, unless rollout.keep_payloads=all."""
         if self._folder is None or self._retention.is_all:
             return 0
         return delete_unused_images(self._folder, files)

@@ -149,7 +149,7 @@ def image_bytes(payload: bytes, num_trajectories: int) -> int:
 
 
 def images_at_end(payload: bytes, num_trajectories: int) -> list[tuple[ImageRef, ...]]:
-    """Inverse of `images_of`: the images of each trajectory."""
+    """The images of each trajectory, as `images_of` wrote them."""
     start = len(payload) - image_bytes(payload, num_trajectories)
     end = len(payload) - (num_trajectories + 1) * LENGTH.size
     rows = (
@@ -204,7 +204,7 @@ _KINDS = {
     for kind in (_Kind(level, *rare), _Kind(level, *rare, has_images=True))
     if level >= (3 if kind.has_temperatures else 2 if kind.has_images else 1)
 }
-"""By magic. Images come with baselines, and temperatures with scores; experts come with temperatures."""
+"""Magic -> kind. Images come with baselines, and temperatures with scores; experts come with temperatures."""
 
 
 class EncodedEpisode(NamedTuple):
@@ -340,7 +340,7 @@ def _counts(trajectories: list[Trajectory], longest: int, by_version: tuple[tupl
 
 
 def routed_experts(payload: bytes) -> RoutedExperts | None:
-    """Those of all tokens of a payload, if it has them."""
+    """The experts of all tokens of a payload, if it has them."""
     if not _KINDS[payload[:4]].has_experts:
         return None
     end = len(payload) - _image_bytes(payload) - EXPERT_SHAPE.size

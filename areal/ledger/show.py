@@ -45,7 +45,7 @@ class EpisodeRecord:
     step: int | None = None
     """Train step of its batch, counted from 0."""
     payload: tuple[int, int, int] | None = None
-    """Where its trajectories are; None = it was not accepted."""
+    """Place of its trajectories; None = it was not accepted."""
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Statistics of the workflow."""
     row: int | None = None
@@ -71,13 +71,13 @@ class Sample:
     versions: Sequence[int]
     """Policy version of each token; -1 = not generated."""
     images: Sequence[ImageRef] = ()
-    """In the order of their places in the tokens."""
+    """The images in the order of their places in the tokens."""
     turns: Sequence[int] = ()
-    """Of a session of an agent: the turn of each token, from 0; -1 = not in the loss. Else empty."""
+    """Turn of each token of a session, from 0; -1 = not in the loss. Empty = no session."""
     session: Mapping[str, Any] | None = None
     """What the workflow recorded of the session of an agent."""
     without_reward: Sequence[Mapping[str, Any]] = ()
-    """Of the first trajectory: what it recorded of the sessions of the episode that have no trajectory."""
+    """What the first trajectory recorded of the sessions of the episode that have no trajectory."""
 
     def spans(self) -> Iterator[tuple[bool, int, int]]:
         """Consecutive tokens that are all generated, in one turn, or all not: (generated, first, end)."""

@@ -23,7 +23,7 @@ _NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """In place of a mask: its function of (row, head, number of the token, number of the token that it may see)."""
+    """The function of a mask, in its place: (row, head, number of the token, number of the token that it may see)."""
 
     function: Callable[..., Any]
     num_positions: int
@@ -47,7 +47,7 @@ class SeenTokens:
 
 @contextmanager
 def described_masks(name: str) -> Iterator[list[SeenTokens]]:
-    """While it is active, layers pass `SeenTokens` to the attention function `name`. Yields all that were made.
+    """Let layers pass `SeenTokens` to the attention function `name` inside the block. Yields all that were made.
 
     The model needs a two-dimensional attention mask, without which transformers looks for packed sequences.
     """
@@ -100,7 +100,7 @@ def capped_attention(
     sinks: Tensor | None = None,
     max_scores: int | None = None,
 ) -> Tensor:
-    """As scaled_dot_product_attention, of equally many heads of queries [n, H, L, D], keys and values [n, H, K, ...].
+    """Attention of equally many heads of queries [n, H, L, D], keys and values [n, H, K, ...].
 
     A score s becomes `softcap` * tanh(s / softcap). `sinks`, broadcastable to [n, H, L, 1], are the score of one more
     key without a value. Blocks of queries are computed one after another, and again in the backward pass, so that
@@ -153,7 +153,7 @@ def _block(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """By an operator whose result a selectively checkpointed block does not keep, unlike those of other products."""
+    """Product whose result a selectively checkpointed block does not keep, unlike those of other products."""
     unused = left.new_empty((1, 1, 1))
     found = torch.baddbmm(unused, left.flatten(0, 1), right.flatten(0, 1), beta=0)
     return found.unflatten(0, left.shape[:2])

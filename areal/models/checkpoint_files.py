@@ -62,7 +62,7 @@ _CONVERTIBLE = {"F64", "F32", "F16", "BF16"}  # servers convert between these dt
 class StoredWeight:
     shape: list[int]
     dtype: str
-    """In the notation of safetensors, for example BF16."""
+    """Data type in the notation of safetensors, for example BF16."""
 
 
 def weight_files(folder: Path) -> list[Path]:

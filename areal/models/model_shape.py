@@ -24,13 +24,13 @@ class VisionShape:
     merge: int
     """Patches that become one token, in each direction."""
     patch_values: int
-    """Of one patch."""
+    """Numbers of one patch."""
     projections: int
     """Weights between the tower and the language model."""
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> Self | None:
-        """Of a config.json; None without a tower of a known form."""
+        """The shape in a config.json; None without a tower of a known form."""
         tower: dict[str, Any] | None = found.get("vision_config")
         if not isinstance(tower, dict) or "patch_size" not in tower:
             return None

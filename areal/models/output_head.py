@@ -32,7 +32,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def routers_of(model: nn.Module) -> dict[int, nn.Module]:
-    """By the number of their layer. A router returns (logits [T, E], weights [T, k], chosen experts [T, k])."""
+    """Number of the layer -> its router. A router returns (logits [T, E], weights [T, k], chosen experts [T, k])."""
     found: dict[int, nn.Module] = {}
     for path, module in model.named_modules():
         children = dict(module.named_children())

@@ -18,10 +18,10 @@ class VisionFamily:
 
     sizing: Sizing
     modules: tuple[str, ...]
-    """Of the tower and of what is between it and the language model, below the base model."""
+    """Modules of the tower and between it and the language model, below the base model."""
     mark: str = ""
     written: str = ""
-    """As in `VisionLayout`."""
+    """The text of an image in prompts, see `VisionLayout`."""
     tokens: tuple[str, ...] = ()
     """Keys in config.json of tokens that are never sampled, besides the placeholder. The first two surround images."""
     has_3d_positions: bool = False
@@ -70,7 +70,7 @@ FAMILIES: dict[str, VisionFamily] = {
         merge_key="mm_tokens_per_image",
     ),
 }
-"""By `model_type`: the families whose images areal handles."""
+"""`model_type` -> family whose images areal handles."""
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """Mean and standard deviation of the colours where preprocessor_config.json has none: those of OpenAI's CLIP."""
 _BICUBIC = 3

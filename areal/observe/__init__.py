@@ -1,1 +1,4 @@
-"""Observation of a run: logging, metrics, phases, traces, trackers."""
+"""Observation of a run: logging, metrics, phases, traces, trackers, alarms.
+
+Start with `trackers.py`. Metrics and spans enter; files, dashboards and alarms leave.
+"""

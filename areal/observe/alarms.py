@@ -172,7 +172,7 @@ def memory_growth(rows: Sequence[Row]) -> float | None:
 
 
 def _growth(values: Sequence[float]) -> float:
-    """By how much all of the newest values are above all of earlier ones; 0 = not, or by less than MIN_GROWTH."""
+    """Difference by which all of the newest values exceed all earlier ones; 0 = less than MIN_GROWTH."""
     if len(values) < MEMORY_START + 3 * MEMORY_PART:
         return 0.0
     # The memory of the first steps grows in every run. The gap of MEMORY_PART steps leaves out one that grows once.

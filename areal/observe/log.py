@@ -39,7 +39,7 @@ _CLIENTS_FAULT = (HTTPException, *BROKEN_BODY)
 
 
 class HttpLogger(logging.Logger):
-    """For `aiohttp.web.AppRunner`. Each server has its own, and closes it after its last request."""
+    """Logger for `aiohttp.web.AppRunner`. Each server has one, and closes it after its last request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__("areal.http")

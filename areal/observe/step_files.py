@@ -108,7 +108,7 @@ class JsonlTracker(StepLines):
     """
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
-        """Also removes the samples from `first_step` on."""
+        """Open the file and remove the samples from `first_step` on."""
         super().__init__(path, first_step=first_step)
         self._samples = path.parent / "samples"
         for old in self._samples.glob("step-*.jsonl"):

@@ -146,7 +146,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 _FLUSH_EVENTS = 1000
 _FLUSH_S = 2.0
-"""For processes without train steps."""
+"""Limits for processes without train steps."""
 
 
 class ChromeTracer:

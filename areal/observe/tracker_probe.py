@@ -47,7 +47,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any, Mapping[str, Any]], None]]] = {
     "mlflow.mode": ("mlflow.tracking_uri", _mlflow),
     "trackio.mode": ("trackio.mode", _trackio),
 }
-"""By option: the option that a failed check is about, and the check of the package."""
+"""Option -> the option that a failed check is about, and the check of the package."""
 
 
 def problems_of(dashboards: Mapping[str, Mapping[str, Any]]) -> list[str]:

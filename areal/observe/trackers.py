@@ -55,7 +55,7 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, value, global_step=step)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """As a Markdown table, which TensorBoard shows under Text, and its images under Images."""
+        """Write a Markdown table, which TensorBoard shows under Text, and its images under Images."""
         self._writer.add_text("samples", _markdown_table(rows), global_step=step)
         for name, path in _pictures(rows, self._images):
             self._writer.add_image(name, colours_of(path.read_bytes()), global_step=step, dataformats="HWC")
@@ -249,7 +249,7 @@ class MlflowTracker:
         self._send(f"the metrics of step {step}", call)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """As a Markdown file among the artifacts, with its images."""
+        """Write a Markdown file among the artifacts, with its images."""
         call = partial(self._client.log_text, self._run, _markdown_table(rows), f"samples/step-{step:06d}.md")
         self._send(f"the samples of step {step}", call)
         for name, path in _pictures(rows, self._images):
@@ -294,7 +294,7 @@ def mlflow_uri(settings: MlflowConfig, environ: Mapping[str, str]) -> str:
 
 @contextmanager
 def _limited_request() -> Iterator[None]:
-    """Within it MLflow's client, which reads these variables at each request, gives up after seconds, not minutes."""
+    """Let MLflow's client, which reads these variables at each request, give up after seconds, not minutes."""
     own = {name: value for name, value in FIRST_REQUEST.items() if name not in os.environ}
     os.environ.update(own)
     try:
@@ -319,7 +319,7 @@ _MLFLOW_NAME = re.compile(r"[^\w\-./: ]")
 
 
 def _run_name(config: BaseExperimentConfig) -> str:
-    """Without the quotation mark that ends a text in a filter of MLflow."""
+    """The name without the quotation mark that ends a text in a filter of MLflow."""
     return f"{config.experiment_name}/{config.trial_name}".replace("'", '"')
 
 
@@ -463,7 +463,7 @@ def build_trackers(
 
 
 def missing_packages(config: BaseExperimentConfig) -> list[str]:
-    """For each dashboard that is on and has no package here: its option and how to install the package."""
+    """Option of each dashboard that is on and has no package here, and how to install the package."""
     return [
         f"stats_logger.{key} needs the package {package}: pip install -e '.[{extra}]' in the repository of areal"
         for key in keys_on(config)

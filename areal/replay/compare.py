@@ -1,4 +1,4 @@
-"""Comparison of a replay with its run, step by step: equality of bits, or a table of differences."""
+"""The output of a replay: each step next to that of its run, equal in every bit or in a table, and the result."""
 
 import json
 import sys
@@ -20,166 +20,142 @@ SHOWN = {
 """Metrics that a comparison with overrides shows, if recorded, and their headings."""
 _WIDTH = 11
 
-Row = Mapping[str, Any]  # A line of metrics.jsonl.
+Row = Mapping[str, Any]
+"""A line of metrics.jsonl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
+    """One step of a replay and the same step of its run."""
+
     step: int  # Steps done.
     weights: bool | None  # Whether the checksums are equal; None = the run recorded none.
-    metrics: dict[str, tuple[float | None, float | None]]  # Metrics in EXACT that both have: live, replayed.
+    live: Row  # Of the run; empty = it has no metrics of this step.
+    own: Row
+
+    @classmethod
+    def of(cls, step: int, recorded_weights: str, live: Row | None, own: Row) -> "StepComparison":
+        weights = own["weights"] == recorded_weights if recorded_weights else None
+        return cls(step=step, weights=weights, live=live or {}, own=own)
+
+    @property
+    def exact(self) -> dict[str, tuple[Any, Any]]:
+        """The metrics in EXACT that both have: live, replayed."""
+        return {name: (self.live[name], self.own[name]) for name in EXACT if name in self.live and name in self.own}
 
     @property
     def different(self) -> list[str]:
-        names = [name for name, (live, own) in self.metrics.items() if live != own]
-        return names if self.weights is not False else ["weights", *names]
+        return ["weights"] * (self.weights is False) + [name for name, (a, b) in self.exact.items() if a != b]
 
     def line(self) -> str:
+        """What is equal and what differs."""
         weights = {True: "weights equal", False: f"weights DIFFER at step {self.step}", None: "weights not recorded"}
-        equal = [name for name, (live, own) in self.metrics.items() if live == own]
+        equal = [name for name, (live, own) in self.exact.items() if live == own]
         parts = [weights[self.weights]] + [", ".join(equal) + " equal"] * bool(equal)
-        for name, (live, own) in self.metrics.items():
-            if live != own:
-                parts.append(f"{name} DIFFERS (live {live}, replay {own})")
+        parts += [f"{name} DIFFERS (live {a}, replay {b})" for name, (a, b) in self.exact.items() if a != b]
         return f"step {self.step}: " + "; ".join(parts)
 
-
-def compare_step(step: int, recorded_weights: str, live: Row | None, own: Row) -> StepComparison:
-    """Compare one step. `live` None: the run has no metrics of it."""
-    weights = own["weights"] == recorded_weights if recorded_weights else None
-    metrics = {name: (live[name], own[name]) for name in EXACT if name in live and name in own} if live else {}
-    return StepComparison(step=step, weights=weights, metrics=metrics)
-
-
-class Exactness:
-    """Result of a replay with the run's own options."""
-
-    def __init__(self) -> None:
-        self._num_steps = self._num_weights = self._num_metrics = 0
-        self._first: StepComparison | None = None
-
-    def add(self, step: StepComparison) -> str:
-        self._num_steps += 1
-        self._num_weights += step.weights is not None
-        self._num_metrics += bool(step.metrics)
-        if self._first is None and step.different:
-            self._first = step
-        return step.line()
-
-    @property
-    def is_equal(self) -> bool:
-        return self._first is None
-
-    @property
-    def has_compared(self) -> bool:
-        """Whether the run recorded anything to compare with."""
-        return self._num_weights + self._num_metrics > 0
-
-    def summary(self) -> str:
-        compared = f"{self._num_steps} steps, {self._num_weights} with checksums, {self._num_metrics} with metrics"
-        if self._first is None:
-            return f"equal: {compared}" if self.has_compared else f"nothing to compare with: {compared}"
-        return f"DIFFERENT from step {self._first.step} on ({', '.join(self._first.different)}): {compared}"
+    def facts(self) -> dict[str, Any]:
+        """What the run and the replay measured, for --json."""
+        names = [name for name in SHOWN if name in self.own or name in self.live]
+        values = {name: {"run": self.live.get(name), "replay": self.own.get(name)} for name in names}
+        return {"step": self.step, "weights_equal": self.weights, "different": self.different, "metrics": values}
 
 
 class Comparison:
-    """Table of a replay with overrides and its run: the same data, another update."""
+    """All steps of a replay. With the options of the run it must be equal; with others it is a table of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_exact: bool) -> None:
+        self._is_exact = is_exact
+        self.steps: list[StepComparison] = []
         self._columns: list[str] = []
-        self._values: dict[str, list[tuple[float, float]]] = {}
-        self._num_steps = 0
-        self._first_other: int | None = None
 
-    def add(self, step: StepComparison, live: Row | None, own: Row) -> list[str]:
+    def add(self, step: StepComparison) -> list[str]:
+        """Add a step; returns its lines."""
+        self.steps.append(step)
+        if self._is_exact:
+            return [step.line()]
         lines: list[str] = []
-        if not self._num_steps:
-            self._columns = [name for name in SHOWN if name in own or name in (live or {})]
+        if len(self.steps) == 1:
+            self._columns = [name for name in SHOWN if name in step.own or name in step.live]
             titles = [f"{SHOWN[name]:^{2 * _WIDTH + 1}}" for name in self._columns]
             below = [f"{'live':>{_WIDTH}} {'replay':>{_WIDTH}}" for _ in self._columns]
             lines = ["      | " + " | ".join(titles), " step | " + " | ".join(below)]
-        self._num_steps += 1
-        if self._first_other is None and step.weights is False:
-            self._first_other = step.step
-        cells: list[str] = []
-        for name in self._columns:
-            pair = (live or {}).get(name), own.get(name)
-            cells.append(" ".join(f"{_number(value):>{_WIDTH}}" for value in pair))
-            if pair[0] is not None and pair[1] is not None:
-                self._values.setdefault(name, []).append((pair[0], pair[1]))
+        pairs = [(step.live.get(name), step.own.get(name)) for name in self._columns]
+        cells = [" ".join(f"{'-' if one is None else format(one, '.5g'):>{_WIDTH}}" for one in pair) for pair in pairs]
         return [*lines, f"{step.step:5} | " + " | ".join(cells)]
 
+    @property
+    def is_equal(self) -> bool | None:
+        """Whether an exact replay equals its run; None when the run recorded nothing to compare with."""
+        if not any(step.weights is not None or step.exact for step in self.steps):
+            return None
+        return not any(step.different for step in self.steps)
+
     def summary(self) -> str:
-        """Means over the steps that both have, and the first step with different weights."""
-        lines = [f"means over {self._num_steps} steps:"]
-        for name, pairs in self._values.items():
-            live, own = fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)
-            lines.append(f"  {SHOWN[name]}: live {live:.6g}, replay {own:.6g} ({own - live:+.3g})")
-        equal = "equal at every step" if self._first_other is None else f"different from step {self._first_other} on"
-        return "\n".join([*lines, f"weights: {equal}"])
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5g}"
-
-
-# The output of a replay: one line per step, the status line, the result.
+        first = next((step for step in self.steps if step.different), None)
+        if self._is_exact:
+            num_weights = sum(step.weights is not None for step in self.steps)
+            num_metrics = sum(bool(step.exact) for step in self.steps)
+            text = f"{len(self.steps)} steps, {num_weights} with checksums, {num_metrics} with metrics"
+            if first is not None:
+                return f"DIFFERENT from step {first.step} on ({', '.join(first.different)}): {text}"
+            return f"nothing to compare with: {text}" if self.is_equal is None else f"equal: {text}"
+        lines = [f"means over {len(self.steps)} steps:"]
+        for name in self._columns:
+            pairs = [(step.live.get(name), step.own.get(name)) for step in self.steps]
+            if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
+                live, own = fmean(a for a, _ in both), fmean(b for _, b in both)
+                lines.append(f"  {SHOWN[name]}: live {live:.6g}, replay {own:.6g} ({own - live:+.3g})")
+        other = next((step.step for step in self.steps if step.weights is False), None)
+        return "\n".join([*lines, f"weights: {f'different from step {other} on' if other else 'equal at every step'}"])
 
 
 class Report:
     """Compares each step when its line appears in the metrics of the replay."""
 
     def __init__(self, run: RecordedRun, folder: Path, order: ReplayOrder, *, is_exact: bool, as_json: bool) -> None:
-        """`is_exact`: the replay must equal the run; otherwise the report is a table of both.
-
-        `as_json`: one JSON object at the end in place of lines.
-        """
+        """`as_json`: one JSON object at the end in place of lines."""
         self._run = run
         self._live = read_metrics(run.paths.metrics)
         self._own = metrics_of(folder)
         self._order = order
         self._line = StatusLine()
-        self._seconds: list[float] = []
         self._offset = 0
-        self._done = order.start_step
-        self._exactness = Exactness() if is_exact else None
-        self._comparison = Comparison()
-        self._steps: list[dict[str, Any]] | None = [] if as_json else None
+        self._is_exact, self._as_json = is_exact, as_json
+        self._compared = Comparison(is_exact=is_exact)
 
     def look(self) -> None:
         """Report the steps done since the last call."""
         for row in self._new_rows():
-            live = self._live.get(row["step"])
-            step = compare_step(row["step"], self._run.weights.get(row["step"] - 1, ""), live, row)
-            lines = [self._exactness.add(step)] if self._exactness else self._comparison.add(step, live, row)
-            if self._steps is None:
+            weights = self._run.weights.get(row["step"] - 1, "")
+            lines = self._compared.add(StepComparison.of(row["step"], weights, self._live.get(row["step"]), row))
+            if not self._as_json:
                 sys.stdout.write("".join(line + "\n" for line in lines))
                 sys.stdout.flush()
-            else:
-                self._steps.append(_facts(step, live, row))
-            self._done = row["step"]
-            self._seconds.append(row["seconds/step"])
         self._line.show(f"replay: step {self._done}/{self._order.end_step}, {self._pace()}")
 
+    @property
+    def _done(self) -> int:
+        return self._compared.steps[-1].step if self._compared.steps else self._order.start_step
+
     def end(self) -> int:
+        """Report the result; returns the exit status of the command."""
         self._line.end(f"replay: {self._done - self._order.start_step} steps done, results in {self._own.parent}")
-        exactness = self._exactness
-        if self._steps is None:
-            sys.stdout.write((self._comparison if exactness is None else exactness).summary() + "\n")
-        else:
-            is_equal = exactness.is_equal if exactness is not None and exactness.has_compared else None
-            facts = {"folder": str(self._own.parent), "is_equal": is_equal, "steps": self._steps}
-            sys.stdout.write(json.dumps(facts) + "\n")
-        if exactness is None:
-            return 0
-        return 2 if not exactness.has_compared else 0 if exactness.is_equal else 1
+        is_equal = self._compared.is_equal if self._is_exact else None
+        text = self._compared.summary()
+        if self._as_json:
+            steps = [step.facts() for step in self._compared.steps]
+            text = json.dumps({"folder": str(self._own.parent), "is_equal": is_equal, "steps": steps})
+        sys.stdout.write(text + "\n")
+        return 0 if not self._is_exact or is_equal else 2 if is_equal is None else 1
 
     def _pace(self) -> str:
-        if not self._seconds:
+        seconds = [step.own["seconds/step"] for step in self._compared.steps]
+        if not seconds:
             return "the models are loading"
         live = [row["seconds/step"] for step, row in self._live.items() if step > self._order.start_step]
-        live_part = f" (live {fmean(live):.2f})" if live else ""
-        return f"{fmean(self._seconds):.2f} s a step{live_part}"
+        return f"{fmean(seconds):.2f} s a step" + (f" (live {fmean(live):.2f})" if live else "")
 
     def _new_rows(self) -> Iterator[Row]:
         if not self._own.exists():
@@ -189,9 +165,3 @@ class Report:
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         yield from map(json.loads, whole.splitlines())
-
-
-def _facts(step: StepComparison, live: Row | None, own: Row) -> dict[str, Any]:
-    names = [name for name in SHOWN if name in own or name in (live or {})]
-    values = {name: {"run": (live or {}).get(name), "replay": own.get(name)} for name in names}
-    return {"step": step.step, "weights_equal": step.weights, "different": step.different, "metrics": values}

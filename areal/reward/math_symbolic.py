@@ -26,7 +26,7 @@ from areal.reward.math_answer import answers_equal, extract_answer, last_boxed, 
 _MAX_ANSWER_CHARS = 1000  # Longer answers score 0 without comparison: the library's patterns take quadratic time.
 _CPU_LIMIT_S = 4
 _WALL_LIMIT_S = 10.0
-"""Below the pool's default limit of 15 s: a slow answer then scores 0 and does not fail its episode."""
+"""A limit below the pool's default of 15 s: a slow answer then scores 0 and does not fail its episode."""
 _MEMORY_BYTES = 1 << 30
 _WHOLE = re.compile(r"-?\d+")
 _PLAIN = re.compile(
@@ -165,7 +165,7 @@ class MathProcess:
 
 _COUNT = re.compile(r"\[\s*(\d{1,9}(?:\.\d{1,9})?)\s*\]")
 _BRACKETED = re.compile(r"(?<![\\\w])\[([^\[\]]{1,200})(?<!\\)\]")
-r"""Not the delimiters `\[` and `\]` of a formula, nor the index of a root."""
+r"""Text in brackets, but not in the delimiters `\[` and `\]` of a formula, and not the index of a root."""
 
 
 def count_reward(
@@ -185,7 +185,7 @@ def count_reward(
 def vision_math_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **row: Any
 ) -> float:
-    r"""As `symbolic_math_reward`; without a \boxed{} the last text in square brackets counts.
+    r"""Score as `symbolic_math_reward` does; without a \boxed{} the last text in square brackets counts.
 
     A row's `answer` that is no formula, such as a word, must be equal as text.
     """

@@ -33,7 +33,7 @@ class WeightedReward:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardTable:
     default: tuple[WeightedReward, ...]
-    """For rows whose source `by_source` does not name; empty = such a row is an error."""
+    """Functions for rows whose source `by_source` does not name; empty = such a row is an error."""
     by_source: Mapping[str, tuple[WeightedReward, ...]]
     source_key: str
     is_weighted: bool  # False in the short form: one function of weight 1, whose score is the reward.

@@ -387,7 +387,7 @@ class Controller:
         return record
 
     def _require_weights(self) -> None:
-        """Only the trainers can send weights that used a collective, or whose folder is missing."""
+        """Raise WeightsNeeded while a server waits for weights that only the trainers can send."""
         if self._has_trainer and self.weights.needs_trainer:
             raise WeightsNeeded(f"a server waits for policy version {self._ledger.state.trainer_version}")
 

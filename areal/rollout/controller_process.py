@@ -272,7 +272,7 @@ def run_serving(make_controller: Callable[[], Controller], host: Host, registry:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Resident memory of this process."""
     return psutil.Process().memory_info().rss
 
 

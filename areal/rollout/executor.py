@@ -434,7 +434,7 @@ class Executor:
         )
 
     def hold_requests(self, hold: bool) -> None:
-        """While true, running episodes send no new request; requests already sent continue."""
+        """Let running episodes send no new request while true; requests already sent continue."""
         if hold:
             self._may_send.clear()
         else:

@@ -50,7 +50,7 @@ def encode_head(record: BatchRecord, part: SharePart | None = None) -> bytes:
 
 
 def decode_head(answer: bytes) -> tuple[BatchHead, int]:
-    """Inverse of `encode_head`, and the offset of the payloads. Raises RequestError for other bytes."""
+    """The head that `encode_head` wrote, and the offset of the payloads. Raises RequestError for other bytes."""
     try:
         (size,) = _SIZE.unpack_from(answer)
         end = _SIZE.size + size

@@ -284,7 +284,7 @@ class TrainBatches:
         return as_shares(heads, partition.parts())
 
     def _heads(self, record: BatchRecord, start: int) -> list[PayloadHead]:
-        """Of one block of the payloads, which are checked."""
+        """The heads of one block of the payloads, which are checked."""
         end = start + READ_BLOCK
         places = zip(record.episode_ids[start:end], record.payloads[start:end], strict=True)
         return [payload_head(self._ledger.payload(*place)) for place in places]
@@ -411,7 +411,7 @@ class TrainBatches:
             composed.set_result(None)
 
     def _counts_of(self, episode: AcceptedEpisode) -> TokenCounts:
-        """Of an episode of a version of areal that recorded neither counts nor sessions."""
+        """The counts of an episode of a version of areal that recorded neither counts nor sessions."""
         columns = to_columns(episode.episode_id, self._ledger.payload(episode.episode_id, episode.payload))
         return TokenCounts(
             len(columns.lengths),

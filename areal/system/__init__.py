@@ -1,1 +1,4 @@
-"""Machines and processes: devices, network, process identity, discovery, durable files."""
+"""Machines and processes: devices, network, process identity, discovery, durable files.
+
+Start with `process.py`. It contains nothing about models or training.
+"""

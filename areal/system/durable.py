@@ -70,7 +70,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """As `os.replace`. A rename whose answer was lost is no error: an NFS client repeats it, and then gets ENOENT."""
+    """Rename as `os.replace` does. A lost answer is no error: an NFS client repeats the call, and then gets ENOENT."""
     inode = source.stat().st_ino
     try:
         os.replace(source, target)

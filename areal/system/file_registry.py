@@ -80,7 +80,7 @@ class FileRegistry:
         return value
 
     def list(self, prefix: str) -> dict[str, str]:
-        """As the protocol says. A folder that has not changed is not read again: each `add` and `remove` changes it."""
+        """List the names. A folder that has not changed is not read again: each `add` and `remove` changes it."""
         folder = self._folder.joinpath(prefix)
         changed_ns, now_s = _changed_ns(folder), time.monotonic()
         last = self._listings.get(prefix)

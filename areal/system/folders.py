@@ -113,7 +113,7 @@ class ListedFile:
     name: str
     num_bytes: int
     sums: list[str]
-    """Of each block of `FolderList.block_bytes`, hexadecimal; the last block may be shorter."""
+    """SHA-256 of each block of `FolderList.block_bytes`, hexadecimal; the last block may be shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def _sum_at(path: Path, block_bytes: int, start: int) -> str:
 # process can verify every byte.
 
 PULLED_WEIGHTS = "/pulled_weights"
-"""Below this path a server offers the folders that it has pulled, to servers that start later."""
+"""Path below which a server offers the folders that it has pulled, to servers that start later."""
 _START_S = 30.0
 
 
@@ -218,7 +218,7 @@ class FolderServer:
         self.address = http_address(self._bound, host.advertise)
         self._guard = RequestGuard(token, host)
         self._offered: dict[str, OfferedFolder] = {}
-        """By name in the address. Replaced, never changed: the thread reads it."""
+        """Name in the address -> folder. Replaced, never changed: the thread reads it."""
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         started: Future[None] = Future()

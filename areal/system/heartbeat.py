@@ -123,7 +123,7 @@ class Heartbeat:
         return self._descriptor is not None
 
     def doing(self, what: str, step: int | None = None) -> None:
-        """From now on the process does `what`. A repeated call with the same values keeps the start time."""
+        """Report that the process does `what` from now on. A call with the same values keeps the start time."""
         if (what, step) != self._state[:2]:
             self._state = (what, step, time.monotonic())
 

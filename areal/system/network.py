@@ -28,7 +28,7 @@ TRAINERS_VARIABLE = "AREAL_TRAINER_ADDRESSES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Where one process of a run listens, and how the other processes reach it. The default is loopback."""
+    """The address on which a process listens, and that under which others reach it. The default is loopback."""
 
     bind: str = LOOPBACK
     """Address that its servers and stores listen on."""

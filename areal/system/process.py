@@ -91,11 +91,11 @@ class ProcessContext:
     device: str
     """cpu, or cuda:K, where K counts the GPUs that this process sees."""
     host: Host = field(default_factory=Host)
-    """Where it listens, and how others reach it."""
+    """The addresses of the process."""
     weight_transport: WeightTransport = "disk"
-    """Of a trainer rank: how it publishes weights."""
+    """How a trainer rank publishes weights."""
     part: int = 0
-    """Of a server over several machines: which of its parts this is. Part 0 serves the requests."""
+    """The part of a server over several machines that this is. Part 0 serves the requests."""
     num_parts: int = 1
 
     @property

@@ -82,7 +82,7 @@ class NameActor:
         return None
 
     def names(self, prefix: str) -> dict[str, str]:
-        """In order of the names; only those that begin with `prefix`."""
+        """The names that begin with `prefix`, in order."""
         return {name: value for name, (value, _) in sorted(self._names.items()) if name.startswith(prefix)}
 
     def get(self, name: str) -> str | None:

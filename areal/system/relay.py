@@ -168,7 +168,7 @@ async def _both(
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until the end of what `reader` gets; then the other side gets no more either."""
+    """Forward what `reader` gets until its end; then the other side gets no more either."""
     try:
         while data := await reader.read(_BLOCK_BYTES):
             writer.write(data)

@@ -91,11 +91,11 @@ class RunPaths:
     requests = _Below("requests")
     """Requests of other commands to the running launcher, and its answers."""
     checkpoint_request = _Below("requests/checkpoint")
-    """While it exists, the trainers write a recovery checkpoint after each step."""
+    """Trainers write a recovery checkpoint after each step while this file exists."""
     slurm = _Below("slurm")
     """Script, log and number of the Slurm job."""
     answers = _Below("answers.jsonl")
-    """Of an evaluation without training: one line for each answer."""
+    """One line for each answer of an evaluation without training."""
     results = _Below("results.json")
     """Metrics of a complete evaluation without training."""
     replays = _Below("replays")

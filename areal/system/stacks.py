@@ -26,7 +26,7 @@ _SHOWN_NAMES = 4
 
 
 def register_stack_dumps(path: Path, *, with_tasks: bool) -> None:
-    """From now on SIGUSR1 appends this process's stacks to `path`, or to standard error when that cannot be opened.
+    """Let SIGUSR1 append this process's stacks to `path`, or to standard error when that cannot be opened.
 
     `with_tasks`: also the tasks of the event loop in the main thread. Not for trainer ranks: without it an interrupted
     system call continues, also in libraries that do not repeat it themselves.

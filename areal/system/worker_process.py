@@ -116,7 +116,7 @@ def _environment() -> dict[str, str]:
 
 
 def enter_worker(argv: list[str]) -> socket.socket | None:
-    """In a new worker process with the command line `argv`: tie it to its parent and take its channel.
+    """Tie a new worker process with the command line `argv` to its parent and take its channel.
 
     Then standard input is empty and standard output is standard error. None when the parent has ended.
     """

@@ -480,6 +480,6 @@ class AfterStep:
             tracker.log(step, values)
 
     def _any(self, flags: list[bool]) -> list[bool]:
-        """For each flag, whether it is set on any rank."""
+        """The flags that are set on any rank."""
         found: list[float] = self._ranks.all_reduce(torch.tensor(flags, dtype=torch.float64), "max").tolist()
         return [bool(value) for value in found]

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -177,9 +178,9 @@ def _row(share: BatchShare, index: int, end: int, tokenizer: Tokenizer) -> Sampl
 log = get_logger("trainer")
 
 _MAX_COMPARISONS = 2
-"""For each publication: servers that differ are updated again, and then compared a second time."""
+"""Comparisons of each publication: servers that differ are updated again, then compared a second time."""
 _IMAGE_NUMBERS = 35
-"""Of an image in a message between ranks: 3 of its grid, 32 bytes of its digest."""
+"""Numbers of an image in a message between ranks: 3 of its grid, 32 bytes of its digest."""
 _NOT_FINITE = -1e9
 """JSON has no NaN."""
 
@@ -263,7 +264,7 @@ def _numbers_of(tokens: ProbeTokens) -> list[int]:
 
 
 def _tokens_of(numbers: list[int]) -> ProbeTokens:
-    """Inverse of `_numbers_of`."""
+    """The tokens that `_numbers_of` made into numbers."""
     num_prompt, num_answer, *rest = numbers
     end = num_prompt + num_answer
     rows = [rest[first : first + _IMAGE_NUMBERS] for first in range(end, len(rest), _IMAGE_NUMBERS)]
@@ -278,7 +279,7 @@ Answer = TypeVar("Answer")
 
 
 class BatchSource(Protocol):
-    """Where batches come from."""
+    """The source of batches: the controller or a ledger."""
 
     def next_batch(self, step: int) -> BatchShare:
         """This rank's share of batch `step`; blocks until it is ready."""
@@ -355,10 +356,9 @@ class PPOLoop:
                 metrics = resampled | actor.update(chosen, step=info.step)
                 metrics |= critic.update(chosen, step=info.step) if critic else {}
                 metrics |= reference.after_update(info.step + 1) if reference else {}
-                batch, measured = actor.with_first_pass(batch)
             with phase("publish_weights"):
                 self._publish(info.step)
-            found = merge_metrics(scored, filtered, mismatch, measured, distilled, batch_metrics(batch))
+            found = merge_metrics(scored, filtered, mismatch, distilled, batch_metrics(batch))
             metrics = merge_metrics(metrics, found, _share_metrics(share, began_s))
             with phase("after_step"):
                 if self._add_samples is not None:
@@ -557,6 +557,17 @@ def build_weight_channel(
     )
 
 
+class Reply(IntEnum):
+    """What a rank got from the controller. All ranks follow the highest reply of any rank.
+
+    A checkpoint comes before new weights: CheckpointWanted is raised once, WeightsNeeded at every repetition.
+    """
+
+    ANSWER = 0
+    WEIGHTS_NEEDED = 1
+    CHECKPOINT_WANTED = 2
+
+
 def ask_controller(
     question: Callable[[], Answer],
     *,
@@ -572,21 +583,20 @@ def ask_controller(
     """
     answers: list[Answer] = []
     while True:
-        needs_weights = wants_save = False
+        reply = Reply.ANSWER
         try:
             if not answers:
                 answers.append(question())
         except WeightsNeeded as reason:
             get_logger("trainer").warning("%s: publishing version %d again", reason, version)
-            needs_weights = True
+            reply = Reply.WEIGHTS_NEEDED
         except CheckpointWanted:
-            wants_save = True
-        flags = torch.tensor([not answers, needs_weights, wants_save], dtype=torch.float64)
-        is_missing, needs_weights, wants_save = map(bool, ranks.all_reduce(flags, "max").tolist())
-        if wants_save:
-            save()
-        if needs_weights:
-            channel.publish(version)
-            channel.wait_served()
-        if not is_missing:
-            return answers[0]
+            reply = Reply.CHECKPOINT_WANTED
+        match Reply(int(ranks.all_reduce(torch.tensor([reply], dtype=torch.float64), "max").item())):
+            case Reply.ANSWER:
+                return answers[0]
+            case Reply.WEIGHTS_NEEDED:
+                channel.publish(version)
+                channel.wait_served()
+            case Reply.CHECKPOINT_WANTED:
+                save()

@@ -11,7 +11,7 @@ from areal.api.config import PerfTracerConfig
 from areal.system.run_paths import RunPaths
 
 _MAX_ALLOCATIONS = 100_000
-"""Of a memory snapshot; older ones are left out."""
+"""Allocations of a memory snapshot; older ones are left out."""
 
 
 class TorchProfiler:

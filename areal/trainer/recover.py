@@ -98,7 +98,7 @@ class StagedCheckpoint:
     facts: bytes
     """Content of the file STATE."""
     engines: Mapping[str, StagedState]
-    """By role."""
+    """Role -> state."""
     rng: bytes
     """State of this process's random number generators."""
 

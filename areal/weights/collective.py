@@ -81,7 +81,7 @@ class CollectiveChannel:
         self._joining: Future[UpdateGroup] | None = None
         self._has_failed = False
         self._request: Future[None] | None = None
-        """Of rank 0 to the controller, for the version that was sent."""
+        """Request of rank 0 to the controller for the version that was sent."""
         self._sent: int | None = None
         """The version that was sent and not waited for yet, on every rank."""
         self._attempts = 0
@@ -207,7 +207,7 @@ class CollectiveChannel:
 
     @property
     def _port(self) -> int:
-        """Of the store, on the address of the host."""
+        """Port of the store, on the address of the host."""
         assert self._store is not None
         return self._store.port if self._relay is None else self._relay.port
 

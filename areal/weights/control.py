@@ -101,7 +101,7 @@ class StartedUpdate:
         return checksum or ""
 
     def wait_served(self) -> WeightUpdate | None:
-        """As that of a channel. Returns what rank 0 has waited for; None elsewhere, or if it was waited for before."""
+        """Wait as the channel does. Returns what rank 0 has waited for; None elsewhere, or after an earlier wait."""
         update, self._update = self._update, None
         version, self._version = self._version, None
         error: Exception | None = None

@@ -28,7 +28,7 @@ _COLUMNS = 2**15
 _CPU_ROWS, _CUDA_ROWS = 1, 2**7
 """Rows per block: temporaries of 256 KiB, which fit the cache, and of 32 MiB."""
 _WORDS = {1: torch.uint8, 2: torch.int16}
-"""By element size; larger elements are split into words of four bytes, so that their top bits have enough weight."""
+"""Element size -> integer type; larger elements are words of four bytes, so that their top bits have enough weight."""
 
 
 class WeightsChecksum:

@@ -1,4 +1,7 @@
-"""The built-in workflows, and the toolkit for workflows of your own: docs/workflows.md."""
+"""The built-in workflows, and the toolkit for workflows of your own: docs/workflows.md.
+
+Start with `conversation.py`. A dataset row and an inference engine enter; a group of trajectories leaves.
+"""
 
 from areal.agent.tool_calls import tool_schema
 from areal.observe.step_files import log_metric

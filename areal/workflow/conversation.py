@@ -11,13 +11,12 @@ from uuid import uuid4
 from areal.agent.bridge import BridgeGap, TemplateScenario, template_bridge
 from areal.agent.images import DialogueImages, parts_of
 from areal.agent.transcript import TokenTree, path_to, row_of, tokens_to, with_images
-from areal.api.config import GenerationHyperparameters, RewardConfig
+from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import InputError, RewardError
 from areal.api.gather import gather_or_cancel
 from areal.api.images import ImageRef
-from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
@@ -271,29 +270,12 @@ class ConversationWorkflow(ScoredWorkflow):
     A row and the results of tools may have images (docs/vision.md); reward functions get no column of them.
     """
 
-    def __init__(
-        self,
-        reward_fn: RewardFn | str,
-        gconfig: GenerationHyperparameters,
-        tokenizer: Tokenizer,
-        *,
-        reward: RewardConfig | None = None,
-        enable_thinking: bool = False,
-        images: PromptImages | None = None,
-    ) -> None:
-        """`images`: of a policy that takes them."""
-        super().__init__(reward_fn, gconfig, tokenizer, reward=reward, enable_thinking=enable_thinking)
-        self.images = images
-
     @abstractmethod
     async def converse(self, episode: Episode, conversation: Conversation) -> Score | float:
         """Hold one conversation, which begins with the prompt, and return its reward.
 
         The reward is the result of `score`, or a number.
         """
-
-    def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
-        return chat_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking, images=self.images)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         prompt = self.prompt(data)

@@ -1,7 +1,7 @@
 """RL with verifiable rewards: one prompt, several answers, each scored by reward functions."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 from uuid import uuid4
 
@@ -12,7 +12,7 @@ from areal.api.engine import InferenceEngine
 from areal.api.errors import ConfigError
 from areal.api.images import ImageRef
 from areal.api.workflow import RewardFn
-from areal.data.chat import EncodedPrompt, encode_prompt
+from areal.data.chat import EncodedPrompt
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.scoring import (
@@ -53,7 +53,9 @@ class RLVRWorkflow(ScoredWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         prompt = self.prompt(data)
-        images, data = await self._stored_images(prompt), self._scored_row(data)
+        images: Sequence[ImageRef] = ()
+        if self.images is not None:
+            images, data = await self.images.stored(prompt.images), self.images.without_images(data)
         prompt_ids = prompt.token_ids
         settings = settings_for_length(settings_of_row(self._settings, data), len(prompt_ids), list(data))
         group_id = uuid4().hex
@@ -86,16 +88,9 @@ class RLVRWorkflow(ScoredWorkflow):
         filter_rewards = [score.filter_reward for score in scores]
         return TrajectoryGroup(trajectories=trajectories, stats=stats, filter_rewards=filter_rewards)
 
-    async def _stored_images(self, prompt: EncodedPrompt) -> tuple[ImageRef, ...]:
-        """The images of a prompt as references to files of the run, which are written durably first."""
-        return ()
-
-    def _scored_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        return row
-
     def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
         if self._get_input_ids_fn is None:
-            return encode_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking)
+            return super().prompt(row)
         token_ids = self._get_input_ids_fn(row, self.tokenizer, self.enable_thinking)
         return EncodedPrompt(self.tokenizer.decode(list(token_ids)), packed_ids(token_ids))
 
@@ -103,9 +98,6 @@ class RLVRWorkflow(ScoredWorkflow):
         clone = super().for_evaluation(gconfig)
         clone._greedy_baseline = False
         return clone
-
-
-# RL with verifiable rewards on rows with images.
 
 
 class VisionRLVRWorkflow(RLVRWorkflow):
@@ -136,13 +128,4 @@ class VisionRLVRWorkflow(RLVRWorkflow):
             enable_thinking=enable_thinking,
             greedy_baseline=greedy_baseline,
         )
-        self._images = images
-
-    def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
-        return encode_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking, images=self._images)
-
-    async def _stored_images(self, prompt: EncodedPrompt) -> tuple[ImageRef, ...]:
-        return await self._images.stored(prompt.images)
-
-    def _scored_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        return self._images.without_images(row)
+        self.images = images

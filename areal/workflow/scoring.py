@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,8 @@ from areal.api.gather import gather_or_cancel
 from areal.api.images import ImageRef
 from areal.api.routed_experts import RoutedExperts
 from areal.api.workflow import RewardFn, RolloutWorkflow
-from areal.data.chat import EncodedPrompt
+from areal.data.chat import EncodedPrompt, encode_prompt
+from areal.data.images import PromptImages
 from areal.data.row_check import require_prompts
 from areal.data.tokenizer import Tokenizer
 from areal.observe.log import get_logger
@@ -82,11 +82,7 @@ def new_request(
     images: Sequence[ImageRef] = (),
 ) -> GenerationRequest:
     return GenerationRequest(
-        request_id=f"{group_id}-{number:06d}",
-        input_ids=input_ids,
-        gconfig=settings,
-        group_id=group_id,
-        images=images,
+        request_id=f"{group_id}-{number:06d}", input_ids=input_ids, gconfig=settings, group_id=group_id, images=images
     )
 
 
@@ -290,17 +286,20 @@ class ScoredWorkflow(RolloutWorkflow):
         *,
         reward: RewardConfig | None = None,
         enable_thinking: bool = False,
+        images: PromptImages | None = None,
     ) -> None:
+        """`images`: of a policy that takes them."""
         self._scorer = Scorer(reward_fn, reward or RewardConfig())
         self._owns_scorer = True
         self._num_samples = gconfig.n_samples
         self._settings = request_settings(gconfig, tokenizer)
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
+        self.images = images
 
-    @abstractmethod
     def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
-        """The prompt of a row."""
+        """The first tokens of the answers to `row`."""
+        return encode_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking, images=self.images)
 
     def check_row(self, row: dict[str, Any]) -> None:
         """InputError when `row` has no prompt, no room for an answer, or no reward function."""

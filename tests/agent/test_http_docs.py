@@ -1,4 +1,4 @@
-"""docs/agent_http.md has every field of every dialect."""
+"""docs/http.md has every field of every dialect."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 from areal.agent.dialects import chat_completions, completions, messages, responses
 
-PAGE = Path(__file__).parents[2] / "docs" / "agent_http.md"
+PAGE = Path(__file__).parents[2] / "docs" / "http.md"
 TABLES = {
     "/v1/chat/completions": chat_completions.FIELDS,
     "/v1/completions": completions.FIELDS,
@@ -17,13 +17,16 @@ TABLES = {
 
 
 def section(path, table):
-    rows = [f"| `{name}` | {about} |" for name, about in table.read.items()]
-    rows += [f"| `{name}` | no effect: {why} |" for name, (_, why) in table.ignored.items()]
-    for name, (values, why) in table.only.items():
-        shown = " or ".join(dict.fromkeys(f"`{orjson.dumps(value).decode()}`" for value in values))
-        rows.append(f"| `{name}` | only {shown}: {why} |")
-    rows += [f"| `{name}` | refused: {why} |" for name, why in table.refused.items()]
-    return "\n".join([f"### `{path}`", "", "| field | meaning |", "|---|---|", *rows, ""])
+    lines = [f"| `{name}` | {about} |" for name, about in table.read.items()]
+    lines += ["", f"No effect: {', '.join(f'`{name}`' for name in table.ignored)}."]
+    if table.only:
+        shown = {name: dict.fromkeys(map(orjson.dumps, values)) for name, (values, _) in table.only.items()}
+        one_value = [
+            f"`{name}` ({' or '.join(f'`{text.decode()}`' for text in texts)})" for name, texts in shown.items()
+        ]
+        lines.append(f"Only with one value: {', '.join(one_value)}.")
+    lines.append(f"Refused: {', '.join(f'`{name}`' for name in table.refused)}.")
+    return "\n".join([f"### `{path}`", "", "| field | meaning |", "|---|---|", *lines, ""])
 
 
 @pytest.mark.parametrize("path", TABLES)

@@ -1,5 +1,6 @@
 """From a command line to a config and back."""
 
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import dedent
@@ -21,7 +22,9 @@ from areal.api.config import (
     save_config,
     script_keys,
 )
+from areal.api.config.experiment import KINDS
 from areal.api.config.load import script_numbers
+from areal.api.config.validate import conflicts
 from areal.api.errors import ConfigError
 
 MINIMAL = """
@@ -366,6 +369,42 @@ def test_what_is_saved_loads_back_equal(tmp_path: Path, name, stop, values, lr) 
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(["--config", str(tmp_path / "saved.yaml")], PPOConfig) == config
     assert [path.name for path in tmp_path.iterdir()] == ["saved.yaml"]
+
+
+def test_a_process_of_a_run_reads_the_checked_file_without_checks(grpo, tmp_path: Path, monkeypatch) -> None:
+    config, path = grpo("stats_logger.wandb.wandb_api_key=s3cr3t"), tmp_path / "saved.yaml"
+    for name, value in save_config(config, path, extra={"game": {"rounds": 1}}).items():
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as patch:
+        patch.setattr("areal.api.config.load.conflicts", None)  # a check would fail
+        assert load_experiment(["--config", str(path)], allow_unknown_top_level=True) == config
+    path.write_text(path.read_text().replace("\nseed: 1\n", "\nseed: -1\n").replace("\ngame:\n  rounds: 1\n", "\n"))
+    assert refused("seed", load_experiment, ["game.py", "--config", str(path)]) == "config.out_of_range"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_section_of_defaults_has_no_problems(kind: type) -> None:
+    """So a section that nobody wrote is not checked."""
+    found = {problem.path for problem in conflicts(kind())}
+    needed = {f"{model}.{option}" for model in ("actor", "model") for option in ("path", "optimizer")}
+    assert found <= needed | {"allocation_mode", "train_dataset.type", "ref"}
+
+
+def test_a_configuration_is_read_in_few_calls(write) -> None:
+    """The functions of areal that one load enters, and their calls; the budget of issue 46 is 4,000 calls."""
+    argv = ["--config", "examples/quickstart/grpo.yaml", "actor.optimizer.lr=1e-4"]
+    calls: list[str] = []
+
+    def count(frame, event, argument) -> None:
+        if event == "call" and "/areal/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_qualname)
+
+    sys.setprofile(count)
+    try:
+        load_config(argv, GRPOConfig)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 4000
 
 
 def test_configs_made_in_python_can_be_checked(grpo) -> None:

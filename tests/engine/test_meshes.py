@@ -214,30 +214,46 @@ def check(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
     return found
 
 
-def table_row(mesh: str, case: str, found: dict[str, float]) -> str:
-    """The differences rounded up to powers of ten."""
-    model, option = case.split("-")
-    figures = [f"1e{math.ceil(math.log10(value)):03d}" if value else "0" for value in found.values()]
-    exact = "yes" if case.endswith(mesh_cases.SAVED) else ""
-    return f"| {' | '.join([mesh, model, option, *figures, exact])} |"
+Differences = dict[str, dict[str, dict[str, float]]]
+"""Mesh -> case -> quantity -> largest difference."""
 
 
-def write_table(rows: dict[tuple[str, str], str], order: dict[str, list[str]], mark: str) -> None:
-    """`mark`: the words of the comment before the table in docs/train_engines.md."""
+def table_rows(mesh: str, differences: dict[str, dict[str, float]]) -> list[str]:
+    """A row for all cases of float32 and one for each other case, with the differences rounded up to powers of ten."""
+    by_precision: dict[str, list[str]] = {}
+    for case in differences:
+        by_precision.setdefault(case if case.endswith(("bf16", "8bit")) else "float32", []).append(case)
+    lines = []
+    for cases in by_precision.values():
+        models: dict[str, list[str]] = {}
+        for case in cases:
+            model, option = case.split("-")
+            models.setdefault(f"{option}*" if case.endswith(mesh_cases.SAVED) else option, []).append(model)
+        largest_of = [max(values) for values in zip(*(differences[case].values() for case in cases), strict=True)]
+        figures = [f"1e{math.ceil(math.log10(value)):03d}" if value else "0" for value in largest_of]
+        options = "; ".join(f"{option}: {', '.join(names)}" for option, names in models.items())
+        lines.append(f"| {' | '.join([mesh, options, *figures])} |")
+    return lines
+
+
+def write_table(differences: Differences, cases: dict[str, list[str]], mark: str) -> None:
+    """Write the table of all cases, if all have passed, below the comment in docs/train_engines.md that has `mark`."""
+    if any(differences[mesh].keys() != set(names) for mesh, names in cases.items()):
+        return
     text, start = PAGE.read_text(), f"<!-- equality table: {mark} -->"
     before, rest = text.split(start)
-    head = "| mesh | model | option | log-probabilities | loss | gradient norm | weights | exact |\n" + "|---" * 8 + "|"
-    lines = [rows[key] for mesh, cases in order.items() for case in cases if (key := (mesh, case)) in rows]
+    head = "| mesh | cases | log-probabilities | loss | gradient norm | weights |\n" + "|---" * 6 + "|"
+    in_order = {mesh: {case: differences[mesh][case] for case in names} for mesh, names in cases.items()}
+    lines = [line for mesh, of_cases in in_order.items() for line in table_rows(mesh, of_cases)]
     PAGE.write_text("\n".join([before + start, head, *lines, END]) + rest.partition(END)[2])
 
 
 @pytest.fixture(scope="module")
-def rows():
-    """Filled by the tests; the table is written when all have passed."""
-    found: dict[tuple[str, str], str] = {}
-    yield found
-    if len(found) == sum(map(len, CASES.values())):
-        write_table(found, CASES, MARK)
+def by_mesh():
+    """Filled by the tests."""
+    measured: Differences = {mesh: {} for mesh in CASES}
+    yield measured
+    write_table(measured, CASES, MARK)
 
 
 @pytest.fixture(scope="module")
@@ -256,11 +272,11 @@ def facts_of(tmp_path_factory):
 
 @pytest.mark.parallel
 @pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh, cases in CASES.items() for case in cases])
-def test_a_mesh_equals_one_process(facts_of, rows, mesh, case):
+def test_a_mesh_equals_one_process(facts_of, by_mesh, mesh, case):
     folder, facts = facts_of(mesh)
     found = check(folder, case, facts)
     assert mesh != "d1" or case.endswith("-compiled") or not any(found.values()), found
-    rows[mesh, case] = table_row(mesh, case, found)
+    by_mesh[mesh][case] = found
 
 
 def test_tensor_and_context_ranks_equal_one_process(tmp_path):

@@ -221,7 +221,7 @@ def test_only_the_backend_touches_processes():
         for node in ast.walk(ast.parse(Path(path).read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("kill", "killpg") and ast.unparse(node.value) == "os"
     }
-    before_a_run = {"orphans.py", "server_check.py", "sandbox_check.py", "first_row_check.py", "tracker_check.py"}
-    backends = {"backend.py", "nodes.py", "node_agent.py", "ray_actor.py", "transport.py"}
-    slurm = {"slurm_client.py", "slurm_inside.py"}  # commands of Slurm; a signal to the launcher itself
+    before_a_run = {"local.py", "preflight.py"}  # orphans of an earlier run, trials in a subprocess
+    backends = {"backend.py", "nodes.py", "node_agent.py", "ray.py", "node_link.py"}
+    slurm = {"slurm_job.py", "slurm.py"}  # commands of Slurm; a signal to the launcher itself
     assert set(users) | kills <= backends | before_a_run | slurm

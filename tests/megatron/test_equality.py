@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from areal.weights.weight_files import checksum_of
 from tests.engine import mesh_cases
-from tests.engine.test_meshes import check, largest, reference_of, table_row, write_expected, write_table
+from tests.engine.test_meshes import Differences, check, largest, reference_of, write_expected, write_table
 from tests.fake_ranks import FakeRanks
 from tests.megatron import equality_cases
 from tests.rank_processes import run_ranks
@@ -101,12 +101,11 @@ def check_publications(folder, case: str, found: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def rows():
-    """Filled by the tests; the table is written when all have passed."""
-    found: dict[tuple[str, str], str] = {}
-    yield found
-    if len(found) == sum(map(len, CASES.values())):
-        write_table(found, CASES, MARK)
+def by_mesh():
+    """Filled by the tests."""
+    measured: Differences = {mesh: {} for mesh in CASES}
+    yield measured
+    write_table(measured, CASES, MARK)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +127,7 @@ def facts_of(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh, cases in CASES.items() for case in cases])
-def test_a_megatron_mesh_equals_one_process(facts_of, rows, mesh, case):
+def test_a_megatron_mesh_equals_one_process(facts_of, by_mesh, mesh, case):
     folder, facts = facts_of(mesh)
     found = check(folder, case, facts)
     assert all(fact[case].get("weighs_once", True) for fact in facts)
@@ -138,4 +137,4 @@ def test_a_megatron_mesh_equals_one_process(facts_of, rows, mesh, case):
         check_that_fsdp_continues(folder, case)
     if case in equality_cases.PUBLISHED:
         check_publications(folder, case, facts[0][case]["publications"])
-    rows[mesh, case] = table_row(mesh, case, found)
+    by_mesh[mesh][case] = found

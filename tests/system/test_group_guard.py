@@ -24,7 +24,7 @@ time.sleep(600)
 """
 LEADER = """
 import json, subprocess, sys, time
-from areal.fleet.server_host import start_guard
+from areal.system.group_guard import start_guard
 from areal.system.process import kill_rest_of_group
 STUBBORN = TEXT
 guard = GUARD
@@ -109,7 +109,7 @@ def test_children_of_the_leader_do_not_hide_its_end_from_the_guard(lead):
 
 
 def test_a_guard_starts_only_for_a_group_leader():
-    code = "from areal.fleet.server_host import start_guard; start_guard()"
+    code = "from areal.system.group_guard import start_guard; start_guard()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert "only the leader of a process group can start its guard" in done.stderr
 

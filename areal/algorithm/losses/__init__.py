@@ -19,7 +19,7 @@ LOSSES: dict[str, PolicyLossFn] = {
     "dppo": policy_gradient.dppo_loss,
     "custom": custom.loss,
 }
-"""By the name in `actor.policy_loss`. docs/algorithms.md, "Adding a loss", lists the files that a new entry needs."""
+"""Name in `actor.policy_loss` -> loss. CONTRIBUTING.md lists the files that a new entry needs."""
 
 
 def policy_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:

@@ -53,7 +53,6 @@ from areal.api.config.schema import (
     section,
     unless,
     when,
-    with_defaults,
 )
 from areal.api.config.train import ScoreModelConfig, TrainEngineConfig, no_optimizer
 from areal.api.errors import ConfigError, ConfigProblem
@@ -387,6 +386,10 @@ class BaseExperimentConfig:
         for path, name in (("experiment_name", self.experiment_name), ("trial_name", self.trial_name)):
             if name in ("", ".", "..") or "/" in name or "\0" in name:
                 yield path, f"{name!r} is not a folder name: use a name without /, for example run-1"
+        for key, model in self.models.items():
+            if not model.path:
+                text = "is required: set a checkpoint folder or a hub model"
+                yield Problem(f"{key}.path", text, "config.missing_requirement")
         if self.strict_config:
             for one in options_without_effect(self):
                 text = f"has no effect: it is relevant when {one.relevant_when}; remove it"
@@ -651,21 +654,21 @@ def _unequal(path: str, value: object, other: str, expected: object) -> tuple[st
     return path, f"{value} differs from {other}={expected}: remove it or make them equal"
 
 
-def completed(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`given` with defaults; options that follow another one have its value unless they are given."""
-    tree = with_defaults(cls, given)
+def with_followers(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """`given`, in which options that follow another one have its value unless they are given."""
     followers: Mapping[str, str] = cls.FOLLOWERS if issubclass(cls, BaseExperimentConfig) else {}
     for path, source in followers.items():
         (section, name), (other, key) = path.split("."), source.split(".")
-        own, written, leader = tree.get(section), given.get(section), tree.get(other)
-        if not isinstance(own, dict) or not isinstance(leader, dict):
+        spec, leader = fields_of(cls).get(section), given.get(other)
+        written = given.get(section, None if spec is None or spec.nullable else {})
+        if not isinstance(written, dict) or name in written or not isinstance(leader, dict):
             continue
         value: Any = cast("dict[str, Any]", leader).get(key)
         if isinstance(value, str):  # an interpolation; another text is wrong, and reported once
             value = "${" + source + "}" if value.startswith("${") else None
-        if value is not None and not (isinstance(written, dict) and name in written):
-            cast("dict[str, Any]", own)[name] = value
-    return tree
+        if value is not None:
+            given = given | {section: {**written, name: value}}
+    return given
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from typing import Any, Literal, cast
 
 from areal.api.allocation import AllocationError, AllocationMode
 from areal.api.config.algorithm import PPOActorConfig
-from areal.api.config.observe import PerfTracerConfig
-from areal.api.config.schema import choice, fields_of, number, sections_in, with_defaults
-from areal.api.config.validate import shown, validated
+from areal.api.config.schema import MISSING, choice, fields_of, find_field, number, sections_in
+from areal.api.config.validate import converted, shown
 from areal.api.errors import ConfigProblem
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -291,10 +290,11 @@ def moved_to(path: str, other: str) -> str:
 class LegacyKeys:
     """Applies the rules to the values of a file; `apply` removes every key that has a rule from `tree`."""
 
+    cls: type[Any]
     tree: dict[str, Any]
-    """All values: defaults included, interpolations resolved."""
+    """The values that the user wrote, interpolations resolved; the rules add others."""
     given: dict[str, Any]
-    """The values that the user wrote."""
+    """The same before interpolations are resolved."""
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     ignored: list[str] = field(default_factory=list[str])
     """Accepted keys without effect that the user should know of."""
@@ -306,19 +306,38 @@ class LegacyKeys:
     _specs: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """The first scheduling spec by section."""
 
-    def apply(self, cls: type[Any]) -> None:
-        for section_class, values, path in list(sections_in(cls, self.tree)):
-            for key in [key for key in values if key not in fields_of(section_class)]:
-                rule = legacy_rule(section_class, str(key), path)
-                value = values.pop(key)
-                if rule is None:
-                    values[str(key)] = value  # unknown; YAML may give a number as the key
-                else:
-                    self._apply(rule, value, values, f"{path}.{key}" if path else str(key))
-        self._set_allocation()
-        self._set_switches()
-        self._set_schedule()
-        self._set_lora()
+    def apply(self) -> None:
+        for section_class, values, path in list(sections_in(self.cls, self.tree)):
+            for key in values.keys() - fields_of(section_class).keys():
+                if (rule := legacy_rule(section_class, str(key), path)) is not None:
+                    self._apply(rule, values.pop(key), values, f"{path}.{key}" if path else str(key))
+        for keys, finish in (
+            (self._backends, self._set_allocation),
+            (self._switches, self._set_switches),
+            (self._specs, self._set_schedule),
+            (self._lora, self._set_lora),
+        ):
+            if keys:
+                finish()
+
+    def _value(self, path: str) -> Any:
+        """The value of the option at `path`: that of the file, else its default."""
+        value = _below(self.tree, path, MISSING)
+        spec = find_field(self.cls, path) if value == MISSING else None
+        return value if spec is None else spec.default
+
+    def _set(self, path: str, value: Any) -> bool:
+        """Set the option at `path`; False when its section has no values."""
+        *sections, name = path.split(".")
+        tree = self.tree
+        for section in sections:
+            if tree.get(section) is None:
+                tree[section] = {}
+            if not isinstance(tree[section], dict):
+                return False
+            tree = tree[section]
+        tree[name] = value
+        return True
 
     def _apply(self, rule: LegacyRule, value: Any, tree: dict[str, Any], path: str) -> None:
         other = rule.path
@@ -331,11 +350,11 @@ class LegacyKeys:
                     self._unsupported(path, f"{shown(value)} is not supported, because {why}: remove it")
             case "copy":
                 matters = not rule.only_with or tree.get(rule.only_with) is True
-                if matters and value not in (None, "", copied := _below(self.tree, other)):
+                if matters and value not in (None, "", copied := self._value(other)):
                     self._differs(path, value, other, copied)
             case "move":
                 other = moved_to(path, other)
-                found = _below(self.tree, other)
+                found = self._value(other)
                 if not rule.switches_to or value is True:
                     self._move(path, value, other, rule.switches_to or value)
                 elif value is not False or found == rule.switches_to:
@@ -361,7 +380,7 @@ class LegacyKeys:
                 self.ignored += [path] if scheduler.keys() - {"type"} else []
             case "loader":
                 section, _, key = path.rpartition(".")
-                _, wrong = validated(LoaderOptions, {key: value})
+                _, wrong = converted(LoaderOptions, {key: value})
                 self.problems += [problem._replace(path=f"{section}.{problem.path}") for problem in wrong]
             case "lora":
                 section, _, key = path.rpartition(".")
@@ -372,14 +391,11 @@ class LegacyKeys:
 
     def _move(self, path: str, value: Any, other: str, new: Any) -> None:
         """Set `other` to `new`, the equivalent of `value` at `path`, unless the user gave it another one."""
-        section, _, name = other.rpartition(".")
-        place, found = _below(self.tree, section) if section else self.tree, _below(self.tree, other)
+        found = self._value(other)
         parts = cast("dict[str, Any]", new if isinstance(new, dict) else {})
         agrees = found == new or (bool(parts) and all(_below(found, key) == parts[key] for key in parts))
-        if not isinstance(place, dict) or (_below(self.given, other) is not None and not agrees):
+        if (_below(self.given, other) is not None and not agrees) or not self._set(other, new):
             self._differs(path, value, other, found)
-        else:
-            cast("dict[str, Any]", place)[name] = new
 
     def _schedule(self, value: Any, path: str) -> None:
         if value in (None, [], {}):
@@ -405,17 +421,15 @@ class LegacyKeys:
                 self.ignored += [path] if options != of_trainer else []
                 continue
             for name, new in options.items():
-                place, _, key = f"launcher.{name}".rpartition(".")
                 other, old = origins.setdefault(name, (path, new))
-                if _below(self.given, f"{place}.{key}") is not None:
-                    is_equal = _below(self.tree, f"{place}.{key}") == new
+                if _below(self.given, f"launcher.{name}") is not None:
+                    is_equal = _below(self.tree, f"launcher.{name}") == new
                     self.ignored += [] if is_equal or path in self.ignored else [path]
-                    continue
-                if old != new:
+                elif old != new:
                     message = f"{shown(new)} in launcher.{name} differs from {shown(old)} of {other}: use one value"
                     self.problems.append(ConfigProblem(path, message))
-                elif isinstance(found := _below(self.tree, place), dict):
-                    cast("dict[str, Any]", found)[key] = new
+                else:
+                    self._set(f"launcher.{name}", new)
 
     def _set_switches(self) -> None:
         """Options of the engine that AReaL has for all engines. All models have the engine of the trainer."""
@@ -428,9 +442,7 @@ class LegacyKeys:
             if is_megatron and not rule.with_megatron:
                 self._unsupported(path, "true needs fsdp in allocation_mode: remove it")
                 continue
-            section, _, name = moved_to(path, rule.with_megatron if is_megatron else rule.path).rpartition(".")
-            if isinstance(place := _below(self.tree, section), dict):
-                cast("dict[str, Any]", place)[name] = True
+            self._set(moved_to(path, rule.with_megatron if is_megatron else rule.path), True)
 
     def _profile(self, value: Any, path: str) -> None:
         """`perf_tracer.profile_steps` from the section `memory_profiler`."""
@@ -445,8 +457,6 @@ class LegacyKeys:
             problem = ConfigProblem(f"{path}.profile_steps", "is not a list of integers", "config.wrong_type")
             self.problems.append(problem)
             return
-        if self.tree.get("perf_tracer") is None:
-            self.tree["perf_tracer"] = with_defaults(PerfTracerConfig, {})
         counted = [step + 1 for step in cast("list[int]", steps)]
         self._move(f"{path}.profile_steps", steps, "perf_tracer.profile_steps", counted)
 
@@ -460,7 +470,7 @@ class LegacyKeys:
             self.problems.append(ConfigProblem(path, f"{shown(value)} is not a section", "config.wrong_type"))
             return
         values = dict(cast("dict[str, Any]", value))
-        options, wrong = validated(_RejectionSamplingOptions, values)
+        options, wrong = converted(_RejectionSamplingOptions, values)
         self.problems += [problem._replace(path=f"{path}.{problem.path}") for problem in wrong]
         if options is not None and not wrong:
             correction = options.as_rollout_correction()

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import logging
 import os
 import re
 import sys
+import typing
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from io import StringIO
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from areal.api.config.experiment import KINDS, BaseExperimentConfig, GRPOConfig, completed, kind_of
+import areal
+from areal.api.config.experiment import KINDS, BaseExperimentConfig, GRPOConfig, kind_of, with_followers
 from areal.api.config.legacy import LegacyKeys, legacy_rule
 from areal.api.config.redaction import public, public_text, without_secrets
-from areal.api.config.schema import MISSING, FieldSpec, fields_of, find_field, relevance_of, type_text
-from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
+from areal.api.config.schema import (
+    MISSING,
+    FieldSpec,
+    fields_of,
+    find_field,
+    relevance_of,
+    type_text,
+    with_defaults,
+)
+from areal.api.config.validate import conflicts, converted, raise_problems, shown
 from areal.api.errors import ConfigError, ConfigProblem
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig, ListConfig
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The text of `areal config SECTION` and of a script's `--help`: type, default, limits and meaning of options.
@@ -90,95 +101,122 @@ def default_text(spec: FieldSpec) -> str:
 # YAML text, in files and in overrides: values that look like numbers and are text, and why text cannot be read.
 
 MAX_DEPTH = 32
-UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
-"""What reading text as YAML raises: ValueError for bytes that are not UTF-8 and for numbers of thousands of digits."""
-
-
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""What reading text as YAML raises: ValueError for bytes that are not UTF-8, thousands of digits and `${`."""
 _STARTS = tuple("+-.0123456789")
 """What numbers start with."""
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)"
+    r"|\.[0-9_]+(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+"""Numbers of YAML 1.2, among them 1e-5, and those with underscores."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes an alias of a number as a node at the place of the alias, because each place has its own field."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        parser = cast("Any", self)
-        alias = parser.peek_event() if parser.check_event(yaml.AliasEvent) else None
-        node = super().compose_node(parent, index)
-        if alias is None or not isinstance(node, yaml.ScalarNode):
-            return node
-        return yaml.ScalarNode(node.tag, node.value, alias.start_mark, alias.end_mark, node.style)
+    """YAML with the numbers of `_FLOAT`, and without dates."""
 
 
-def composed_yaml(text: str) -> yaml.Node | None:
-    """The nodes of YAML with their places in `text`; None where it is empty."""
-    return cast("Any", yaml).compose(text, Loader=_Loader)
+class _CheckedLoader(cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoader))):
+    """The same in C where that is installed, for files that areal wrote."""
+
+
+for _loader in (_Loader, _CheckedLoader):
+    _loader.yaml_implicit_resolvers = {
+        start: [rule for rule in rules if rule[0] not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")]
+        for start, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    cast("Any", _loader).add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, [*_STARTS])
+
+
+def yaml_value(text: str, hint: Any) -> Any:
+    """The value of YAML that is read as `hint`, a config class or None = any type. Text keeps numbers as written.
+
+    YAML reads 007 as 7, 1.50 as 1.5, 2024_01_02 as 20240102 and the time limit 12:30:00 as 45000, a number in base 60.
+    Raises one of `UNREADABLE`.
+    """
+    loader = _Loader(text)
+    root = cast("Any", loader).get_single_node()
+    value = None if root is None else _built(loader, root, hint, ())
+    if "${" in text:
+        check_interpolations(value)
+    return value
+
+
+def check_interpolations(value: Any) -> None:
+    """Raise ValueError for a text with `${` that is no interpolation."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        OmegaConf.create({"value": value})
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error)) from None
+
+
+def _built(loader: Any, node: yaml.Node, hint: Any, above: tuple[yaml.Node, ...]) -> Any:
+    """The value of a node that is read as `hint`; None = of any type. `above`: the nodes that contain it."""
+    if node in above:
+        raise yaml.constructor.ConstructorError(None, None, "found unconstructable recursive node", node.start_mark)
+    if isinstance(node, yaml.ScalarNode):
+        if node.style is None and node.value[:1] in _STARTS and (":" in node.value or _keeps_text(hint)):
+            return node.value
+        return loader.construct_object(node)
+    if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+        return loader.construct_object(node, deep=True)
+    if len(above) > 2 * MAX_DEPTH:
+        raise RecursionError
+    above = (*above, node)
+    if isinstance(node, yaml.SequenceNode):
+        of_item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else str if _keeps_text(hint) else None
+        return [_built(loader, item, of_item, above) for item in node.value]
+    tree: dict[Any, Any] = {}
+    pairs: list[tuple[Any, Any]] = []
+    merged: list[tuple[Any, Any]] = []
+    for key_node, value_node in cast("list[tuple[Any, Any]]", node.value):
+        (merged if key_node.tag == "tag:yaml.org,2002:merge" else pairs).append((key_node, value_node))
+    for _, value_node in merged:
+        for shared in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+            tree = cast("dict[Any, Any]", _built(loader, shared, hint, above)) | tree
+    specs: dict[Any, FieldSpec] = (
+        dict(fields_of(hint)) if isinstance(hint, type) and dataclasses.is_dataclass(hint) else {}
+    )
+    written = set[Any]()
+    of_value = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+    for key_node, value_node in pairs:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str | int | float | bool | None) or key in written:
+            text = f"found duplicate key {key}" if isinstance(key, str | int | float) else "found unhashable key"
+            raise yaml.constructor.ConstructorError("in a mapping", node.start_mark, text, key_node.start_mark)
+        written.add(key)
+        spec = specs.get(key)
+        tree[key] = _built(loader, value_node, of_value if spec is None else spec.hint, above)
+    return tree
 
 
 def override_value(text: str, cls: type[Any], path: str) -> Any:
     """The value of `path=text`. Text fields take it unchanged (007, 1e-3, yes); everything else is read as in files."""
     text, spec = text.strip(), find_field(cls, path)
     is_list = text[:1] == "[" and spec is not None and spec.hint is not str
-    if _takes_text(spec) and not is_list and text != "null" and text[:1] not in ("'", '"'):
-        loaded = OmegaConf.create({"value": text})
-    else:
-        written = f"value: {text}"
-        root = cast("yaml.MappingNode", composed_yaml(written))
-        loaded = OmegaConf.create(with_quotes(written, root.value[0][1], cls, path))
-    return cast("dict[str, Any]", OmegaConf.to_container(loaded, resolve=False))["value"]
-
-
-def with_quotes(text: str, node: yaml.Node, cls: type[Any], path: str = "") -> str:
-    """The YAML `text` with quotes around the numbers of text fields of `cls`, and around those that have a colon.
-
-    YAML reads 007 as 7, 1.50 as 1.5, 2024_01_02 as 20240102 and the time limit 12:30:00 as 45000, a number in base 60.
-    `node`: the part of the composed `text` that is the value of `path`. Lines keep their numbers.
-    """
-    numbers: dict[int, tuple[yaml.ScalarNode, bool]] = {}
-    for number, is_text in _numbers(node, cls, path, ()):
-        start = number.start_mark.index
-        numbers[start] = number, is_text or (start in numbers and numbers[start][1])
-    for start, (number, is_text) in sorted(numbers.items(), reverse=True):
-        end = number.end_mark.index
-        value = "'" + number.value.replace("'", "''") + "'" if is_text else number.value
-        if text[start] == "*":
-            text = f"{text[:start]}{value}{text[end:]}"
-        elif text[start:end].endswith(number.value):  # perhaps after an anchor or a tag
-            text = f"{text[: end - len(number.value)]}{value}{text[end:]}"
+    hint = None if spec is None else spec.hint
+    if not _keeps_text(hint) or is_list or text == "null" or text[:1] in ("'", '"'):
+        return yaml_value(f"value: {text}", dict[str, hint])["value"]
+    if "${" in text:
+        check_interpolations(text)
     return text
-
-
-def _numbers(
-    node: yaml.Node, cls: type[Any], path: str, above: tuple[yaml.Node, ...]
-) -> Iterator[tuple[yaml.ScalarNode, bool]]:
-    """The numbers, once for each path, and whether they are text. `above`: the nodes that contain `node`."""
-    if node in above:
-        return
-    above = (*above, node)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = path if key.value == "<<" else f"{path}.{key.value}" if path else str(key.value)
-            yield from _numbers(value, cls, here, above)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _numbers(item, cls, path, above)
-    elif isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in _STARTS:
-        spec = find_field(cls, path)
-        yield node, ":" in node.value or _takes_text(spec) or (spec is not None and spec.hint == list[str])
 
 
 def written_numbers(text: str, override: str = "") -> dict[str, str]:
     """Path -> each number in YAML as it is written, such as 1.50. `override`: the path of the key `value`."""
-    found = _numbers_by_path(composed_yaml(text), "")
+    found = _numbers_by_path(cast("Any", yaml).compose(text, Loader=_Loader), "")
     return {override + path.removeprefix("value") if override else path: node.value for path, node in found}
 
 
 def with_numbers(text: str, numbers: Mapping[str, str]) -> str:
     """The YAML `text` with `numbers` as they are written, by path, in place of the same numbers."""
-    found = list(_numbers_by_path(composed_yaml(text), "")) if numbers else []
+    found = list(_numbers_by_path(cast("Any", yaml).compose(text, Loader=_Loader), "")) if numbers else []
     for path, node in reversed(found):
         written = numbers.get(path, node.value)
-        before, after = cast("list[Any]", OmegaConf.create(f"- {node.value}\n- {written}"))
+        before, after = yaml_value(f"- {node.value}\n- {written}", None)
         if before == after:
             text = f"{text[: node.start_mark.index]}{written}{text[node.end_mark.index :]}"
     return text
@@ -191,15 +229,13 @@ def _numbers_by_path(node: yaml.Node | None, path: str) -> Iterator[tuple[str, y
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield from _numbers_by_path(item, f"{path}[{index}]")
-    elif (
-        isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in _STARTS and ":" not in node.value
-    ):
-        yield path, node
+    elif isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in _STARTS:
+        yield from [] if ":" in node.value else [(path, node)]
 
 
-def _takes_text(spec: FieldSpec | None) -> bool:
-    """Whether a single value of the field is text."""
-    return spec is not None and spec.hint in (str, str | list[str])
+def _keeps_text(hint: Any) -> bool:
+    """Whether a single value of this type is text."""
+    return hint is str or hint == str | list[str]
 
 
 def reason_of(error: BaseException) -> str:
@@ -234,7 +270,9 @@ def load_config(argv: Sequence[str], cls: type[T]) -> T:
     if (section := _help_section(argv)) is not None:
         sys.stdout.write(help_text(cls, section))
         raise SystemExit(0)
-    return _build(cls, _CommandLine.parse(argv), allow_unknown_top_level=False)
+    line = _CommandLine.parse(argv)
+    checked = _read_checked(line, cls, allow_unknown_top_level=False)
+    return _build(cls, line, allow_unknown_top_level=False) if checked is None else checked
 
 
 def load_experiment(
@@ -246,6 +284,8 @@ def load_experiment(
     `is_quiet`: no log line about keys without effect, because the process loads the configuration again.
     """
     line = _CommandLine.parse(argv)
+    if (checked := _read_checked(line, None, allow_unknown_top_level=allow_unknown_top_level)) is not None:
+        return checked
     cls = line.kind(allow_unknown=allow_unknown_top_level)
     return _build(cls, line, allow_unknown_top_level=allow_unknown_top_level, is_quiet=is_quiet)
 
@@ -257,17 +297,17 @@ def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
     """
     line = _CommandLine.parse(argv)
     cls = line.kind(allow_unknown=True)
-    tree = _resolved(cls, line.given(cls))[0]
-    known = fields_of(cls)
-    extra = {key: value for key, value in tree.items() if key not in known and legacy_rule(cls, key, "") is None}
+    given, known = line.given(cls), fields_of(cls)
     names = {name for kind in KINDS for name in fields_of(kind)}
+    own = [key for key in given if key not in known and legacy_rule(cls, key, "") is None]
     problems: list[ConfigProblem] = []
-    for key in extra.keys() - names:
+    for key in own:
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-        if near and not re.search(rf"\b{re.escape(key)}\b", script_text):
+        if key not in names and near and not re.search(rf"\b{re.escape(key)}\b", script_text):
             problems.append(ConfigProblem(key, f"unknown key; did you mean {near[0]}?", "config.unknown_key", near[0]))
     raise_problems(problems, line.source, line.typed)
-    return extra
+    tree = _resolved(cls, given)[0] if _has_interpolation({key: given[key] for key in own}) else given
+    return {key: tree[key] for key in own}
 
 
 def script_numbers(argv: Sequence[str], keys: Collection[str]) -> dict[str, str]:
@@ -284,19 +324,65 @@ def script_numbers(argv: Sequence[str], keys: Collection[str]) -> dict[str, str]
 def save_config(
     config: Any, path: Path | str, *, extra: dict[str, Any] | None = None, numbers: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Write `config` and `extra` keys as YAML, without secrets. The file is replaced atomically.
+    """Write a checked `config` and `extra` keys as YAML, without secrets. The file is replaced atomically.
 
+    Its first line has the class and a checksum, with which the processes of a run read it without checks.
     `numbers`: path -> the number as the user wrote it, for `extra` keys.
     Returns environment variables with the secrets: where they are set, the file loads back equal.
     """
+    from omegaconf import OmegaConf
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tree, variables = without_secrets(asdict(config) | (extra or {}))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    text = with_numbers(OmegaConf.to_yaml(OmegaConf.create(tree)), numbers or {})
     with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-        file.write(with_numbers(OmegaConf.to_yaml(OmegaConf.create(tree)), numbers or {}))
+        file.write(f"# checked: {type(config).__name__} {_checksum(text)}\n{text}")
     temporary.replace(path)
     return variables
+
+
+_CHECKED = re.compile(r"# checked: (\w+) (\w+)\n")
+_VARIABLE = re.compile(r"(?<!\\)\$\{oc\.env:(\w+),''\}")
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(f"{areal.__version__}\n{text}".encode()).hexdigest()
+
+
+def _read_checked(line: _CommandLine, cls: type[Any] | None, *, allow_unknown_top_level: bool) -> Any:
+    """The configuration in the only file of `line`, where `save_config` wrote it and nobody changed it; else None.
+
+    `cls` None: the class that the file names. Nothing is checked again.
+    """
+    path = Path(line.files[0])
+    if line.overrides or len(line.files) > 1 or not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        head = file.readline(200).decode("utf-8", errors="replace")
+        match = _CHECKED.fullmatch(head)
+        text = "" if match is None else file.read().decode("utf-8", errors="replace")
+    kind = cls or next((kind for kind in KINDS if match is not None and kind.__name__ == match[1]), None)
+    if match is None or kind is None or kind.__name__ != match[1] or _checksum(text) != match[2]:
+        return None
+    tree = cast("dict[str, Any]", yaml.load(text, Loader=_CheckedLoader))
+    tree = _with_variables(tree) if "${" in text else tree
+    if allow_unknown_top_level:
+        tree = {key: value for key, value in tree.items() if key in fields_of(kind)}
+    config, problems = converted(kind, tree)
+    return None if problems else config
+
+
+def _with_variables(tree: Any) -> Any:
+    """The values of a file of `save_config` with the environment variables that it names for secrets."""
+    if isinstance(tree, dict):
+        return {key: _with_variables(value) for key, value in cast("dict[Any, Any]", tree).items()}
+    if isinstance(tree, list):
+        return [_with_variables(value) for value in cast("list[Any]", tree)]
+    if not isinstance(tree, str):
+        return tree
+    return _VARIABLE.sub(lambda found: os.environ.get(found[1], ""), tree).replace("\\${", "${")
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,23 +407,22 @@ def read(
 ) -> Reading[T]:
     """Read `given`, the values the user wrote, as a `cls`.
 
-    `resolved` holds them with defaults and without interpolations; None = `given` has no interpolation. `unresolved`
-    are the paths of interpolations that failed; they are reported elsewhere.
+    `resolved` holds them without interpolations; None = `given` has none. `unresolved` are the paths of interpolations
+    that failed; they are reported elsewhere.
     """
-    tree = completed(cls, given) if resolved is None else resolved
-    legacy = LegacyKeys(tree, given)
-    legacy.apply(cls)
+    tree = deepcopy(with_followers(cls, given)) if resolved is None else resolved
+    legacy = LegacyKeys(cls, tree, given)
+    legacy.apply()
     if allow_unknown_top_level:
-        for key in tree.keys() - fields_of(cls).keys():
-            del tree[key]
-    missing = [problem for problem in missing_values(cls, tree) if problem.path not in unresolved]
-    required = {problem.path for problem in missing}
-    config, wrong = validated(cls, tree)
-    problems = legacy.problems + missing + [problem for problem in wrong if problem.path not in required]
+        tree = {key: value for key, value in tree.items() if key in fields_of(cls)}
+    config, wrong = converted(cls, tree)
+    wrong = [problem for problem in wrong if problem.code != "config.required" or problem.path not in unresolved]
+    problems = legacy.problems + wrong
     if config is not None:
         # A conflict with a value that is not what the user meant would only confuse.
         suspects = {*unresolved, *(p.path for p in problems), *(p.suggestion for p in problems)} - {""}
-        problems += [problem for problem in conflicts(config) if not _is_about(problem, suspects)]
+        found = list(conflicts(config, tree))
+        problems += [problem for problem in found if not _is_about(problem, suspects)] if suspects else found
     if isinstance(config, BaseExperimentConfig) and config.strict_config:
         text = "has no effect in areal: remove it"
         problems += [ConfigProblem(path, text, "config.no_effect") for path in legacy.ignored]
@@ -397,17 +482,27 @@ class _CommandLine:
 
     def given(self, cls: type[Any]) -> dict[str, Any]:
         """What the user wrote for a `cls`, files and overrides merged, interpolations unresolved."""
-        files = [_read_yaml(Path(name), cls) for name in self.files]
+        tree, *others = [_read_yaml(Path(name), cls) for name in self.files]
         try:
-            merged = OmegaConf.merge(*files) if len(files) > 1 else files[0]
+            for other in others:
+                tree = _merged(tree, other)
         except TypeError:
             problem = "one file gives a list where another gives a mapping: make them agree"
             raise _unreadable(self.source, problem) from None
-        tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=False))
         wrong = [found for word in self.overrides if (found := _override(tree, word, cls)) is not None]
         problems = [ConfigProblem(path, message, "config.bad_override") for path, message in wrong]
         raise_problems([*problems, *_not_storable(tree)], self.source, self.typed)
         return tree
+
+
+def _merged(tree: Any, other: Any) -> Any:
+    """`other` laid over `tree`. TypeError when one has a list where the other has a mapping."""
+    if {dict, list} == {type(tree), type(other)}:
+        raise TypeError
+    if not isinstance(tree, dict) or not isinstance(other, dict):
+        return other
+    below, above = cast("dict[str, Any]", tree), cast("dict[str, Any]", other)
+    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
 
 
 def _bad_word(word: str, message: str) -> ConfigError:
@@ -419,23 +514,22 @@ def _unreadable(path: Path | str, message: str) -> ConfigError:
     return ConfigError(str(problem), problems=[problem])
 
 
-def _read_yaml(path: Path, cls: type[Any]) -> DictConfig:
+def _read_yaml(path: Path, cls: type[Any]) -> dict[str, Any]:
     if path.is_dir():
         raise _unreadable(path, "is a directory: give the YAML file in it")
     if not path.is_file():
         raise _unreadable(path, "no such configuration file")
     try:
-        text = path.read_text(encoding="utf-8")
-        root = composed_yaml(text)
-        if isinstance(root, yaml.MappingNode):
-            return cast("DictConfig", OmegaConf.load(StringIO(with_quotes(text, root, cls))))
+        tree = yaml_value(path.read_text(encoding="utf-8"), cls)
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
     except (*UNREADABLE, OSError) as error:
         raise _unreadable(path, f"not readable as YAML: {reason_of(error)}") from None
-    if root is None:
+    if isinstance(tree, dict):
+        return cast("dict[str, Any]", tree)
+    if tree is None:
         raise _unreadable(path, "is empty: a configuration is a mapping of keys to values")
-    kind = "list" if isinstance(root, yaml.SequenceNode) else "single value"
+    kind = "list" if isinstance(tree, list) else "single value"
     raise _unreadable(path, f"holds a {kind}: a configuration is a mapping of keys to values")
 
 
@@ -495,7 +589,7 @@ def _depth(value: Any) -> int:
 
 def _build(cls: type[T], line: _CommandLine, *, allow_unknown_top_level: bool, is_quiet: bool = False) -> T:
     given = line.given(cls)
-    tree, broken = _resolved(cls, given) if _has_interpolation(given) else (deepcopy(completed(cls, given)), {})
+    tree, broken = _resolved(cls, given) if _has_interpolation(given) else (None, {})
     reading = read(cls, given, tree, unresolved=broken, allow_unknown_top_level=allow_unknown_top_level)
     unresolved = [ConfigProblem(path, text, "config.unresolved_interpolation") for path, text in broken.items() if text]
     raise_problems([*unresolved, *reading.problems], line.source, line.typed)
@@ -517,12 +611,15 @@ def _has_interpolation(value: Any) -> bool:
 
 
 def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of `given` and the defaults, interpolations resolved; and path -> why for those that cannot be.
+    """The values of `given`, interpolations resolved; and path -> why for those that cannot be.
 
     An interpolation that cannot be resolved is removed, so that the default takes its place. The reason is empty where
     another entry reports the cause: a target without a value, or a chain of copies.
     """
-    config = OmegaConf.create(completed(cls, given))
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    given = with_followers(cls, given)
+    config = OmegaConf.create(with_defaults(cls, given))  # they may refer to defaults
     broken: list[tuple[DictConfig | ListConfig, Any, str, str, str]] = []
     texts: list[tuple[DictConfig | ListConfig, Any, str, str]] = []
 
@@ -551,7 +648,19 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
     for _, _, path, written, reason in broken:
         copied = any("${" + other + "}" in written for _, _, other, _, _ in broken if other != path)
         problems[path] = "" if copied or not reason else f"{written} cannot be resolved: {reason}"
-    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), problems
+    return _picked(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), given), problems
+
+
+def _picked(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `given` in `tree`; a key that `tree` lacks is left out."""
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        below = tree.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            found[key] = _picked(cast("dict[str, Any]", below), cast("dict[str, Any]", value))
+        elif key in tree:
+            found[key] = below
+    return found
 
 
 def _number_or_text(text: str, cls: type[Any], path: str) -> Any:
@@ -563,6 +672,9 @@ def _number_or_text(text: str, cls: type[Any], path: str) -> Any:
 
 def _why_unresolvable(node: DictConfig | ListConfig, key: Any) -> str | None:
     """Why node[key] cannot be resolved; '' when its target has no value, which is reported there; None = it can."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
     try:
         value = node[key]
         if isinstance(value, DictConfig | ListConfig):

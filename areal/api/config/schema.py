@@ -238,13 +238,20 @@ class FieldSpec:
 
     owner: type[Any]
     entry: dataclasses.Field[Any]
+    name: str
     hint: Any
     """The type without `| None`."""
     nullable: bool
-
-    @property
-    def name(self) -> str:
-        return self.entry.name
+    is_section: bool
+    """Whether values of the field are config sections."""
+    item_section: type[Any] | None
+    """The class of the sections that a list of sections holds; None for every other field."""
+    needs_values: bool
+    """Whether a section has options of its own without a default."""
+    choices: tuple[str, ...]
+    """The texts that the field takes; empty = no such limit."""
+    bounds: tuple[tuple[str, float], ...]
+    """The limits of a number: ge, gt, le or lt, and the value."""
 
     @property
     def default(self) -> Any:
@@ -254,15 +261,9 @@ class FieldSpec:
         return MISSING if self.entry.default_factory is dataclasses.MISSING else self.entry.default_factory()
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The texts that the field takes; empty = no such limit."""
-        return self.entry.metadata.get("choices", ())
-
-    @property
     def range_text(self) -> str:
         """The range of a number in words, or ''."""
-        limits = self.entry.metadata
-        return " and ".join(f"{words} {limits[name]:g}" for name, words in _BOUNDS.items() if name in limits)
+        return " and ".join(f"{_BOUNDS[name]} {limit:g}" for name, limit in self.bounds)
 
     @property
     def other_paths(self) -> frozenset[str]:
@@ -280,34 +281,46 @@ class FieldSpec:
         return _sentences_of(self.owner).get(self.name, "")
 
     @property
-    def is_section(self) -> bool:
-        """Whether values of the field are config sections."""
-        return _is_section(self.hint)
-
-    @property
-    def item_section(self) -> type[Any] | None:
-        """The class of the sections that a list of sections holds; None for every other field."""
-        return _item_section(self.hint)
-
-    @property
     def type_text(self) -> str:
         return type_text(self.hint) + (" or null" if self.nullable else "")
-
-
-def _is_section(hint: Any) -> bool:
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
-
-
-def _item_section(hint: Any) -> type[Any] | None:
-    args = typing.get_args(hint)
-    return args[0] if typing.get_origin(hint) is list and _is_section(args[0]) else None
 
 
 @cache
 def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
     """The fields of a config class by name, in order."""
-    hints, entries = typing.get_type_hints(cls), dataclasses.fields(cls)
-    return {entry.name: FieldSpec(cls, entry, *_without_null(hints[entry.name])) for entry in entries if entry.init}
+    hints, specs = typing.get_type_hints(cls), dict[str, FieldSpec]()
+    for entry in dataclasses.fields(cls):
+        if not entry.init:
+            continue
+        hint: Any = hints[entry.name]
+        limits, nullable = entry.metadata, False
+        if typing.get_origin(hint) in (types.UnionType, typing.Union):
+            parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
+            nullable = len(parts) < len(typing.get_args(hint))
+            hint = typing.Union[tuple(parts)]  # noqa: UP007 - of a list
+        args = typing.get_args(hint)
+        of_item: Any = args[0] if typing.get_origin(hint) is list else None
+        is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        needs_values = False
+        for below in dataclasses.fields(cast("Any", hint)) if is_section else ():
+            needs_values = needs_values or below.default == MISSING
+        bounds: list[tuple[str, float]] = []
+        for name in _BOUNDS:
+            if name in limits:
+                bounds.append((name, limits[name]))
+        specs[entry.name] = FieldSpec(
+            owner=cls,
+            entry=entry,
+            name=entry.name,
+            hint=hint,
+            nullable=nullable,
+            is_section=is_section,
+            item_section=of_item if dataclasses.is_dataclass(of_item) else None,  # pyright: ignore[reportArgumentType]
+            needs_values=needs_values,
+            choices=limits.get("choices", ()),
+            bounds=tuple(bounds),
+        )
+    return specs
 
 
 def sections_in(
@@ -315,15 +328,17 @@ def sections_in(
 ) -> Iterator[tuple[type[Any], dict[str, Any], str]]:
     """The values of a `cls` and of every section in them: (class, values, dotted path); `path[i]` in a list."""
     yield cls, tree, path
-    for name, spec in fields_of(cls).items():
-        value, here = tree.get(name), f"{path}.{name}" if path else name
-        found = [(spec.hint, value, here)] if spec.is_section else []
-        if spec.item_section is not None and isinstance(value, list):
-            items = cast("list[Any]", value)
-            found = [(spec.item_section, item, f"{here}[{i}]") for i, item in enumerate(items)]
-        for below, values, place in found:
-            if isinstance(values, dict):
-                yield from sections_in(below, cast("dict[str, Any]", values), place)
+    specs = fields_of(cls)
+    for name, value in list(tree.items()):
+        spec, here = specs.get(name), f"{path}.{name}" if path else name
+        if spec is None:
+            continue
+        if spec.is_section and isinstance(value, dict):
+            yield from sections_in(spec.hint, cast("dict[str, Any]", value), here)
+        elif spec.item_section is not None and isinstance(value, list):
+            for place, item in enumerate(cast("list[Any]", value)):
+                if isinstance(item, dict):
+                    yield from sections_in(spec.item_section, cast("dict[str, Any]", item), f"{here}[{place}]")
 
 
 def leaf_paths(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, FieldSpec]]:
@@ -351,7 +366,7 @@ def find_field(cls: type[Any], path: str) -> FieldSpec | None:
     if not rest:
         return spec
     below = spec.item_section if bracket else spec.hint
-    return find_field(below, rest) if below is not None and _is_section(below) else None
+    return find_field(below, rest) if isinstance(below, type) and dataclasses.is_dataclass(below) else None
 
 
 def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
@@ -412,25 +427,18 @@ def type_text(hint: Any) -> str:
     plain = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}
     if hint in plain:
         return plain[hint]
-    if _is_section(hint):
+    if dataclasses.is_dataclass(hint):
         return "section"
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(map(type_text, args))
     if origin is list or hint is list:
-        return "list of sections" if _item_section(hint) else f"list of {type_text(args[0])}" if args else "list"
+        if args and dataclasses.is_dataclass(args[0]):
+            return "list of sections"
+        return f"list of {type_text(args[0])}" if args else "list"
     if origin is dict or hint is dict:
         return f"mapping of text to {type_text(args[1])}" if args else "mapping"
     return str(hint)
-
-
-def _without_null(hint: Any) -> tuple[Any, bool]:
-    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
-        return hint, False
-    inner, *others = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
-    for other in others:
-        inner = inner | other
-    return inner, 1 + len(others) < len(typing.get_args(hint))
 
 
 @cache

@@ -395,9 +395,6 @@ class TrainEngineConfig:
             yield Problem("checkpointing", text, "config.unsupported")
 
     def problems(self) -> Problems:
-        if not self.path:
-            text = "is required: set a checkpoint folder or a hub model"
-            yield Problem("path", text, "config.missing_requirement")
         if self.logprob_kernel == "liger" and self.temperature != 1.0:
             yield "logprob_kernel", f"liger does not support temperature={self.temperature:g}: use torch"
         if self.compile and self.gradient_checkpointing and self.checkpointing == "selective":

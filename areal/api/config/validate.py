@@ -1,28 +1,27 @@
-"""The checks of config values: types and limits of each field by pydantic, then `problems()` of each section."""
+"""Config values: read in one pass into the classes, with types and limits; then `problems()` of each section."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from functools import cache
-from typing import Any, TypeVar, cast, get_args
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from areal.api.config.redaction import public
-from areal.api.config.schema import (
-    MISSING,
-    FieldSpec,
-    Problems,
-    fields_of,
-    find_field,
-    nearest,
-    sections_in,
-    with_defaults,
-)
+from areal.api.config.schema import MISSING, FieldSpec, Problems, fields_of, find_field, nearest, type_text
 from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
 _MAX_INTEGER = 2**63
-_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+_BREAKS: dict[str, Callable[[float, float], bool]] = {
+    "ge": lambda value, limit: value < limit,
+    "gt": lambda value, limit: value <= limit,
+    "le": lambda value, limit: value > limit,
+    "lt": lambda value, limit: value >= limit,
+}
 
 
 def check_config(config: Any) -> None:
@@ -32,39 +31,217 @@ def check_config(config: Any) -> None:
 
 def problems_of(config: Any) -> Iterator[ConfigProblem]:
     """Everything that is wrong with `config` and its sections."""
-    cls = cast("type[Any]", type(config))
-    tree = with_defaults(cls, {}, config)
-    yield from missing_values(cls, tree)
-    yield from validated(cls, tree)[1]
+    yield from converted(cast("type[Any]", type(config)), cast("dict[str, Any]", vars(config)))[1]
     yield from conflicts(config)
 
 
-def conflicts(config: Any, prefix: str = "") -> Iterator[ConfigProblem]:
-    """What the sections of `config` report about their own options."""
-    for name, spec in fields_of(cast("type[Any]", type(config))).items():
-        value = cast("Any", vars(config)[name])
+def conflicts(config: Any, written: Mapping[str, Any] | None = None, prefix: str = "") -> Iterator[ConfigProblem]:
+    """What the sections of `config` report about their own options.
+
+    `written`: the values that were given. A section without any is as its class makes it, which is never wrong.
+    """
+    values = cast("dict[str, Any]", config.__dict__)
+    for name in values if written is None else written:
+        value = values.get(name)
         if dataclasses.is_dataclass(value):
-            yield from conflicts(value, f"{prefix}{name}.")
-        elif spec.item_section is not None and isinstance(value, list):
-            for i, item in enumerate(cast("list[Any]", value)):
-                yield from conflicts(item, f"{prefix}{name}[{i}].")
+            below = None if written is None else written[name]
+            below = cast("dict[str, Any]", below) if isinstance(below, dict) else None
+            yield from conflicts(value, below, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            for place, item in enumerate(cast("list[Any]", value)):
+                if dataclasses.is_dataclass(item):
+                    yield from conflicts(item, None, f"{prefix}{name}[{place}].")
     report: Callable[[], Problems] | None = getattr(config, "problems", None)
     for found in () if report is None else report():
         problem = ConfigProblem(*found)
-        yield problem._replace(path=f"{prefix}{problem.path}")
+        yield problem._replace(path=f"{prefix}{problem.path}") if prefix else problem
 
 
-def missing_values(cls: type[Any], tree: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """The required options of `tree` that have no value; they are removed from it."""
-    for _, values, section in list(sections_in(cls, tree)):
-        for name in [name for name, value in values.items() if value == MISSING]:
-            del values[name]
-            path = f"{section}.{name}" if section else name
-            yield _required(path)
+def converted(cls: type[T], given: Mapping[str, Any], base: T | None = None) -> tuple[T | None, list[ConfigProblem]]:
+    """The instance of `cls` with the values of `given` over those of `base` (None = the defaults), and what is wrong.
+
+    A wrong value is left out, so that the default takes its place. None: a value is missing that has no default.
+    """
+    conversion = _Conversion(cls)
+    return conversion.section(cls, given, "", base), conversion.problems
+
+
+class _WrongError(Exception):
+    """A value that cannot be read as `hint`. `path` is below that of the option, None = it is reported."""
+
+    def __init__(self, value: Any, hint: Any, path: str | None, code: str = "config.wrong_type") -> None:
+        self.value, self.hint, self.path, self.code = value, hint, path, code
+
+
+class _Conversion:
+    """One reading of a tree of values."""
+
+    def __init__(self, root: type[Any]) -> None:
+        self.problems: list[ConfigProblem] = []
+        self._root = root
+
+    def section(self, cls: type[T], given: Mapping[Any, Any], path: str, base: T | None = None) -> T | None:
+        """The section at `path`: `given` over `base`. None when a value is missing that has no default."""
+        specs, values = fields_of(cls), dict[str, Any]()
+        prefix = f"{path}." if path else ""
+        for key, value in given.items():
+            spec, here = specs.get(key), f"{prefix}{key}"
+            if spec is None:
+                self.problems.append(self._unknown(cls, path, str(key), here))
+            elif isinstance(value, str) and value == MISSING:
+                self.problems.append(_required(here))
+            else:
+                try:
+                    values[key] = self._value(spec, value, here)
+                except _WrongError as error:
+                    self.problems += [_problem(here, error, spec)] if error.path is not None else []
+        is_whole = True
+        for name, spec in specs.items():
+            if name in values:
+                continue
+            default = spec.entry.default if base is None else vars(base)[name]
+            has_none = default is dataclasses.MISSING is spec.entry.default_factory
+            if name not in given and (has_none or (isinstance(default, str) and default == MISSING)):
+                self.problems.append(_required(f"{prefix}{name}"))
+            elif name not in given and spec.needs_values and default is not None:
+                self.section(spec.hint, {}, f"{prefix}{name}")
+            is_whole = is_whole and not has_none
+        if not is_whole:
+            return None
+        return cls(**values) if base is None else dataclasses.replace(cast("Any", base), **values)
+
+    def _value(self, spec: FieldSpec, value: Any, path: str) -> Any:
+        if value is None and spec.nullable:
+            return None
+        if spec.is_section:
+            return self._below(spec, spec.hint, value, path, spec.default)
+        if spec.item_section is not None and isinstance(value, list | tuple):
+            items = enumerate(cast("list[Any]", value))
+            return [self._below(spec, spec.item_section, item, f"{path}[{place}]", None) for place, item in items]
+        if spec.choices and isinstance(value, bool):
+            value = "on" if value else "off"  # as YAML reads these bare words
+        value = _read(value, spec.hint, "")
+        if spec.choices and value not in spec.choices:
+            raise _WrongError(value, spec.hint, "", "config.not_a_choice")
+        for name, limit in spec.bounds:
+            if _BREAKS[name](value, limit):
+                raise _WrongError(value, spec.hint, "", "config.out_of_range")
+        return value
+
+    def _below(self, spec: FieldSpec, cls: type[Any], value: Any, path: str, default: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            found = self.section(cast("type[Any]", type(value)), vars(value), path)
+        elif isinstance(value, dict):
+            base = default if dataclasses.is_dataclass(default) else None
+            found = self.section(cls, cast("dict[Any, Any]", value), path, base)
+        else:
+            self.problems.append(_problem(path, _WrongError(value, cls, ""), spec))
+            found = None
+        if found is None:
+            raise _WrongError(value, cls, None)
+        return found
+
+    def _unknown(self, cls: type[Any], section: str, key: str, path: str) -> ConfigProblem:
+        guess = nearest(self._root, section, cls, key)
+        text = f"unknown key; did you mean {guess}?" if guess else "unknown key: remove it"
+        if find_field(cls, key) is not None:
+            text = "has dots, which separate sections in overrides only: write nested sections"
+        return ConfigProblem(path, text, "config.unknown_key", guess)
+
+
+def _read(value: Any, hint: Any, path: str) -> Any:
+    """A value of YAML or of an override as `hint`: numbers may be text, because `${oc.env:X}` always gives text.
+
+    1e3 is the integer 1000. Raises _WrongError.
+    """
+    if hint is Any:
+        return value
+    if hint is str:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+        if isinstance(value, str):
+            return value
+    elif hint is bool:
+        value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+        if isinstance(value, bool):
+            return value
+    elif hint is int or hint is float:
+        number = _number(value)
+        if hint is float and number is not None and not math.isfinite(number):
+            raise _WrongError(value, hint, path, "config.out_of_range")
+        if hint is float and number is not None:
+            return float(number)
+        if number is not None and abs(number) < _MAX_INTEGER and number == int(number):
+            return int(number)
+    else:
+        return _read_other(value, hint, path)
+    raise _WrongError(value, hint, path)
+
+
+def _number(value: Any) -> float | None:
+    """The number that a value is or that its text writes; None = it is none."""
+    for convert in (int, float) if isinstance(value, str) else ():
+        try:
+            return convert(value)
+        except ValueError:
+            continue
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _read_other(value: Any, hint: Any, path: str) -> Any:
+    """As `_read`, for lists, mappings, unions and the types of users' own classes."""
+    origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is list and isinstance(value, list | tuple):
+        try:
+            return [_read(item, args[0] if args else Any, "") for item in cast("list[Any]", value)]
+        except _WrongError as error:
+            raise _WrongError(value, hint, path, error.code) from None
+    if origin is dict and isinstance(value, dict):
+        below = args[1] if args else Any
+        items = cast("dict[Any, Any]", value).items()
+        return {_read(key, str, path): _read(item, below, f"{path}.{key}") for key, item in items}
+    if origin in (typing.Union, types.UnionType):
+        exact = [arg for arg in args if type(value) is (typing.get_origin(arg) or arg)]
+        for arg in (*exact, *args):
+            try:
+                return _read(value, arg, path)
+            except _WrongError:
+                continue
+    elif origin not in (list, dict):
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            return TypeAdapter(hint).validate_python(value)
+        except ValidationError:
+            pass
+    raise _WrongError(value, hint, path)
 
 
 def _required(path: str) -> ConfigProblem:
     return ConfigProblem(path, f"is required: give it in the file or as {path}=...", "config.required")
+
+
+def _problem(path: str, error: _WrongError, spec: FieldSpec) -> ConfigProblem:
+    """The error about the option `path` in words."""
+    is_below = bool(error.path)
+    path, or_null = f"{path}{error.path}", " or null" if spec.nullable and not is_below else ""
+    value = public(error.value, path)
+    if error.code == "config.out_of_range":
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        advice = f"use a {'' if is_finite else 'finite '}number {spec.range_text}".rstrip()
+        return ConfigProblem(path, f"{shown(value)} is not allowed: {advice}{or_null}", error.code)
+    if error.code == "config.not_a_choice":
+        advice = f"use one of {', '.join(spec.choices)}{or_null}"
+        return ConfigProblem(path, f"{shown(value)} is not allowed: {advice}", error.code)
+    expected, hint = type_text(error.hint) + or_null, ""
+    if path.endswith("]") or (spec.is_section and not is_below):
+        expected = "a section with its own keys"
+    elif _holds_bool(value) and ("list of text" in expected if isinstance(value, list) else expected[:4] == "text"):
+        hint = ": put it in quotes"
+    elif "list" in expected and not isinstance(value, list):
+        plain = "[a, b]" if "text" in expected else "[1, 2]"
+        hint = f", for example {'[{...}, {...}]' if spec.item_section else plain}"
+    return ConfigProblem(path, f"{shown(value)} is not allowed: expected {expected}{hint}", "config.wrong_type")
 
 
 COMMAND_LINE = "command line"
@@ -99,98 +276,6 @@ def _is_below(path: str, section: str) -> bool:
     return path == section or path.startswith((f"{section}.", f"{section}["))
 
 
-def validated(cls: type[T], tree: dict[str, Any]) -> tuple[T | None, list[ConfigProblem]]:
-    """The instance of `cls` with the values of `tree`, and what is wrong with them.
-
-    Wrong values are removed from `tree`; defaults take their places. None: a value is missing that has no default.
-    """
-    from pydantic import ValidationError
-
-    problems: dict[str, ConfigProblem] = {}
-    for _ in range(2):
-        try:
-            return _validator(cls).validate_python((tree,))[0], list(problems.values())
-        except ValidationError as error:
-            found: dict[tuple[str | int, ...], ConfigProblem] = {}
-            for entry in error.errors(include_url=False, include_context=False):
-                steps, problem = _problem(cls, tree, entry["type"], entry["loc"][1:])
-                found.setdefault(steps, problem)  # a union reports each of its types
-            for steps, problem in found.items():
-                problems.setdefault(problem.path, problem)
-                _remove(tree, steps)
-    return None, list(problems.values())
-
-
-def _remove(tree: Any, steps: Sequence[str | int]) -> None:
-    for step in steps[:-1]:
-        tree = tree[step]
-    if isinstance(tree, list):
-        cast("list[Any]", tree)[cast("int", steps[-1])] = {}
-    else:
-        tree.pop(steps[-1], None)
-
-
-def _problem(
-    root: type[Any], tree: dict[str, Any], kind: str, location: Sequence[str | int]
-) -> tuple[tuple[str | int, ...], ConfigProblem]:
-    """The steps to the field that pydantic's error is about, and the error in words. `location` may lead deeper."""
-    cls, path, spec = root, "", None
-    value: Any = tree
-    for i, step in enumerate(location, start=1):
-        if isinstance(step, int):
-            path, value = f"{path}[{step}]", value[step]
-            continue
-        section, path = path, f"{path}.{step}" if path else step
-        fields = fields_of(cls)
-        if step not in fields:
-            guess = nearest(root, section, cls, step)
-            text = f"unknown key; did you mean {guess}?" if guess else "unknown key: remove it"
-            if find_field(cls, step) is not None:
-                text = "has dots, which separate sections in overrides only: write nested sections"
-            return tuple(location[:i]), ConfigProblem(path, text, "config.unknown_key", guess)
-        spec, value = fields[step], value.get(step, MISSING)
-        below = spec.item_section or spec.hint
-        if not dataclasses.is_dataclass(below) or (spec.item_section and not _is_list(value)):
-            while location[i:] and _has_key(value, location[i]):  # a mapping from text to numbers
-                step, i = location[i], i + 1
-                path, value = f"{path}.{step}", value[step]
-                spec = replace(spec, hint=get_args(spec.hint)[1], nullable=False)
-            location = location[:i]
-            break
-        cls = cast("type[Any]", below)
-    if spec is None or kind in ("missing", "missing_keyword_only_argument"):
-        return tuple(location), _required(path)
-    return tuple(location), _problem_of_value(path, value, spec, kind)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _has_key(value: Any, key: Any) -> bool:
-    return isinstance(value, dict) and key in value
-
-
-def _problem_of_value(path: str, value: Any, spec: FieldSpec, kind: str) -> ConfigProblem:
-    or_null = " or null" if spec.nullable else ""
-    value = public(value, path)
-    if kind in _OUT_OF_RANGE:
-        advice = f"use a {'finite ' if kind == 'finite_number' else ''}number {spec.range_text}".rstrip()
-        return ConfigProblem(path, f"{shown(value)} is not allowed: {advice}{or_null}", "config.out_of_range")
-    if spec.choices and kind == "string_pattern_mismatch":
-        advice = f"use one of {', '.join(spec.choices)}{or_null}"
-        return ConfigProblem(path, f"{shown(value)} is not allowed: {advice}", "config.not_a_choice")
-    expected, hint = spec.type_text, ""
-    if path.endswith("]") or spec.is_section:
-        expected = "a section with its own keys"
-    elif _holds_bool(value) and ("list of text" in expected if isinstance(value, list) else expected[:4] == "text"):
-        hint = ": put it in quotes"
-    elif "list" in expected and not isinstance(value, list):
-        plain = "[a, b]" if "text" in expected else "[1, 2]"
-        hint = f", for example {'[{...}, {...}]' if spec.item_section else plain}"
-    return ConfigProblem(path, f"{shown(value)} is not allowed: expected {expected}{hint}", "config.wrong_type")
-
-
 def _holds_bool(value: Any) -> bool:
     """Whether YAML read a bare word such as yes as true or false."""
     values = cast("list[Any]", value if isinstance(value, list) else [value])
@@ -207,68 +292,3 @@ def shown(value: Any, path: str = "") -> str:
     except ValueError:  # Python writes no integer of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-@cache
-def _validator(cls: type[Any]) -> Any:
-    """pydantic's validator of a tuple that holds one `cls`: a dataclass itself takes no configuration from outside."""
-    from pydantic import ConfigDict, TypeAdapter
-    from pydantic_core import SchemaValidator
-
-    adapter = TypeAdapter[Any](cast("Any", tuple)[cls], config=ConfigDict(extra="forbid", allow_inf_nan=False))
-    return SchemaValidator(_with_readers(adapter.core_schema))
-
-
-def _with_readers(schema: Any) -> Any:
-    """`schema` with a strict scalar type behind each reader below, where pydantic would convert more or less."""
-    from pydantic_core import core_schema
-
-    if isinstance(schema, list | tuple):
-        return type(cast("Any", schema))(_with_readers(item) for item in cast("list[Any]", schema))
-    if not isinstance(schema, dict):
-        return schema
-    entries = cast("dict[str, Any]", schema)
-    found = {
-        key: value if key in ("default", "metadata", "serialization") else _with_readers(value)
-        for key, value in entries.items()
-    }
-    if found.get("type") not in ("bool", "int", "float", "str"):
-        return found
-    readers = {"bool": _read_bool, "int": _read_int, "float": _read_float, "str": _read_text}
-    reader = _read_choice if "pattern" in found else readers[found["type"]]
-    return core_schema.no_info_before_validator_function(reader, cast("Any", found | {"strict": True}))
-
-
-def _read_bool(value: Any) -> Any:
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def _read_int(value: Any) -> Any:
-    """Numbers may be written as text, because `${oc.env:X}` always gives text; 1e3 is the integer 1000."""
-    number = _read_float(value)
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
-    if isinstance(number, int) and abs(number) >= _MAX_INTEGER:
-        raise ValueError("more than 64 bits")
-    return number
-
-
-def _read_float(value: Any) -> Any:
-    if isinstance(value, str):
-        for convert in (int, float):
-            try:
-                return convert(value)
-            except ValueError:
-                continue
-    return value
-
-
-def _read_text(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    return value
-
-
-def _read_choice(value: Any) -> Any:
-    """YAML reads the bare words on and off as true and false."""
-    return ("on" if value else "off") if isinstance(value, bool) else value

@@ -73,7 +73,7 @@ class _CpuDevice:
             part.copy_(sent)
 
     def reduce_scatter(self, own: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        """As `all_gather`."""
+        """Reduce and scatter with the restrictions of `all_gather`."""
         for rank, part in enumerate(parts):
             total = part.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=group)

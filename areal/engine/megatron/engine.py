@@ -155,7 +155,7 @@ class _Work:
     num_tokens: int
     micro: MicroBatch | None
     positions: Tensor
-    """Where its tokens are in the batch."""
+    """Positions of its tokens in the batch."""
 
 
 class MegatronEngine:
@@ -378,7 +378,7 @@ class MegatronEngine:
             yield _Work(inputs, count, micro, positions)
 
     def _num_tokens(self, batch: TrainBatch) -> float:
-        """Of the whole batch on all ranks, divided by what the collective of the gradients divides; for balance."""
+        """Tokens of the whole batch on all ranks, divided by what the collective of the gradients divides."""
         if self._routing is None or not self._routing.has_loss:
             return 0.0
         found = self.all_reduce(torch.tensor([float(batch.num_tokens)], dtype=torch.float64)).item()

@@ -239,7 +239,7 @@ def _layer_spec(config: TransformerConfig, hf: Any, attend: Attention, *, has_ex
 
 
 class _LatentNorm(RMSNorm):
-    """Of latents: transformers has no option for its epsilon."""
+    """Norm of latents: transformers has no option for its epsilon."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
         super().__init__(config, hidden_size, 1e-6)

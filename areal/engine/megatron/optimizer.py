@@ -62,7 +62,7 @@ class MegatronOptimizer:
         """Calls of `step` so far: the position in the schedule."""
 
     def step(self, loss: Tensor) -> Metrics:
-        """As `areal.engine.optimizer.ScheduledOptimizer.step`. `loss`: of this rank, 0 where it computes none."""
+        """Step as `areal.engine.optimizer.ScheduledOptimizer.step`. `loss`: of this rank, 0 where it computes none."""
         rate = learning_rate(self._config, self.num_steps, self._total_steps)
         self._inner.prepare_grads()
         norm = float(self._inner.get_grad_norm())
@@ -117,7 +117,7 @@ class MegatronOptimizer:
         return [grad for grad in grads if grad is not None]
 
     def _weight_norm_squared(self) -> float:
-        """Over all weights, each once; a collective."""
+        """Sum of squares over all weights, each once; a collective."""
         total = torch.zeros((), dtype=torch.float64)
         for weight, value in self._own.of_rank(with_copies=False):
             copies = self._own.data_group(weight).size()
@@ -207,7 +207,7 @@ class MegatronOptimizer:
 
 
 _MASTER = "master_param"
-"""Of Transformer Engine's optimiser with use_precision_aware_optimizer: the weight, in the state."""
+"""Name of the weight in the state of Transformer Engine's optimiser (use_precision_aware_optimizer)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     inside: "Inside | None" = None
-    """Where transformers has it in a parameter of another name; recovery states have the parameters of transformers."""
+    """The parameter of transformers that contains it under another name; recovery states have those parameters."""
 
     @property
     def state_name(self) -> str:
@@ -31,7 +31,7 @@ class Part:
         return self.shape if self.inside is None else self.inside.shape
 
     def state_offsets(self, region: Sequence[slice]) -> tuple[int, ...]:
-        """Where a region of this weight begins in the parameter of transformers."""
+        """The offsets of a region of this weight in the parameter of transformers."""
         starts = [each.start for each in region]
         if self.inside is None:
             return tuple(starts)
@@ -59,10 +59,10 @@ class MappedWeight:
     split: int | None = None
     """The dimension of each part that tensor ranks split; None = each has the whole weight."""
     head_dim: int = 0
-    """Of queries, keys and values, whose rows are grouped by key head; 0 = the parts are stacked."""
+    """Head size of queries, keys and values whose rows are grouped by key head; 0 = the parts are stacked."""
     layer: int | None = None
     is_first: bool = False
-    """Without a layer: of the first pipeline stage, else of the last."""
+    """A weight without a layer belongs to the first pipeline stage, else to the last."""
     expert: int | None = None
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ class MappedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a layer is: its pipeline stage, its model chunk there, its number in the chunk."""
+    """The place of a layer: its pipeline stage, its model chunk there, its number in the chunk."""
 
     stage: int
     chunk: int

@@ -39,10 +39,10 @@ class RankWeights:
         self._stages, self._groups = stages, groups
         self._stage = groups.pp.rank()
         self.num_experts = num_experts // groups.ep.size()
-        """Of a layer on this rank."""
+        """Experts of a layer on this rank."""
         named = [dict(chunk.named_parameters()) | dict(chunk.named_buffers()) for chunk in chunks]
         self.own: dict[str, Tensor] = {}
-        """Of the weights that this rank has a part of, by Megatron's name for the whole model."""
+        """Megatron's name in the whole model -> this rank's part of the weight."""
         for weight in [*self.weights, *self._copies]:
             if self._is_own(weight):
                 self.own[key_of(weight)] = found = self._find(weight, named)

@@ -51,7 +51,7 @@ def is_finite(value: Tensor) -> bool:
 
 
 def _places(dtypes: list[str], shapes: list[list[int]]) -> Iterable[tuple[int, int]]:
-    """Where each weight starts and how many bytes it has."""
+    """Start and size in bytes of each weight."""
     end = 0
     for index, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
         width = torch_dtype(dtype).itemsize

@@ -117,7 +117,7 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class's, which synchronises with an accelerator that a CPU server does not have."""
+        """The update of the base class without its synchronisation with an accelerator, which a CPU server lacks."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -165,8 +165,10 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         return unfinished
 
     def repack_tied_weights(self) -> None:
-        """On CPU a vocabulary layer computes with a copy in the layout of its kernel; vLLM's reload renews that of the
-        layer which was loaded, not that of an output layer tied to it, which would still use the old weights."""
+        """Renew the copy of the weights with which a tied output layer computes on a CPU.
+
+        vLLM's reload renews that of the layer which was loaded; the tied one would still use the old weights.
+        """
         if self.device.type == "cpu":
             for layer in self.model.modules():
                 if hasattr(layer, "num_embeddings_padded") and hasattr(layer, "cpu_linear"):
