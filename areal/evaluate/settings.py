@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from areal.api.allocation import INFERENCE_BACKENDS
 from areal.api.config import (
     DatasetConfig,
     PPOConfig,
@@ -20,6 +19,7 @@ from areal.api.config import (
     load_experiment,
 )
 from areal.api.config.data import is_row_function
+from areal.api.config.experiment import SERVER_SECTIONS
 from areal.api.errors import ConfigError, InputError
 from areal.data.row_files import dataset_files
 from areal.fleet.backends import backend_named
@@ -29,8 +29,7 @@ _DEFAULTS = Path(__file__).with_name("defaults.yaml")
 _POLICIES = ("actor", "model")  # Roles whose exports can be evaluated, of RL and of supervised training.
 _DECIDES = (
     "seed", "tokenizer_path", "chat_template", "gconfig", "eval_gconfig", "workflow", "workflow_args", "agent",
-    "reward_fn", "reward", "valid_dataset", "evaluator", "vision", *INFERENCE_BACKENDS, "server_python",
-    "server_defaults",
+    "reward_fn", "reward", "valid_dataset", "evaluator", "vision", *SERVER_SECTIONS,
 )  # fmt: skip
 """Sections that decide what the answers and their scores are."""
 

@@ -235,7 +235,7 @@ class ServerBackend:
 
     def given(self, config: PPOConfig) -> dict[str, Any]:
         """The options of this backend's section that reach the server."""
-        section = getattr(config, self.name)
+        section = config.server_section(self.name)
         if self.flags is None:
             return dataclasses.asdict(section)
         defaults = self.areal_defaults if config.server_defaults == "areal" else {}
@@ -269,7 +269,7 @@ class ServerBackend:
         if self.flags is not None:
             needed = {} if self.run_flags is None else self.run_flags(config)
             rules = dataclasses.replace(self.flags, fixed={**self.flags.fixed, **needed})
-            yield from flag_problems(self.name, rules, getattr(config, self.name))
+            yield from flag_problems(self.name, rules, config.server_section(self.name))
             load_format = given.get("load_format", "dummy")
             if config.actor.init_from_scratch and load_format != "dummy":
                 text = f"{load_format!r} loads other weights than actor.init_from_scratch draws: remove it"

@@ -41,7 +41,8 @@ from areal.api.config import InferenceEngineConfig, LauncherConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public_command
 from areal.api.errors import ArealError, ConfigError, LaunchError, RequestError, WeightSyncError
-from areal.fleet.backends import BACKENDS, backend_named, replica_factory
+from areal.api.registry import entries
+from areal.fleet.backends import backend_named, replica_factory
 from areal.fleet.replica import AnswerForm, ReplicaFactory, ReplicaInfo, ReplicaLoad
 from areal.observe.log import HttpLogger, configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
@@ -415,7 +416,7 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --backend NAME [--config RUN/config.yaml] -- COMMAND ... {port} ...",
     )
-    foreign = sorted(name for name, one in BACKENDS.items() if one.flags)
+    foreign = sorted(name for name in entries("backends") if backend_named(name).flags)
     parser.add_argument("--backend", choices=foreign, required=True, help="which server COMMAND starts")
     parser.add_argument("--config", help="the run's config.yaml; without it the server belongs to no run")
     at = argv.index("--") if "--" in argv else len(argv)
@@ -576,7 +577,7 @@ class ServerHost:
         first, options = ("", 0), self._options
         if options.num_parts > 1:
             os.environ |= CLIENT_OF_STORE
-            os.environ[BACKENDS[options.backend].address_variable] = options.host.advertise
+            os.environ[backend_named(options.backend).address_variable] = options.host.advertise
             known = options.registry, options.index, options.part, options.host, self._meeting
             first = await asyncio.to_thread(first_part, *known, options.ready_limit_s)
         command = filled_in(options.command, ports, options.index, first)

@@ -8,7 +8,7 @@ from areal.api.config import RewardConfig
 from areal.api.config.rollout import selection_problems, short_names
 from areal.api.config.schema import below
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, function_ref, resolve_function
+from areal.api.registry import FunctionRef, function_ref, resolve_function
 from areal.api.workflow import RewardFn
 
 
@@ -18,7 +18,7 @@ def resolve_reward_fn(reward_fn: RewardFn | str, *, key: str = "reward_fn") -> F
     `key` is the option to name in errors.
     """
     if isinstance(reward_fn, str):
-        return resolve_function(reward_fn, REWARD_FUNCTIONS, key=key)
+        return resolve_function(reward_fn, "rewards", key=key)
     return function_ref(reward_fn)
 
 

@@ -20,7 +20,7 @@ from areal.agent.tool_calls import tool_schema
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigProblem, InputError
-from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, load_function
+from areal.api.registry import FunctionRef, entries, load_function
 from areal.api.row_json import row_json
 from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt, has_images
@@ -174,7 +174,7 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
             found.problems.append(ConfigProblem(str(term.function), problem, "reward.cannot_load"))
             continue
         columns = loaded.keywords(row)
-        if term.function in REWARD_FUNCTIONS.values():
+        if any(term.function == entry.target for entry in entries("rewards").values()):
             continue
         try:
             value = loaded.function(prompt.text, DUMMY_ANSWER, prompt.token_ids, answer_ids, **columns)
