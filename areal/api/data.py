@@ -36,6 +36,11 @@ class GenerationRequest:
     """Versioned name of the LoRA adapter to generate with; empty = the base model."""
     images: Sequence[ImageRef] = ()
     """The images of the prompt, in the order of their placeholders."""
+    num_prior_output_tokens: int = 0
+    """How many of the last `input_ids` are output of earlier parts of the answer: the rest of an answer is requested
+    from a server with `gconfig` for that rest. They count for penalties, seeds and stop strings."""
+    num_known_experts: int = 0
+    """Tokens from the first on whose chosen experts are known: those of later tokens are to be returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

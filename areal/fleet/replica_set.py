@@ -27,7 +27,7 @@ from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.errors import ArealError, ServerUnavailable
-from areal.fleet.replica import NO_VERSION, Replica, ReplicaFactory, ReplicaInfo, ReplicaLoad, RequestLimits
+from areal.fleet.replica import NO_VERSION, Replica, ReplicaInfo, ReplicaLoad, RequestLimits
 from areal.fleet.routing import Router
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
@@ -330,7 +330,7 @@ class ReplicaSet:
         registry: NameRegistry,
         num_servers: int,
         config: InferenceEngineConfig,
-        factory: ReplicaFactory,
+        factory: Callable[[str, str], Replica],
         abandoned: range,
     ) -> None:
         self._registry = registry

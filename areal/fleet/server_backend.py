@@ -16,7 +16,7 @@ from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.redaction import HIDDEN, is_secret
 from areal.api.config.train import ALL_LINEAR, LoRAConfig, is_target
 from areal.api.errors import InputError
-from areal.fleet.replica import Replica
+from areal.fleet.replica import AnswerForm, Replica
 from areal.models.checkpoint_files import stored_weights
 from areal.models.model_shape import ModelShape, context_length
 from areal.models.vision_layout import FAMILIES, read_vision_layout
@@ -198,8 +198,8 @@ class ServerBackend:
     name: str
     """In `allocation_mode`; also the name of its config section, and of the package of a foreign server."""
     title: str
-    client: Callable[[str, str, str], Replica]
-    """(name, address, token) -> the client that speaks the server's dialect."""
+    client: Callable[[str, str, str, AnswerForm], Replica]
+    """(name, address, token, form) -> the client that speaks the server's dialect."""
     command: Callable[[PPOConfig, bool], ServerCommand]
     """(config, whether each server gets GPUs) -> how the servers of a run are started."""
     model_key: str
