@@ -163,14 +163,14 @@ class Piece:
 
 def own_pieces(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Piece]:
     """What this rank writes: its parts, except empty ones and those of which another rank writes its copy."""
-    found: dict[str, Piece] = {}
+    pieces: dict[str, Piece] = {}
     for number, (name, tensor) in enumerate(tensors.items()):
         copies, place = copies_of(tensor, rank, world_size)
         values = local_part(tensor)
         if number % copies == place and values.numel():
             (chunk,) = tensor.__create_chunk_list__() if isinstance(tensor, DTensor) else (None,)
-            found[name] = Piece(values, tuple(chunk.offsets) if chunk else (0,) * tensor.dim())
-    return found
+            pieces[name] = Piece(values, tuple(chunk.offsets) if chunk else (0,) * tensor.dim())
+    return pieces
 
 
 class HostCopies:
@@ -182,16 +182,16 @@ class HostCopies:
     @torch.no_grad()
     def of(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """The pieces with copied values. They stay valid until the next call."""
-        found: dict[str, Piece] = {}
+        result: dict[str, Piece] = {}
         for name, piece in pieces.items():
             values, own = piece.values, self._copies.get(name)
             if own is None or (own.shape, own.dtype) != (values.shape, values.dtype):
                 own = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            found[name] = Piece(own.copy_(values, non_blocking=True), piece.offsets)
-        self._copies = {name: piece.values for name, piece in found.items()}
+            result[name] = Piece(own.copy_(values, non_blocking=True), piece.offsets)
+        self._copies = {name: piece.values for name, piece in result.items()}
         if any(piece.values.is_cuda for piece in pieces.values()):
             torch.cuda.current_stream().synchronize()
-        return found
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
