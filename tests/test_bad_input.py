@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.errors import ConfigError
-from areal.api.functions import parse_function_path
+from areal.api.registry import parse_function_path
 from areal.api.workflow import RolloutWorkflow
 from areal.launcher import local
 from areal.launcher.preflight import disk_problem

@@ -190,11 +190,11 @@ def _stop_strings(value: Any, limits: RequestLimits) -> tuple[str, ...]:
     if value is None:
         return ()
     strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or any(not isinstance(one, str) or not one for one in strings):
+    if not isinstance(strings, list) or any(not isinstance(string, str) or not string for string in strings):
         raise _invalid(f"stop must be a list of non-empty strings, got {shown(value)}")
     if len(strings) > _MAX_STOP_STRINGS:
         raise _invalid(f"stop has {len(strings)} strings; at most {_MAX_STOP_STRINGS} are allowed")
-    if longest := next((one for one in strings if len(one) > _MAX_STOP_LENGTH), ""):
+    if longest := next((string for string in strings if len(string) > _MAX_STOP_LENGTH), ""):
         message = f"stop has a string of {len(longest)} characters; at most {_MAX_STOP_LENGTH} are allowed"
         raise _invalid(message)
     if strings and not limits.has_tokenizer:

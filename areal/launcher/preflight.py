@@ -26,20 +26,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
 from areal.api.config.data import is_row_function
 from areal.api.errors import ArealError, ConfigError, ConfigProblem, InputError, LaunchError
-from areal.api.functions import (
+from areal.api.registry import (
     ACCEPT_CALL,
-    ACCEPT_FUNCTIONS,
     ANSWER_CALL,
-    ANSWER_FUNCTIONS,
     CURRICULUM_CALL,
     MAP_CALL,
-    MAP_FUNCTIONS,
     REWARD_CALL,
-    REWARD_FUNCTIONS,
     ROWS_CALL,
-    WORKFLOWS,
     CallForm,
-    FunctionRef,
     parse_python,
     resolve_function,
     source_signature,
@@ -182,7 +176,7 @@ def tracker_problems(config: BaseExperimentConfig, plan: LaunchPlan) -> list[str
     Packages are checked in this environment, unless the trainers have an image. Folders, keys and servers are checked
     only when rank 0 runs on this machine.
     """
-    rank = next((one for one in plan.processes if (one.role, one.index) == ("trainer", 0)), None)
+    rank = next((process for process in plan.processes if (process.role, process.index) == ("trainer", 0)), None)
     if rank is None or config.launcher.slurm.trainer_image is not None or not keys_on(config):
         return []
     is_here = rank.host.node.partition(".")[0] == socket.gethostname().partition(".")[0]
@@ -335,13 +329,13 @@ def notices(config: PPOConfig) -> list[str]:
     backend = backend_named(config.server_backend)
     if backend.flags is None:
         return []
-    found: list[str] = []
+    result: list[str] = []
     if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, config.server_flags)]:
         reason = f"areal sets its own value or {backend.title} has no such flag"
-        found.append(f"areal: ignored, because {reason}: {', '.join(ignored)}")
+        result.append(f"areal: ignored, because {reason}: {', '.join(ignored)}")
     if config.rollout.server_addrs and config.server_flags:
-        found.append(f"areal: {backend.name}: this section has no effect on servers that already run")
-    return found
+        result.append(f"areal: {backend.name}: this section has no effect on servers that already run")
+    return result
 
 
 def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool) -> str:
@@ -482,28 +476,28 @@ def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iter
 
     A script may use these options in its own way, so with one only files and `should_accept_fn` are checked.
     """
-    given: list[tuple[str, str, Mapping[str, FunctionRef], CallForm | None]] = [
-        (f"{name}.map_fn", data.map_fn, MAP_FUNCTIONS, MAP_CALL)
+    given: list[tuple[str, str, str, CallForm | None]] = [
+        (f"{name}.map_fn", data.map_fn, "datasets", MAP_CALL)
         for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset))
         if data is not None
     ]
-    given += [(key, path, {}, ROWS_CALL) for key, path in dataset_paths(config) if is_row_function(path)]
-    given.append(("train_dataset.curriculum", config.train_dataset.curriculum, {}, CURRICULUM_CALL))
+    given += [(key, path, "", ROWS_CALL) for key, path in dataset_paths(config) if is_row_function(path)]
+    given.append(("train_dataset.curriculum", config.train_dataset.curriculum, "", CURRICULUM_CALL))
     if isinstance(config, PPOConfig):
         names = [("reward_fn", config.reward_fn)]
         names += [(f"reward.{path}", name) for path, functions in config.reward.tables() for name in functions]
-        given += [(key, name, REWARD_FUNCTIONS, REWARD_CALL) for key, name in names]
-        given.append(("workflow", config.workflow, WORKFLOWS, None))
-        given.append(("evaluator.answer_fn", config.evaluator.answer_fn, ANSWER_FUNCTIONS, ANSWER_CALL))
-        given.append(("rollout.should_accept_fn", config.rollout.should_accept_fn, ACCEPT_FUNCTIONS, ACCEPT_CALL))
-    for key, text, registered, call in given:
+        given += [(key, name, "rewards", REWARD_CALL) for key, name in names]
+        given.append(("workflow", config.workflow, "workflows", None))
+        given.append(("evaluator.answer_fn", config.evaluator.answer_fn, "answers", ANSWER_CALL))
+        given.append(("rollout.should_accept_fn", config.rollout.should_accept_fn, "filters", ACCEPT_CALL))
+    for key, text, kind, call in given:
         is_file, is_path = text.rpartition(":")[0].endswith(".py"), ":" in text
-        is_own = has_script and registered is not ACCEPT_FUNCTIONS
+        is_own = has_script and kind != "filters"
         if not text or (is_own and not is_file) or (has_script and is_path and not is_file):
             continue
         try:
-            ref = resolve_function(text, registered, key=key, call=None if is_own else call)
-            if isinstance(config, PPOConfig) and registered is WORKFLOWS and not is_own:
+            ref = resolve_function(text, kind, key=key, call=None if is_own else call)
+            if isinstance(config, PPOConfig) and kind == "workflows" and not is_own:
                 signature = source_signature(ref)
                 yield from () if signature is None else constructor_problems(config, signature.parameters)
         except ConfigError as error:
@@ -549,7 +543,7 @@ def _adapter_problems(key: str, model: TrainEngineConfig) -> Iterator[str]:
     if not _errors_of(partial(stored_weights, folder)):
         stored = {name.rpartition(".")[0]: weight for name, weight in stored_weights(folder).items()}
         names = [name for name, weight in stored.items() if len(weight.shape) == 2 and not name.endswith(_NOT_ADAPTED)]
-        around = sorted({one for name in stored for one in prefixes(name)})
+        around = sorted({prefix for name in stored for prefix in prefixes(name)})
         for text in _errors_of(partial(require_targets, lora, names, [*around, "lm_head"])):
             yield f"{key}.{text}"
         if lora.path:

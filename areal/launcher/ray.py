@@ -292,13 +292,13 @@ class RayCluster:
         bundles = [
             _Bundle(
                 node_id=node_id,
-                place=self._planned_place(one),
-                role=one.role,
+                place=self._planned_place(process),
+                role=process.role,
                 resources=resources,
                 group=group,
                 index=index,
             )
-            for index, (one, (node_id, resources)) in enumerate(zip(plan.processes, wanted, strict=True))
+            for index, (process, (node_id, resources)) in enumerate(zip(plan.processes, wanted, strict=True))
         ]
         actors = [self._actor(bundle) for bundle in bundles]
         for planned, bundle, actor in zip(plan.processes, bundles, actors, strict=True):

@@ -155,12 +155,12 @@ class RayRegistry:
 
     def wait(self, name: str, timeout_s: float) -> str:
         deadline = time.monotonic() + timeout_s
-        while (found := self.get(name)) is None:
+        while (result := self.get(name)) is None:
             if time.monotonic() >= deadline:
                 message = f"{name} was not registered in Ray within {timeout_s:g} s"
                 raise ServerUnavailable(message, code="process.not_registered")
             time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
-        return found
+        return result
 
     def clear(self) -> None:
         with self._writing:

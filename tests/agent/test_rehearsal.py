@@ -10,7 +10,7 @@ import pytest_asyncio
 from areal.agent.agent_run import AgentJob, AgentOutcome
 from areal.agent.processes import AgentPool
 from areal.agent.rehearsal import SCENARIOS, Script, chosen, problems_of
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 from areal.cli.main import run_command
 from areal.cli.rehearse import Target, play
 from tests.expect import raises_code

@@ -4,12 +4,12 @@ import pytest
 
 from areal.api.config import RewardConfig
 from areal.api.errors import InputError
+from areal.api.registry import registered
 from areal.reward import sandbox
 from areal.reward.code import Trial, code_reward, last_code_block
 from areal.reward.code_tests import AssertTest, CodeLimits, Output
 from areal.reward.pool import RewardPool
 from areal.reward.sandbox import Isolation, LocalRunner
-from areal.reward.table import REWARD_FUNCTIONS
 from tests.attack.sandbox import PROGRAMS
 from tests.expect import raises_code
 
@@ -288,6 +288,6 @@ async def test_it_works_in_a_reward_worker():
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
     answers = [(f"```python\n{source}\n```", []) for source in (ADD, "exit()", ADD)]
     row = {"tests": ASSERTS, "total_time_limit_s": 100, "time_limit_s": 60}
-    results = await pool.score_many(REWARD_FUNCTIONS["code"], "", [], answers, row)
+    results = await pool.score_many(registered("rewards", "code").target, "", [], answers, row)
     assert [(r.status, r.value) for r in results] == [("ok", 1.0), ("ok", 0.0), ("ok", 1.0)]
     await pool.aclose()

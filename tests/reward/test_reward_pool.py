@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from areal.api.config import RewardConfig
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 from areal.reward.pool import RewardPool, _Worker
 from areal.reward.worker import Worker
 from tests.expect import raises_code
@@ -260,7 +260,7 @@ async def test_an_idle_worker_that_dies_is_replaced(pool):
 HANGING_PARENT = """
 import asyncio, sys
 from areal.api.config import RewardConfig
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 from areal.reward.pool import RewardPool, _Worker
 
 async def main():
