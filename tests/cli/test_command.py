@@ -167,7 +167,7 @@ def test_the_launcher_is_named_or_follows_from_the_configuration(words, launcher
     [
         (["--config", QUICKSTART, "cluster.n_nodes=2"], "launch.several_nodes"),
         (["--config", QUICKSTART, "--launcher"], "config.bad_override"),
-        (["--config", QUICKSTART, "--launcher", "k8s"], "config.bad_override"),
+        (["--config", QUICKSTART, "--launcher", "k8s"], "config.bad_reference"),
         (["--config", QUICKSTART, "actor.eps_clib=1"], "config.unknown_key"),
     ],
 )
