@@ -123,7 +123,8 @@ test-sglang: .venv/.installed .venv-sglang/.installed
 test-parallel: .venv/.installed
 	$(PYTEST) -m parallel tests $(ARGS)
 
-# The Megatron-Core engine on the CPU: docs/train_engines.md.
+# The Megatron-Core engine, whose sources a fixture compiles for the CPU: docs/train_engines.md.
+test-megatron: export PYTHONPATH := $(CURDIR)/tests/megatron/cpu
 test-megatron: .venv/.installed
 	$(BIN)/python -c 'import megatron.core' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[megatron]'
 	$(PYTEST) -m megatron tests/megatron tests/faults/test_kills.py tests/faults/test_kill_in_save.py tests/trainer/test_sft_killed.py $(ARGS)

@@ -15,7 +15,7 @@ from areal.models.mesh_rules import mesh_problem, package_problem
 from areal.models.model_shape import ModelShape
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Builds `MegatronEngine`. The modules that import Megatron-Core are imported here, after its device is known.
+# Builds `MegatronEngine`. The modules that import Megatron-Core, which needs CUDA, are imported here.
 
 
 def build_megatron_engine(
@@ -37,10 +37,6 @@ def build_megatron_engine(
         raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
     if problem := package_problem("megatron", config.megatron):
         raise ConfigError(problem, code="launch.package_missing")
-    if mesh.device.type == "cpu":
-        from areal.engine.megatron.cpu_mode import enable_cpu_mode
-
-        enable_cpu_mode()
     folder = resolve_model_folder(config.path)
     if (shape := ModelShape.read(str(folder))) is not None:
         chunks = config.megatron.virtual_pipeline_parallel_size

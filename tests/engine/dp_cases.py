@@ -1,9 +1,5 @@
-"""What each of four ranks does in `test_dp_layout.py`: two data-parallel ranks of two ranks each.
+"""What each of four ranks does in `test_dp_layout.py`: two data-parallel ranks of two ranks each."""
 
-The ranks run this file through runpy with `RANK` and `FOLDER` set.
-"""
-
-import json
 from pathlib import Path
 
 import torch
@@ -15,22 +11,15 @@ from areal.api.metrics import Metric
 from areal.data.balance import balanced_parts
 from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
-from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.recover import RecoverPoint, RecoverStore
 from tests.engine.engine_cases import ADAM, SGD, make_batch, make_engine, policy_loss, train, weights_of
 
-NUM_RANKS, DP_SIZE = 4, 2
+DP_SIZE = 2
+DIMS = ParallelDims(dp=DP_SIZE, cp=2)
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=NUM_RANKS, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=ParallelDims(dp=DP_SIZE, cp=2), timeout_s=200)
+def on_four_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
     batch = make_batch()
     share = take(batch, balanced_parts(batch.sequence_lengths, DP_SIZE)[mesh.dp_rank])
     engine = make_engine(folder / "models" / "qwen3", mesh, optimizer=SGD)
@@ -38,17 +27,16 @@ def run_rank(rank: int, folder: Path) -> None:
     facts = {
         "ranks": [mesh.rank, mesh.world_size, engine.dp_rank, engine.dp_size],
         "sums": [mesh.all_reduce(one).item(), engine.all_reduce(one).item()],
-        "max": engine.all_reduce(one * rank, "max").item(),
+        "max": engine.all_reduce(one * mesh.rank, "max").item(),
     }
     metrics = train(engine, share, loss_fn=policy_loss)
     facts["grad_norm"] = metrics["grad_norm"].value
     merged = reduce_metrics(metrics | {"tokens": Metric(float(share.num_tokens), 1.0, "sum")}, engine)
     facts["loss"] = [merged["loss"].total, merged["loss"].count]
     facts["tokens"] = merged["tokens"].value
-    save_file(weights_of(engine), folder / f"weights-{rank}")
+    save_file(weights_of(engine), folder / f"weights-{mesh.rank}")
     recovered(folder, mesh, share)
-    (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
-    mesh.close()
+    return facts
 
 
 def recovered(folder: Path, mesh: TrainerMesh, share) -> None:
@@ -64,7 +52,3 @@ def recovered(folder: Path, mesh: TrainerMesh, share) -> None:
     assert source is not None
     assert store.load(source).step == 1
     assert all(torch.equal(value, before[name]) for name, value in engine.named_weights())
-
-
-if __name__ == "areal_dp_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))

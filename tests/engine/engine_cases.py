@@ -1,10 +1,6 @@
-"""What the train-engine tests share, and what each of two ranks does in `test_fsdp_two_ranks.py`.
-
-The two ranks run this file through runpy with `RANK` and `FOLDER` set; tests load it as a module.
-"""
+"""What the train-engine tests share, and what each of two ranks does in `test_fsdp_two_ranks.py`."""
 
 import copy
-import json
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -37,8 +33,6 @@ from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 
 VOCAB = 23  # odd, so that two shards are uneven
 LENGTHS = [5, 9, 2, 9, 1, 14, 5, 7, 3]
@@ -325,19 +319,3 @@ def _diverged(mesh: TrainerMesh, models: Path) -> list[list[object]]:
             found.append([error.kind, error.parameter])
         mesh.barrier()
     return found
-
-
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
-    facts = two_rank_scenarios(mesh, folder)
-    (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
-    mesh.close()
-
-
-if __name__ == "areal_two_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))

@@ -1,10 +1,7 @@
 """Small random models of the families that transformers knows, and what each of two ranks does with them in
 `test_every_family.py`.
-
-The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder has a checkpoint for each family.
 """
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,6 @@ from transformers.models.auto.modeling_auto import (
 
 from areal.api.errors import ArealError
 from areal.engine.mesh import TrainerMesh
-from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 from tests.engine import engine_cases as cases
 
 FAMILIES = {
@@ -179,14 +174,8 @@ def _on_two_ranks(folder: Path, mesh: TrainerMesh) -> float | str:
     return gap.abs().max().item() if is_equal else "export differs"
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    """Load every checkpoint on both ranks; `family.json` has the largest difference, or the code of the refusal."""
-    torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
+def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, float | str]:
+    """Load every checkpoint on both ranks: the largest difference of each, or the code of its refusal."""
     found: dict[str, float | str] = {}
     for path in sorted(folder.glob("*/expected")):
         try:
@@ -195,9 +184,4 @@ def run_rank(rank: int, folder: Path) -> None:
             found[path.parent.name] = error.code
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # of an architecture
             found[path.parent.name] = type(error).__name__
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
-    mesh.close()
-
-
-if __name__ == "areal_families":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
+    return found

@@ -1,6 +1,5 @@
 """Four ranks that load one checkpoint and report the memory that this adds. Run by `test_sharded_load.py`."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,8 +9,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from areal.api.config import OptimizerConfig, TrainEngineConfig
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh, local_part
-from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 
 RANKS = 4
 
@@ -37,13 +34,7 @@ def _status_bytes(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=RANKS, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
+def on_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, int]:
     added: dict[str, int] = {}
     for name, from_scratch in (("small", False), ("large", False), ("large", True)):  # small: imports and allocators
         config = TrainEngineConfig(
@@ -55,11 +46,6 @@ def run_rank(rank: int, folder: Path) -> None:
         kind = f"{name}-{'scratch' if from_scratch else 'read'}"
         added[kind] = _status_bytes("VmHWM") - before
         own = {key: local_part(value).clone() for key, value in engine._model.named_tensors()}
-        save_file(own, folder / f"{kind}-{rank}")
+        save_file(own, folder / f"{kind}-{mesh.rank}")
         del engine, own
-    (folder / f"added-{rank}.json").write_text(json.dumps(added))
-    mesh.close()
-
-
-if __name__ == "areal_loading":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
+    return added

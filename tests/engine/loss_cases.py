@@ -1,9 +1,5 @@
-"""The policy's whole update on a real engine: what a single process does, and what each of two ranks does.
+"""The policy's whole update on a real engine: what a single process does, and what each of two ranks does."""
 
-The two ranks run this file through runpy with `RANK` and `FOLDER` set; the test loads it as a module.
-"""
-
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +12,6 @@ from areal.api.config.policy_losses import AGGREGATIONS
 from areal.api.metrics import metric_values
 from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
-from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 from areal.trainer.actor import PPOActor
 from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.policy_update import output_spec
@@ -64,24 +58,13 @@ def update(path: Path, mesh: TrainerMesh | None, batch: TrainBatch, config: PPOA
     return weights_of(engine), metric_values(reduce_metrics(metrics, engine))
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
+def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, dict[str, float]]:
     facts = {}
     for aggregation in AGGREGATIONS:
         for name, shares in SHARES.items():
-            share = take(rewarded_batch(), shares[rank])
+            share = take(rewarded_batch(), shares[mesh.rank])
             spec = MicroBatchSpec(max_tokens_per_mb=15)
             weights, metrics = update(folder / "models" / "qwen3", mesh, share, options(aggregation), mb_spec=spec)
-            save_file(weights, folder / f"{aggregation}-{name}-{rank}")
+            save_file(weights, folder / f"{aggregation}-{name}-{mesh.rank}")
             facts[f"{aggregation}-{name}"] = metrics
-    (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
-    mesh.close()
-
-
-if __name__ == "areal_loss_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
+    return facts

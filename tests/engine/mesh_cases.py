@@ -1,9 +1,6 @@
-"""What each rank of a mesh does in `test_meshes.py`.
+"""What each rank of a mesh does in `test_meshes.py`."""
 
-The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder has `mesh.json` with mesh and cases.
-"""
-
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +45,6 @@ from areal.api.config.train import LoRAConfig
 from areal.data.balance import balanced_parts
 from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
-from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 from tests.engine import engine_cases as cases
 from tests.engine.trainer_updates import UPDATES
 
@@ -350,24 +345,5 @@ MESHES = {
 }
 
 
-def open_mesh(rank: int, folder: Path, name: str, run_id: int = 0) -> TrainerMesh:
-    dims = MESHES[name].dims
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=dims.world_size, num_servers=0, run_id=run_id, run_dir=str(folder),
-        num_threads=1, recover=False, device="cpu",
-    )  # fmt: skip
-    return TrainerMesh.open(context, FileRegistry(folder / "names"), dims=dims, timeout_s=60)
-
-
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    order = json.loads((folder / "mesh.json").read_text())
-    layout = MESHES[order["mesh"]]
-    mesh = open_mesh(rank, folder, order["mesh"])
-    facts = {case: run_case(folder, case, mesh, layout.shard_size) for case in order["cases"]}
-    (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
-    mesh.close()
-
-
-if __name__ == "areal_mesh_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
+def run_cases(mesh_name: str, cases: Sequence[str], mesh: TrainerMesh, folder: Path) -> dict[str, dict[str, Any]]:
+    return {case: run_case(folder, case, mesh, MESHES[mesh_name].shard_size) for case in cases}

@@ -1,9 +1,6 @@
-"""What each rank of `test_reshard.py` does: a chain of meshes, of which each loads what the one before saved.
+"""What each rank of `test_reshard.py` does: a chain of meshes, of which each loads what the one before saved."""
 
-The ranks run this file through runpy with `RANK` and `FOLDER` set; chain.json has the links.
-"""
-
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +11,8 @@ from areal.engine.mesh import whole_tensor
 from areal.weights import weight_files
 from tests.engine import engine_cases as cases
 from tests.engine import mesh_cases
-from tests.engine.mesh_cases import MESHES, open_mesh, share_indices, take
+from tests.engine.mesh_cases import MESHES, share_indices, take
+from tests.rank_processes import open_mesh
 
 CASES = {
     "plain": ("qwen3", {}),
@@ -45,13 +43,13 @@ def check_export(engine, path: Path, mesh) -> None:
             assert all(torch.equal(loaded[name], value) for name, value in expected.items() if name in loaded)
 
 
-def run_link(rank: int, folder: Path, number: int, name: str, source: str | None) -> None:
+def run_link(rank: int, folder: Path, options: Sequence[str], number: int, name: str, source: str | None) -> None:
     """Load what another mesh saved, compare, train a step, save. `number`: of the link among all of the folder."""
-    mesh = open_mesh(rank, folder, name, number)
-    for option in json.loads((folder / "options.json").read_text()):
-        options = {"optimizer": mesh_cases.ADAM, "shard_size": MESHES[name].shard_size, "seed": number}
+    mesh = open_mesh(rank, folder, MESHES[name].dims, number)
+    for option in options:
+        settings = {"optimizer": mesh_cases.ADAM, "shard_size": MESHES[name].shard_size, "seed": number}
         model, changes = CASES[option]
-        engine = mesh_cases.make_engine(folder / "models", f"{model}-plain", mesh, **(options | changes))
+        engine = mesh_cases.make_engine(folder / "models", f"{model}-plain", mesh, **(settings | changes))
         if source is not None:
             engine.load(folder / f"{source}-{option}")
             expected = torch.load(folder / f"state-{source}-{option}")
@@ -67,12 +65,7 @@ def run_link(rank: int, folder: Path, number: int, name: str, source: str | None
     mesh.close()
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def run_chain(rank: int, folder: Path, options: Sequence[str], links: Sequence[tuple[int, str, str | None]]) -> None:
     weight_files.MIN_PART_BYTES = 1
-    for number, name, source in json.loads((folder / "chain.json").read_text()):
-        run_link(rank, folder, number, name, source)
-
-
-if __name__ == "areal_reshard_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
+    for number, name, source in links:
+        run_link(rank, folder, options, number, name, source)

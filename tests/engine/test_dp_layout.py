@@ -18,7 +18,7 @@ def folder(cases, tmp_path_factory) -> Path:
     """The folder that four ranks have filled."""
     folder = tmp_path_factory.mktemp("dp_ranks")
     cases.write_models(folder / "models")
-    run_ranks(dp_cases.__file__, "areal_dp_ranks", folder, dp_cases.NUM_RANKS)
+    run_ranks(dp_cases.on_four_ranks, folder, dp_cases.DIMS)
     return folder
 
 
@@ -26,7 +26,7 @@ def facts_of(folder: Path, rank: int) -> dict:
     return json.loads((folder / f"facts-{rank}.json").read_text())
 
 
-@pytest.mark.parametrize("rank", range(dp_cases.NUM_RANKS))
+@pytest.mark.parametrize("rank", range(dp_cases.DIMS.world_size))
 def test_reductions_are_over_data_parallel_ranks(folder, rank):
     facts = facts_of(folder, rank)
     assert facts["ranks"] == [rank, 4, rank // 2, 2]
@@ -34,7 +34,7 @@ def test_reductions_are_over_data_parallel_ranks(folder, rank):
     assert facts["max"] == 2.0 + rank % 2  # ranks 0 and 2, or 1 and 3
 
 
-@pytest.mark.parametrize("rank", range(dp_cases.NUM_RANKS))
+@pytest.mark.parametrize("rank", range(dp_cases.DIMS.world_size))
 def test_losses_metrics_and_weights_are_those_of_one_rank(cases, folder, rank):
     engine, batch = cases.make_engine(folder / "models" / "qwen3"), cases.make_batch()
     metrics, facts = cases.train(engine, batch), facts_of(folder, rank)

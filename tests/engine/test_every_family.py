@@ -1,7 +1,6 @@
 """Every family that transformers maps to a language model: it computes and exports what transformers does, on one rank
 and on two, or is refused with a code before anything starts."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -50,9 +49,7 @@ def test_a_family_equals_transformers_or_is_refused(folder, found, family):
 
 @pytest.mark.parallel
 def test_two_ranks_load_the_families_that_one_rank_loads(folder, found):
-    run_ranks(family_cases.__file__, "areal_families", folder)
-    for rank in range(2):
-        on_two: dict[str, float | str] = json.loads((folder / f"found-{rank}.json").read_text())
+    for on_two in run_ranks(family_cases.on_two_ranks, folder):
         assert on_two
         for family, gap in on_two.items():
             if isinstance(gap, str):

@@ -23,7 +23,7 @@ def folder(cases, tmp_path_factory) -> Path:
     (folder / "names" / "trainer" / "store").mkdir(parents=True)
     # an older attempt's store must not be taken for this one's
     (folder / "names" / "trainer" / "store" / "0.json").write_text(json.dumps({"host": "127.0.0.1", "port": 1}))
-    run_ranks(Path(__file__).with_name("engine_cases.py"), "areal_two_ranks", folder)
+    run_ranks(engine_cases.two_rank_scenarios, folder)
     return folder
 
 

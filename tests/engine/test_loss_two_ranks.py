@@ -17,7 +17,7 @@ def folder(cases, tmp_path_factory) -> Path:
     """The folder that two ranks have filled."""
     folder = tmp_path_factory.mktemp("loss_ranks")
     cases.write_models(folder / "models")
-    run_ranks(Path(__file__).with_name("loss_cases.py"), "areal_loss_ranks", folder)
+    run_ranks(loss_cases.on_two_ranks, folder)
     return folder
 
 

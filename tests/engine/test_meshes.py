@@ -3,8 +3,8 @@
 Processes start once for a mesh, which runs all its cases.
 """
 
-import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,10 +100,8 @@ MARK, END = "make test-parallel writes it", "<!-- end -->"
 def run_mesh(folder: Path, mesh: str, cases: list[str]) -> list[dict]:
     """What each rank found. One process trains first, and its state is what the ranks load."""
     write_expected(folder, cases)
-    (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
-    world_size = mesh_cases.MESHES[mesh].dims.world_size
-    run_ranks(mesh_cases.__file__, "areal_mesh_ranks", folder, world_size, limit_s=LIMIT_S)
-    return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(world_size)]
+    scenario = partial(mesh_cases.run_cases, mesh, cases)
+    return run_ranks(scenario, folder, mesh_cases.MESHES[mesh].dims, limit_s=LIMIT_S)
 
 
 def write_expected(folder: Path, cases: list[str], num_layers: int = 2) -> None:

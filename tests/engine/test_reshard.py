@@ -1,24 +1,20 @@
 """Recovery state moves between meshes bit by bit: weights and optimiser state, of models, adapters and critics."""
 
-import json
-
 import pytest
 
 from tests.engine import mesh_cases, reshard_cases
-from tests.rank_processes import run_ranks
+from tests.rank_processes import run_processes
 
 
 def run_chains(folder, options: list[str], *chains: list[tuple[str, str | None]]) -> None:
     """Each chain is a start of processes; all its meshes have the same number of ranks."""
     mesh_cases.write_models(folder / "models")
-    (folder / "options.json").write_text(json.dumps(options))
     number = 0
     for links in chains:
         numbered = [(number + index, *link) for index, link in enumerate(links)]
         number += len(links)
-        (folder / "chain.json").write_text(json.dumps(numbered))
         world_size = mesh_cases.MESHES[links[0][0]].dims.world_size
-        run_ranks(reshard_cases.__file__, "areal_reshard_ranks", folder, world_size)
+        run_processes(reshard_cases.run_chain, world_size, folder, options, numbered)
 
 
 @pytest.mark.parallel

@@ -1,13 +1,11 @@
 """A sharded model has the weights of a whole one, and each rank needs the memory of its own rows only."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from areal.api.allocation import ParallelDims
 from areal.engine.hf_model import compute_buffers, draw_weights, read_weights
 from areal.models.stored_form import StoredForm
 from tests.engine import loading_cases
@@ -64,17 +62,15 @@ def test_a_checkpoint_that_does_not_fit_and_a_parameter_without_a_rule_are_refus
 
 
 @pytest.mark.slow
-def test_four_ranks_need_the_memory_of_their_own_rows(tmp_path: Path):
+def test_four_ranks_need_the_memory_of_their_own_rows(tmp_path):
     loading_cases.write_model(tmp_path / "small", hidden=64, layers=1, vocabulary=100)
     loading_cases.write_model(tmp_path / "large", hidden=512, layers=10, vocabulary=16000)
     stored = load_file(tmp_path / "large" / "model.safetensors")
     total = sum(value.nbytes for value in stored.values())
     assert total > 190e6
-    (tmp_path / "names").mkdir()
-    run_ranks(Path(loading_cases.__file__), "areal_loading", tmp_path, loading_cases.RANKS)
-    share, added = total / loading_cases.RANKS, []
+    added = run_ranks(loading_cases.on_ranks, tmp_path, ParallelDims(dp=loading_cases.RANKS))
+    share = total / loading_cases.RANKS
     for rank in range(loading_cases.RANKS):
-        added.append(json.loads((tmp_path / f"added-{rank}.json").read_text()))
         for name, own in load_file(tmp_path / f"large-read-{rank}").items():
             assert torch.equal(own, torch.chunk(stored[name], loading_cases.RANKS)[rank]), name
     for found in added:

@@ -1,6 +1,6 @@
 """Every family of models for images: packed rows against transformers one by one, one rank against two, exports."""
 
-import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,27 +84,14 @@ def test_a_family_without_a_tensor_plan_is_refused(folders, family):
 # --- two ranks -------------------------------------------------------------------------------------------------------
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    from areal.system.file_registry import FileRegistry
-    from areal.system.process import ProcessContext
-
-    torch.set_num_threads(1)
-    name = json.loads((folder / "mesh.json").read_text())
-    dims, shares = MESHES[name]
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    (folder / name).mkdir(exist_ok=True)
-    mesh = TrainerMesh.open(context, FileRegistry(folder / name), dims=dims, timeout_s=200)
+def run_mesh(name: str, mesh: TrainerMesh, folder: Path) -> None:
     for family in [family for mesh_name, family in CASES if mesh_name == name]:
         _, _, batch = read_case(folder / family)
-        mine = take(batch, shares[rank])
+        mine = take(batch, MESHES[name][1][mesh.rank])
         engine = make_engine(folder / family, mesh)
         before = engine.forward(mine).logprobs
         found = engine_cases.gradients(engine, mine)
-        save_file(found | {"forward": before}, folder / f"{name}-{family}-{rank}")
-    mesh.close()
+        save_file(found | {"forward": before}, folder / f"{name}-{family}-{mesh.rank}")
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +100,7 @@ def on_two_ranks(folders):
 
     def run(mesh: str) -> Path:
         if mesh not in done:
-            (folders / "mesh.json").write_text(json.dumps(mesh))
-            run_ranks(Path(__file__), "areal_two_ranks", folders)
+            run_ranks(partial(run_mesh, mesh), folders, MESHES[mesh][0], run_id=len(done))
             done.add(mesh)
         return folders
 
@@ -137,7 +123,3 @@ def test_two_ranks_equal_one(on_two_ranks, mesh, family):
         torch.testing.assert_close(found.pop("forward"), own, rtol=0, atol=1e-5)
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=5e-6, msg=name)
-
-
-if __name__ == "areal_two_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))

@@ -114,34 +114,22 @@ VARIANTS = {
 CASES = [("balanced", "plain"), ("one", "micro"), ("none", "plain"), ("none", "frozen"), ("empty", "checkpointed")]
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    from areal.system.file_registry import FileRegistry
-    from areal.system.process import ProcessContext
-
-    torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
+def run_shares(mesh: TrainerMesh, folder: Path) -> None:
     _, _, batch = read_case(folder)
     for share, variant in CASES:
         parts = SHARES[share] or balanced_parts(batch.sequence_lengths, 2)
-        engine, mine = make_engine(folder, mesh, **VARIANTS[variant]), take(batch, parts[rank])
+        engine, mine = make_engine(folder, mesh, **VARIANTS[variant]), take(batch, parts[mesh.rank])
         before = engine.forward(mine).logprobs
         found = engine_cases.gradients(engine, mine)
         text = take(batch, [0])  # no rank has an image
-        save_file(
-            found | {"forward": before, "text": engine.forward(text).logprobs}, folder / f"{share}-{variant}-{rank}"
-        )
-    mesh.close()
+        found |= {"forward": before, "text": engine.forward(text).logprobs}
+        save_file(found, folder / f"{share}-{variant}-{mesh.rank}")
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(folder) -> Path:
     read_case(folder)
-    (folder / "names").mkdir()
-    run_ranks(Path(__file__), "areal_two_ranks", folder)
+    run_ranks(run_shares, folder)
     return folder
 
 
@@ -160,7 +148,3 @@ def test_one_rank_equals_two_with_uneven_images(on_two_ranks, share, variant):
         torch.testing.assert_close(found.pop("text"), after, rtol=0, atol=1e-5)
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=3e-6, msg=name)
-
-
-if __name__ == "areal_two_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from areal.api.allocation import ParallelDims
 from tests.engine import vocab_cases
 from tests.rank_processes import run_ranks
 
@@ -10,7 +11,7 @@ from tests.rank_processes import run_ranks
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vocab")
-    run_ranks(vocab_cases.__file__, "areal_vocab_ranks", folder, vocab_cases.NUM_RANKS)
+    run_ranks(vocab_cases.on_two_ranks, folder, ParallelDims(tp=vocab_cases.NUM_RANKS))
     return [torch.load(folder / f"found-{rank}") for rank in range(vocab_cases.NUM_RANKS)]
 
 

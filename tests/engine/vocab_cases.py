@@ -1,18 +1,12 @@
-"""What each rank does in `test_vocab_parallel.py`: the output head in float64, with the vocabulary in parts.
-
-The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder has the inputs.
-"""
+"""What each rank does in `test_vocab_parallel.py`: the output head in float64, with the vocabulary in parts."""
 
 from pathlib import Path
 
 import torch
 
-from areal.api.allocation import ParallelDims
 from areal.api.batch import OutputSpec
 from areal.engine import linear_logprobs as head
 from areal.engine.mesh import TrainerMesh
-from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 
 NUM_RANKS, T, H, V = 2, 13, 5, 28
 SPECS = {
@@ -64,13 +58,7 @@ def run(
     return {key: value.detach() for key, value in (found | grads).items() if value is not None}
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=NUM_RANKS, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=ParallelDims(tp=NUM_RANKS), timeout_s=60)
+def on_two_ranks(mesh: TrainerMesh, folder: Path) -> None:
     found = {}
     for dtype in (torch.float64, torch.float32):
         for name in SPECS:
@@ -78,9 +66,4 @@ def run_rank(rank: int, folder: Path) -> None:
                 found[str(dtype), name, max_logits] = run(
                     name, inputs(dtype, tied=name == "whole"), mesh.tensor, max_logits
                 )
-    torch.save(found, folder / f"found-{rank}")
-    mesh.close()
-
-
-if __name__ == "areal_vocab_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
+    torch.save(found, folder / f"found-{mesh.rank}")

@@ -2,7 +2,7 @@
 
 import warnings
 
-from areal.engine.megatron.cpu_mode import enable_cpu_mode
+from tests.megatron.cpu.megatron_on_cpu import enable_cpu_mode
 
 enable_cpu_mode()
 with warnings.catch_warnings():

@@ -1,14 +1,12 @@
-"""What each rank of a Megatron mesh does in `test_equality.py`.
+"""What each rank of a Megatron mesh does in `test_equality.py`."""
 
-The ranks run this file through runpy with `RANK` and `FOLDER` set; the folder has `mesh.json` with mesh and cases.
-"""
-
-import json
 import math
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,9 +17,7 @@ from areal.api.config.train import DistributedDataParallelConfig, MegatronEngine
 from areal.engine.build import build_megatron_engine
 from areal.engine.mesh import TrainerMesh
 from areal.models.stored_form import StoredForm
-from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
-from areal.system.process import ProcessContext
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel
 from areal.weights.weight_files import WeightsChecksum
@@ -157,19 +153,11 @@ def publications(engine, mesh: TrainerMesh, folder: Path, case: str) -> dict[str
     return found
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def run_cases(mesh_name: str, cases: Sequence[str], mesh: TrainerMesh, folder: Path) -> dict[str, dict[str, Any]]:
     os.environ[TOKEN_VARIABLE] = "secret"
-    order = json.loads((folder / "mesh.json").read_text())
-    layout = MESHES[order["mesh"]]
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=layout.dims.world_size, num_servers=0, run_id=0, run_dir=str(folder),
-        num_threads=1, recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=layout.dims, timeout_s=60)
     facts = {}
-    changes = changes_of(order["mesh"])
-    for case in order["cases"]:
+    changes = changes_of(mesh_name)
+    for case in cases:
         facts[case] = mesh_cases.run_case(folder, case, mesh, None, **changes)
         if case in ("qwen2-rich", "deepseek_v3-plain"):  # tied embeddings: the last stage has a copy; experts
             engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
@@ -180,9 +168,4 @@ def run_rank(rank: int, folder: Path) -> None:
         if case.endswith(mesh_cases.BF16):
             engine = mesh_cases.make_engine(folder / "models", case, mesh, **changes)
             facts[case]["starts_exact"] = starts_exact(engine, folder / "models" / case.partition("-")[0])
-    (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
-    mesh.close()
-
-
-if __name__ == "areal_megatron_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
+    return facts

@@ -4,7 +4,7 @@ after three uneven steps, checkpoints and published weights.
 Processes start once for a mesh, which runs all its cases.
 """
 
-import json
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file
@@ -77,11 +77,8 @@ def run_mesh(folder, mesh: str, cases: list[str], expected) -> list[dict]:
     write_expected(expected, cases, num_layers=4)
     for path in expected.iterdir():
         (folder / path.name).symlink_to(path)
-    (folder / "mesh.json").write_text(json.dumps({"mesh": mesh, "cases": cases}))
-    size = equality_cases.MESHES[mesh].dims.world_size
-    imported = ["tests.megatron.cpu_modules"]
-    run_ranks(equality_cases.__file__, "areal_megatron_ranks", folder, size, imported=imported, limit_s=LIMIT_S)
-    return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(size)]
+    scenario, dims = partial(equality_cases.run_cases, mesh, cases), equality_cases.MESHES[mesh].dims
+    return run_ranks(scenario, folder, dims, imported=["tests.megatron.cpu_modules"], limit_s=LIMIT_S)
 
 
 def check_that_fsdp_continues(folder, case: str) -> None:

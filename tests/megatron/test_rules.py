@@ -21,11 +21,11 @@ from transformers import (
 
 from areal.api.allocation import AllocationMode, ParallelDims
 from areal.api.config.train import MegatronEngineConfig
-from areal.engine.megatron.cpu_mode import rewritten
 from areal.engine.megatron.weight_map import Stages, weight_map
 from areal.models.mesh_rules import mesh_problem, package_problem
 from areal.models.model_shape import ModelShape
 from areal.models.stored_form import StoredForm
+from tests.megatron.cpu.megatron_on_cpu import rewritten
 from tests.test_bad_input import dry_run
 
 SHAPE = {

@@ -1,9 +1,5 @@
-"""What one rank of `test_resume.py` does: a few steps of PPO or SFT with real engines, unbroken or in two lives.
+"""What one rank of `test_resume.py` does: a few steps of PPO or SFT with real engines, unbroken or in two lives."""
 
-Two ranks run this file through runpy with `RANK` and `FOLDER` set; tests load it as a module.
-"""
-
-import json
 import os
 import random
 import signal
@@ -32,8 +28,6 @@ from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 from areal.trainer.actor import PPOActor
 from areal.trainer.policy_update import output_spec
 from areal.trainer.ppo_loop import batch_metrics
@@ -212,19 +206,5 @@ def run_until_killed(kind: str, path: Path, recover: Path) -> None:
         store.save(point_of(life, step + 1))
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=2, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
-    found = {kind: run(kind, folder / "model", folder / f"recover-{kind}", mesh) for kind in KINDS}
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
-    mesh.close()
-
-
-if __name__ == "areal_two_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
-if __name__ == "areal_until_killed":
-    run_until_killed(globals()["LIFE"][0], *map(Path, globals()["LIFE"][1:]))
+def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, dict[str, list[dict]]]:
+    return {kind: run(kind, folder / "model", folder / f"recover-{kind}", mesh) for kind in KINDS}

@@ -1,9 +1,5 @@
-"""What the tests of training on rows share, and what each of two ranks does in `test_rows_split.py`.
+"""What the tests of training on rows share, and what each of two ranks does in `test_rows_split.py`."""
 
-Two ranks run this file through runpy with `RANK` and `FOLDER` set; tests load it as a module.
-"""
-
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +19,6 @@ from areal.api.config import DPOOptions, MicroBatchSpec, OptimizerConfig, RWOpti
 from areal.data.supervised_rows import EncodedPair, EncodedRow
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 from areal.trainer.dpo import DPOTask, with_whole_pairs
 from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.reward_model import RewardModelTask
@@ -168,22 +162,11 @@ def slow_dpo(model, reference, pair: EncodedPair, options: DPOOptions) -> torch.
 # --- two ranks -------------------------------------------------------------------------------------------------------
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=2, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
-        recover=False, device="cpu",
-    )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
+def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, Sequence[dict[str, float]]]:
     found: dict[str, Sequence[dict[str, float]]] = {}
     for kind in KINDS:
         for index, cut in enumerate(CUTS[:3:2]):
             metrics, held_out, gradient = step_of(kind, folder / "models", mesh, cut)
             found[f"{kind}-{index}"] = [metrics, held_out]
-            save_file(gradient, folder / f"gradient-{kind}-{index}-{rank}")
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
-    mesh.close()
-
-
-if __name__ == "areal_two_ranks":
-    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
+            save_file(gradient, folder / f"gradient-{kind}-{index}-{mesh.rank}")
+    return found

@@ -1,7 +1,6 @@
 """Resumed equals unbroken, bit for bit: losses, gradient norms, rates, weights, coefficients that adapt, a reference
 that is reset, and random numbers, with dropout."""
 
-import json
 import signal
 
 import pytest
@@ -48,7 +47,7 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
     """SIGKILL after the update of a step and before its checkpoint, with a reset of the reference behind it."""
     resume_cases.write_model(tmp_path / "model", dropout=0.2)
     arguments = ("kl", tmp_path / "model", tmp_path / "recover")
-    process = rank_processes.start(resume_cases.__file__, "areal_until_killed", LIFE=tuple(map(str, arguments)))
+    process = rank_processes.start(resume_cases.run_until_killed, *arguments)
     process.join(timeout=250)
     assert process.exitcode == -signal.SIGKILL
     assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step-000002", "step-000003"]
@@ -65,8 +64,7 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
 
 def test_two_ranks(tmp_path):
     resume_cases.write_model(tmp_path / "model", dropout=0.2)
-    rank_processes.run_ranks(resume_cases.__file__, "areal_two_ranks", tmp_path)
-    both = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2)]
+    both = rank_processes.run_ranks(resume_cases.on_two_ranks, tmp_path)
     for kind in resume_cases.KINDS:
         for found in both:
             check(found[kind], resume_cases.NUM_STEPS - resume_cases.CUT)

@@ -1,6 +1,5 @@
 """Training on rows through the real engine: values and gradients by the papers' formulas, however the rows are cut."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -58,8 +57,7 @@ def test_micro_batches_do_not_matter(folder, whole, kind, cut):
 @pytest.fixture(scope="module")
 def two_ranks(folder) -> list[dict]:
     """What two processes found."""
-    run_ranks(cases.__file__, "areal_two_ranks", folder)
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(cases.on_two_ranks, folder)
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)

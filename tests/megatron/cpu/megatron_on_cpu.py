@@ -1,6 +1,6 @@
 """Runs Megatron-Core on the CPU: its modules are compiled from sources whose references to CUDA name the CPU.
 
-For tests and machines without a GPU. The CUDA path never imports this module, and torch itself is not changed.
+Torch itself is not changed.
 """
 
 import contextlib
@@ -149,9 +149,5 @@ def rewritten(source: str) -> str:
 
 
 def enable_cpu_mode() -> None:
-    """Let this process import Megatron-Core for the CPU. Raises RuntimeError when it has imported it for CUDA."""
-    if any(isinstance(finder, _CpuFinder) for finder in sys.meta_path):
-        return
-    if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core was imported for CUDA: a process uses one kind of device")
+    """Let this process import Megatron-Core for the CPU."""
     sys.meta_path.insert(0, _CpuFinder())
