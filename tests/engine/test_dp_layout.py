@@ -5,12 +5,56 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from areal.api.allocation import ParallelDims
+from areal.api.config import RecoverConfig
+from areal.api.metrics import Metric
+from areal.data.balance import balanced_parts
+from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
-from tests.engine import dp_cases
+from areal.trainer.minibatch import reduce_metrics
+from areal.trainer.recover import RecoverPoint, RecoverStore
+from tests.engine.engine_cases import ADAM, SGD, make_batch, make_engine, policy_loss, train, weights_of
 from tests.rank_processes import run_ranks
+
+DP_SIZE = 2
+DIMS = ParallelDims(dp=DP_SIZE, cp=2)
+
+
+def on_four_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
+    batch = make_batch()
+    share = take(batch, balanced_parts(batch.sequence_lengths, DP_SIZE)[mesh.dp_rank])
+    engine = make_engine(folder / "models" / "qwen3", mesh, optimizer=SGD)
+    one = torch.ones(1, dtype=torch.float64)
+    facts = {
+        "ranks": [mesh.rank, mesh.world_size, engine.dp_rank, engine.dp_size],
+        "sums": [mesh.all_reduce(one).item(), engine.all_reduce(one).item()],
+        "max": engine.all_reduce(one * mesh.rank, "max").item(),
+    }
+    metrics = train(engine, share, loss_fn=policy_loss)
+    facts["grad_norm"] = metrics["grad_norm"].value
+    merged = reduce_metrics(metrics | {"tokens": Metric(float(share.num_tokens), 1.0, "sum")}, engine)
+    facts["loss"] = [merged["loss"].total, merged["loss"].count]
+    facts["tokens"] = merged["tokens"].value
+    save_file(weights_of(engine), folder / f"weights-{mesh.rank}")
+    recovered(folder, mesh, share)
+    return facts
+
+
+def recovered(folder: Path, mesh: TrainerMesh, share) -> None:
+    """A checkpoint of all four ranks, loaded again."""
+    engine = make_engine(folder / "models" / "qwen2", mesh, optimizer=ADAM)
+    train(engine, share)
+    point = RecoverPoint(step=1, cadence_s={}, elapsed_s=1.0, goal_reached={})
+    RecoverStore(folder / "recover", RecoverConfig(mode="auto"), {"actor": engine}, mesh).save(point)
+    before = weights_of(engine)
+    train(engine, share)
+    store = RecoverStore(folder / "recover", RecoverConfig(mode="auto"), {"actor": engine}, mesh)
+    source = store.start_from(after_failure=False)
+    assert source is not None
+    assert store.load(source).step == 1
+    assert all(torch.equal(value, before[name]) for name, value in engine.named_weights())
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +62,7 @@ def folder(cases, tmp_path_factory) -> Path:
     """The folder that four ranks have filled."""
     folder = tmp_path_factory.mktemp("dp_ranks")
     cases.write_models(folder / "models")
-    run_ranks(dp_cases.on_four_ranks, folder, dp_cases.DIMS)
+    run_ranks(on_four_ranks, folder, DIMS)
     return folder
 
 
@@ -26,7 +70,7 @@ def facts_of(folder: Path, rank: int) -> dict:
     return json.loads((folder / f"facts-{rank}.json").read_text())
 
 
-@pytest.mark.parametrize("rank", range(dp_cases.DIMS.world_size))
+@pytest.mark.parametrize("rank", range(DIMS.world_size))
 def test_reductions_are_over_data_parallel_ranks(folder, rank):
     facts = facts_of(folder, rank)
     assert facts["ranks"] == [rank, 4, rank // 2, 2]
@@ -34,7 +78,7 @@ def test_reductions_are_over_data_parallel_ranks(folder, rank):
     assert facts["max"] == 2.0 + rank % 2  # ranks 0 and 2, or 1 and 3
 
 
-@pytest.mark.parametrize("rank", range(dp_cases.DIMS.world_size))
+@pytest.mark.parametrize("rank", range(DIMS.world_size))
 def test_losses_metrics_and_weights_are_those_of_one_rank(cases, folder, rank):
     engine, batch = cases.make_engine(folder / "models" / "qwen3"), cases.make_batch()
     metrics, facts = cases.train(engine, batch), facts_of(folder, rank)

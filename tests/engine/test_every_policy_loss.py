@@ -5,7 +5,7 @@ import torch
 
 from areal.api.config import MicroBatchSpec, PPOActorConfig
 from areal.api.config.policy_losses import POLICY_LOSSES
-from tests.engine import loss_cases
+from tests.engine import test_loss_two_ranks as loss_cases
 
 CASES = {name: {"policy_loss": name} for name in POLICY_LOSSES if name != "custom"} | {
     "guess": {"prox_logp_method": "loglinear", "behav_imp_weight_cap": 1.5},

@@ -1,16 +1,60 @@
 """A sharded model has the weights of a whole one, and each rank needs the memory of its own rows only."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 from areal.api.allocation import ParallelDims
+from areal.api.config import OptimizerConfig, TrainEngineConfig
+from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.hf_model import compute_buffers, draw_weights, read_weights
+from areal.engine.mesh import TrainerMesh, local_part
 from areal.models.stored_form import StoredForm
-from tests.engine import loading_cases
 from tests.expect import raises_code
 from tests.rank_processes import run_ranks
+
+RANKS = 4
+
+
+def write_model(folder: Path, *, hidden: int, layers: int, vocabulary: int) -> None:
+    config = Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        head_dim=64,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def _status_bytes(key: str) -> int:
+    """A line of this process's status in Linux: VmRSS = resident now, VmHWM = the peak since the last reset."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def on_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, int]:
+    added: dict[str, int] = {}
+    for name, from_scratch in (("small", False), ("large", False), ("large", True)):  # small: imports and allocators
+        config = TrainEngineConfig(
+            path=str(folder / name), dtype="float32", optimizer=OptimizerConfig(), init_from_scratch=from_scratch
+        )
+        before = _status_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        engine = build_fsdp_engine(config, role="actor", total_steps=1, mesh=mesh, seed=3)
+        kind = f"{name}-{'scratch' if from_scratch else 'read'}"
+        added[kind] = _status_bytes("VmHWM") - before
+        own = {key: local_part(value).clone() for key, value in engine._model.named_tensors()}
+        save_file(own, folder / f"{kind}-{mesh.rank}")
+        del engine, own
+    return added
 
 
 def tensors_of(engine) -> dict[str, torch.Tensor]:
@@ -63,16 +107,16 @@ def test_a_checkpoint_that_does_not_fit_and_a_parameter_without_a_rule_are_refus
 
 @pytest.mark.slow
 def test_four_ranks_need_the_memory_of_their_own_rows(tmp_path):
-    loading_cases.write_model(tmp_path / "small", hidden=64, layers=1, vocabulary=100)
-    loading_cases.write_model(tmp_path / "large", hidden=512, layers=10, vocabulary=16000)
+    write_model(tmp_path / "small", hidden=64, layers=1, vocabulary=100)
+    write_model(tmp_path / "large", hidden=512, layers=10, vocabulary=16000)
     stored = load_file(tmp_path / "large" / "model.safetensors")
     total = sum(value.nbytes for value in stored.values())
     assert total > 190e6
-    added = run_ranks(loading_cases.on_ranks, tmp_path, ParallelDims(dp=loading_cases.RANKS))
-    share = total / loading_cases.RANKS
-    for rank in range(loading_cases.RANKS):
+    added = run_ranks(on_ranks, tmp_path, ParallelDims(dp=RANKS))
+    share = total / RANKS
+    for rank in range(RANKS):
         for name, own in load_file(tmp_path / f"large-read-{rank}").items():
-            assert torch.equal(own, torch.chunk(stored[name], loading_cases.RANKS)[rank]), name
+            assert torch.equal(own, torch.chunk(stored[name], RANKS)[rank]), name
     for found in added:
         assert found["large-read"] < 1.5 * share
         assert found["large-scratch"] < 1.5 * share

@@ -162,3 +162,12 @@ def test_phases_of_a_device_have_the_time_in_which_it_works():
     assert device.waits == []
     assert clock.end_step() == {"update": 3.0 + 11.0, "publish": 7.0}
     assert clock.end_step() == {}
+
+
+def test_a_run_without_a_trace_is_told_how_to_get_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    command = [sys.executable, "-m", "areal.observe.trace", str(tmp_path), "-o", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "perf_tracer.enabled=true" in done.stderr

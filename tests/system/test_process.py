@@ -1,5 +1,8 @@
+from __future__ import annotations
+
 import dataclasses
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,7 +12,7 @@ import psutil
 import pytest
 
 from areal.api.errors import LaunchError
-from areal.system.process import AREAL_PROCESS, ProcessContext, kill_trees, run_to_its_end, spawn
+from areal.system.process import AREAL_PROCESS, ProcessContext, kill_trees, raise_open_file_limit, run_to_its_end, spawn
 
 CONTEXT = ProcessContext(
     role="trainer",
@@ -255,3 +258,17 @@ def test_a_command_that_saves_at_ctrl_c_is_waited_for(tmp_path, numbers):
 
 def test_the_status_of_a_killed_command_is_that_of_a_shell():
     assert run_to_its_end([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 137
+
+
+# --- The limit on open files is raised and never lowered
+
+
+def test_the_soft_limit_is_raised_to_the_wanted_one() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        assert raise_open_file_limit(300) == 300
+        assert raise_open_file_limit(250) == 300
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -14,9 +14,9 @@ from areal.api.config import (
 )
 from areal.api.config.data import VisionConfig
 from areal.trainer.first_row import try_first_row
+from tests.data.test_image_files import claiming
 from tests.data.test_images import png
 from tests.faults.test_kill_in_images import write_model
-from tests.system.test_image_codec import claiming
 
 
 @pytest.fixture

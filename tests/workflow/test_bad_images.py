@@ -10,10 +10,10 @@ from areal.ledger.event_files import LedgerReader
 from areal.ledger.ledger import Ledger
 from areal.rollout.controller import Controller
 from areal.workflow.rlvr import VisionRLVRWorkflow
+from tests.data.test_image_files import claiming
 from tests.data.test_images import TOKENIZER, images_for, png, user
 from tests.expect import raises_code
 from tests.rollout import rollout_kit
-from tests.system.test_image_codec import claiming
 
 BAD = {
     "data.image_broken": {"messages": user("<image>"), "images": [png()[:-40]]},

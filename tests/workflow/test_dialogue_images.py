@@ -14,8 +14,8 @@ from areal.workflow import Conversation, ConversationWorkflow, use_tools
 from areal.workflow.multi_turn import MultiTurnWorkflow
 from areal.workflow.registry import build_workflow
 from tests.agent.test_images import LAYOUT, TEMPLATE, TOKENS, url
+from tests.data.test_image_files import CONFIG, PROCESSOR, written
 from tests.expect import raises_code
-from tests.system.test_image_files import CONFIG, PROCESSOR, written
 from tests.workflow.conftest import ScriptedEngine
 
 TOKENIZER = character_tokenizer(TOKENS, end="<|end|>", context_length=900, chat_template=TEMPLATE)
