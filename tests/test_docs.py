@@ -82,6 +82,12 @@ def test_files_of_the_code_that_a_page_names_exist(page):
     assert [name for name in missing if "NAME" not in name and (is_of_code or name.startswith("areal/"))] == []
 
 
+def test_classes_that_the_architecture_names_exist():
+    names = {name for name in re.findall(r"`([A-Z]\w+)`", prose(ROOT / "docs/architecture.md")) if not name.isupper()}
+    source = "\n".join(path.read_text() for path in ROOT.glob("areal/**/*.py"))
+    assert [name for name in names if not re.search(rf"^class {name}\b", source, re.M)] == []
+
+
 def test_the_worked_example_of_the_architecture_is_right():
     result = doctest.testfile(str(ROOT / "docs/architecture.md"), module_relative=False)
     assert (result.failed, result.attempted > 20) == (0, True)

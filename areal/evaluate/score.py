@@ -71,7 +71,7 @@ async def score(
     failures: list[ArealError] = []
     failed: list[Sample] = []
     try:
-        scorer.check_rows([one.data for one in samples])
+        scorer.check_rows([sample.data for sample in samples])
         async with asyncio.TaskGroup() as group:
             for index in range(_MAX_ROWS_AT_ONCE):
                 group.create_task(work(), name=f"score-{index}")

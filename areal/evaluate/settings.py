@@ -50,10 +50,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parsed_ks(text: str) -> list[int]:
-    found = sorted({int(part) for part in text.split(",")})
-    if found[0] < 1:
+    result = sorted({int(part) for part in text.split(",")})
+    if result[0] < 1:
         raise ValueError("below 1")
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ def _with_data(config: PPOConfig, data: Sequence[str]) -> PPOConfig:
 
 
 def _shared(dataset: DatasetConfig) -> dict[str, Any]:
-    return {one.name: getattr(dataset, one.name) for one in fields(DatasetConfig)}
+    return {field.name: getattr(dataset, field.name) for field in fields(DatasetConfig)}
 
 
 def held_out_sets(config: PPOConfig) -> dict[str, ValidDatasetConfig]:

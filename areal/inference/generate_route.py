@@ -81,13 +81,13 @@ class ImageReader:
         if (total := sum(map(layout.tokens_of, images))) >= self._context_length:
             text = f"the images take {total} tokens, and prompt and answer at most {self._context_length}"
             raise RequestError(text, code="request.too_long")
-        found: list[tuple[ImageRef, np.ndarray]] = []
+        result: list[tuple[ImageRef, np.ndarray]] = []
         for image, png in zip(images, files, strict=True):
             colours = self._decoded.get(image.sha256)
             if colours is None:
                 colours = self._decoded[image.sha256] = await asyncio.to_thread(decode_png, png, layout)
-            found.append((image, colours))
-        return found
+            result.append((image, colours))
+        return result
 
 
 def _file_of(url: str) -> bytes:

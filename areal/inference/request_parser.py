@@ -199,7 +199,7 @@ class RequestLimits:
     """End tokens of the model."""
     has_tokenizer: bool
     layout: VisionLayout | None = None
-    """Of a model that takes images."""
+    """The image layout of a model that takes images."""
 
 
 def seed_source(base: int) -> Callable[[], int]:

@@ -66,7 +66,6 @@ from areal.system.http_guard import RequestGuard, guarded
 from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, bind_collectives, http_address, listen, required_token
 from areal.system.process import ProcessContext, in_daemon_thread, raise_open_file_limit, run_main, start_is_over
 from areal.system.run_paths import RunPaths
-from areal.weights.fast_products import fast_products
 
 # ----------------------------------------------------------------------------------------------------------------------
 # HTTP routes for weight updates: from a folder, which may be copied first, or from the trainer's broadcast group.
@@ -509,7 +508,7 @@ def main() -> None:
     # Two threads share the interpreter; a short interval reduces the wait for the other thread.
     sys.setswitchinterval(0.001)
     loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    with tracing(options.tracer), fast_products(), loop as runner:
+    with tracing(options.tracer), loop as runner:
         failure = runner.run(serve_until_signal(options))
     if failure is not None:
         sys.exit(1)

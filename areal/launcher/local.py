@@ -350,8 +350,8 @@ def this_machine() -> Machine:
 def _public(plan: LaunchPlan) -> LaunchPlan:
     """The plan as it is written to disk: without secrets of the user's flags and variables."""
     processes = tuple(
-        dataclasses.replace(one, argv=tuple(public_command(one.argv)), env=_without_secrets(one.env))
-        for one in plan.processes
+        dataclasses.replace(process, argv=tuple(public_command(process.argv)), env=_without_secrets(process.env))
+        for process in plan.processes
     )
     return dataclasses.replace(plan, processes=processes)
 

@@ -68,10 +68,10 @@ class StoredWeight:
 def weight_files(folder: Path) -> list[Path]:
     """The weight files of a checkpoint: those in its index, else all. InputError when there are none."""
     places = _index_of(folder)
-    found = [folder / name for name in sorted(set(places.values()))] if places else sorted(folder.glob("*.safetensors"))
-    if not found:
+    files = [folder / name for name in sorted(set(places.values()))] if places else sorted(folder.glob("*.safetensors"))
+    if not files:
         raise InputError(f"checkpoint folder {folder} has no .safetensors file", code="checkpoint.incomplete")
-    return found
+    return files
 
 
 def stored_weights(folder: Path) -> dict[str, StoredWeight]:
