@@ -45,7 +45,9 @@ def load_settings(files: Sequence[str], overrides: Sequence[str]) -> PPOConfig:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")
+    parser.add_argument(
+        "--config", dest="files", metavar="FILE", action="append", default=[], help="several are merged in order"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the configuration")
 
 
