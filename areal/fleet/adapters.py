@@ -74,7 +74,7 @@ class ServedAdapters:
         self._loaded: list[str] = []
         self._users: Counter[str] = Counter()
         self._num_uses: Counter[str] = Counter()
-        """By folder."""
+        """Folder -> number of its uses."""
 
     async def use(self, folder: str, version: int) -> None:
         """Requests from now on use the adapter in `folder`. RequestError when the server cannot load it.

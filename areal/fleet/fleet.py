@@ -194,8 +194,8 @@ class Answer:
             start = end
 
     def _with_experts(self, known: RoutedExperts, last: PartChunk) -> RoutedExperts:
-        """With those of the last chunk of a part. They belong to the pass that generated the next token: later parts,
-        which compute earlier tokens again, do not replace them."""
+        """`known` with the experts of the last chunk of a part. They belong to the pass that generated the next token:
+        later parts, which compute earlier tokens again, do not replace them."""
         reported, is_aborted = last.routed_experts, last.finish_reason == "abort"
         missing = len(self.request.input_ids) + len(self._token_ids) - 1 - len(known)
         if reported is None and is_aborted:
@@ -267,7 +267,7 @@ def _check_ids(ids: Sequence[int], vocab_size: int, where: str, fix: str) -> Non
 # other prompts.
 
 MAX_MERGED_PARTS = 64
-"""Of short answers in one call: its answer is read in one turn of the event loop."""
+"""Parts of short answers in one call, whose reply is read in one turn of the event loop."""
 MAX_MERGED_TOKENS = 4096
 """Prompt tokens of a call for several prompts. A server accepts more."""
 
@@ -312,7 +312,7 @@ class Call:
         self.task: asyncio.Task[None] | None = None
         self._first = part
         self._num_tokens = 0
-        """Of the prompts."""
+        """Tokens of the prompts."""
 
     def takes(self, part: GenerationRequest) -> bool:
         """Whether `part` can be requested with the others."""

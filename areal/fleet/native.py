@@ -221,7 +221,7 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
 
 
 def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
-    """On a GPU without native.max_total_tokens without a cache, which takes the memory that is left."""
+    """Bytes of weights and cache. The cache does not count on a GPU where it takes the memory that is left."""
     native, shape = config.native, ModelShape.read(NATIVE.model(config))
     if shape is None:
         return None

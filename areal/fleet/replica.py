@@ -29,9 +29,9 @@ class AnswerForm:
     stream_interval: int = 32
     """Tokens per chunk. A request for at most this number is not streamed."""
     experts: ExpertShape | None = None
-    """Of the model, when the chosen experts are to be returned."""
+    """Shape of the model's experts, when the chosen ones are to be returned."""
     vision: RunImages | None = None
-    """Of a model that takes images, also for a prompt without one."""
+    """The images of a model that takes them, also for a prompt without one."""
 
     def streams(self, request: GenerationRequest) -> bool:
         return request.gconfig.max_new_tokens > self.stream_interval
@@ -46,12 +46,12 @@ class PartChunk(NamedTuple):
     finish_reason: FinishReason | None
     """Set on the last chunk of a part."""
     part_versions: Sequence[int] | None = None
-    """On the last chunk of a server that reports versions only at the end: one per token of the whole part.
+    """Versions of all tokens of the part, on the last chunk of a server that reports them only at the end.
 
     They replace `versions`, which the client could only estimate, of this and all earlier chunks of the part."""
     routed_experts: RoutedExperts | None = None
-    """On the last chunk, where requested: of the input tokens from number `num_known_experts` on, and of all tokens of
-    the part but the last. None when nothing was computed."""
+    """Experts of the input tokens from number `num_known_experts` on and of the tokens of the part but the last; on the
+    last chunk, where requested. None when nothing was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ReplicaLoad:
     cache_usage: float
     """Used share of the KV cache, 0 to 1."""
     generated_tokens: int
-    """Since its start."""
+    """Tokens generated since its start."""
 
 
 Chunks = AsyncGenerator[tuple[int, PartChunk | ArealError], None]

@@ -44,7 +44,7 @@ class Connection(asyncio.Protocol):
         self._client = client
         self._transport: asyncio.Transport | None = None
         self._pieces: list[bytes] = []
-        """Of the body of the answer, not read yet."""
+        """Pieces of the body of the answer that were not read yet."""
         self.on_body = self._pieces.append
         """Called by the parser, as `on_message_complete` is."""
         self._parser = httptools.HttpResponseParser(self)
@@ -59,7 +59,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def status(self) -> int:
-        """Of the answer, once `read` has returned."""
+        """Status of the answer, once `read` has returned."""
         return self._parser.get_status_code()
 
     def send(self, path: str, request: bytes) -> None:

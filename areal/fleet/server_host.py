@@ -85,7 +85,7 @@ _USAGE = re.compile(r"[\w. -]+: error: .*")
 """An error of argparse."""
 _DIED = re.compile(r"died unexpectedly|crashed with exit code")
 _POINTER = re.compile(r"root cause")
-"""In an error that only refers to an earlier line, of another process."""
+"""Text of an error that only refers to an earlier line, of another process."""
 _MAX_DETAILS = 3
 """Indented lines after an error that belong to it, as pydantic writes them."""
 PORT_TAKEN = re.compile("address already in use|eaddrinuse", re.IGNORECASE)
@@ -399,7 +399,7 @@ class HostOptions:
     update_limit_s: float
     """Time limit of a weight update: an engine may be silent that long."""
     host: Host = field(default_factory=Host)
-    """Where the run reaches the server: on loopback itself, elsewhere its gateway."""
+    """Address at which the run reaches the server: on loopback itself, elsewhere its gateway."""
     part: int = 0
     num_parts: int = 1
     ready_limit_s: float = LauncherConfig().ready_timeout_s

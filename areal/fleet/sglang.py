@@ -81,7 +81,7 @@ _MAX_STOP_STRINGS = 32
 _ONLY_THE_LIKELIEST = 1e-9
 """A top_p that keeps one token."""
 _HAS_SESSIONS = (0, 5, 21)
-"""Since this version a collective update is a session with a begin and an end."""
+"""First version in which a collective update is a session with a begin and an end."""
 
 _EXPERT_BYTES = 4
 """SGLang sends the number of an expert as int32."""
@@ -242,7 +242,7 @@ def parse_version(model_info: dict[str, Any]) -> int:
 
 
 def parse_facts(server_info: dict[str, Any]) -> ServerFacts:
-    """From /server_info. KeyError, TypeError or ValueError when a field is missing or wrong."""
+    """Facts in /server_info. KeyError, TypeError or ValueError when a field is missing or wrong."""
     if not server_info["internal_states"]:
         raise ValueError("no scheduler answered")
     numbers = tuple(int(number) for number in re.findall(r"\d+", str(server_info["version"]))[:3])
@@ -282,7 +282,7 @@ def bucket_body(
 
 
 def generated_tokens(metrics: str) -> int:
-    """From /metrics, over all label sets; 0 before the first token."""
+    """Tokens in /metrics over all label sets; 0 before the first token."""
     lines = (line for line in metrics.splitlines() if line.startswith("sglang:generation_tokens_total"))
     return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
@@ -299,7 +299,7 @@ class SGLangReplica(HttpReplica):
     def __init__(self, name: str, address: str, token: str = "", form: AnswerForm | None = None) -> None:
         super().__init__(name, address, token, form)
         self._version = 0
-        """From the last report of the server or the last update."""
+        """Version of the last report of the server or of the last update."""
         self._facts: ServerFacts | None = None
         self._vocab_size = 0
         """0: not known yet."""

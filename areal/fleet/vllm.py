@@ -145,7 +145,7 @@ class Piece:
     logprobs: list[float]
     finish_reason: FinishReason | None
     spans: list[tuple[int, int, int]] | None
-    """On the last piece: (version, start, end) of all tokens of the part."""
+    """(version, start, end) of all tokens of the part, on the last piece."""
 
 
 def parse_piece(answer: dict[str, Any]) -> Piece:
@@ -192,7 +192,7 @@ def worker_errors(answer: dict[str, Any]) -> list[str]:
 
 
 def parse_load(metrics: str) -> ReplicaLoad:
-    """From /metrics, summed over the engines of a data-parallel server. KeyError when a metric is missing."""
+    """Load in /metrics, summed over the engines of a data-parallel server. KeyError when a metric is missing."""
     values: dict[str, list[float]] = {}
     for line in metrics.splitlines():
         if line.startswith("vllm:"):
@@ -222,12 +222,12 @@ class VLLMReplica(HttpReplica):
     def __init__(self, name: str, address: str, token: str = "", form: AnswerForm | None = None) -> None:
         super().__init__(name, address, token, form)
         self._version = 0
-        """From the last report of the server."""
+        """Version of the last report of the server."""
         self._num_updates = 0
         """Started so far."""
         self._is_updating = False
         self._info: ReplicaInfo | None = None
-        """From the last health check."""
+        """Facts of the last health check."""
         self._adapters = ServedAdapters(self.load_adapter, self.unload_adapter)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
@@ -245,7 +245,7 @@ class VLLMReplica(HttpReplica):
         path, is_streamed = "/inference/v1/generate", self.form.streams(request)
         version, num_updates = self._version, self._num_updates
         held: list[Piece] = []
-        """Until the end of the part, because a weight update started before they arrived."""
+        """Pieces that wait for the end of the part, because a weight update started before they arrived."""
         num_passed_on = 0
         async with aclosing(
             self._client.answers(path, generate_body(request, self.form), is_streamed=is_streamed)
@@ -417,7 +417,7 @@ RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature and refuses a higher one."""
 _MAX_STOP_IDS = 100
-"""On GPU a request can have 128, including the model's own end tokens."""
+"""Stop ids of a request. vLLM takes 128 on a GPU, including the model's end tokens."""
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of --max-lora-rank."""
 _UNCUT = {"do_image_splitting": False, "do_resize": False}

@@ -170,7 +170,7 @@ class CanaryCheck:
         self._seed = seed
         self._vision = vision
         self._image: ImageRef | None = None
-        """Of all probes, from the first exchange on."""
+        """The image of all probes, from the first exchange on."""
         self._has_image = vision is None
         """Whether `_image` is final."""
         self._dtype = dtype
@@ -369,7 +369,7 @@ class CanaryCheck:
 PAUSE_TIMEOUT_S = 30.0
 """A replica that does not pause or resume within this time is disconnected."""
 PAUSE_MODES: dict[str, PauseMode] = {"interrupt": "abort", "keep": "retract", "keep_cache": "in_place"}
-"""By rollout.weight_update."""
+"""rollout.weight_update -> mode of a pause."""
 MAX_MIRRORS = 3
 """Servers that one server asks for weights before it asks the trainer."""
 GROUP_GRACE_S = 1.0
@@ -435,7 +435,7 @@ class WeightUpdater:
         )
 
     def _set_target(self, version: int, update: WeightUpdate | None) -> None:
-        """From now on replicas serve `version`; `update` is how a replica with other weights gets it."""
+        """Let replicas serve `version` from now on; `update` is how a replica with other weights gets it."""
         self._target = update
         self._replicas.set_target(version)
 
@@ -541,7 +541,7 @@ class WeightUpdater:
         return [error for error in errors if error is not None]
 
     def _with_ranks(self, slots: list[Slot], update: WeightUpdate) -> list[tuple[Slot, int]]:
-        """With the first rank of each in the update group."""
+        """The slots with their first rank in the update group."""
         ranks = {name: 1 + index * update.ranks_per_replica for index, name in enumerate(update.replicas)}
         return [(slot, ranks.get(slot.incarnation, 0)) for slot in slots]
 
