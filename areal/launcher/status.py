@@ -721,22 +721,21 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def changes_text(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """One line per option that differs from the earlier run. Nothing when there was none.
+    """One line per option that differs from the earlier run.
 
     `recover.mode` is not shown, because it is how a run is continued.
     """
     missing = object()
-    names = [name for name in dict.fromkeys([*before, *after]) if name != "recover.mode"] if before else []
+    names = [name for name in dict.fromkeys([*before, *after]) if name != "recover.mode"]
     changed = [name for name in names if before.get(name, missing) != after.get(name, missing)]
     return [f"{_CHANGED}{name}: {before.get(name, 'unset')} -> {after.get(name, 'unset')}" for name in changed]
 
 
-def keep_changes(paths: RunPaths, before: Mapping[str, Any]) -> list[str]:
-    """The lines for options that differ from the earlier run. Where it has trained, a file keeps them with its step."""
-    lines, last = changes_text(before, read_tree(paths.config)), last_record(paths.metrics)
-    if lines and last is not None:
-        newest = newest_checkpoint(paths)
-        row = {"step": step_of(newest) if newest else 0, "changes": [line.removeprefix(_CHANGED) for line in lines]}
-        with open(paths.option_changes, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    return lines
+def keep_changes(paths: RunPaths, changes: Sequence[str]) -> None:
+    """Where the earlier run has trained, add the lines for changed options to a file, with its train step."""
+    if last_record(paths.metrics) is None:
+        return
+    newest = newest_checkpoint(paths)
+    row = {"step": step_of(newest) if newest else 0, "changes": [line.removeprefix(_CHANGED) for line in changes]}
+    with open(paths.option_changes, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
