@@ -184,11 +184,11 @@ class RolloutClient:
             answer = published[1]
         else:
             answer = self._call(f"/probe?version={version}", None, "for the answer to the canary probe")
-        found = orjson.loads(answer)["probe"]
-        if not found:
+        probe = orjson.loads(answer)["probe"]
+        if not probe:
             return None
-        images = [ImageRef(image["sha256"], tuple(image["grid"])) for image in found.pop("images")]
-        return ProbeTokens(**found, images=images)
+        images = [ImageRef(image["sha256"], tuple(image["grid"])) for image in probe.pop("images")]
+        return ProbeTokens(**probe, images=images)
 
     def compare(self, score: ProbeScore) -> list[str]:
         """Names of the replicas whose answer differs from the trainer's score; they are updated again meanwhile."""
