@@ -161,13 +161,13 @@ class RolloutClient:
 
     def start_update(self, update: WeightUpdate) -> None:
         """Return when the controller has started the update. Raises WeightSyncError when that failed."""
-        self._publish(update, waits=False)
+        self._post_update(update, waits=False)
 
     def publish(self, update: WeightUpdate) -> None:
         """Return when every serving replica holds `update.version`. Raises WeightSyncError when that failed."""
-        self._probe = update.version, self._publish(update, waits=True)
+        self._probe = update.version, self._post_update(update, waits=True)
 
-    def _publish(self, update: WeightUpdate, *, waits: bool) -> bytes:
+    def _post_update(self, update: WeightUpdate, *, waits: bool) -> bytes:
         try:
             request = PublishRequest(run_id=self._run_id, update=update, waits=waits)
             return self._call("/publish", request, f"to publish version {update.version}")
