@@ -166,9 +166,7 @@ class StreamServer(asyncio.Protocol):
 class InProcessReplica(Replica):
     """A replica without a socket: the cost that is measured with it is that of the fleet and the controller."""
 
-    @property
-    def has_second_copy(self) -> bool:
-        return False
+    has_second_copy = takes_groups = False
 
     def __init__(self, name: str, *, chunk_tokens: int, chunk_s: float) -> None:
         self.name = name

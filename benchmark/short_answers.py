@@ -71,6 +71,9 @@ class AnswersAtOnce(ServerClient):
         """Requests and their answers."""
         self._one = answer_json()
 
+    async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        return b"{}"
+
     async def answers(self, path: str, body: dict[str, Any], *, is_streamed: bool) -> AsyncGenerator[bytes, None]:
         assert not is_streamed
         asked, answer = orjson.dumps(body, default=list), self._one

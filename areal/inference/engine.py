@@ -190,7 +190,6 @@ _LOG = get_logger(__name__)
 _T = TypeVar("_T")
 STUCK_S = 60.0
 """A step that takes longer hangs: native.chunked_prefill_size limits the work of a step."""
-PAUSE_MODES = ("abort", "retract", "in_place")
 _NOT_FINITE = FinishReason(
     kind="error", message="the model has no finite probabilities for the next token: its weights or logits overflow"
 )

@@ -104,9 +104,9 @@ class MegatronOptimizer:
                 for weight in group["params"]:
                     state = part.optimizer.state.pop(weight, {})
                     if _MASTER in state:  # the moments are new, the weight is not
-                        found = _Main(part.optimizer, group, weight, 0, weight.numel())
+                        main = _Main(part.optimizer, group, weight, 0, weight.numel())
                         part.optimizer.state[weight] = state
-                        found.put({kind: torch.zeros_like(weight, dtype=torch.float32) for kind in MOMENTS}, 0.0)
+                        main.put({kind: torch.zeros_like(weight, dtype=torch.float32) for kind in MOMENTS}, 0.0)
 
     def _parts(self) -> list[Any]:
         return [
@@ -149,15 +149,15 @@ class MegatronOptimizer:
 
         A collective over the ranks that hold the same part of the weight.
         """
-        found = self._main_of(parameter)
+        main = self._main_of(parameter)
         if not isinstance(parameter, nn.Parameter):  # a buffer, which all ranks have
             return {"value": parameter.detach().float()}
         group = self._own.data_group(weight)
         whole: dict[str, Tensor] = {}
         for kind in ("value", *kinds):
             joined = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if found is not None:
-                joined[found.first : found.end] = found.get(kind).float().flatten()
+            if main is not None:
+                joined[main.first : main.end] = main.get(kind).float().flatten()
             if self._is_shared and group.size() > 1:
                 dist.all_reduce(joined, group=group)
             whole[kind] = joined.view(parameter.shape)
@@ -170,13 +170,13 @@ class MegatronOptimizer:
         """
         with torch.no_grad():
             parameter.copy_(state["value"])
-            found = self._main_of(parameter)
-            if found is None:
+            main = self._main_of(parameter)
+            if main is None:
                 return
-            cut = {kind: value.flatten()[found.first : found.end] for kind, value in state.items()}
-            found.put_value(cut.pop("value"))
+            cut = {kind: value.flatten()[main.first : main.end] for kind, value in state.items()}
+            main.put_value(cut.pop("value"))
             if step is not None:
-                found.put(cut, step, self._state_device)
+                main.put(cut, step, self._state_device)
 
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
         """Continue with other weights and the same moments; local."""
