@@ -84,11 +84,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["actor.path=FOLDER/cut"], "launch.missing_inputs", ["cut/model.safetensors"]),
         (["train_dataset.path=/no/rows.jsonl"], "launch.missing_inputs", ["train_dataset.path: /no/rows.jsonl"]),
         (["train_dataset.path=FOLDER/two.jsonl"], "launch.missing_inputs", ["train_dataset.batch_size=4", "2 rows"]),
-        (
-            ["stats_logger.tensorboard.path=/proc/x"],
-            "launch.missing_inputs",
-            ["tensorboard.path", "/proc/x"],
-        ),
+        (["stats_logger.tensorboard.path=/proc/x"], "launch.missing_inputs", ["tensorboard.path", "/proc/x"]),
         (["reward_fn=nope"], "config.bad_reference", ["reward_fn: 'nope'", "gsm8k"]),
         (["reward_fn=gms8k"], "config.bad_reference", ["reward_fn: 'gms8k'", "did you mean 'gsm8k'?"]),
         (["reward_fn=nowhere.at.all:f"], "config.bad_reference", ["nowhere.at.all"]),

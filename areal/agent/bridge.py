@@ -419,11 +419,9 @@ def summary(rows: Sequence[Row], on_drift: str) -> str:
     if not broken:
         return f"the chat template keeps earlier tokens: all {len(rows)} kinds of turns are proved to extend them"
     extending = ", ".join(f"{row.shape} {row.following}" for row in rows if row.gap is None) or "none"
-    then = {
-        "fork": "start a fork",
-        "realign": "overwrite up to 64 tokens or start a fork",
-        "reject": "are refused",
-    }[on_drift]
+    then = {"fork": "start a fork", "realign": "overwrite up to 64 tokens or start a fork", "reject": "are refused"}[
+        on_drift
+    ]
     return (
         f"the chat template changes earlier tokens: turns of the kind {', '.join(broken)} {then} "
         f"(agent.on_drift={on_drift}); those that extend them: {extending}. areal prove-template shows the dialogues"
@@ -455,13 +453,7 @@ def _first_nodes(template: ChatTemplate, facts: TemplateFacts, *, with_tools: bo
 
 
 def _check(
-    template: ChatTemplate,
-    facts: TemplateFacts,
-    node: _Node,
-    tools: bool,
-    shape: Shape,
-    following: Next,
-    tally: _Tally,
+    template: ChatTemplate, facts: TemplateFacts, node: _Node, tools: bool, shape: Shape, following: Next, tally: _Tally
 ) -> Iterator[tuple[_Node, bool]]:
     """Check one more answer. Yields the dialogue with it, unless the template refuses it."""
     said = answer(

@@ -352,12 +352,7 @@ class Session:
 def _empty_answer(turn_id: str, num_prompt_tokens: int) -> TurnAnswer:
     """What the client gets when the time of its session ended during the turn. It is no part of the transcript."""
     return TurnAnswer(
-        turn_id=turn_id,
-        text="",
-        finish_reason="length",
-        num_prompt_tokens=num_prompt_tokens,
-        token_ids=(),
-        logprobs=(),
+        turn_id=turn_id, text="", finish_reason="length", num_prompt_tokens=num_prompt_tokens, token_ids=(), logprobs=()
     )
 
 

@@ -82,9 +82,6 @@ class TrainBatch:
     """Policy version at the start of the update with this batch."""
     update_progress: float = 0.0
     """Fraction of that update's optimiser steps before this mini-batch, below 1."""
-    shares_first_pass: bool = False
-    """The first mini-batch makes its prox_logprobs in training: its part of the column is rollout_logprobs until then.
-    The column is None if there is one mini-batch only."""
     routed_experts: Tensor | None = field(default=None, metadata=PER_TOKEN)
     """[T, layers, k] int16, experts that the server chose for token t (not t+1) in each decoder layer; -1 = unknown."""
     images: tuple[ImageRef, ...] = ()

@@ -544,10 +544,7 @@ def _staleness(draft: Draft) -> None:
 
 
 def _batches(draft: Draft) -> None:
-    group, replicas = (
-        draft.whole("rollout.n_generation", 16),
-        draft.whole("policy.parallelism.n_init_replicas", 1),
-    )
+    group, replicas = (draft.whole("rollout.n_generation", 16), draft.whole("policy.parallelism.n_init_replicas", 1))
     answers = draft.whole("train.train_batch_per_replica", 8) * replicas
     prompts, key = max(1, answers // group), "train.train_batch_per_replica"
     why = f"cosmos-rl: train_batch_per_replica x {replicas} replicas = {answers} answers / {group} per prompt"

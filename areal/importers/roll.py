@@ -67,11 +67,7 @@ def name_defaults(draft: Draft, values: Mapping[str, Any]) -> None:
 
 # Losses, KL terms and advantages of ROLL.
 
-_OF_CRITIC = {
-    "lambd": "actor.gae_lambda",
-    "value_clip": "critic.eps_clip",
-    "critic_warmup": "critic.warmup_steps",
-}
+_OF_CRITIC = {"lambd": "actor.gae_lambda", "value_clip": "critic.eps_clip", "critic_warmup": "critic.warmup_steps"}
 _OF_ROLES = (
     "name", "data_args.template", "infer_batch_size", "training_args.num_train_epochs", "training_args.warmup_*",
     "training_args.per_device_train_batch_size", "training_args.gradient_accumulation_steps",

@@ -329,7 +329,7 @@ _OF_REFERENCE = ("strategy", "log_prob_*", "use_torch_compile", "entropy_*", "ro
 
 def from_verl(values: dict[str, Any]) -> Draft:
     """The draft of a verl file, with the defaults of its trainer where they differ from ours."""
-    draft = Draft("verl", {_without_plus(key): value for key, value in values.items()})
+    draft = Draft("verl", {key.lstrip("+"): value for key, value in values.items()})
     if "model.partial_pretrain" in values or any(key.startswith(("engine.", "optim.")) for key in values):
         message = (
             "supervised files of verl (model.partial_pretrain, engine) are not imported: write one (docs/algorithms.md)"
@@ -362,10 +362,6 @@ def from_verl(values: dict[str, Any]) -> Draft:
     drop_newest(draft)
     draft.finish()
     return draft
-
-
-def _without_plus(key: str) -> str:
-    return key.lstrip("+")
 
 
 def _data(draft: Draft) -> None:

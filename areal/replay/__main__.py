@@ -131,9 +131,7 @@ def run_command(words: Sequence[str]) -> int:
     """`areal replay RUN [key=value ...]`, or `areal replay --run RUN`; returns the exit status."""
     is_run = bool(words) and not words[0].startswith("-")
     request = read_command_line(
-        ["--run", *words] if is_run else words,
-        prog="areal replay",
-        usage="areal replay RUN [options] [key=value ...]",
+        ["--run", *words] if is_run else words, prog="areal replay", usage="areal replay RUN [options] [key=value ...]"
     )
     return replay(request)
 

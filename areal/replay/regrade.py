@@ -195,16 +195,16 @@ def _regraded(
 
 
 def _session(
-    rows: Sequence[Trajectory],
-    before: PPOConfig,
-    config: PPOConfig,
-    images: DialogueImages | None,
-    *,
-    is_scored: bool,
+    rows: Sequence[Trajectory], before: PPOConfig, config: PPOConfig, images: DialogueImages | None, *, is_scored: bool
 ) -> list[Trajectory]:
     if images is not None:
         rows = [replace(row, token_ids=images.of_prompt(row.token_ids, row.images)) for row in rows]
-    returns = _returns(rows)
+    returns = {
+        turn: value
+        for row in rows
+        for turn, value, flag in zip(row.turns, row.turn_rewards, row.loss_mask, strict=True)
+        if flag
+    }
     turns, old, new = sorted(returns), before.agent.turn_discount, config.agent.turn_discount
     own = {turn: returns[turn] - old * returns[after] for turn, after in pairwise(turns)}
     own |= {turns[-1]: returns[turns[-1]]}
@@ -227,12 +227,3 @@ def _session(
             reward_parts=rows[0].reward_parts,
         )
     ]
-
-
-def _returns(rows: Sequence[Trajectory]) -> dict[int, float]:
-    return {
-        turn: value
-        for row in rows
-        for turn, value, flag in zip(row.turns, row.turn_rewards, row.loss_mask, strict=True)
-        if flag
-    }

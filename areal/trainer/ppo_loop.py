@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -355,10 +356,9 @@ class PPOLoop:
                 metrics = resampled | actor.update(chosen, step=info.step)
                 metrics |= critic.update(chosen, step=info.step) if critic else {}
                 metrics |= reference.after_update(info.step + 1) if reference else {}
-                batch, measured = actor.with_first_pass(batch)
             with phase("publish_weights"):
                 self._publish(info.step)
-            found = merge_metrics(scored, filtered, mismatch, measured, distilled, batch_metrics(batch))
+            found = merge_metrics(scored, filtered, mismatch, distilled, batch_metrics(batch))
             metrics = merge_metrics(metrics, found, _share_metrics(share, began_s))
             with phase("after_step"):
                 if self._add_samples is not None:
@@ -557,6 +557,17 @@ def build_weight_channel(
     )
 
 
+class Reply(IntEnum):
+    """What a rank got from the controller. All ranks follow the highest reply of any rank.
+
+    A checkpoint comes before new weights: CheckpointWanted is raised once, WeightsNeeded at every repetition.
+    """
+
+    ANSWER = 0
+    WEIGHTS_NEEDED = 1
+    CHECKPOINT_WANTED = 2
+
+
 def ask_controller(
     question: Callable[[], Answer],
     *,
@@ -572,21 +583,20 @@ def ask_controller(
     """
     answers: list[Answer] = []
     while True:
-        needs_weights = wants_save = False
+        reply = Reply.ANSWER
         try:
             if not answers:
                 answers.append(question())
         except WeightsNeeded as reason:
             get_logger("trainer").warning("%s: publishing version %d again", reason, version)
-            needs_weights = True
+            reply = Reply.WEIGHTS_NEEDED
         except CheckpointWanted:
-            wants_save = True
-        flags = torch.tensor([not answers, needs_weights, wants_save], dtype=torch.float64)
-        is_missing, needs_weights, wants_save = map(bool, ranks.all_reduce(flags, "max").tolist())
-        if wants_save:
-            save()
-        if needs_weights:
-            channel.publish(version)
-            channel.wait_served()
-        if not is_missing:
-            return answers[0]
+            reply = Reply.CHECKPOINT_WANTED
+        match Reply(int(ranks.all_reduce(torch.tensor([reply], dtype=torch.float64), "max").item())):
+            case Reply.ANSWER:
+                return answers[0]
+            case Reply.WEIGHTS_NEEDED:
+                channel.publish(version)
+                channel.wait_served()
+            case Reply.CHECKPOINT_WANTED:
+                save()

@@ -82,11 +82,7 @@ def new_request(
     images: Sequence[ImageRef] = (),
 ) -> GenerationRequest:
     return GenerationRequest(
-        request_id=f"{group_id}-{number:06d}",
-        input_ids=input_ids,
-        gconfig=settings,
-        group_id=group_id,
-        images=images,
+        request_id=f"{group_id}-{number:06d}", input_ids=input_ids, gconfig=settings, group_id=group_id, images=images
     )
 
 

@@ -109,11 +109,7 @@ async def test_a_session_is_one_admission_and_a_full_gate_answers_429(outside) -
 
 @pytest.mark.parametrize(
     ("outside", "trained"),
-    [
-        ({"on_stale": "train"}, {0, 2}),
-        ({"on_stale": "mask"}, {2}),
-        ({"on_stale": "drop"}, None),
-    ],
+    [({"on_stale": "train"}, {0, 2}), ({"on_stale": "mask"}, {2}), ({"on_stale": "drop"}, None)],
     indirect=["outside"],
 )
 async def test_a_session_is_as_stale_as_its_oldest_turn(outside, trained) -> None:

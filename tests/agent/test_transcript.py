@@ -3,6 +3,7 @@ import pytest
 from areal.agent.transcript import Transcript, message_key, path_to, tokens_to
 from areal.agent.turns import TurnRefused, TurnRequest
 from tests.agent.char_bridge import CharBridge, answer, messages_of, request_of, response_of, text_of
+from tests.expect import raises_code
 
 TOOL = {"type": "function", "function": {"name": "add"}}
 
@@ -111,9 +112,8 @@ class TestPlainPrompts:
         assert len(transcript.tree.leaves()) == 1
 
     def test_text_without_a_tokeniser_is_refused(self):
-        with pytest.raises(TurnRefused) as error:
+        with raises_code("agent.plain_prompt"):
             Transcript(CharBridge()).context(TurnRequest(prompt="hi"))
-        assert error.value.code == "agent.plain_prompt"
 
 
 def stripped(on_drift: str, *, thought: str = "hm") -> Transcript:
@@ -162,9 +162,8 @@ class TestDrift:
         assert (transcript.num_forks, transcript.num_drifts) == (0, 1)
 
     def test_reject_refuses_the_turn_and_changes_nothing(self):
-        with pytest.raises(TurnRefused) as error:
+        with raises_code("agent.drift"):
             stripped("reject")
-        assert error.value.code == "agent.drift"
 
     def test_a_full_rendering_that_extends_the_tokens_is_no_drift(self):
         """The bridge has no proof for this turn, but the tokens agree."""

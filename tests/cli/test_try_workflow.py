@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.errors import ArealError, LaunchError
+from areal.api.errors import LaunchError
 from areal.cli import try_workflow as command
 from areal.cli.try_workflow import try_workflow
 from areal.trainer import first_row
+from tests.expect import raises_code
 from tests.workflow.conftest import CharTokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "workflows"
@@ -111,16 +112,14 @@ def test_an_error_of_the_episode_is_part_of_the_report(run, tmp_path):
     ],
 )
 def test_wrong_usage_has_a_code(run, words, code):
-    with pytest.raises(ArealError) as error:
+    with raises_code(code):
         run(*words)
-    assert error.value.code == code
 
 
 def test_a_server_that_does_not_start_is_named(run, monkeypatch):
     monkeypatch.setattr(command.sys, "executable", "/bin/false")
-    with pytest.raises(ArealError) as error:
+    with raises_code("launch.cannot_start"):
         run()
-    assert error.value.code == "launch.cannot_start"
 
 
 def test_the_server_gets_the_samples_of_the_configuration(run, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from areal.api.batch import BatchShare
-from areal.api.errors import InputError
 from areal.cli import watch as watch_facts
 from areal.cli.main import run_command
 from areal.cli.watch import Watched, view
@@ -21,6 +20,7 @@ from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
 from areal.trainer.ppo_loop import sample_rows
 from tests.cli.test_command import QUICKSTART
+from tests.expect import raises_code
 from tests.trainer.test_sample_table import Letters
 
 BEAT = Beat(pid=1, beats=1, doing="work", for_s=0.0, step=None, node="node-b")
@@ -191,8 +191,7 @@ def test_a_run_before_its_first_step_has_a_picture(run):
 
 
 def test_wrong_words_are_refused(tmp_path):
-    with pytest.raises(InputError) as error:
+    with raises_code("launch.no_run_folder"):
         run_command(["watch", str(tmp_path)])
-    assert error.value.code == "launch.no_run_folder"
     with pytest.raises(SystemExit):
         run_command(["watch", str(tmp_path), "--interval", "0"])

@@ -15,8 +15,9 @@ from areal.data.images import ImageWriter, PromptImages
 from areal.evaluate.__main__ import Evaluation
 from areal.evaluate.samples import SampleKey, make_report, read_samples
 from areal.evaluate.settings import load_settings
-from areal.rollout.evaluation import MAX_FIRST_FAILURES, EvaluationFailed
+from areal.rollout.evaluation import MAX_FIRST_FAILURES
 from tests.api.test_images import LAYOUT
+from tests.expect import raises_code
 
 SETS = {"a": [{"text": f"row {row}", "data_source": "even" if row % 2 == 0 else "odd"} for row in range(5)], "b": [{}]}
 
@@ -111,9 +112,8 @@ async def test_failed_answers_are_counted_and_made_again_by_the_next_start(tmp_p
 
 async def test_an_evaluation_whose_first_answers_all_fail_ends(tmp_path):
     script = Script(fails=[row.get("text", "") for rows in SETS.values() for row in rows])
-    with pytest.raises(EvaluationFailed) as error:
+    with raises_code("rollout.evaluation_failed"):
         await evaluation(tmp_path / "f.jsonl", script).run(None)
-    assert error.value.code == "rollout.evaluation_failed"
     assert len(script.texts) == MAX_FIRST_FAILURES
 
 

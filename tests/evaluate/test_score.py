@@ -7,6 +7,7 @@ import pytest
 from areal.api.errors import ArealError
 from areal.cli.main import run_command
 from areal.evaluate.samples import Sample, SampleKey, make_report, read_generations, read_samples, table, write_samples
+from tests.expect import raises_code
 
 
 def lines_file(path, *lines):
@@ -54,9 +55,8 @@ def test_scores_sets_and_sources_by_hand(tmp_path, capsys):
 )
 def test_wrong_use_has_a_code(tmp_path, line, words, code):
     file = lines_file(tmp_path / "file.jsonl", line)
-    with pytest.raises(ArealError) as error:
+    with raises_code(code):
         run_command(["score", str(file), "reward_fn=gsm8k", "reward.workers=1", *words])
-    assert error.value.code == code
 
 
 def test_a_file_that_is_missing_or_broken(tmp_path):
@@ -64,9 +64,8 @@ def test_a_file_that_is_missing_or_broken(tmp_path):
         file = tmp_path / f"{code}.jsonl"
         if content is not None:
             file.write_text(content)
-        with pytest.raises(ArealError) as error:
+        with raises_code(code):
             read_generations(file)
-        assert error.value.code == code
 
 
 def test_a_configuration_of_another_training_is_refused(tmp_path):

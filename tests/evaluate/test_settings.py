@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from areal.api.errors import ArealError
 from areal.cli.main import run_command
 from areal.evaluate.settings import Requested, evaluation_config, held_out_sets
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
 from areal.system.run_paths import RunPaths
+from tests.expect import raises_code
 
 
 @pytest.fixture
@@ -96,9 +96,8 @@ def test_a_run_gives_its_configuration_and_its_newest_export(files):
     assert found().valid_dataset.map_fn == "gsm8k"  # as the training set
     assert RunPaths.of(found()).images != RunPaths(run).images  # from which the next controller of the run deletes some
     assert found(step=2).actor.path == str(run / "checkpoints/actor/step-000002")
-    with pytest.raises(ArealError) as error:
+    with raises_code("evaluate.no_export"):
         found(step=3)
-    assert error.value.code == "evaluate.no_export"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,6 @@ def test_a_run_gives_its_configuration_and_its_newest_export(files):
 )
 def test_what_is_wrong_is_refused_before_anything_starts(files, words, code):
     words = [word.replace("DATA", str(files / "held_out.jsonl")) for word in words]
-    with pytest.raises(ArealError) as error:
+    with raises_code(code):
         run_command(["eval", *words, f"cluster.fileroot={files}/runs"])
-    assert error.value.code == code
     assert not (files / "runs").exists()

@@ -1,6 +1,5 @@
 """Imports of files that cannot be read, are of another system, or have values that cannot be used."""
 
-import json
 import tomllib
 from pathlib import Path
 from random import Random
@@ -78,20 +77,29 @@ def test_numbers_that_are_text_are_numbers():
     assert draft.options["allocation_mode"].value == "vllm:d4t2+fsdp:d8"
 
 
+@pytest.fixture
+def refused(tmp_path):
+    """Asserts that the import of a text is refused with a code and values; without `names`, with the path."""
+
+    def check(system: str, text: str, *words: str, code: str = "config.unreadable_file", names: tuple = ()) -> str:
+        path = tmp_path / "f.yaml"
+        path.write_text(text)
+        named = (path, *names) if code == "config.unreadable_file" else names
+        with raises_code(code, *named) as error:
+            run_command(["config", "import", system, str(path), *words])
+        return str(error.value)
+
+    return check
+
+
 @pytest.mark.parametrize("text", ["", "- a\n", "data: [1\n", "\x00", "{a: " * 400 + "1" + "}" * 400])
-def test_a_file_without_a_mapping_is_named(text, tmp_path):
-    path = tmp_path / "f.yaml"
-    path.write_text(text)
-    with raises_code("config.unreadable_file", path):
-        run_command(["config", "import", "verl", str(path)])
+def test_a_file_without_a_mapping_is_named(text, refused):
+    refused("verl", text)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_file_without_a_key_of_the_system_is_refused(system, tmp_path):
-    path = tmp_path / "f.yaml"
-    path.write_text("other: {key: 1}\n")
-    with raises_code("config.unreadable_file", path, "other.key"):
-        run_command(["config", "import", system, str(path)])
+def test_a_file_without_a_key_of_the_system_is_refused(system, refused):
+    refused(system, "other: {key: 1}\n", names=("other.key",))
 
 
 WRONG = {(path, system) for path in FILES for system in SYSTEMS if not path.name.startswith(system)}
@@ -104,13 +112,10 @@ def test_a_file_of_another_system_is_refused_and_its_own_is_named(path, system):
         run_command(["config", "import", system, str(path)])
 
 
-def test_a_file_that_no_import_supports_is_refused_with_its_reason(tmp_path):
-    path = tmp_path / "f.yaml"
-    path.write_text("pretrain: m\nseed: 1\nstudent_train: {training_args: {learning_rate: 1.0e-6}, a: 1, b: 2}\n")
-    with raises_code("config.unsupported", "student_train"):
-        run_command(["config", "import", "roll", str(path)])
-    with raises_code("config.unreadable_file", path, "areal config import roll "):
-        run_command(["config", "import", "verl", str(path)])
+def test_a_file_that_no_import_supports_is_refused_with_its_reason(refused):
+    text = "pretrain: m\nseed: 1\nstudent_train: {training_args: {learning_rate: 1.0e-6}, a: 1, b: 2}\n"
+    refused("roll", text, code="config.unsupported", names=("student_train",))
+    refused("verl", text, names=("areal config import roll ",))
 
 
 @pytest.mark.parametrize(
@@ -127,73 +132,45 @@ def test_a_source_is_foreign_with_more_than_ten_unknown_keys_for_a_known_one(kno
     "text", ["[1", "${", "9" * 5000, "[" * 400 + "]" * 400], ids=["yaml", "omegaconf", "digits", "deep"]
 )
 @pytest.mark.parametrize("system", ["verl", "areal"])
-def test_an_override_that_is_no_yaml_is_named(system, text, tmp_path):
-    path = tmp_path / "f.yaml"
-    path.write_text("data: {train_batch_size: 8}\n")
-    with raises_code("config.bad_override", "data.train_batch_size"):
-        run_command(["config", "import", system, str(path), f"data.train_batch_size={text}"])
+def test_an_override_that_is_no_yaml_is_named(system, text, refused):
+    key = "data.train_batch_size"
+    refused(system, "data: {train_batch_size: 8}\n", f"{key}={text}", code="config.bad_override", names=(key,))
 
 
-def test_errors_contain_no_secret(tmp_path):
-    path = tmp_path / "f.yaml"
-    path.write_text("trainer: {}\n")
-    for word in ("kwargs.api_key=%abc def", "kwargs.api_key=abc: def", "api_key:def"):
-        with raises_code("config.bad_override", "api_key") as error:
-            run_command(["config", "import", "verl", str(path), word])
-        assert not [secret for secret in ("abc", "def") if secret in str(error.value)]
-    path.write_text("trainer:\n  wandb_api_key: %abcdef\n")
-    with raises_code("config.unreadable_file", path, "line 2") as error:
-        run_command(["config", "import", "verl", str(path)])
-    assert "abcdef" not in str(error.value)
+def test_errors_contain_no_secret(refused):
+    shown = [
+        refused("verl", "trainer: {}\n", word, code="config.bad_override", names=("api_key",))
+        for word in ("kwargs.api_key=%abc def", "kwargs.api_key=abc: def", "api_key:def")
+    ]
+    shown.append(refused("verl", "trainer:\n  wandb_api_key: %abcdef\n", names=("line 2",)))
+    assert not [text for text in shown if any(secret in text.replace("default", "") for secret in ("abc", "def"))]
 
 
-def test_a_word_of_a_script_that_is_no_yaml_is_text(tmp_path, capsys):
-    path = tmp_path / "f.sh"
-    words = {
-        "trainer.experiment_name": "`date +%F`",
-        "data.train_files": "*.parquet",
-        "trainer.note": "a: b",
-        "trainer.other": "${",
-    }
-    path.write_text("\n".join(f"{key}={text if '`' in text else repr(text)}" for key, text in words.items()))
-    assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
-    keys = {entry["key"]: entry["value"] for entry in json.loads(capsys.readouterr().out)["keys"]}
-    assert {key: keys[key] for key in words} == words
+def test_a_word_of_a_script_that_is_no_yaml_is_text(imported):
+    words = {"trainer.experiment_name": "`date +%F`", "data.train_files": "*.parquet"}
+    words |= {"trainer.note": "a: b", "trainer.other": "${"}
+    text = "\n".join(f"{key}={text if '`' in text else repr(text)}" for key, text in words.items())
+    assert imported("verl", text, name="f.sh").of_keys("value").items() >= words.items()
 
 
-def test_an_output_that_cannot_be_written_is_named(tmp_path):
-    path = tmp_path / "f.yaml"
-    path.write_text("data: {train_batch_size: 8}\n")
-    for output in (tmp_path, path / "below.yaml"):
-        with raises_code("command.not_written", output):
-            run_command(["config", "import", "verl", str(path), "-o", str(output)])
+def test_an_output_that_cannot_be_written_is_named(refused, tmp_path):
+    for output in (tmp_path, tmp_path / "f.yaml" / "below.yaml"):
+        refused("verl", TEXT, "-o", str(output), code="command.not_written", names=(output,))
 
 
-def test_an_output_that_exists_is_replaced_only_on_request_and_the_input_never(tmp_path):
+TEXT = "data: {train_batch_size: 8}\n"
+
+
+def test_an_output_that_exists_is_replaced_only_on_request_and_the_input_never(refused, imported, tmp_path):
     path, output, link = tmp_path / "f.yaml", tmp_path / "ours.yaml", tmp_path / "link.yaml"
-    text = "data: {train_batch_size: 8}\n"
-    path.write_text(text)
     output.write_text("mine")
     link.symlink_to(path)
-    words = ["config", "import", "verl", str(path), "-o"]
-    with raises_code("config.output", output, "--overwrite"):
-        run_command([*words, str(output)])
+    refused("verl", TEXT, "-o", str(output), code="config.output", names=(output, "--overwrite"))
     for same in (path, link):
-        with raises_code("config.output", same):
-            run_command([*words, str(same), "--overwrite"])
-    assert (path.read_text(), output.read_text()) == (text, "mine")
-    assert run_command([*words, str(output), "--overwrite"]) == 0
+        refused("verl", TEXT, "-o", str(same), "--overwrite", code="config.output", names=(same,))
+    assert (path.read_text(), output.read_text()) == (TEXT, "mine")
+    imported("verl", TEXT, "-o", str(output), "--overwrite")
     assert yaml.safe_load(output.read_text())["train_dataset"]["batch_size"] == 8
-
-
-def test_a_key_whose_interpolation_has_no_value_is_missing_and_the_others_are_imported(tmp_path, capsys):
-    path = tmp_path / "f.yaml"
-    path.write_text("pretrain: m\nreference: {strategy_args: {strategy_config: '${deepspeed_zero3}'}}\nseed: ${exp}\n")
-    assert run_command(["config", "import", "roll", str(path), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    fates = {entry["key"]: entry["fate"] for entry in report["keys"]}
-    lost = ("reference.strategy_args.strategy_config", "seed")
-    assert fates == {"pretrain": "kept", **dict.fromkeys(lost, "missing")}
 
 
 @pytest.mark.parametrize(
@@ -205,37 +182,22 @@ def test_a_key_whose_interpolation_has_no_value_is_missing_and_the_others_are_im
         ("{critic: '${c}', data: {train_files: t}}", "critic", "critic.path"),
     ],
 )
-def test_a_comment_says_that_a_key_without_a_value_has_its_default(text, lost, option, tmp_path, capsys):
-    path = tmp_path / "f.yaml"
+def test_a_comment_says_that_a_key_without_a_value_has_its_default(text, lost, option, imported):
     for written, is_lost in ((text, True), ("data: {train_files: t}", False)):
-        path.write_text(written)
-        assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
-        origin = json.loads(capsys.readouterr().out)["options"][option]["origin"]
+        origin = imported("verl", written).report["options"][option]["origin"]
         assert origin.endswith(f"the default of {lost}, which has no value") == is_lost
 
 
-def test_a_key_with_a_variable_that_a_script_does_not_set_is_missing_with_its_name(tmp_path, capsys):
-    path = tmp_path / "f.sh"
-    path.write_text("A=a\nrun data.train_files=$A data.val_files=\"['$TEST', 'b']\" trainer.nnodes=${NODES}\n")
-    assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    found = {entry["key"]: (entry["fate"], entry["value"], entry["text"]) for entry in report["keys"]}
-    assert found["data.train_files"][:2] == ("kept", "a")
+def test_a_key_with_a_variable_that_a_script_does_not_set_is_missing_with_its_name(imported):
+    text = "A=a\nrun data.train_files=$A data.val_files=\"['$TEST', 'b']\" trainer.nnodes=${NODES}\n"
+    found = imported("verl", text, name="f.sh")
+    fates, values, texts = found.fates, found.of_keys("value"), found.of_keys("text")
+    assert (fates["data.train_files"], values["data.train_files"]) == ("kept", "a")
     for key, value, name in (("data.val_files", ["$TEST", "b"], "$TEST"), ("trainer.nnodes", "$NODES", "$NODES")):
-        assert found[key][:2] == ("missing", value)
-        assert name in found[key][2]
-    assert not report["options"].keys() & {"valid_dataset.path", "cluster.n_nodes"}
-    assert run_command(["config", "import", "verl", str(path), "data.val_files=v", "trainer.nnodes=2", "--json"]) == 0
-    assert "missing" not in {entry["fate"] for entry in json.loads(capsys.readouterr().out)["keys"]}
-
-
-def test_numbers_and_dates_are_read_as_the_other_system_reads_them(tmp_path, capsys):
-    path = tmp_path / "f.yaml"
-    path.write_text("trainer: {experiment_name: 2026-01-31}\nactor_rollout_ref: {actor: {optim: {lr: 1e-6}}}\n")
-    assert run_command(["config", "import", "verl", str(path), "trainer.project_name=2026-02-01", "--json"]) == 0
-    found = {key: one["value"] for key, one in json.loads(capsys.readouterr().out)["options"].items()}
-    assert (found["trial_name"], found["experiment_name"]) == ("2026-01-31", "2026-02-01")
-    assert found["actor.optimizer.lr"] == 1e-6
+        assert (fates[key], values[key], name in texts[key]) == ("missing", value, True)
+    assert not found.values.keys() & {"valid_dataset.path", "cluster.n_nodes"}
+    found = imported("verl", text, "data.val_files=v", "trainer.nnodes=2", name="f.sh")
+    assert "missing" not in found.fates.values()
 
 
 def test_secrets_are_in_the_file_but_in_no_report(tmp_path, capsys):
@@ -254,37 +216,25 @@ def test_secrets_are_in_the_file_but_in_no_report(tmp_path, capsys):
     assert yaml.safe_load(output.read_text())["stats_logger"]["wandb"]["wandb_api_key"] == "0123456789abcdef"
 
 
-@pytest.mark.parametrize(("first", "second"), [("[f]", "[]"), ("[g]", "[f]"), ("[g]", "[g]")])
-def test_a_file_of_defaults_that_includes_itself_is_named(first, second, tmp_path):
-    path, below = tmp_path / "f.yaml", tmp_path / "g.yaml"
-    path.write_text(f"defaults: {first}\ndata: {{train_batch_size: 8}}\n")
-    below.write_text(f"defaults: {second}\n")
-    with raises_code("config.unreadable_file", path if first == "[f]" else below):
-        run_command(["config", "import", "verl", str(path)])
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        ("[f]", b"", "f.yaml"),
+        ("[g]", b"defaults: [f]\n", "g.yaml"),
+        ("[g]", b"defaults: [g]\n", "g.yaml"),
+        ("[g]", b"data: {seed: \xff}\n", "g.yaml"),
+    ],
+    ids=["itself", "in a circle", "one that includes itself", "no text"],
+)
+def test_a_bad_file_of_defaults_is_named(first, second, named, tmp_path):
+    (tmp_path / "f.yaml").write_text(f"defaults: {first}\n{TEXT}")
+    (tmp_path / "g.yaml").write_bytes(second)
+    with raises_code("config.unreadable_file", tmp_path / named):
+        run_command(["config", "import", "verl", str(tmp_path / "f.yaml")])
 
 
-def test_a_file_that_two_files_of_defaults_include_is_no_cycle(tmp_path, capsys):
-    path = tmp_path / "f.yaml"
-    path.write_text("defaults: [a, b]\ndata: {train_files: t}\n")
-    for name, text in (("a", "defaults: [c]"), ("b", "defaults: [c]"), ("c", "data: {train_batch_size: 8}")):
+def test_a_file_that_two_files_of_defaults_include_is_no_cycle(tmp_path, imported):
+    for name, text in (("a", "defaults: [c]"), ("b", "defaults: [c]"), ("c", TEXT)):
         (tmp_path / f"{name}.yaml").write_text(text)
-    assert run_command(["config", "import", "verl", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["options"]["train_dataset.batch_size"]["value"] == 8
-
-
-def test_a_file_of_defaults_that_is_no_text_is_named(tmp_path):
-    path, below = tmp_path / "f.yaml", tmp_path / "g.yaml"
-    path.write_text("defaults: [g]\ndata: {train_batch_size: 8}\n")
-    below.write_bytes(b"data: {seed: \xff}\n")
-    with raises_code("config.unreadable_file", below):
-        run_command(["config", "import", "verl", str(path)])
-
-
-def test_dates_and_lists_of_toml(tmp_path, capsys):
-    path = tmp_path / "f.toml"
-    path.write_text(
-        "[train]\ntimestamp = 2025-01-01\nepoch = 2\n[train.train_policy]\nreward_function = [['boxed_math']]\n"
-    )
-    assert run_command(["config", "import", "cosmos", str(path), "--json"]) == 0
-    fates = {entry["key"]: entry["fate"] for entry in json.loads(capsys.readouterr().out)["keys"]}
-    assert (fates["train.timestamp"], fates["train.train_policy.reward_function"]) == ("dropped", "missing")
+    found = imported("verl", "defaults: [a, b]\ndata: {train_files: t}\n")
+    assert found.values["train_dataset.batch_size"] == 8

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.errors import InputError
 from areal.reward.text import choice_reward, extract_choice
+from tests.expect import raises_code
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,8 @@ def test_the_rows_answer(answer, letter):
 
 @pytest.mark.parametrize("answer", ["Paris", "", "7", "A or B"])
 def test_a_row_whose_answer_has_no_letter_is_an_error(answer):
-    with pytest.raises(InputError) as error:
+    with raises_code("reward.bad_row"):
         choice_reward("", "B", [], [], answer=answer)
-    assert error.value.code == "reward.bad_row"
 
 
 _PIECES = ["A", "b", "I", "(", ")", "answer", "is", "not", "or", "option", "choice", "\\boxed{", "}", ".", ":", "\n"]

@@ -31,12 +31,7 @@ def patient():
 
 def run(source, *, stdin=b"", isolation=None, limits=None, wait_s=100.0):
     with Sandbox(
-        "program",
-        source,
-        limits=limits or SandboxLimits(),
-        isolation=isolation or ISOLATION,
-        keep_s=200,
-        stdin=stdin,
+        "program", source, limits=limits or SandboxLimits(), isolation=isolation or ISOLATION, keep_s=200, stdin=stdin
     ) as sandbox:
         return sandbox.wait_started().output(until_s=time.monotonic() + wait_s)
 

@@ -43,12 +43,7 @@ async def test_each_bad_row_fails_alone_and_nothing_is_lost(tmp_path):
     ledger.start(pytest.fail)
     stream = PromptStream([row for pair in zip(GOOD, BAD.values(), strict=True) for row in pair], seed=1, batch_size=2)
     controller = Controller(
-        rollout_kit.make_config(batch_size=2),
-        fleet=fleet,
-        workflow=workflow,
-        rows=stream,
-        ledger=ledger,
-        total_steps=6,
+        rollout_kit.make_config(batch_size=2), fleet=fleet, workflow=workflow, rows=stream, ledger=ledger, total_steps=6
     )
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)

@@ -2,7 +2,6 @@ import pytest
 
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationResponse
-from areal.api.errors import InputError, RewardError
 from areal.rollout.executor import check_trajectory
 from areal.workflow import Conversation, ConversationWorkflow, chat_prompt, generate, score
 from tests.expect import raises_code
@@ -111,9 +110,8 @@ class TestTokens:
         assert conversation.context_of(last).token_ids == tokenizer.encode(FIRST + "5<e>?")
 
     def test_a_conversation_without_an_answer_is_no_trajectory(self, conversation):
-        with pytest.raises(InputError) as error:
+        with raises_code("workflow.no_answer"):
             conversation.to_trajectory(0.0)
-        assert error.value.code == "workflow.no_answer"
 
 
 class TestWorkflow:
@@ -138,9 +136,8 @@ class TestWorkflow:
             await generate(episode, conversation)
             return wrong
 
-        with pytest.raises(RewardError) as error:
+        with raises_code("workflow.wrong_reward"):
             await workflow_of(converse).arun_episode(engine_of(["4<e>"]), ROW)
-        assert error.value.code == "workflow.wrong_reward"
 
     async def test_all_requests_of_a_group_have_different_ids(self, workflow_of, engine_of):
         async def converse(self, episode, conversation):

@@ -179,12 +179,7 @@ def named_event(value: dict[str, Any]) -> bytes:
     return b"event: " + value["type"].encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
 
 
-_OPENAI_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def openai_error(refused: TurnRefused) -> dict[str, Any]:

@@ -282,12 +282,7 @@ def _item_events(index: int, item: Json) -> Iterator[Json]:
     if item["type"] == "function_call":
         arguments = item["arguments"]
         yield {"type": "response.function_call_arguments.delta", **where, "delta": arguments}
-        yield {
-            "type": "response.function_call_arguments.done",
-            **where,
-            "arguments": arguments,
-            "name": item["name"],
-        }
+        yield {"type": "response.function_call_arguments.done", **where, "arguments": arguments, "name": item["name"]}
     else:
         (part,) = item["content"]
         where["content_index"] = 0

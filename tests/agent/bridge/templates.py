@@ -76,9 +76,7 @@ MOVED_SYSTEM = chatml(
 CALL_IDS = chatml(before="{% set ids = namespace(next=0) %}", calls=RUNNING_IDS)
 NEWLINE_UNLESS_LAST = chatml(tool="<|im_start|>tool\n{{ m.content }}<|im_end|>{{ '' if loop.last else '\n' }}")
 ARGUMENTS_ESCAPED = chatml(arguments=AS_JSON)
-ARGUMENTS_MAPPING = chatml(
-    arguments="{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}",
-)
+ARGUMENTS_MAPPING = chatml(arguments="{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}")
 ARGUMENTS_ADDED = chatml(arguments="{{ '' + c.function.arguments }}")
 DATED = chatml(head="<|im_start|>system\nToday is {{ strftime_now('%d %b %Y') }}.<|im_end|>\n" + HEAD)
 NO_PROMPT = chatml(prompt="")

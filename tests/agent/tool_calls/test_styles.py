@@ -109,10 +109,7 @@ def test_ids_are_those_of_the_answer_or_new_and_unique():
     assert not ids & {call.call_id for call in again.tool_calls}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [("7", 7), ("seven", "seven"), ("null", None), ("[1]", [1])],
-)
+@pytest.mark.parametrize(("value", "expected"), [("7", 7), ("seven", "seven"), ("null", None), ("[1]", [1])])
 def test_plain_arguments_have_the_type_of_the_schema(value, expected):
     text = f"<tool_call>weather<arg_key>days</arg_key><arg_value>{value}</arg_value><arg_key>city</arg_key>"
     found = split(f"{text}<arg_value>{value}</arg_value></tool_call>", "glm")
