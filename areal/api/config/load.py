@@ -87,8 +87,12 @@ def _field(cls: type[Any], prefix: str, name: str) -> Iterator[str]:
     for entry in entries(spec.kind).values() if spec.kind else ():
         if entry.options is not None:
             yield f"    with {path}={entry.name}: {(entry.options.__doc__ or '').partition(chr(10))[0]}"
-            yield from (text for option in fields_of(entry.options) if option != "name"
-                        for text in _field(entry.options, f"{path}.", option))
+            yield from (
+                text
+                for option in fields_of(entry.options)
+                if option != "name"
+                for text in _field(entry.options, f"{path}.", option)
+            )
 
 
 def default_text(spec: FieldSpec) -> str:

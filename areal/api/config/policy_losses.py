@@ -125,13 +125,9 @@ class PolicyLossOptions(WithNames):
     """Clip range of the ratio below 1, and above 1 unless eps_clip_higher is set; negative = no clipping."""
     eps_clip_higher: float | None = number(None, relevant=_CLIPS, also="verl: actor.clip_ratio_high")
     """Clip range of the ratio above 1; negative = no clipping; null = eps_clip."""
-    c_clip: float | None = number(
-        None, above=1, relevant=_DUAL_CLIPS, also="verl: actor.clip_ratio_c"
-    )
+    c_clip: float | None = number(None, above=1, relevant=_DUAL_CLIPS, also="verl: actor.clip_ratio_c")
     """Dual clip: maximum loss of negative advantages as a multiple of |advantage|; null = off."""
-    importance_sampling_level: str = choice(
-        "token", "token", "sequence", relevant=_TAKES_SEQUENCE_RATIO
-    )
+    importance_sampling_level: str = choice("token", "token", "sequence", relevant=_TAKES_SEQUENCE_RATIO)
     """Ratio in the loss: token = per token, sequence = exp of the mean log-ratio of the sequence (GSPO)."""
     sequence_level: SequenceLevelOptions = section(SequenceLevelOptions, relevant=_SEQUENCE_RATIO)
     """Options of the sequence ratio."""

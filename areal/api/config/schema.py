@@ -237,14 +237,15 @@ def named(kind: str, default: str, *, relevant: Condition | None = None, also: s
 
 @dataclass(frozen=True, kw_only=True)
 class WithNames:
-    """A config class whose named things may be given in Python by their names alone."""
+    """A config class whose named things may be given in Python as they are in a file."""
 
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
             value = vars(self)[entry.name]
-            if "kind" in entry.metadata and isinstance(value, str) and isinstance(entry.default, Named):
-                options = registered(entry.metadata["kind"], value, key=entry.name).options or Named
-                object.__setattr__(self, entry.name, options(name=value))
+            if isinstance(entry.default, Named) and isinstance(value, str | dict):
+                given = {"name": value} if isinstance(value, str) else cast("dict[str, Any]", value)
+                options = registered(entry.metadata["kind"], given["name"], key=entry.name).options or Named
+                object.__setattr__(self, entry.name, options(**given))
 
 
 def number(

@@ -146,9 +146,8 @@ class _Conversion:
 
     def _named(self, spec: FieldSpec, value: Any, path: str) -> Any:
         """The name of a registered thing, with its own options where a mapping gives them."""
-        given = cast("dict[Any, Any]", vars(value) if isinstance(value, Named) else value)
-        if not isinstance(given, dict):
-            given = {"name": _read(value, str, "")}
+        value = vars(value) if isinstance(value, Named) else value
+        given = cast("dict[Any, Any]", value) if isinstance(value, dict) else {"name": _read(value, str, "")}
         name = given.get("name", str(spec.default))
         if name not in spec.choices:
             raise _WrongError(name, str, "", "config.not_a_choice")

@@ -19,9 +19,8 @@ def slow_aipo(rows, t, rho, truncation, *, by_sequence=False):
 def test_it_conforms(kit, truncation, level):
     kit.conforms(
         lambda rows, t: slow_aipo(rows, t, 1.1, truncation, by_sequence=level == "sequence"),
-        policy_loss="aipo",
+        policy_loss=kit.section("aipo", rho=1.1, truncation=truncation),
         importance_sampling_level=level,
-        aipo=kit.section("aipo", rho=1.1, truncation=truncation),
     )
 
 

@@ -16,8 +16,7 @@ def slow_kimi(rows, t, tau, ratio):
 def test_it_conforms(kit, ratio):
     kit.conforms(
         lambda rows, t: slow_kimi(rows, t, 0.7, ratio),
-        policy_loss="kimi15",
-        kimi15=kit.section("kimi15", tau=0.7, ratio=ratio),
+        policy_loss=kit.section("kimi15", tau=0.7, ratio=ratio),
     )
 
 

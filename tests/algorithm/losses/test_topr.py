@@ -18,8 +18,7 @@ def slow_topr(rows, t, ratio, positive=1.0, negative=1.0):
 def test_it_conforms(kit, ratio):
     kit.conforms(
         lambda rows, t: slow_topr(rows, t, ratio, 0.5, 2.0),
-        policy_loss="topr",
-        topr=kit.section("topr", ratio=ratio, positive_weight=0.5, negative_weight=2.0),
+        policy_loss=kit.section("topr", ratio=ratio, positive_weight=0.5, negative_weight=2.0),
     )
     kit.conforms(lambda rows, t: slow_topr(rows, t, "trajectory"), policy_loss="topr")
 
