@@ -126,7 +126,8 @@ LOSSES = {
 
 def losses(kit, tokens, options):
     sections = {
-        name: kit.section(name, **value) if isinstance(value, dict) else value for name, value in options.items()
+        name: kit.section(name, **value) if isinstance(value, dict) and "name" not in value else value
+        for name, value in options.items()
     }
     return kit.loss_of(tokens, **sections).losses.tolist()
 

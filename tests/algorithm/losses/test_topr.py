@@ -31,7 +31,7 @@ def test_by_hand(kit):
     )
     ones = torch.ones(5)
     assert kit.gradient_of(tokens, ones, policy_loss="topr").tolist() == pytest.approx([0.25, 0.25, 1, 1, -3])
-    by_token = {"policy_loss": "topr", "topr": kit.section("topr", ratio="token")}
+    by_token = {"policy_loss": kit.section("topr", ratio="token")}
     assert kit.gradient_of(tokens, ones, **by_token).tolist() == pytest.approx([0.5, 0.5, 1, 1, -3])
     assert kit.loss_of(tokens, policy_loss="topr").stats["clip_ratio"].values.tolist() == [
         False,
