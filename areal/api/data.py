@@ -36,6 +36,11 @@ class GenerationRequest:
     """Versioned name of the LoRA adapter to generate with; empty = the base model."""
     images: Sequence[ImageRef] = ()
     """The images of the prompt, in the order of their placeholders."""
+    num_prior_output_tokens: int = 0
+    """How many of the last `input_ids` are output of earlier parts of the answer: the rest of an answer is requested
+    from a server with `gconfig` for that rest. They count for penalties, seeds and stop strings."""
+    num_known_experts: int = 0
+    """Tokens from the first on whose chosen experts are known: those of later tokens are to be returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,7 @@ class GenerationResponse:
     temperature: float | None = None
     """Sampling temperature of the request where it differs from that of the run; None = that of the run."""
     routed_experts: RoutedExperts | None = None
-    """Of all tokens of prompt and answer except the last, which was never an input; None = not requested."""
+    """Experts of all tokens of prompt and answer except the last, which was never an input; None = not requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +93,10 @@ class Trajectory:
     """Trajectories of a group with one number are one session: they have one reward, and one place in its baseline.
     -1 = the trajectory is a session of one."""
     turns: Sequence[int] = field(default_factory=list[int])
-    """For a token in the loss, the number of its answer in the session, from 0 in order of time; -1 for other tokens.
+    """Number of the answer of a token in the loss, from 0 in order of time; -1 for other tokens.
     Empty = the answers follow each other in the trajectories."""
     turn_rewards: Sequence[float] = field(default_factory=list[float])
-    """For a token in the loss, the reward of its turn and those that follow; any number for other tokens. Empty = all
+    """Reward of the turn of a token in the loss and those that follow; any number for other tokens. Empty = all
     have `reward`."""
     routed_experts: RoutedExperts | None = None
     """The experts that the servers chose for each token, T rows; None = not recorded."""
@@ -210,7 +215,7 @@ class CanaryReport:
     """How the replicas answered the canary probe after a weight update."""
 
     digest: str
-    """Of the answer on which more than half agree; empty without a majority."""
+    """Digest of the answer on which more than half agree; empty without a majority."""
     difference: float
     """Largest difference between two replicas, in nats, of the first exchange."""
     tolerance: float
@@ -228,7 +233,7 @@ class ProbeTokens:
     prompt_ids: list[int]
     answer_ids: list[int]
     images: list[ImageRef] = field(default_factory=list[ImageRef])
-    """Of the prompt."""
+    """Images of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +243,6 @@ class ProbeScore:
     version: int
     answer_ids: list[int]
     logprobs: list[float]
-    """In nats, at temperature 1, one for each id."""
+    """Log-probabilities in nats, at temperature 1, one for each id."""
     dtype: str
-    """In which the trainer computes, for example bfloat16."""
+    """Type in which the trainer computes, for example bfloat16."""

@@ -48,11 +48,11 @@ def cached_lengths(folder: str, rows: Sequence[Row], tokenizer: Tokenizer, count
         digest.update(repr(row).encode())  # JSON has no lone surrogates and no integers of more than 64 bits
     path = Path(folder).expanduser() / f"lengths-{digest.hexdigest()}.json"
     try:
-        found = orjson.loads(path.read_bytes()) if path.is_file() else None
+        result = orjson.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, orjson.JSONDecodeError):
-        found = None
-    if isinstance(found, list) and len(found) == len(rows) and all(type(length) is int for length in found):
-        return found
+        result = None
+    if isinstance(result, list) and len(result) == len(rows) and all(type(length) is int for length in result):
+        return result
     lengths = count()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -124,16 +124,16 @@ def _stored(
 
 def moments(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's parts of the moments of a weight, float32 in new memory, from the state of any AdamW."""
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name in MOMENTS:
         value = local_part(state[name])
         if (scales := state.get(name + SCALE)) is None:
-            found[name] = value.to(torch.float32, copy=True)
+            result[name] = value.to(torch.float32, copy=True)
         else:
             book = _code_book(is_signed=name == MOMENTS[0], device=value.device)
             blocks = book[value.int()].unflatten(-1, (-1, BLOCK))
-            found[name] = blocks.mul_(local_part(scales).unsqueeze(-1)).flatten(-2)
-    return found
+            result[name] = blocks.mul_(local_part(scales).unsqueeze(-1)).flatten(-2)
+    return result
 
 
 def _rounded(values: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -45,15 +45,17 @@ def load_settings(files: Sequence[str], overrides: Sequence[str]) -> PPOConfig:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")
+    parser.add_argument(
+        "--config", dest="files", metavar="FILE", action="append", default=[], help="several are merged in order"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the configuration")
 
 
 def parsed_ks(text: str) -> list[int]:
-    found = sorted({int(part) for part in text.split(",")})
-    if found[0] < 1:
+    result = sorted({int(part) for part in text.split(",")})
+    if result[0] < 1:
         raise ValueError("below 1")
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,7 @@ def _with_data(config: PPOConfig, data: Sequence[str]) -> PPOConfig:
 
 
 def _shared(dataset: DatasetConfig) -> dict[str, Any]:
-    return {one.name: getattr(dataset, one.name) for one in fields(DatasetConfig)}
+    return {field.name: getattr(dataset, field.name) for field in fields(DatasetConfig)}
 
 
 def held_out_sets(config: PPOConfig) -> dict[str, ValidDatasetConfig]:

@@ -14,4 +14,4 @@ def backend_named(name: str) -> ServerBackend:
 def replica_factory(name: str) -> ReplicaFactory:
     """Makes clients of the servers of a backend, with the token that the launcher gives to every process of a run."""
     make_client, token = backend_named(name).client, run_token()
-    return lambda replica_name, address: make_client(replica_name, address, token)
+    return lambda replica_name, address, form: make_client(replica_name, address, token, form)

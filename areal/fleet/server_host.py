@@ -43,7 +43,7 @@ from areal.api.config.redaction import public_command
 from areal.api.errors import ArealError, ConfigError, LaunchError, RequestError, WeightSyncError
 from areal.api.registry import entries
 from areal.fleet.backends import backend_named, replica_factory
-from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import AnswerForm, ReplicaFactory, ReplicaInfo, ReplicaLoad
 from areal.observe.log import HttpLogger, configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.folders import PULLED_WEIGHTS, FolderPuller, folder_routes
@@ -85,7 +85,7 @@ _USAGE = re.compile(r"[\w. -]+: error: .*")
 """An error of argparse."""
 _DIED = re.compile(r"died unexpectedly|crashed with exit code")
 _POINTER = re.compile(r"root cause")
-"""In an error that only refers to an earlier line, of another process."""
+"""Text of an error that only refers to an earlier line, of another process."""
 _MAX_DETAILS = 3
 """Indented lines after an error that belong to it, as pydantic writes them."""
 PORT_TAKEN = re.compile("address already in use|eaddrinuse", re.IGNORECASE)
@@ -399,7 +399,7 @@ class HostOptions:
     update_limit_s: float
     """Time limit of a weight update: an engine may be silent that long."""
     host: Host = field(default_factory=Host)
-    """Where the run reaches the server: on loopback itself, elsewhere its gateway."""
+    """Address at which the run reaches the server: on loopback itself, elsewhere its gateway."""
     part: int = 0
     num_parts: int = 1
     ready_limit_s: float = LauncherConfig().ready_timeout_s
@@ -533,7 +533,7 @@ class ServerHost:
         self._ports = {name: bind_socket() for name in port_names(options.command)}
         self._address = http_address(self._ports["{port}"])
         self._meeting = bind_socket(options.host.bind) if options.num_parts > 1 and options.part == 0 else None
-        self._replica = make_replica(options.process_name, self._address)
+        self._replica = make_replica(options.process_name, self._address, AnswerForm())
         self._health = Health(options.backend, options.update_limit_s)
         self._log_start = options.log_path.stat().st_size if options.log_path and options.log_path.exists() else 0
         self._was_ready = False

@@ -321,10 +321,10 @@ def _placed(
 
 
 def _memory_demands(processes: Sequence[PlannedProcess], config: BaseExperimentConfig) -> Counter[Host]:
-    found = Counter[Host]()
+    demands = Counter[Host]()
     for planned in processes:
-        found[planned.host] += memory_demand(planned.role, len(planned.gpus), config.launcher)
-    return found
+        demands[planned.host] += memory_demand(planned.role, len(planned.gpus), config.launcher)
+    return demands
 
 
 def _threads(config: BaseExperimentConfig, role: Role, machine: Machine, num_computing: int) -> int:
@@ -496,7 +496,7 @@ def parse_env_vars(text: str) -> dict[str, str]:
             pairs.append("")
         else:
             pairs[-1] += character
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for pair in pairs:
         if not pair.strip():
             continue
@@ -505,5 +505,5 @@ def parse_env_vars(text: str) -> dict[str, str]:
             given = public_text(text), public_text(pair)
             message = f"environment variables {given[0]!r}: {given[1]!r} is not NAME=value (a comma is written \\,)"
             raise ConfigError(message, code="launch.bad_env_vars")
-        found[name.strip()] = value
-    return found
+        result[name.strip()] = value
+    return result

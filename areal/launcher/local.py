@@ -129,17 +129,17 @@ class Orphan(NamedTuple):
 
 def find_orphans(paths: RunPaths) -> list[Orphan]:
     """The processes on this machine whose environment names this run."""
-    return [found for process in psutil.process_iter() if (found := _orphan(process, paths)) is not None]
+    return [orphan for process in psutil.process_iter() if (orphan := _orphan(process, paths)) is not None]
 
 
 def wait_for_orphans(paths: RunPaths, *, limit_s: float, say: Callable[[str], None]) -> None:
     """Return once none is left. LaunchError, with their pids, after `limit_s`."""
     began_s, was_reported = time.monotonic(), False
-    while found := find_orphans(paths):
+    while orphans := find_orphans(paths):
         waited_s = time.monotonic() - began_s
-        names = ", ".join(f"{one.name} (pid {one.pid})" for one in found)
+        names = ", ".join(f"{one.name} (pid {one.pid})" for one in orphans)
         if waited_s >= limit_s:
-            pids = " ".join(str(one.pid) for one in found)
+            pids = " ".join(str(one.pid) for one in orphans)
             message = f"{paths.root} is in use by processes of an earlier launcher: {names}; end them: kill -9 {pids}"
             raise LaunchError(message, code="launch.run_in_use")
         if not was_reported and waited_s >= _REPORTED_AFTER_S:
@@ -350,8 +350,8 @@ def this_machine() -> Machine:
 def _public(plan: LaunchPlan) -> LaunchPlan:
     """The plan as it is written to disk: without secrets of the user's flags and variables."""
     processes = tuple(
-        dataclasses.replace(one, argv=tuple(public_command(one.argv)), env=_without_secrets(one.env))
-        for one in plan.processes
+        dataclasses.replace(process, argv=tuple(public_command(process.argv)), env=_without_secrets(process.env))
+        for process in plan.processes
     )
     return dataclasses.replace(plan, processes=processes)
 
@@ -570,13 +570,13 @@ def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str) -> i
 @contextmanager
 def counted_interruptions() -> Iterator[Interruptions]:
     """Count Ctrl-C, SIGTERM and SIGHUP while the block runs, instead of ending the process."""
-    found = Interruptions()
+    interruptions = Interruptions()
     # A background job ignores SIGINT, and a command under nohup SIGHUP: they stay ignored.
     numbers = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
     numbers.append(signal.SIGTERM)
-    before = {number: signal.signal(number, found.add) for number in numbers}
+    before = {number: signal.signal(number, interruptions.add) for number in numbers}
     try:
-        yield found
+        yield interruptions
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -176,7 +176,7 @@ def tracker_problems(config: BaseExperimentConfig, plan: LaunchPlan) -> list[str
     Packages are checked in this environment, unless the trainers have an image. Folders, keys and servers are checked
     only when rank 0 runs on this machine.
     """
-    rank = next((one for one in plan.processes if (one.role, one.index) == ("trainer", 0)), None)
+    rank = next((process for process in plan.processes if (process.role, process.index) == ("trainer", 0)), None)
     if rank is None or config.launcher.slurm.trainer_image is not None or not keys_on(config):
         return []
     is_here = rank.host.node.partition(".")[0] == socket.gethostname().partition(".")[0]
@@ -329,13 +329,13 @@ def notices(config: PPOConfig) -> list[str]:
     backend = backend_named(config.server_backend)
     if backend.flags is None:
         return []
-    found: list[str] = []
+    result: list[str] = []
     if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, config.server_flags)]:
         reason = f"areal sets its own value or {backend.title} has no such flag"
-        found.append(f"areal: ignored, because {reason}: {', '.join(ignored)}")
+        result.append(f"areal: ignored, because {reason}: {', '.join(ignored)}")
     if config.rollout.server_addrs and config.server_flags:
-        found.append(f"areal: {backend.name}: this section has no effect on servers that already run")
-    return found
+        result.append(f"areal: {backend.name}: this section has no effect on servers that already run")
+    return result
 
 
 def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool) -> str:
@@ -543,7 +543,7 @@ def _adapter_problems(key: str, model: TrainEngineConfig) -> Iterator[str]:
     if not _errors_of(partial(stored_weights, folder)):
         stored = {name.rpartition(".")[0]: weight for name, weight in stored_weights(folder).items()}
         names = [name for name, weight in stored.items() if len(weight.shape) == 2 and not name.endswith(_NOT_ADAPTED)]
-        around = sorted({one for name in stored for one in prefixes(name)})
+        around = sorted({prefix for name in stored for prefix in prefixes(name)})
         for text in _errors_of(partial(require_targets, lora, names, [*around, "lm_head"])):
             yield f"{key}.{text}"
         if lora.path:

@@ -105,7 +105,7 @@ def temperatures_of(trajectories: Sequence[Trajectory]) -> array[float]:
     """One per token, NaN where it is that of the run; empty when that is so for all."""
     if not any(trajectory.temperatures for trajectory in trajectories):
         return array("f")
-    found = array("f")
+    result = array("f")
     for trajectory in trajectories:
         own, size = trajectory.temperatures, len(trajectory.token_ids)
         if own and len(own) != size:
@@ -113,18 +113,18 @@ def temperatures_of(trajectories: Sequence[Trajectory]) -> array[float]:
             raise TrajectoryError(message, code="workflow.trajectory_lengths")
         if bad := [value for value in _distinct(own) if value <= 0 or math.isinf(value)]:
             raise not_finite("temperature", bad[0])
-        found += to_array("f", own or Runs([(math.nan, size)]))
-    return found
+        result += to_array("f", own or Runs([(math.nan, size)]))
+    return result
 
 
 def experts_of(trajectories: Sequence[Trajectory]) -> bytes:
     """Rows of all tokens, unknown where a trajectory has none, and their shape; empty when no trajectory has any."""
-    given = [one.routed_experts for one in trajectories if one.routed_experts is not None]
+    given = [trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None]
     if not given:
         return b""
     shape, rows = given[0].shape, list[RoutedExperts]()
-    for one in trajectories:
-        size, own = len(one.token_ids), one.routed_experts
+    for trajectory in trajectories:
+        size, own = len(trajectory.token_ids), trajectory.routed_experts
         if own is not None and (len(own) != size or own.shape != shape):
             text = f"a trajectory has {len(own)} rows of routed_experts {own.shape} for {size} token_ids"
             raise TrajectoryError(f"{text}: give one for each, or None", code="workflow.trajectory_lengths")
@@ -134,11 +134,11 @@ def experts_of(trajectories: Sequence[Trajectory]) -> bytes:
 
 def images_of(trajectories: Sequence[Trajectory]) -> bytes:
     """The images: those of all trajectories in order, how many each has, and their number; empty without images."""
-    images = [image for one in trajectories for image in one.images]
+    images = [image for trajectory in trajectories for image in trajectory.images]
     if not images:
         return b""
     rows = [_IMAGE.pack(bytes.fromhex(image.sha256), *image.grid) for image in images]
-    numbers = (len(one.images) for one in trajectories)
+    numbers = (len(trajectory.images) for trajectory in trajectories)
     return b"".join([*rows, *map(LENGTH.pack, numbers), LENGTH.pack(len(images))])
 
 
@@ -563,8 +563,8 @@ def session_columns(payload: bytes) -> SessionColumns | None:
 
 def recorded_sessions(record: str) -> list[Mapping[str, Any]]:
     """The sessions of an agent in the text that its workflow recorded; those without trajectories are last."""
-    found: list[Mapping[str, Any]] = orjson.loads(record).get("sessions", []) if record else []
-    return found
+    sessions: list[Mapping[str, Any]] = orjson.loads(record).get("sessions", []) if record else []
+    return sessions
 
 
 def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:

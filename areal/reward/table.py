@@ -57,14 +57,14 @@ class RewardTable:
 
     def of(self, row: Mapping[str, Any]) -> tuple[WeightedReward, ...]:
         """The functions that score answers to `row`. InputError when its source has none."""
-        found = self.by_source.get(self.source(row), self.default) if self.by_source else self.default
-        if not found:
+        result = self.by_source.get(self.source(row), self.default) if self.by_source else self.default
+        if not result:
             raise InputError(
                 f"a row's {self.source_key} is {row[self.source_key]!r}, which reward.by_source does not contain "
                 f"({', '.join(self.by_source)}): add it there, or set reward.fns for all other sources",
                 code="reward.unknown_source",
             )
-        return found
+        return result
 
 
 def reward_table(reward_fn: RewardFn | str, config: RewardConfig) -> RewardTable:

@@ -117,26 +117,26 @@ class Trial:
 
 def try_first_row(config: PPOConfig) -> FirstRow:
     """Try row 0. Every failure is a problem or a warning of the result."""
-    found = FirstRow()
+    result = FirstRow()
     try:
         _require_models(config)
         trial = Trial.of(config, 0)
-        found.notice = trial.workflow.notice()
+        result.notice = trial.workflow.notice()
         prompt = trial.prompt() or EncodedPrompt("", [])
-        found.prompt, found.num_tokens = prompt.text, len(prompt.token_ids)
-        _check_context(config, found)
+        result.prompt, result.num_tokens = prompt.text, len(prompt.token_ids)
+        _check_context(config, result)
         if config.workflow == "rlvr" and has_images(trial.row, config.vision.image_key):
             text = "row 0 has images, and with workflow=rlvr the model gets the text alone"
-            found.warnings.append(f"{text}: use vision_rlvr and a model for images, or drop them")
+            result.warnings.append(f"{text}: use vision_rlvr and a model for images, or drop them")
         has_rewards = bool(config.reward_fn or config.reward.names_functions)
         if has_rewards:
-            _try_rewards(trial, prompt, found)
-        _try_held_out(trial, found, has_rewards=has_rewards)
+            _try_rewards(trial, prompt, result)
+        _try_held_out(trial, result, has_rewards=has_rewards)
     except ArealError as error:
-        found.problems += list(getattr(error, "problems", ())) or [ConfigProblem("row 0", str(error), error.code)]
+        result.problems += list(getattr(error, "problems", ())) or [ConfigProblem("row 0", str(error), error.code)]
     except Exception as error:  # noqa: BLE001 - the user's code: the run would end with the same error
-        found.problems.append(ConfigProblem("row 0", _described(error), "launch.first_row"))
-    return found
+        result.problems.append(ConfigProblem("row 0", _described(error), "launch.first_row"))
+    return result
 
 
 def _require_models(config: PPOConfig) -> None:

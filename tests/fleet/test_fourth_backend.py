@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from areal.api.errors import ConfigError
 from areal.api.registry import Entry, FunctionRef, entries
 from areal.fleet.backends import backend_named, replica_factory
 from areal.fleet.fleet import Fleet
-from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import AnswerForm, Chunks, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import FlagRules, ServerBackend, ServerCommand, foreign_command
 from areal.fleet.server_client import ServerClient
 from areal.launcher.job import make_plan
@@ -31,14 +32,17 @@ AREAL = Path(__file__).resolve().parents[2] / "areal"
 class EchoReplica(Replica):
     """The client of a server that answers with the prompt, again and again."""
 
-    has_second_copy = False
+    has_second_copy = takes_groups = False
 
-    def __init__(self, name: str, address: str, token: str) -> None:
+    def __init__(self, name: str, address: str, token: str, form: AnswerForm) -> None:
         self._client = ServerClient(name, address, token=token)
 
-    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        body = {"prompt": part.input_ids, "count": part.max_new_tokens}
-        on_chunk(self._client.parsed(await self._client.post("/echo", body), lambda found: PartChunk(**found)))
+    async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
+        [part] = requests
+        body = {"prompt": part.input_ids, "count": part.gconfig.max_new_tokens}
+        yield 0, self._client.parsed(await self._client.post("/echo", body), lambda found: PartChunk(**found))
+
+    async def abort(self, request_id: str) -> None: ...
 
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...

@@ -24,8 +24,8 @@ class NameResolveConfig:
     """How processes find each other."""
 
     type: str = choice("nfs", "nfs", "etcd", "etcd3", "ray")
-    """Discovery backend; nfs = files in a shared folder, etcd (or etcd3) = an etcd cluster, ray = an actor in Ray."""
-    nfs_record_root: str = option("", relevant=when("type", "nfs"))
+    """Discovery backend; nfs (or ray, a value of AReaL) = files in a shared folder, etcd (or etcd3) = an etcd."""
+    nfs_record_root: str = option("", relevant=when("type", "nfs", "ray"))
     """Folder of the discovery files; empty = inside the run folder."""
     etcd3_addr: str = option("localhost:2379", relevant=_ETCD)
     """HOST:PORT of each etcd member, separated by commas; https://HOST:PORT for TLS."""
