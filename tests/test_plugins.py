@@ -103,7 +103,7 @@ from areal.fleet.server_backend import FlagRules, ServerBackend, foreign_command
 
 
 class DummyClient:
-    def __init__(self, name, address, token):
+    def __init__(self, name, address, token, form):
         self.name, self.address = name, address
 
 
@@ -257,7 +257,7 @@ def test_a_backend(config):
     assert list(backend_named("dummy").problems(chosen)) == []
     server = make_plan(chosen, [Machine(cores=4)]).processes[1]
     assert {"org/model", "--shout=2", "--port={port}"} < set(server.argv)
-    assert replica_factory("dummy")("server-0", "http://h:1").address == "http://h:1"
+    assert replica_factory("dummy")("server-0", "http://h:1", None).address == "http://h:1"
 
 
 def test_a_tracker(config):

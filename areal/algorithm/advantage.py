@@ -210,7 +210,7 @@ def estimated(answers: RewardedAnswers, options: AdvantageOptions) -> Estimate:
     if not isinstance(values, Tensor) or not values.is_floating_point() or tuple(values.shape) != expected:
         what = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ConfigError(
-            f"adv_estimator={name} returned {what}: a floating-point tensor with one number per token is expected, "
+            f"{options.adv_estimator!r} returned {what}: a floating-point tensor with one number per token is expected, "
             f"{expected}",
             code="algorithm.custom_advantage",
         )

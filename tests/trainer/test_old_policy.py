@@ -177,7 +177,7 @@ def test_covariances_are_those_of_the_recomputed_policy_where_there_is_one(toolb
 def test_tokens_of_high_covariance_are_the_same_in_any_cut(toolbox, name):
     batch = replace(stale_batch(toolbox, 5, 12), group_ids=torch.arange(12) // 2)
     section = {"clip_cov": {"ratio": 0.3, "low": 0.0, "high": 9.0}, "kl_cov": {"ratio": 0.2}}[name]
-    options = {"policy_loss": name, name: type(getattr(config(), name))(**section), "ppo_n_minibatches": 2}
+    options = {"policy_loss": {"name": name, **section}, "ppo_n_minibatches": 2}
     alone = toolbox.TableEngine()
     values = metric_values(updated(PPOActor(alone, config(**options)), batch))
     assert 0.1 < values["actor/covariance_chosen_ratio"] < 0.35

@@ -18,6 +18,6 @@ def policy_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
         what = (
             f"losses of shape {tuple(result.losses.shape)}" if isinstance(result, PolicyLoss) else type(result).__name__
         )
-        message = f"policy_loss={name} returned {what}: a PolicyLoss with one loss per token is expected"
+        message = f"{options.policy_loss!r} returned {what}: a PolicyLoss with one loss per token is expected"
         raise ConfigError(f"{message}, {tuple(tokens.mask.shape)}", code="loss.custom_result")
     return result
