@@ -209,7 +209,6 @@ def make_plan(
     *,
     script: str | None = None,
     num_rows: int | None = None,
-    recover: bool = False,
     nccl: NcclVersions | None = None,
 ) -> LaunchPlan:
     """The plan of a configuration. ConfigError when the machines or this version cannot run it.
@@ -243,7 +242,7 @@ def make_plan(
             run_id=0,
             run_dir=str(paths.root),
             num_threads=_threads(config, role, own.machine, computing[own.machine.host]),
-            recover=recover,
+            recover=False,
             device="cuda:0" if own.gpus else "cpu",
             host=own.machine.host,
             weight_transport="disk" if path is None else path.transport,
@@ -253,7 +252,7 @@ def make_plan(
         processes.append(_planned(context, config, paths, script=script, place=own, trainers=trainers))
     return LaunchPlan(
         run_dir=str(paths.root),
-        recover=recover,
+        recover=False,
         allocation=str(mode),
         processes=tuple(processes),
         spare_gpus=tuple((machine.host, gpus) for machine, gpus in placed.spare_gpus),
@@ -262,6 +261,12 @@ def make_plan(
         weight_path=path,
         warning="; ".join(shortages(machines, computing, _memory_demands(processes, config))),
     )
+
+
+def recovering(plan: LaunchPlan) -> LaunchPlan:
+    """The plan of a run whose trainers continue from a recovery checkpoint."""
+    processes = [start_again(planned, num_servers=plan.num_servers, recover=True) for planned in plan.processes]
+    return dataclasses.replace(plan, recover=True, processes=tuple(processes))
 
 
 def start_again(
