@@ -210,8 +210,8 @@ def estimated(answers: RewardedAnswers, options: AdvantageOptions) -> Estimate:
     if not isinstance(values, Tensor) or not values.is_floating_point() or tuple(values.shape) != expected:
         what = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ConfigError(
-            f"{options.adv_estimator!r} returned {what}: a floating-point tensor with one number per token is expected, "
-            f"{expected}",
+            f"{options.adv_estimator!r} returned {what}: a floating-point tensor with one number per token is "
+            f"expected, {expected}",
             code="algorithm.custom_advantage",
         )
     values = torch.where(answers.mask, values.detach().to(answers.token_rewards.dtype), 0.0)
