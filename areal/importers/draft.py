@@ -282,11 +282,14 @@ def set_devices(
     return sizes
 
 
+_NAMED = ("actor.policy_loss", "actor.adv_estimator")
+
+
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options by path as a tree. A name with options of its own (policy_loss, policy_loss.ratio) is their `name`."""
     tree: dict[str, Any] = {}
     for path, value in options.items():
-        has_own = any(other.startswith(f"{path}.") for other in options)
+        has_own = path in _NAMED and any(other.startswith(f"{path}.") for other in options)
         *sections, name = [*path.split("."), *(["name"] if has_own else [])]
         place = tree
         for section in sections:
