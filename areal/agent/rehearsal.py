@@ -274,7 +274,7 @@ class RehearsalDirectory:
             session.is_final.set()
 
     async def end_connection(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For `on_response_prepare` of the server: end the connection where the scenario says so."""
+        """End the connection where the scenario says so; for `on_response_prepare` of the server."""
         session, transport = self.session, request.transport
         if session is None or transport is None or response.status != 200 or not session.next_fault:
             return

@@ -254,8 +254,8 @@ class ComparedChannel:
         mask = [0] * first + [1] * (len(row) - first)
         batch = replace(rows_to_train_batch([row], [mask], [tokens.images]), temperatures=torch.ones(len(row)))
         # Position t has the log-probability of token t + 1.
-        found = required(self._engine.forward(batch).logprobs, "logprobs")[first - 1 : len(row) - 1]
-        return [value if math.isfinite(value) else _NOT_FINITE for value in found.double().tolist()]
+        logprobs = required(self._engine.forward(batch).logprobs, "logprobs")[first - 1 : len(row) - 1]
+        return [value if math.isfinite(value) else _NOT_FINITE for value in logprobs.double().tolist()]
 
 
 def _numbers_of(tokens: ProbeTokens) -> list[int]:
@@ -358,8 +358,8 @@ class PPOLoop:
                 metrics |= reference.after_update(info.step + 1) if reference else {}
             with phase("publish_weights"):
                 self._publish(info.step)
-            found = merge_metrics(scored, filtered, mismatch, distilled, batch_metrics(batch))
-            metrics = merge_metrics(metrics, found, _share_metrics(share, began_s))
+            measured = merge_metrics(scored, filtered, mismatch, distilled, batch_metrics(batch))
+            metrics = merge_metrics(metrics, measured, _share_metrics(share, began_s))
             with phase("after_step"):
                 if self._add_samples is not None:
                     self._add_samples(info.step + 1, share)
@@ -513,9 +513,9 @@ def _sample_tables(config: PPOConfig, after_step: AfterStep) -> Callable[[int, B
 
 def _record_initial_weights(paths: RunPaths, roles: PPORoles, ranks: Ranks) -> None:
     """Write the checksums of the initial weights, which a replay verifies; a collective."""
-    found = {role: checksum_of(engine, ranks) for role, engine in roles.engines.items()}
+    checksums = {role: checksum_of(engine, ranks) for role, engine in roles.engines.items()}
     if ranks.rank == 0:
-        write_atomic(paths.initial_weights, json.dumps(found).encode())
+        write_atomic(paths.initial_weights, json.dumps(checksums).encode())
 
 
 def published_adapter(config: PPOConfig, engine: WeightSource) -> AdapterSource | None:

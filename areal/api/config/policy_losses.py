@@ -193,7 +193,7 @@ class ResamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AssemblyOptions:
-    """From token losses to optimiser steps."""
+    """The steps from token losses to optimiser steps."""
 
     ppo_n_minibatches: int = number(4, low=1, also="verl: actor.ppo_mini_batch_size (a size, not a count)")
     """Optimiser steps per pass over a train batch."""
