@@ -325,7 +325,6 @@ class PPOLoop:
         """Train every remaining step, in order. Returns the number of train steps that are done."""
         actor, reference, critic = self._roles.actor, self._roles.reference, self._roles.critic
         reward_model, teacher = self._roles.reward_model, self._roles.teacher
-        steps_done = self._progress.start_step
         for info in self._progress.remaining_steps():
             began_s = time.monotonic()
             self._clock.begin_step(info.step)
@@ -365,9 +364,8 @@ class PPOLoop:
                     self._add_samples(info.step + 1, share)
                 if self._after_step(info, metrics, self._clock.end_step()):
                     self._progress.stop()
-            steps_done = info.step + 1
         self._channel.wait_served()
-        return steps_done
+        return self._progress.steps_done
 
     def _next_share(self, step: int) -> BatchShare:
         question = partial(self._batches.next_batch, step)
