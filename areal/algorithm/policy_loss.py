@@ -10,7 +10,7 @@ from torch import Tensor
 from areal.algorithm.aggregate import Reduce, TokenStat, require_same_shape, sequence_means
 from areal.api.batch import required
 from areal.api.config import AdaptiveEntropyConfig, PolicyLossOptions, ResamplingConfig
-from areal.api.config.policy_losses import WITH_SEQUENCE_RATIO
+from areal.api.config.policy_losses import loss_facts
 from areal.api.errors import StageError
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def policy_ratio(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyRati
     """
     advantages = torch.where(tokens.mask, tokens.advantages, 0.0)
     by_token = log_ratio(tokens.logprobs, tokens.old_logprobs.detach(), tokens.mask)
-    if options.importance_sampling_level == "token" or options.policy_loss not in WITH_SEQUENCE_RATIO:
+    if options.importance_sampling_level == "token" or not loss_facts(options.policy_loss).takes_sequence_ratio:
         return PolicyRatio(log=by_token, advantages=advantages, token_log=by_token.detach())
     how = options.sequence_level
     if how.advantage == "mean":
