@@ -183,7 +183,8 @@ def test_a_used_run_folder_is_not_written_over_nor_shared(folder, tmp_path):
     run = tmp_path / "bad" / "input"
     (run / "ledger").mkdir(parents=True)
     (run / "ledger" / "events-000001.jsonl").write_text("{}\n")
-    used = launch(folder, f"cluster.fileroot={tmp_path}", "recover.mode=disabled")
+    script = str(folder / "mine.py")  # so that row 0 is not tried, for which the model has no tokenizer
+    used = launch(folder, script, f"cluster.fileroot={tmp_path}", "recover.mode=disabled")
     assert used.returncode == 2
     assert "(ledger)" in used.stderr
     assert "[launch.earlier_run]" in used.stderr
@@ -192,7 +193,7 @@ def test_a_used_run_folder_is_not_written_over_nor_shared(folder, tmp_path):
     lock = RunPaths(run).lock
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        shared = launch(folder, f"cluster.fileroot={tmp_path}")
+        shared = launch(folder, script, f"cluster.fileroot={tmp_path}")
     assert shared.returncode == 2
     assert "is in use by" in shared.stderr
     assert len((used.stderr + shared.stderr).strip().splitlines()) == 2

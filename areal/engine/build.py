@@ -1,5 +1,6 @@
 """The train engines by backend name: a new backend adds its module and one row of the table."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -37,6 +38,9 @@ def build_megatron_engine(
         raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
     if problem := package_problem("megatron", config.megatron):
         raise ConfigError(problem, code="launch.package_missing")
+    if mesh.device.type == "cpu" and "megatron_on_cpu" not in sys.modules:  # the fixture of its tests
+        message = "allocation_mode: Megatron-Core trains on GPUs only: use fsdp on a machine without one"
+        raise ConfigError(message, code="launch.no_gpu")
     folder = resolve_model_folder(config.path)
     if (shape := ModelShape.read(str(folder))) is not None:
         chunks = config.megatron.virtual_pipeline_parallel_size
