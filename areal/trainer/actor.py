@@ -45,6 +45,7 @@ from areal.algorithm.policy_loss import (
 from areal.algorithm.shared_prefix import contested_prefixes
 from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig, TeacherConfig
+from areal.api.data import BASELINE, TURN_REWARDS, reward_parts
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
@@ -151,9 +152,10 @@ def _with_advantages(
         rewards, factors = (withhold_unfinished(one, batch.finished) for one in (rewards, factors))
     kl = kl_penalty(batch, config) if kl_coef else None
     per_token = token_rewards(rewards, mask, sequence_index, kl=kl, kl_coef=kl_coef)
-    if batch.turn_rewards is not None:
+    if (turn_rewards := batch.columns.get(TURN_REWARDS)) is not None:
+        turn_rewards = torch.where(turn_rewards.isnan(), batch.rewards[sequence_index], turn_rewards)
         factors = config.reward_scaling * factors
-        per_token = per_token + turn_token_rewards(batch.turn_rewards, batch.rewards, factors, mask, sequence_index)
+        per_token = per_token + turn_token_rewards(turn_rewards, batch.rewards, factors, mask, sequence_index)
     estimate = partial(
         generalised_advantages,
         per_token,
@@ -202,8 +204,7 @@ def _answers(batch: TrainBatch, rewards: Tensor, per_token: Tensor, *, reduce: R
         finished=batch.finished,
         logprobs=batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs,
         values=batch.values,
-        reward_parts=batch.reward_parts,
-        reward_names=batch.reward_names,
+        columns=batch.columns,
         reduce=reduce,
     )
 
@@ -225,7 +226,7 @@ def centred(
         case "decoupled":
             rewards = _decoupled(batch, config)
         case "greedy":
-            rewards = rewards - _shape(required(batch.baselines, "baselines"), config)
+            rewards = rewards - _shape(batch.column(BASELINE), config)
         case "none":
             pass
     factors = torch.ones_like(rewards)
@@ -240,18 +241,17 @@ def _decoupled(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     A batch may lack some of the functions: those of the data sources that it does not contain. A run of one reward
     function records no separate scores: its rewards are that function's.
     """
-    parts, names = batch.reward_parts, batch.reward_names
-    is_function = ["/" not in name for name in names]  # name/key: a further result of a function
-    if not any(is_function) and not config.gdpo_weights:
-        parts, names, is_function = batch.rewards.unsqueeze(1), ("reward",), [True]
-    if parts is None or (config.gdpo_weights and not config.gdpo_weights.keys() & set(names)):
+    parts: dict[str, Tensor] = reward_parts(batch.columns)
+    if not any("/" not in name for name in parts) and not config.gdpo_weights:  # name/key: a further result of one
+        parts = {"reward": batch.rewards}
+    if config.gdpo_weights and not config.gdpo_weights.keys() & parts.keys():
         raise InputError(
             f"actor.gdpo_weights names {', '.join(config.gdpo_weights)}, but the train batch has scores of "
-            f"{', '.join(names) or 'no function'}: use the names of reward functions in the metrics",
+            f"{', '.join(parts) or 'no function'}: use the names of reward functions in the metrics",
             code="algorithm.no_reward_parts",
         )
-    weights = [config.gdpo_weights.get(name, 0.0) for name in names] if config.gdpo_weights else is_function
-    return decoupled_rewards(parts, weights, batch.group_ids)
+    weights = [config.gdpo_weights.get(name, 0.0) if config.gdpo_weights else float("/" not in name) for name in parts]
+    return decoupled_rewards(torch.stack([*parts.values()], 1), weights, batch.group_ids)
 
 
 def _shape(rewards: Tensor, config: PPOActorConfig) -> Tensor:
@@ -440,7 +440,7 @@ class PPOActor:
     def _require_finite(self, batch: TrainBatch) -> None:
         """Raise on every rank when any rank has a number that is not finite, so that no rank waits for another."""
         of_tokens = ("rollout_logprobs", "prox_logprobs", "ref_logprobs", "ref_full_kl", "teacher_logprobs", "values")
-        names = ["rewards", "baselines", *of_tokens]
+        names = ["rewards", BASELINE.name, *of_tokens]
         bad = [(~batch.rewards.isfinite()).sum(), _num_without_baseline(batch, self._config)]
         for name in of_tokens:
             values: Tensor | None = getattr(batch, name)
@@ -492,6 +492,6 @@ def _num_without_baseline(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     """Answers whose prompt has no greedy answer, where the estimator compares with it."""
     if config.adv_estimator != "remax":
         return torch.zeros((), dtype=torch.int64)
-    if batch.baselines is None:
+    if BASELINE not in batch.columns:
         return torch.tensor(batch.num_sequences)
-    return (~batch.baselines.isfinite()).sum()
+    return (~batch.columns[BASELINE].isfinite()).sum()

@@ -16,7 +16,7 @@ from areal.agent import session
 from areal.api.alarm_rules import ALARM_RULES
 from areal.api.columns import packed_ids
 from areal.api.config import AgentConfig, GenerationHyperparameters
-from areal.api.data import GenerationResponse
+from areal.api.data import TURN_REWARDS, TURNS, GenerationResponse
 from areal.api.errors import RewardError, ServerUnavailable
 from areal.data.chat import EncodedPrompt
 from areal.observe.spans import span, tracing, track
@@ -81,7 +81,9 @@ async def test_a_reward_of_a_tool_call_belongs_to_its_turn_and_is_discounted_for
     workflow = make("rewards_each_call", n_samples=1, turn_discount=0.5)
     group = await workflow.arun_episode(ScriptedEngine(lambda prompt: CALL), dict(ROW))
     (row,) = group.trajectories
-    values = {turn: value for turn, value in zip(row.turns, row.turn_rewards, strict=True) if turn >= 0}
+    values = {
+        turn: value for turn, value in zip(row.columns[TURNS], row.columns[TURN_REWARDS], strict=True) if turn >= 0
+    }
     assert values == {0: 0.5 + 0.5 * (0.5 + 1.0), 1: 0.5 + 1.0}, "the reward of the session belongs to its last turn"
     assert row.reward == 2.0
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from areal.agent.transcript import Cut, Transcript, rows_of_tree, trajectories, tree_of_rows
 from areal.agent.turns import TurnRequest
+from areal.api.routed_experts import ROUTED_EXPERTS
 from areal.rollout.executor import check_trajectory
 from tests.agent.char_bridge import CharBridge, answer, messages_of, request_of, response_of, text_of
 
@@ -119,7 +120,7 @@ class TestRows:
 def test_routed_experts_are_those_of_the_answer_that_a_token_is_part_of(transcript, cut):
     is_overwritten = any(turn.is_overwritten for turn in transcript.turns.values())
     for row in trajectories(transcript, cut=cut, reward=1.0, session=0):
-        found = list(struct.iter_unpack("<2h", row.routed_experts.data))
+        found = list(struct.iter_unpack("<2h", row.columns[ROUTED_EXPERTS].tobytes()))
         assert len(found) == len(row.token_ids)
         for place, (token, version) in enumerate(found):
             assert token in (row.token_ids[place], -1)
