@@ -59,10 +59,13 @@ from areal.api.engine import InferenceEngine  # noqa: E402
 from areal.api.workflow import RolloutWorkflow  # noqa: E402
 from areal.data.chat import EncodedPrompt  # noqa: E402
 from areal.data.prompt_stream import PromptStream  # noqa: E402
-from areal.fleet.continuation import Answer  # noqa: E402
-from areal.fleet.fleet import Fleet  # noqa: E402
+from areal.fleet.fleet import Answer, Fleet  # noqa: E402
 from areal.fleet.native import NativeReplica  # noqa: E402
-from areal.fleet.replica import Replica  # noqa: E402
+from areal.fleet.replica import (  # noqa: E402
+    AnswerForm,
+    PartChunk,
+    Replica,
+)
 from areal.fleet.sglang import SGLangReplica  # noqa: E402
 from areal.fleet.vllm import VLLMReplica  # noqa: E402
 from areal.ledger.ledger import Ledger  # noqa: E402
@@ -155,9 +158,11 @@ async def stream_us(dialect: str, size: Size, pause_s: float) -> tuple[float, fl
         async def stream(number: int, count: int) -> int:
             for _ in range(count):
                 asked = request(number, size.stream_tokens, input_ids=[number, 2, 3, 4])  # no group: a stream for each
-                answer = Answer(asked, stream_interval=DEFAULTS.stream_interval)
-                await replica.generate(answer.next_part("server-0"), answer.add)
-                assert answer.num_tokens == size.stream_tokens
+                answer = Answer(asked, AnswerForm(stream_interval=DEFAULTS.stream_interval))
+                async for _, chunk in replica.generate([answer.next_part("server-0")]):
+                    assert isinstance(chunk, PartChunk)
+                    answer.add(chunk)
+                assert len(answer.response().output_ids) == size.stream_tokens
             return count * size.stream_tokens
 
         await asyncio.gather(*(stream(number, 1) for number in range(size.streams)))  # connections, the server's events
@@ -175,7 +180,7 @@ async def stream_us(dialect: str, size: Size, pause_s: float) -> tuple[float, fl
 def fleet_of(num_servers: int, policy: str, *, chunk_tokens: int, chunk_s: float, check_s: float = 3600.0) -> Fleet:
     config = InferenceEngineConfig(schedule_policy=policy, health_check_interval_s=check_s, canary="off")
 
-    def factory(name: str, address: str) -> Replica:
+    def factory(name: str, address: str, form: AnswerForm) -> Replica:
         return InProcessReplica(name, chunk_tokens=chunk_tokens, chunk_s=chunk_s)
 
     return Fleet(MemoryRegistry(num_servers), num_servers, config, factory)

@@ -1,22 +1,19 @@
-"""Load of the name registries and of the heartbeats at N processes: files, etcd and Ray in the same run.
+"""Load of the name registries and of the heartbeats at N processes: files and etcd in the same run.
 
     python benchmark/registry_load.py [--processes 512] [--seconds 15] [--lease-s 30] [--folder DIR] [--only NAME ...]
 
-Each of N processes registers two names, as servers and ranks do at a start, and renews its lease (etcd) or repeats its
-names (Ray). The processes are threads of one process, so that client CPU time is that of all of them; with Ray they
-also share one connection. A look is what the supervisor does 20 times a second during a start: one listing of the ready
-signs. A second of a run (`idle`) is: each process writes its heartbeat, each node of 8 reads those of its processes
-and sends them, the launcher parses them and writes RUN/alive.json twice, the controller lists the servers. Operations
-are the opens, renames and listings in the folder of the run, by audit events. etcd needs the Debian package
-etcd-server, Ray the package ray. The last line on stdout is JSON.
+Each of N processes registers two names, as servers and ranks do at a start, and renews its lease (etcd). The
+processes are threads of one process, so that client CPU time is that of all of them. A look is what the supervisor
+does 20 times a second during a start: one listing of the ready signs. A second of a run (`idle`) is: each process
+writes its heartbeat, each node of 8 reads those of its processes and sends them, the launcher parses them and writes
+RUN/alive.json twice, the controller lists the servers. Operations are the opens, renames and listings in the folder
+of the run, by audit events. etcd needs the Debian package etcd-server. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import os
 import resource
 import sys
 import tempfile
@@ -36,10 +33,9 @@ from areal.system.discovery import NameRegistry  # noqa: E402
 from areal.system.etcd import EtcdRegistry  # noqa: E402
 from areal.system.file_registry import FileRegistry  # noqa: E402
 from areal.system.heartbeat import HEARTBEAT, Heartbeat, NodeBeats, write_beats  # noqa: E402
-from areal.system.ray_registry import RayRegistry, connect_ray  # noqa: E402
 from tests.system.etcd_kit import EtcdCluster  # noqa: E402
 
-KINDS = ("files", "etcd", "ray")
+KINDS = ("files", "etcd")
 _THREADS = 16
 _LOOKS = 20
 _PER_NODE = 8
@@ -152,30 +148,9 @@ def main() -> None:
             files = FileRegistry(folder / "names")
             found["files"] = measure([files] * args.processes, files)
             found["idle"] = idle_load(folder, files, args.processes)
-        if "ray" in args.only:
-            found["ray"] = ray_load(args.processes, args.seconds)
         if "etcd" in args.only:
             found |= etcd_load(folder, args.processes, args.seconds, args.lease_s)
     print(json.dumps(found))
-
-
-def ray_load(processes: int, seconds: float) -> dict[str, float]:
-    """A Ray cluster of one node, and one registry per process."""
-    cluster = importlib.import_module("ray.cluster_utils").Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0}
-    )
-    os.environ["RAY_ADDRESS"] = cluster.address
-    registries = [RayRegistry("e/t", makes_actor=index == 0) for index in range(processes)]
-    try:
-        found = measure(list[NameRegistry](registries), registries[0])
-        client_s = cpu_s()
-        time.sleep(seconds)
-        return found | {"repeats_client_cpu_ms_per_s": (cpu_s() - client_s) / seconds * 1e3}
-    finally:
-        for registry in registries:
-            registry.close()
-        connect_ray().shutdown()
-        cluster.shutdown()
 
 
 def etcd_load(folder: Path, processes: int, seconds: float, lease_s: float) -> dict[str, object]:

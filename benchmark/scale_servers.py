@@ -12,7 +12,7 @@ import json
 import random
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from areal.api.columns import Runs  # noqa: E402
-from areal.api.data import WeightUpdate  # noqa: E402
-from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad  # noqa: E402
+from areal.api.data import GenerationRequest, WeightUpdate  # noqa: E402
+from areal.fleet.replica import Chunks, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad  # noqa: E402
 
 VOCABULARY = 150_000
 _ANSWERS = 8
@@ -166,9 +166,7 @@ class StreamServer(asyncio.Protocol):
 class InProcessReplica(Replica):
     """A replica without a socket: the cost that is measured with it is that of the fleet and the controller."""
 
-    @property
-    def has_second_copy(self) -> bool:
-        return False
+    has_second_copy = takes_groups = False
 
     def __init__(self, name: str, *, chunk_tokens: int, chunk_s: float) -> None:
         self.name = name
@@ -179,12 +177,12 @@ class InProcessReplica(Replica):
         self._ids, self._logprobs = ids, logprobs
         self._stopped = asyncio.Event()
 
-    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        stopped, left = self._stopped, part.max_new_tokens
+    async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
+        stopped, left = self._stopped, requests[0].gconfig.max_new_tokens
         while left > 0:
             await asyncio.sleep(self._chunk_s and self._chunk_s * 2 * random.random())
             if stopped.is_set():
-                on_chunk(PartChunk([], [], Runs(), "abort"))
+                yield 0, PartChunk([], [], Runs(), "abort")
                 return
             size = min(left, self._chunk_tokens)
             left -= size
@@ -192,7 +190,9 @@ class InProcessReplica(Replica):
             ids, logprobs = (
                 (self._ids, self._logprobs) if size == self._chunk_tokens else (self._ids[:size], self._logprobs[:size])
             )
-            on_chunk(PartChunk(ids, logprobs, versions, None if left else "length"))
+            yield 0, PartChunk(ids, logprobs, versions, None if left else "length")
+
+    async def abort(self, request_id: str) -> None: ...
 
     async def pause(self, mode: PauseMode) -> None:
         if mode == "abort":

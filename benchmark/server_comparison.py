@@ -34,8 +34,9 @@ from transformers.utils import logging as transformers_logging
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.load import load_config
+from areal.api.data import GenerationRequest
 from areal.fleet.backends import backend_named, replica_factory
-from areal.fleet.replica import GenerationPart, PartChunk, Replica
+from areal.fleet.replica import AnswerForm, PartChunk, Replica
 from areal.fleet.server_backend import prepended
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,27 +185,18 @@ async def run_job(replica: Replica, job: Job, concurrency: int, group: int) -> F
         first: float | None = None
         num_tokens, reason = 0, None
 
-        def on_chunk(chunk: PartChunk) -> None:
-            nonlocal first, num_tokens, reason
-            reason = chunk.finish_reason
-            num_tokens += len(chunk.token_ids)
-            first = first or time.perf_counter() - began
-
         async with room:
             began = time.perf_counter()
-            part = GenerationPart(
-                part_id=uuid.uuid4().hex,
+            part = GenerationRequest(
+                request_id=uuid.uuid4().hex,
                 input_ids=job.prompts[index],
-                num_prior_output_tokens=0,
-                max_new_tokens=length,
-                min_new_tokens=0,
                 gconfig=GenerationHyperparameters(max_new_tokens=length, ignore_eos=True),
-                adapter="",
-                group_id="",
-                seed=None,
-                stream_interval=STREAM_INTERVAL,
             )
-            await replica.generate(part, on_chunk)
+            async for _, chunk in replica.generate([part]):
+                assert isinstance(chunk, PartChunk)
+                reason = chunk.finish_reason
+                num_tokens += len(chunk.token_ids)
+                first = first or time.perf_counter() - began
         if num_tokens != length or first is None:
             raise RuntimeError(f"requested {length} tokens, got {num_tokens} with stop reason {reason}")
         firsts.append(first)
@@ -217,7 +209,7 @@ async def run_job(replica: Replica, job: Job, concurrency: int, group: int) -> F
 
 async def measure(backend: str, address: str, group: int, args: argparse.Namespace) -> dict[int, Figures]:
     """The medians at each concurrency, after a first run that only warms the server up."""
-    replica = replica_factory(backend)(backend, address)
+    replica = replica_factory(backend)(backend, address, AnswerForm(stream_interval=STREAM_INTERVAL))
     await replica.info()
     found: dict[int, Figures] = {}
     for concurrency in args.concurrency:

@@ -17,7 +17,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,8 @@ from areal.api.data import GenerationResponse  # noqa: E402
 from areal.data.tiny_model import character_tokenizer  # noqa: E402
 from areal.fleet.fleet import Fleet  # noqa: E402
 from areal.fleet.native import NativeReplica  # noqa: E402
-from areal.fleet.replica import ReplicaInfo  # noqa: E402
-from areal.fleet.server_client import (  # noqa: E402
-    Body,
-    OnData,
-    ServerClient,
-)
+from areal.fleet.replica import AnswerForm, ReplicaInfo  # noqa: E402
+from areal.fleet.server_client import ServerClient  # noqa: E402
 from areal.ledger.payload import EncodedEpisode  # noqa: E402
 from areal.rollout.controller_process import collecting_cycles  # noqa: E402
 from areal.rollout.evaluation import evaluate_episode  # noqa: E402
@@ -75,21 +71,24 @@ class AnswersAtOnce(ServerClient):
         """Requests and their answers."""
         self._one = answer_json()
 
-    async def request(self, method: str, path: str, body: Body = b"", on_data: OnData | None = None) -> bytes:
-        assert on_data is None
-        asked, answer = body if isinstance(body, bytes) else body(), self._one
+    async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        return b"{}"
+
+    async def answers(self, path: str, body: dict[str, Any], *, is_streamed: bool) -> AsyncGenerator[bytes, None]:
+        assert not is_streamed
+        asked, answer = orjson.dumps(body, default=list), self._one
         if path == "/generate_group":
             answer = b"[" + b",".join([self._one] * asked.count(b'"rid"')) + b"]"
         self.exchanged.append((asked, answer))
         await asyncio.sleep(0)
-        return answer
+        yield answer
 
 
 class SimulatedReplica(NativeReplica):
     """The client of a native server that is not there."""
 
-    def __init__(self, name: str, address: str) -> None:
-        super().__init__(name, address)
+    def __init__(self, name: str, address: str, form: AnswerForm) -> None:
+        super().__init__(name, address, form=form)
         self._client = self.server = AnswersAtOnce(name, address)
 
     async def info(self) -> ReplicaInfo:
@@ -109,8 +108,8 @@ def json_s(exchanged: Sequence[tuple[bytes, bytes]]) -> float:
 async def measure(*, num_prompts: int, group_size: int, repeats: int) -> dict[str, Any]:
     servers: list[AnswersAtOnce] = []
 
-    def client(name: str, address: str) -> SimulatedReplica:
-        replica = SimulatedReplica(name, address)
+    def client(name: str, address: str, form: AnswerForm) -> SimulatedReplica:
+        replica = SimulatedReplica(name, address, form)
         servers.append(replica.server)
         return replica
 

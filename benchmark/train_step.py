@@ -62,7 +62,6 @@ from areal.launcher.job import MALLOC
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import ProcessContext
-from areal.weights.fast_products import fast_products
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -130,7 +129,6 @@ class Work:
     steps: int
 
 
-@fast_products()  # as in a trainer rank
 def measure(folder: Path, rank: int, name: str, work: Work) -> dict[str, float]:
     """What this rank found: seconds of the fastest step, by the clock and of CPU, MiB at most, terms of the prediction.
 

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica
-from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, Replica
+from areal.fleet.replica import AnswerForm, Chunks, PartChunk, Replica
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.weights.collective import CollectiveChannel
@@ -79,17 +79,16 @@ class OneRank:
 class TimedReplica(NativeReplica):
     """Notes when tokens arrive."""
 
-    def __init__(self, name: str, address: str, times: list[float]) -> None:
-        super().__init__(name, address, TOKEN)
+    def __init__(self, name: str, address: str, form: AnswerForm, times: list[float]) -> None:
+        super().__init__(name, address, TOKEN, form)
         self._times = times
 
-    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        def note(chunk: PartChunk) -> None:
-            if chunk.token_ids and not part.part_id.startswith("canary"):
+    async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
+        is_probe = requests[0].request_id.startswith("canary")
+        async for number, chunk in super().generate(requests):
+            if isinstance(chunk, PartChunk) and chunk.token_ids and not is_probe:
                 self._times.append(time.perf_counter())
-            on_chunk(chunk)
-
-        await super().generate(part, note)
+            yield number, chunk
 
 
 class FleetControl:
@@ -168,8 +167,8 @@ def streaming(address: str, folder: Path, mode: str, dtype: str) -> Iterator[Str
     registry = FileRegistry(folder / "names")
     registry.add("servers/0", json.dumps({"address": address, "pid": 1}), replace=True)
 
-    def connect(name: str, where: str) -> Replica:
-        return TimedReplica(name, where, times)
+    def connect(name: str, where: str, form: AnswerForm) -> Replica:
+        return TimedReplica(name, where, form, times)
 
     config = InferenceEngineConfig(weight_update=mode, stream_interval=1)
     fleet = Fleet(registry, 1, config, connect, dtype=dtype)

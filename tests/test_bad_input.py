@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from areal.api.errors import ConfigError
-from areal.api.functions import parse_function_path
+from areal.api.registry import parse_function_path
 from areal.api.workflow import RolloutWorkflow
 from areal.launcher import local
 from areal.launcher.preflight import disk_problem
 from areal.system.process import run_main
 from areal.system.run_paths import RunPaths
+from tests.expect import raises_code
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """
@@ -215,9 +216,8 @@ def test_a_workflow_without_evaluation_says_what_to_do():
         async def arun_episode(self, engine, data):
             return None
 
-    with pytest.raises(ConfigError, match="Mine") as error:
+    with raises_code("workflow.no_evaluation", "Mine"):
         Mine().for_evaluation(None)
-    assert error.value.code == "workflow.no_evaluation"
 
 
 def test_a_disk_that_is_full_at_the_end_is_named(tmp_path, monkeypatch):

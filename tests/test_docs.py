@@ -23,7 +23,7 @@ from areal.api.config.load import read
 from areal.api.config.schema import fields_of, leaf_paths
 from areal.cli.main import COMMANDS, run_command
 from areal.data.tiny_model import character_tokenizer, tiny_model
-from areal.inference import generate_route, server
+from areal.inference import request_parser
 from areal.launcher import ray, slurm, ssh
 from areal.ledger.state import LedgerState
 from areal.observe.metric_table import entry_of
@@ -80,6 +80,12 @@ def test_files_of_the_code_that_a_page_names_exist(page):
     missing = [name for name in names if not any((ROOT / folder / name).exists() for folder in ("", "areal", "tests"))]
     is_of_code = page.name in ("architecture.md", "CONTRIBUTING.md")
     assert [name for name in missing if "NAME" not in name and (is_of_code or name.startswith("areal/"))] == []
+
+
+def test_classes_that_the_architecture_names_exist():
+    names = {name for name in re.findall(r"`([A-Z]\w+)`", prose(ROOT / "docs/architecture.md")) if not name.isupper()}
+    source = "\n".join(path.read_text() for path in ROOT.glob("areal/**/*.py"))
+    assert [name for name in names if not re.search(rf"^class {name}\b", source, re.M)] == []
 
 
 def test_the_worked_example_of_the_architecture_is_right():
@@ -262,20 +268,17 @@ BODIES = {
     "/evaluate": control_requests.EvaluationRequest,
     "/committed": control_requests.CommittedRequest,
     "/finish": control_requests.FinishRequest,
-    "/generate": generate_route.GENERATE_FIELDS,
-    "/update_weights_from_disk": server._FROM_DISK,
-    "/init_weights_update_group": server._INIT_GROUP,
-    "/update_weights_from_distributed": server._DISTRIBUTED,
+    "/generate": request_parser.GenerateBody,
+    "/update_weights_from_disk": request_parser.FolderBody,
+    "/init_weights_update_group": request_parser.JoinBody,
+    "/update_weights_from_distributed": request_parser.BucketBody,
 }
-"""Request -> the fields that its body may have, or the record with them."""
+"""Request -> the record with the fields that its body may have."""
 
 
 def test_the_bodies_of_requests_have_the_fields_on_the_page():
     on_page = {row[0].strip("`").split()[1]: set(re.findall(r"`(\w+)`", row[1])) for row in REQUESTS}
-    accepted = {
-        path: {field.name for field in fields(body)} if isinstance(body, type) else set(body)
-        for path, body in BODIES.items()
-    }
+    accepted = {path: {field.name for field in fields(body)} for path, body in BODIES.items()}
     assert {path: on_page[path] for path in accepted} == accepted
 
 

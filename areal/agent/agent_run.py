@@ -22,7 +22,7 @@ import psutil
 from areal.agent.tool_calls import Tool, answer_call, parsed_arguments, tool_schema
 from areal.agent.turns import BUDGET_CODES, END_CODES, Message
 from areal.api.errors import ArealError, ConfigError, InputError, RewardError
-from areal.api.functions import FunctionRef, load_function
+from areal.api.registry import FunctionRef, load_function
 from areal.observe.step_files import logged_metrics
 from areal.system.process import tied_to_this_process
 

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents, place_of
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 from areal.system.worker_process import enter_worker
 
 _MAX_MESSAGE_BYTES = 1 << 28

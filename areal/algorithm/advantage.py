@@ -15,7 +15,7 @@ from areal.algorithm.policy_loss import log_ratio
 from areal.api.columns import ColumnSpec
 from areal.api.config import AdvantageOptions, NormConfig
 from areal.api.errors import ConfigError
-from areal.api.functions import ADVANTAGE_CALL, load_function, parse_function_path
+from areal.api.registry import ADVANTAGE_CALL, load_function, parse_function_path
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Baselines of sequence rewards beyond plain means; per group, by id, groups of any size.

@@ -7,11 +7,11 @@ import re
 from dataclasses import dataclass, field
 
 from areal.api.errors import ConfigError
+from areal.api.registry import entries
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The syntax of `allocation_mode`: text to parts, with errors that name the column.
 
-INFERENCE_BACKENDS = ("native", "sglang", "vllm")
 TRAIN_BACKENDS = ("fsdp", "megatron")
 LETTERS = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
@@ -100,7 +100,7 @@ class _Parser:
 
     def _evaluation(self, components: list[list[Part]]) -> Syntax:
         parts = [part for component in components for part in component]
-        if len(parts) != 1 or parts[0].backend not in INFERENCE_BACKENDS:
+        if len(parts) != 1 or parts[0].backend not in entries("backends"):
             self._fail(f"{self._word()!r} needs exactly one inference part before it", "write native:d2+eval")
         return Syntax(components, evaluation=self._take())
 
@@ -123,15 +123,15 @@ class _Parser:
         if self._symbol() == "(" or (self._word() == "attn" and self._symbol(1) == ":"):
             if name:
                 self._fail("an attn/ffn part cannot have a name", "remove the [name]")
-            if backend in INFERENCE_BACKENDS:
+            if backend in entries("backends"):
                 self._fail(f"{backend} has no attn/ffn form", "servers have sizes d, t and p only")
             attention, experts = self._hybrid()
             return Part(column, backend, name, attention, experts)
-        letters = _SERVER_LETTERS if backend in INFERENCE_BACKENDS else _TRAIN_LETTERS
+        letters = _SERVER_LETTERS if backend in entries("backends") else _TRAIN_LETTERS
         return Part(column, backend, name, self._sizes(letters, backend or "a trainer"), None)
 
     def _backend(self) -> str:
-        known = INFERENCE_BACKENDS + TRAIN_BACKENDS
+        known = (*entries("backends"), *TRAIN_BACKENDS)
         word = self._word() or ""
         if word not in known:
             guess = difflib.get_close_matches(word.lower(), known, n=1)
@@ -273,7 +273,7 @@ class ModelAllocation:
 
     @property
     def is_inference(self) -> bool:
-        return self.backend in INFERENCE_BACKENDS
+        return self.backend in entries("backends")
 
     @property
     def num_replicas(self) -> int:

@@ -37,6 +37,11 @@ class GenerationRequest:
     """Versioned name of the LoRA adapter to generate with; empty = the base model."""
     images: Sequence[ImageRef] = ()
     """The images of the prompt, in the order of their placeholders."""
+    num_prior_output_tokens: int = 0
+    """How many of the last `input_ids` are output of earlier parts of the answer: the rest of an answer is requested
+    from a server with `gconfig` for that rest. They count for penalties, seeds and stop strings."""
+    num_known_experts: int = 0
+    """Tokens from the first on whose chosen experts are known: those of later tokens are to be returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,7 @@ class GenerationResponse:
     temperature: float | None = None
     """Sampling temperature of the request where it differs from that of the run; None = that of the run."""
     routed_experts: RoutedExperts | None = None
-    """Of all tokens of prompt and answer except the last, which was never an input; None = not requested."""
+    """Experts of all tokens of prompt and answer except the last, which was never an input; None = not requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +239,7 @@ class CanaryReport:
     """How the replicas answered the canary probe after a weight update."""
 
     digest: str
-    """Of the answer on which more than half agree; empty without a majority."""
+    """Digest of the answer on which more than half agree; empty without a majority."""
     difference: float
     """Largest difference between two replicas, in nats, of the first exchange."""
     tolerance: float
@@ -252,7 +257,7 @@ class ProbeTokens:
     prompt_ids: list[int]
     answer_ids: list[int]
     images: list[ImageRef] = field(default_factory=list[ImageRef])
-    """Of the prompt."""
+    """Images of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +267,6 @@ class ProbeScore:
     version: int
     answer_ids: list[int]
     logprobs: list[float]
-    """In nats, at temperature 1, one for each id."""
+    """Log-probabilities in nats, at temperature 1, one for each id."""
     dtype: str
-    """In which the trainer computes, for example bfloat16."""
+    """Type in which the trainer computes, for example bfloat16."""

@@ -114,7 +114,7 @@ class TrainEngine(WeightSource, Protocol):
         ...
 
     def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """As in `WeightSource`; `stored`: in the type that the optimiser updates, for exact copies."""
+        """The weights, as in `WeightSource`; `stored`: in the type that the optimiser updates, for exact copies."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -48,7 +48,7 @@ class VisionLayout:
     """Limits of height * width after the resize."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    """Of the colours, from 0 to 1."""
+    """Mean and deviation of the colours, from 0 to 1."""
     has_3d_positions: bool
     """Positions count time, height and width; else tokens."""
     sizing: Sizing = "multiple"

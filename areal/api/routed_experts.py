@@ -31,7 +31,7 @@ class ExpertShape:
 
     @property
     def item_bytes(self) -> int:
-        """Of a number: uint8 up to 255 experts, else little-endian int16."""
+        """Bytes of a number: uint8 up to 255 experts, else little-endian int16."""
         return 1 if self.experts <= _LIMIT else 2
 
     @property

@@ -1,11 +1,10 @@
 """`areal compare`: configuration differences and curves of several runs, as text, JSON, PNG and one HTML file."""
 
 import argparse
-import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -14,92 +13,12 @@ from typing import Any
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public
 from areal.api.errors import ConfigError, InputError
+from areal.importers.draft import flat
 from areal.observe.metric_table import MAIN_METRICS, matching
 from areal.observe.step_files import read_step_lines
 from areal.replay.recorded import read_metrics
 from areal.system.durable import write_atomic
 from areal.system.run_paths import RunPaths, existing_run
-
-# The HTML file of `areal compare`: tables and SVG curves, without scripts and without other files.
-
-_COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
-_PAGE_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 240, 72, 26, 10
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 24px auto; max-width: 1480px; padding: 0 16px; color: #222; }
-table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: 3px 9px; text-align: left; }
-td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-all; }
-.charts { display: flex; flex-wrap: wrap; gap: 18px; } figure { margin: 0; } figcaption { font-weight: 600; }
-.key { display: inline-block; margin-right: 18px; } .key i { display: inline-block; width: 22px; height: 3px;
-margin-right: 6px; vertical-align: middle; } svg text { font-size: 11px; fill: #555; }
-"""
-
-
-def html_page(
-    runs: Sequence[str], config: Mapping[str, Sequence[Any]], curves: Mapping[str, Sequence[list[tuple[int, float]]]]
-) -> str:
-    """`config`: option -> values by run. `curves`: metric -> (step, value) points by run."""
-    keys = "".join(
-        f'<span class="key"><i style="background:{_color(place)}"></i>{escape(name)}</span>'
-        for place, name in enumerate(runs)
-    )
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("option", *runs))
-    rows = "".join(
-        f"<tr><td>{escape(option)}</td>{''.join(f'<td>{escape(_shown(value))}</td>' for value in values)}</tr>"
-        for option, values in config.items()
-    )
-    table = f"<table><tr>{head}</tr>{rows}</table>" if config else "<p>The options are equal.</p>"
-    charts = "".join(_chart(metric, points) for metric, points in curves.items())
-    title = escape(", ".join(runs))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>areal compare: {title}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>Comparison of runs</h1><p>{keys}</p>"
-        f'<h2>Curves by train step</h2><div class="charts">{charts}</div>'
-        f"<h2>Options that differ</h2>{table}</body></html>\n"
-    )
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=repr)
-
-
-def _label(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _color(place: int) -> str:
-    return _COLORS[place % len(_COLORS)]
-
-
-def _chart(metric: str, points: Sequence[list[tuple[int, float]]]) -> str:
-    everything = [point for run in points for point in run]
-    first, last = min(step for step, _ in everything), max(step for step, _ in everything)
-    low, high = min(value for _, value in everything), max(value for _, value in everything)
-    across = (_PAGE_WIDTH - _LEFT - 8) / max(last - first, 1)
-    up = (_HEIGHT - _BOTTOM - _TOP) / (high - low if high > low else 1.0)
-    floor = _HEIGHT - _BOTTOM
-
-    def place(step: int, value: float) -> str:
-        return f"{_LEFT + (step - first) * across:.1f},{floor - (value - low) * up:.1f}"
-
-    lines = "".join(
-        f'<polyline fill="none" stroke="{_color(number)}" stroke-width="1.6" '
-        f'points="{" ".join(place(*point) for point in run)}"/>'
-        for number, run in enumerate(points)
-        if run
-    )
-    frame = f'<path d="M{_LEFT},{_TOP}V{floor}H{_PAGE_WIDTH - 8}" fill="none" stroke="#999"/>'
-    labels = (
-        f'<text x="{_LEFT - 5}" y="{floor}" text-anchor="end">{_label(low)}</text>'
-        f'<text x="{_LEFT - 5}" y="{_TOP + 9}" text-anchor="end">{_label(high)}</text>'
-        f'<text x="{_LEFT}" y="{_HEIGHT - 8}">{first}</text>'
-        f'<text x="{_PAGE_WIDTH - 8}" y="{_HEIGHT - 8}" text-anchor="end">{last}</text>'
-    )
-    return (
-        f"<figure><figcaption>{escape(metric)}</figcaption>"
-        f'<svg viewBox="0 0 {_PAGE_WIDTH} {_HEIGHT}" width="{_PAGE_WIDTH}" '
-        f'height="{_HEIGHT}">{frame}{labels}{lines}</svg></figure>'
-    )
-
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
@@ -125,6 +44,83 @@ class Comparison:
     """Run -> the options that later launches changed: `step` (train steps done before) and `changes`."""
 
 
+# The HTML file of `areal compare`: tables and SVG curves, without scripts and without other files.
+
+_COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+_PAGE_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 240, 72, 26, 10
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; margin: 24px auto; max-width: 1480px; padding: 0 16px; color: #222; }
+table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: 3px 9px; text-align: left; }
+td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-all; }
+.charts { display: flex; flex-wrap: wrap; gap: 18px; } figure { margin: 0; } figcaption { font-weight: 600; }
+.key { display: inline-block; margin-right: 18px; } .key i { display: inline-block; width: 22px; height: 3px;
+margin-right: 6px; vertical-align: middle; } svg text { font-size: 11px; fill: #555; }
+"""
+
+
+def html_page(found: Comparison) -> str:
+    keys = "".join(
+        f'<span class="key"><i style="background:{_color(place)}"></i>{escape(name)}</span>'
+        for place, name in enumerate(found.runs)
+    )
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("option", *found.runs))
+    rows = "".join(
+        f"<tr><td>{escape(option)}</td>{''.join(f'<td>{escape(_shown(value))}</td>' for value in values)}</tr>"
+        for option, values in found.config.items()
+    )
+    table = f"<table><tr>{head}</tr>{rows}</table>" if found.config else "<p>The options are equal.</p>"
+    charts = "".join(_chart(metric, curves) for metric, curves in found.curves.items())
+    title = escape(", ".join(found.runs))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>areal compare: {title}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>Comparison of runs</h1><p>{keys}</p>"
+        f'<h2>Curves by train step</h2><div class="charts">{charts}</div>'
+        f"<h2>Options that differ</h2>{table}</body></html>\n"
+    )
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=repr)
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _color(place: int) -> str:
+    return _COLORS[place % len(_COLORS)]
+
+
+def _chart(metric: str, curves: Sequence[Curve | None]) -> str:
+    steps, values = _extent(curves)
+    first, last, low, high = *steps, *values
+    across = (_PAGE_WIDTH - _LEFT - 8) / max(last - first, 1)
+    up = (_HEIGHT - _BOTTOM - _TOP) / (high - low if high > low else 1.0)
+    floor = _HEIGHT - _BOTTOM
+
+    def place(step: int, value: float) -> str:
+        return f"{_LEFT + (step - first) * across:.1f},{floor - (value - low) * up:.1f}"
+
+    lines = "".join(
+        f'<polyline fill="none" stroke="{_color(number)}" stroke-width="1.6" '
+        f'points="{" ".join(map(place, curve.steps, curve.values))}"/>'
+        for number, curve in enumerate(curves)
+        if curve
+    )
+    frame = f'<path d="M{_LEFT},{_TOP}V{floor}H{_PAGE_WIDTH - 8}" fill="none" stroke="#999"/>'
+    labels = (
+        f'<text x="{_LEFT - 5}" y="{floor}" text-anchor="end">{_label(low)}</text>'
+        f'<text x="{_LEFT - 5}" y="{_TOP + 9}" text-anchor="end">{_label(high)}</text>'
+        f'<text x="{_LEFT}" y="{_HEIGHT - 8}">{first}</text>'
+        f'<text x="{_PAGE_WIDTH - 8}" y="{_HEIGHT - 8}" text-anchor="end">{last}</text>'
+    )
+    return (
+        f"<figure><figcaption>{escape(metric)}</figcaption>"
+        f'<svg viewBox="0 0 {_PAGE_WIDTH} {_HEIGHT}" width="{_PAGE_WIDTH}" '
+        f'height="{_HEIGHT}">{frame}{labels}{lines}</svg></figure>'
+    )
+
+
 def compare(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="areal compare", description="Compare the options and the curves of runs.")
     parser.add_argument("runs", metavar="RUN", type=existing_run, nargs="+", help="folders, or experiment/trial")
@@ -137,7 +133,7 @@ def compare(words: Sequence[str]) -> int:
         parser.error("name at least two runs")
     found = read_runs([path.absolute() for path in given.runs], given.metric or MAIN_METRICS)
     if given.html is not None:
-        write_atomic(given.html, html_page(found.runs, found.config, _points(found)).encode())
+        write_atomic(given.html, html_page(found).encode())
     if given.png is not None:
         _write_png(found, given.png)
     written = [path for path in (given.html, given.png) if path is not None]
@@ -176,17 +172,7 @@ def _curve(rows: dict[int, dict[str, Any]], key: str) -> Curve | None:
 
 def _options(folder: Path) -> dict[str, Any]:
     config = load_experiment(["--config", str(RunPaths(folder).config)], allow_unknown_top_level=True)
-    flat: dict[str, Any] = {}
-
-    def visit(tree: dict[str, Any], prefix: str) -> None:
-        for name, value in tree.items():
-            if isinstance(value, dict):
-                visit(value, f"{prefix}{name}.")
-            else:
-                flat[f"{prefix}{name}"] = value
-
-    visit(public(asdict(config)), "")
-    return flat
+    return {name: value for name, value in flat(public(asdict(config))).items() if value != {}}
 
 
 def _differences(options: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -203,10 +189,7 @@ def _lines(found: Comparison) -> list[str]:
         lines += [f"  {run}: changed after step {one['step']}: {'; '.join(one['changes'])}" for one in launches]
     width = max(map(len, found.runs))
     for metric, curves in found.curves.items():
-        shown = [curve.values for curve in curves if curve is not None]
-        low, high = min(map(min, shown)), max(map(max, shown))
-        steps = [step for curve in curves if curve is not None for step in curve.steps]
-        first, end = min(steps), max(steps)
+        (first, end), (low, high) = _extent(curves)
         lines += ["", f"{metric} ({low:.4g} to {high:.4g}), steps {first} to {end}"]
         for name, curve in zip(found.runs, curves, strict=True):
             if curve is None:
@@ -217,21 +200,27 @@ def _lines(found: Comparison) -> list[str]:
     return lines
 
 
+def _extent(curves: Sequence[Curve | None]) -> tuple[tuple[int, int], tuple[float, float]]:
+    """The first and last step, and the lowest and highest value."""
+    known = [curve for curve in curves if curve is not None]
+    steps = [step for curve in known for step in curve.steps]
+    values = [value for curve in known for value in curve.values]
+    return (min(steps), max(steps)), (min(values), max(values))
+
+
 def sparkline(values: Sequence[float], low: float, high: float, *, width: int = _WIDTH) -> str:
     """At most `width` bars between `low` and `high`, each the mean of an equal number of values."""
-    count = min(width, len(values))
-    edges = [round(place * len(values) / count) for place in range(count + 1)]
-    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    return "".join(_bar(mean, low, high) for mean in means)
+    curve = Curve(list(range(len(values))), list(values))
+    return bars_by_step(curve, (0, len(values) - 1), low, high, width=width)
 
 
-def bars_by_step(curve: Curve, steps: tuple[int, int], low: float, high: float) -> str:
-    """At most `_WIDTH` bars for the steps from the first to the last one, each the mean of its values.
+def bars_by_step(curve: Curve, steps: tuple[int, int], low: float, high: float, *, width: int = _WIDTH) -> str:
+    """At most `width` bars for the steps from the first to the last one, each the mean of its values.
 
     Between two steps of the curve its last bar is repeated; where it has not started or has ended there are spaces.
     """
     first, end = steps
-    count, num_steps = min(_WIDTH, end - first + 1), end - first + 1
+    count, num_steps = min(width, end - first + 1), end - first + 1
     columns: list[list[float]] = [[] for _ in range(count)]
     for step, value in zip(curve.steps, curve.values, strict=True):
         columns[(step - first) * count // num_steps].append(value)
@@ -243,13 +232,6 @@ def bars_by_step(curve: Curve, steps: tuple[int, int], low: float, high: float) 
 
 def _bar(value: float, low: float, high: float) -> str:
     return _BARS[round((value - low) * (len(_BARS) - 1) / (high - low))] if high > low else _BARS[0]
-
-
-def _points(found: Comparison) -> dict[str, list[list[tuple[int, float]]]]:
-    return {
-        metric: [[] if curve is None else list(zip(curve.steps, curve.values, strict=True)) for curve in curves]
-        for metric, curves in found.curves.items()
-    }
 
 
 def _write_png(found: Comparison, path: Path) -> None:

@@ -25,7 +25,7 @@ COMMANDS = (
     ),
     Command("eval", "evaluate a model on held-out rows: pass@k, majority vote", "areal.evaluate.command:run_eval"),
     Command("generate", "answer rows with a model, without scores", "areal.evaluate.command:run_generate"),
-    Command("score", "score generations made elsewhere: any reward, pass@k", "areal.evaluate.score:run_command"),
+    Command("score", "score generations made elsewhere: any reward, pass@k", "areal.evaluate.command:run_score"),
     Command("watch", "live view: curves, waits, phases, failures, samples", "areal.cli.watch:watch"),
     Command("show", "read prompts, answers and rewards; history of an episode", "areal.cli.show:show"),
     Command("audit", "check that no episode was lost or trained on twice", "areal.ledger.__main__:audit_command"),

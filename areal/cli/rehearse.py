@@ -26,7 +26,7 @@ from areal.api.config import DatasetConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import parse_function_path
+from areal.api.registry import parse_function_path
 from areal.api.workflow import constructor_problems
 from areal.data.dataset import load_rows
 from areal.observe.log import HttpLogger

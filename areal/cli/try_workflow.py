@@ -131,7 +131,7 @@ async def native_server(config: PPOConfig) -> AsyncIterator[InferenceEngine]:
                 registry,
                 1,
                 config.rollout,
-                lambda name, address: NATIVE.client(name, address, token),
+                lambda name, address, form: NATIVE.client(name, address, token, form),
                 vision=RunImages.of(config),
             )
             try:

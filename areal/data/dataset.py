@@ -14,10 +14,9 @@ import orjson
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.config.data import is_row_function
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import (
+from areal.api.registry import (
     CURRICULUM_CALL,
     MAP_CALL,
-    MAP_FUNCTIONS,
     ROWS_CALL,
     load_function,
     resolve_function,
@@ -49,11 +48,11 @@ def cached_lengths(folder: str, rows: Sequence[Row], tokenizer: Tokenizer, count
         digest.update(repr(row).encode())  # JSON has no lone surrogates and no integers of more than 64 bits
     path = Path(folder).expanduser() / f"lengths-{digest.hexdigest()}.json"
     try:
-        found = orjson.loads(path.read_bytes()) if path.is_file() else None
+        result = orjson.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, orjson.JSONDecodeError):
-        found = None
-    if isinstance(found, list) and len(found) == len(rows) and all(type(length) is int for length in found):
-        return found
+        result = None
+    if isinstance(result, list) and len(result) == len(rows) and all(type(length) is int for length in result):
+        return result
     lengths = count()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +139,7 @@ def load_rows(
 def _in_order_of(curriculum: str, rows: list[Row]) -> list[Row]:
     """The rows of an epoch that `curriculum` chooses. InputError when it fails or returns something else."""
     key = "train_dataset.curriculum"
-    function: Callable[[list[Row]], object] = load_function(resolve_function(curriculum, {}, key=key), CURRICULUM_CALL)
+    function: Callable[[list[Row]], object] = load_function(resolve_function(curriculum, key=key), CURRICULUM_CALL)
     try:
         ordered = function(list(rows))
     except Exception as error:  # a user's function
@@ -229,7 +228,7 @@ def _raw_rows(config: DatasetConfig, split: str, first: int | None) -> list[Row]
 
 def _made_rows(name: str) -> Iterator[Row]:
     """The rows that the function of a dataset's path returns. InputError when it fails or returns something else."""
-    function: Callable[[], Iterable[Row]] = load_function(resolve_function(name, {}, key="path"), ROWS_CALL)
+    function: Callable[[], Iterable[Row]] = load_function(resolve_function(name, key="path"), ROWS_CALL)
     try:
         for index, row in enumerate(function()):
             yield object_row(row, f"{name}, row {index}")
@@ -279,7 +278,7 @@ def _mapped_rows(config: DatasetConfig, default_split: str, first: int | None = 
     if not config.map_fn:
         return _without_long_texts(rows, config)
     function: Callable[[Row], Row | None] = load_function(
-        resolve_function(config.map_fn, MAP_FUNCTIONS, key="map_fn"), MAP_CALL
+        resolve_function(config.map_fn, "datasets", key="map_fn"), MAP_CALL
     )
     mapped: list[Row] = []
     for index, row in enumerate(rows):

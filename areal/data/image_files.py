@@ -259,19 +259,19 @@ def positions_3d(input_ids: np.ndarray, images: Sequence[ImageRef], layout: Visi
     number; the text after it continues from the largest number that was used, so positions are below T. `images` are
     those of the sequence in order, and their placeholders are complete (`areal.api.images.collapsed`).
     """
-    found = np.empty((3, input_ids.size), np.int64)
+    result = np.empty((3, input_ids.size), np.int64)
     places = np.flatnonzero(input_ids == layout.image_token_id)
     done, following, number = 0, 0, 0
     for image in images:
         start = int(places[number])
-        found[:, done:start] = np.arange(following, following + start - done)
+        result[:, done:start] = np.arange(following, following + start - done)
         following += start - done
         time, rows, columns = image.grid[0], image.grid[1] // layout.merge_size, image.grid[2] // layout.merge_size
         done, number = start + time * rows * columns, number + time * rows * columns
-        found[:, start:done] = np.indices((time, rows, columns)).reshape(3, -1) + following
+        result[:, start:done] = np.indices((time, rows, columns)).reshape(3, -1) + following
         following += max(rows, columns)
-    found[:, done:] = np.arange(following, following + input_ids.size - done)
-    return found
+    result[:, done:] = np.arange(following, following + input_ids.size - done)
+    return result
 
 
 _NAME = re.compile(r"[0-9a-f]{64}\.png")

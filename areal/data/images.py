@@ -95,7 +95,8 @@ class PromptImages:
         """The row with its images as data URLs, which an agent puts into its messages; blocks. Raises InputError."""
         sources, root = self._column(row), Path(self._options.root).expanduser()
         files = (
-            encode_image(image_bytes(one, root), self._layout, max_pixels=self.writer.max_pixels) for one in sources
+            encode_image(image_bytes(source, root), self._layout, max_pixels=self.writer.max_pixels)
+            for source in sources
         )
         return row | ({self._options.image_key: [data_url(png) for png, _ in files]} if sources else {})
 
@@ -163,17 +164,17 @@ class PromptImages:
 
     def _parts(self, content: Any) -> list[dict[str, Any]]:
         """The content of a message as parts of text and images; an image may have its source in `image`."""
-        found: list[dict[str, Any]] = []
+        parts: list[dict[str, Any]] = []
         for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
             if part.get("type") in ("image", "image_url", "input_image"):
                 source = part.get("image") or part.get("image_url")
-                found.append({"type": "image", "image": source})
+                parts.append({"type": "image", "image": source})
                 continue
             text = str(part.get("text", ""))
             for number, piece in enumerate(text.split(MARK)):
-                found += [{"type": "image"}] if number else []
-                found += [{"type": "text", "text": self._escaped(piece)}] if piece else []
-        return found
+                parts += [{"type": "image"}] if number else []
+                parts += [{"type": "text", "text": self._escaped(piece)}] if piece else []
+        return parts
 
     def _escaped(self, text: str) -> str:
         for special in self._special:
@@ -227,9 +228,9 @@ def _decoded(text: str) -> bytes:
 def _paired(places: list[Any], column: list[Any]) -> list[Any]:
     """The source of each place: its own, or the next one of the column."""
     rest = iter(column)
-    found = [next(rest, None) if place is None else place for place in places]
+    result = [next(rest, None) if place is None else place for place in places]
     num_open = sum(place is None for place in places)
     if num_open != len(column):
         text = f"a row has {num_open} places for images ({MARK}, or parts without an image) and {len(column)} images"
         raise InputError(f"{text} in its column: they must be equally many", code="data.image_tokens")
-    return found
+    return result

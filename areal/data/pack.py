@@ -113,10 +113,10 @@ def _image_index(rows: Sequence[Sequence[ImageRef]], table: Sequence[ImageRef]) 
     if not table:
         return None
     place = {image: index for index, image in enumerate(table)}
-    found = torch.full((len(rows), max(map(len, rows))), -1)
+    result = torch.full((len(rows), max(map(len, rows))), -1)
     for number, row in enumerate(rows):
-        found[number, : len(row)] = torch.tensor([place[image] for image in row], dtype=torch.int64)
-    return found
+        result[number, : len(row)] = torch.tensor([place[image] for image in row], dtype=torch.int64)
+    return result
 
 
 def _next_token(values: np.ndarray, bounds: np.ndarray, last: float | np.ndarray, dtype: torch.dtype) -> Tensor:

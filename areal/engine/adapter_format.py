@@ -57,14 +57,14 @@ class PeftAdapter:
 
     def weight_specs(self) -> list[WeightSpec]:
         factor = self._rank_factor
-        found: list[WeightSpec] = []
+        specs: list[WeightSpec] = []
         for name, layer in self.adapters.layers.items():
             (rank, inside), (outside, _) = layer.lora_A.shape, layer.lora_B.shape
-            found.append(WeightSpec(name=f"{PREFIX}{name}{DOWN}", shape=[rank * factor, inside], dtype="float32"))
-            found.append(WeightSpec(name=f"{PREFIX}{name}{UP}", shape=[outside, rank * factor], dtype="float32"))
+            specs.append(WeightSpec(name=f"{PREFIX}{name}{DOWN}", shape=[rank * factor, inside], dtype="float32"))
+            specs.append(WeightSpec(name=f"{PREFIX}{name}{UP}", shape=[outside, rank * factor], dtype="float32"))
         for name, weight in self.adapters.trained_whole().items():
-            found.append(WeightSpec(name=f"{PREFIX}{name}", shape=[*weight.shape], dtype="float32"))
-        return found
+            specs.append(WeightSpec(name=f"{PREFIX}{name}", shape=[*weight.shape], dtype="float32"))
+        return specs
 
     def write(self, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Write `named_weights` as a folder that peft loads; on one rank."""

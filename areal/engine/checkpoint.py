@@ -11,15 +11,13 @@ from secrets import randbits
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -30,7 +28,7 @@ from transformers.configuration_utils import PretrainedConfig
 from areal.api.engine import WeightSource
 from areal.api.errors import InputError
 from areal.engine.adapter_format import PeftAdapter
-from areal.engine.mesh import Splits, TrainerMesh, copies_of, local_part, region_in, sharded_as
+from areal.engine.mesh import TrainerMesh, copies_of, local_part, sharded_as
 from areal.system.durable import publish_folder, remove_unfinished, writing_folder
 from areal.weights.weight_files import plan_files, write_index, write_own_files, write_tensors
 
@@ -141,82 +139,6 @@ def _raise_together(final: Path, mesh: TrainerMesh, error: Exception | None) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Recovery state of earlier versions of areal, described as torch.distributed.checkpoint describes its files.
-
-OLD_FORMATS = (2, 3)
-"""Format 2 splits dimension 0 of each weight over all ranks; format 3 describes its mesh and how it splits a weight."""
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """The place of a part, as `HuggingFaceStorageReader` reads it."""
-
-    relative_path: str
-
-
-def rank_file(rank: int, world_size: int) -> str:
-    """Name of the file of a rank, in every format."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-def old_metadata(folder: Path, facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Metadata:
-    """Describe the files of all ranks. `facts`: of state.json; `shapes`: of the model's weights."""
-    num_ranks = int(facts["world_size"])
-    sizes: dict[str, int] = facts.get("mesh") or {"replicate": 1, "shard": num_ranks, "tensor": 1}
-    sizes["expert_shard"] = sizes["shard"] // sizes.setdefault("expert", 1)
-    layouts: Mapping[str, Any] = facts.get("weights") or {}
-    tensors: dict[str, TensorStorageMetadata] = {}
-    files: dict[MetadataIndex, _File] = {}
-    for rank in range(num_ranks):
-        path = folder / rank_file(rank, num_ranks)
-        places = _places(rank, sizes)
-        with safe_open(path, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - not a dict
-                stored = tuple(opened.get_slice(key).get_shape())
-                shape, splits = _layout(key, stored, layouts, shapes)
-                region = region_in(shape, splits, sizes, places) if stored else ()
-                if tuple(each.stop - each.start for each in region) != stored:
-                    raise ValueError(f"{key} of rank {rank} has shape {list(stored)}")
-                offsets = torch.Size(each.start for each in region)
-                index = MetadataIndex(key, offsets)
-                if index in files or 0 in stored:
-                    continue
-                files[index] = _File(str(path))
-                if key not in tensors:
-                    properties = TensorProperties(dtype=opened.get_slice(key)[:0].dtype if stored else torch.float32)
-                    tensors[key] = TensorStorageMetadata(properties, torch.Size(shape if stored else ()), [])
-                tensors[key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(stored)))
-    return Metadata(state_dict_metadata=dict(tensors), storage_data=files)
-
-
-def _places(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The coordinates of a rank in the mesh, by the name of the dimension."""
-    rest, tensor = divmod(rank, sizes["tensor"])
-    replicate, shard = divmod(rest, sizes["shard"])
-    expert_shard, expert = divmod(shard, sizes["expert"])
-    return {
-        "replicate": replicate,
-        "shard": shard,
-        "tensor": tensor,
-        "expert_shard": expert_shard,
-        "expert": expert,
-    }
-
-
-def _layout(
-    key: str, stored: tuple[int, ...], layouts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[tuple[int, ...], Splits]:
-    """Whole shape and splits of the weight that a key belongs to, or of the optimiser state of a weight."""
-    part, _, name = key.partition("/")
-    name = name if part == "weights" else name.rpartition("/")[0]
-    if layouts:
-        shape, splits = layouts[name]
-        return tuple(shape), tuple((each[0], each[1]) for each in splits)
-    shape = shapes.get(name, stored)
-    return shape, () if stored == shape else (("shard", 0),)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Recovery state of an engine on disk: one safetensors file per rank, in the format that torch.distributed.checkpoint
 # reads without pickle. Any number of ranks in any mesh loads it.
 
@@ -224,6 +146,11 @@ _STATE = "state.json"
 _FORMAT = 4
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AssertionError, SafetensorError)
 """What the reader of torch raises for damaged files."""
+
+
+def rank_file(rank: int, world_size: int) -> str:
+    """Name of the file of a rank."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +163,14 @@ class Piece:
 
 def own_pieces(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Piece]:
     """What this rank writes: its parts, except empty ones and those of which another rank writes its copy."""
-    found: dict[str, Piece] = {}
+    pieces: dict[str, Piece] = {}
     for number, (name, tensor) in enumerate(tensors.items()):
         copies, place = copies_of(tensor, rank, world_size)
         values = local_part(tensor)
         if number % copies == place and values.numel():
             (chunk,) = tensor.__create_chunk_list__() if isinstance(tensor, DTensor) else (None,)
-            found[name] = Piece(values, tuple(chunk.offsets) if chunk else (0,) * tensor.dim())
-    return found
+            pieces[name] = Piece(values, tuple(chunk.offsets) if chunk else (0,) * tensor.dim())
+    return pieces
 
 
 class HostCopies:
@@ -255,16 +182,16 @@ class HostCopies:
     @torch.no_grad()
     def of(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """The pieces with copied values. They stay valid until the next call."""
-        found: dict[str, Piece] = {}
+        result: dict[str, Piece] = {}
         for name, piece in pieces.items():
             values, own = piece.values, self._copies.get(name)
             if own is None or (own.shape, own.dtype) != (values.shape, values.dtype):
                 own = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            found[name] = Piece(own.copy_(values, non_blocking=True), piece.offsets)
-        self._copies = {name: piece.values for name, piece in found.items()}
+            result[name] = Piece(own.copy_(values, non_blocking=True), piece.offsets)
+        self._copies = {name: piece.values for name, piece in result.items()}
         if any(piece.values.is_cuda for piece in pieces.values()):
             torch.cuda.current_stream().synchronize()
-        return found
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +228,7 @@ class RecoveryReader:
             facts: dict[str, Any] = json.loads((folder / _STATE).read_bytes())
         except (OSError, ValueError) as error:
             raise InputError(f"{folder} contains no recovery state: {error}", code="checkpoint.missing") from error
-        if (found := facts["format"]) not in (_FORMAT, *OLD_FORMATS):
+        if (found := facts["format"]) != _FORMAT:
             message = f"recovery state in {folder} has format {found}: use the version of areal that wrote it"
             raise InputError(message, code="checkpoint.other_run")
         if (found := facts.get("base", "")) != base:
@@ -313,8 +240,7 @@ class RecoveryReader:
         try:
             for rank in range(facts["world_size"]):
                 (folder / rank_file(rank, facts["world_size"])).stat()
-            is_old = facts["format"] != _FORMAT
-            self._metadata = old_metadata(folder, facts, shapes) if is_old else self._reader.read_metadata()
+            self._metadata = self._reader.read_metadata()
         except _UNREADABLE as error:
             raise self._damaged(error) from error
         self._tensors: dict[str, TensorStorageMetadata] = {}

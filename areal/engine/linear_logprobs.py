@@ -265,14 +265,14 @@ class _LinearLogprobs(torch.autograd.Function):
                 if is_small and any(ctx.needs_input_grad):
                     kept = logits  # `add` has subtracted their maximum
         forward.merge_ranks(kept)
-        found = forward.finish(~valid, is_less_highest=kept is not None)
+        result = forward.finish(~valid, is_less_highest=kept is not None)
         ctx.plan = plan
-        saved = (forward.wanted, valid, forward.logsumexp, found[1], forward.clamp, kept)
+        saved = (forward.wanted, valid, forward.logsumexp, result[1], forward.clamp, kept)
         ctx.save_for_backward(hidden, weight, bias, *saved)
-        constants = [values for values in found[4:] if values is not None]
-        ctx.mark_non_differentiable(*constants, *([] if plan.spec.entropy_grad else [found[1]]))
+        constants = [values for values in result[4:] if values is not None]
+        ctx.mark_non_differentiable(*constants, *([] if plan.spec.entropy_grad else [result[1]]))
         ctx.set_materialize_grads(False)
-        return found
+        return result
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -61,16 +61,16 @@ class LoRALinear(nn.Linear):
     """The columns of W, of all `in_features`, that this tensor rank has."""
 
     def forward(self, input: Tensor) -> Tensor:
-        found = F.linear(input, self.weight, self.bias)
+        result = F.linear(input, self.weight, self.bias)
         if not self.is_enabled:
-            return found
+            return result
         given = input
         if self.dropout and self.training:
             given = _dropout(input, self.dropout, self.in_features, self.own_columns)
-        found = found + F.linear(F.linear(given, self.lora_A), self.lora_B) * self.scale
+        result = result + F.linear(F.linear(given, self.lora_A), self.lora_B) * self.scale
         if self.start_A is not None and self.start_B is not None:
-            found = found - F.linear(F.linear(input, self.start_A), self.start_B) * self.scale
-        return found
+            result = result - F.linear(F.linear(input, self.start_A), self.start_B) * self.scale
+        return result
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -232,16 +232,18 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
     require_targets(config, list(linear), list(_with_weights(model)))
     every = targets in (ALL_LINEAR, [ALL_LINEAR])
     others = {id(module) for tower in other_towers(model) for module in tower.modules()} if every else set[int]()
-    found = {name: one for name, one in linear.items() if (every or is_target(name, targets)) and id(one) not in others}
-    found = {name: one for name, one in found.items() if not is_target(name, config.exclude_modules)}
-    if not found:
+    result = {
+        name: one for name, one in linear.items() if (every or is_target(name, targets)) and id(one) not in others
+    }
+    result = {name: one for name, one in result.items() if not is_target(name, config.exclude_modules)}
+    if not result:
         text = f"lora.exclude_modules: {config.exclude_modules} leaves no module of target_modules"
         raise ConfigError(text, code="adapter.no_target")
-    for name, one in found.items() if config.init in ("pissa", "olora") else ():
+    for name, one in result.items() if config.init in ("pissa", "olora") else ():
         if config.rank > min(one.weight.shape):
             text = f"lora.rank={config.rank} with init={config.init} exceeds the size {min(one.weight.shape)} of {name}"
             raise ConfigError(f"{text}: lower it", code="adapter.rank")
-    return found
+    return result
 
 
 def _with_weights(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -251,7 +253,7 @@ def _with_weights(model: PreTrainedModel) -> dict[str, nn.Module]:
 def _saved_modules(model: PreTrainedModel, config: LoRAConfig) -> list[nn.Module]:
     """The modules of lora.modules_to_save."""
     modules = _with_weights(model)
-    found = {name: one for name, one in modules.items() if is_saved(name, config.modules_to_save)}
+    found = {name: module for name, module in modules.items() if is_saved(name, config.modules_to_save)}
     for name, one in found.items():
         weights = set(map(id, one.parameters()))
         for other, two in modules.items():

@@ -153,14 +153,14 @@ def copy_part(target: Tensor, whole: Tensor) -> None:
 def view_of(module: nn.Module, own_part: Callable[[DTensor], Tensor], **changes: Any) -> nn.Module:
     """A module as its forward function sees it on one rank: with plain tensors in place of distributed parameters, and
     `changes` in place of other attributes or parameters."""
-    found = object.__new__(type(module))
+    result = object.__new__(type(module))
     weights: dict[str, Any] = dict(module._parameters)
     for name, weight in weights.items():
         if isinstance(weight, DTensor):
             weights[name] = changes[name] if name in changes else own_part(weight)
-    found.__dict__.update(module.__dict__, _parameters=weights)
-    found.__dict__.update((name, value) for name, value in changes.items() if name not in weights)
-    return found
+    result.__dict__.update(module.__dict__, _parameters=weights)
+    result.__dict__.update((name, value) for name, value in changes.items() if name not in weights)
+    return result
 
 
 STORE_NAME = "trainer/store"

@@ -141,14 +141,14 @@ def _answer_runs(
     first: dict[int, int] = {}
     for number, leader in enumerate(led):
         first.setdefault(prompt_of[leader], number)
-    found: list[AnswerRun] = []
+    answer_runs: list[AnswerRun] = []
     pairs = zip(answers, places, strict=True)
     for (prompt, length), same in groupby(
         pairs, key=lambda pair: (prompt_of[pair[0]], end_of[pair[0]] - prompt_of[pair[0]])
     ):
         rows = torch.tensor([place - first[prompt] for _, place in same])
-        found.append(AnswerRun(length=length, prompts=rows, block=blocks[prompt]))
-    return tuple(found)
+        answer_runs.append(AnswerRun(length=length, prompts=rows, block=blocks[prompt]))
+    return tuple(answer_runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 from areal.api.config import OptimizerConfig
 from areal.api.errors import ConfigError, TrainingDiverged
 from areal.api.metrics import Metric, Metrics
+from areal.api.registry import registered
 from areal.engine.mesh import local_part, num_copies, sharded_as
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -123,16 +124,16 @@ def _stored(
 
 def moments(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's parts of the moments of a weight, float32 in new memory, from the state of any AdamW."""
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name in MOMENTS:
         value = local_part(state[name])
         if (scales := state.get(name + SCALE)) is None:
-            found[name] = value.to(torch.float32, copy=True)
+            result[name] = value.to(torch.float32, copy=True)
         else:
             book = _code_book(is_signed=name == MOMENTS[0], device=value.device)
             blocks = book[value.int()].unflatten(-1, (-1, BLOCK))
-            found[name] = blocks.mul_(local_part(scales).unsqueeze(-1)).flatten(-2)
-    return found
+            result[name] = blocks.mul_(local_part(scales).unsqueeze(-1)).flatten(-2)
+    return result
 
 
 def _rounded(values: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -336,19 +337,33 @@ def _make_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
         layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
         groups.setdefault((factors[name], layout), []).append(parameter)
     grouped = [{"params": group, "lr_factor": factor} for (factor, _), group in groups.items()]
-    if config.type == "sgd":
-        return torch.optim.SGD(grouped, lr=config.lr, weight_decay=config.weight_decay)
-    if (bits := {"adam_bf16": 16, "adam_8bit": 8}.get(config.type)) is not None:
-        betas, decay = (config.beta1, config.beta2), config.weight_decay
-        return RoundedAdam(grouped, bits=bits, lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay)
-    return torch.optim.AdamW(
-        grouped,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    return registered("optimizers", config.type, key="optimizer.type").load()(grouped, config)
+
+
+def sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Gradient descent without momentum."""
+    return torch.optim.SGD(groups, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW with moments in float32."""
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay, fused=True)
+
+
+def adam_bf16(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW with moments in bfloat16."""
+    return _rounded_adam(groups, config, bits=16)
+
+
+def adam_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW with moments in 8 bits."""
+    return _rounded_adam(groups, config, bits=8)
+
+
+def _rounded_adam(groups: list[dict[str, Any]], config: OptimizerConfig, *, bits: int) -> RoundedAdam:
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
+    return RoundedAdam(groups, bits=bits, lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay)
 
 
 def _lr_factor(name: str, config: OptimizerConfig) -> float:

@@ -66,10 +66,10 @@ def heads_of_all_tokens(states: Sequence[Tensor], ranks: RankGroup) -> list[Tens
     """
     c, queries = ranks.size, states[0].shape[1]
     sent: list[Tensor] = []
-    for one in states:
-        heads = repeated_heads(queries, one.shape[1], c)
-        one = one if heads == one.shape[1] else one.repeat_interleave(heads // one.shape[1], dim=1)
-        sent.append(one[0].unflatten(0, (c, heads // c)))  # [c, H/c, T/c, D]
+    for state in states:
+        heads = repeated_heads(queries, state.shape[1], c)
+        state = state if heads == state.shape[1] else state.repeat_interleave(heads // state.shape[1], dim=1)
+        sent.append(state[0].unflatten(0, (c, heads // c)))  # [c, H/c, T/c, D]
     received = _exchange(sent, ranks)
     return [one.permute(1, 2, 0, 3).flatten(1, 2).unsqueeze(0) for one in received]
 
@@ -94,10 +94,10 @@ def repeated_heads(queries: int, keys: int, ranks: int) -> int:
 
 def _exchange(states: list[Tensor], ranks: RankGroup) -> list[Tensor]:
     """One all-to-all: part i of each goes to rank i, part i of the results came from rank i."""
-    flat = torch.cat([one.flatten(1) for one in states], dim=1)
+    flat = torch.cat([state.flatten(1) for state in states], dim=1)
     received: Tensor = _AllToAll.apply(flat, ranks)  # pyright: ignore[reportAssignmentType]
-    parts = received.split([math.prod(one.shape[1:]) for one in states], dim=1)
-    return [part.unflatten(1, one.shape[1:]) for part, one in zip(parts, states, strict=True)]
+    parts = received.split([math.prod(state.shape[1:]) for state in states], dim=1)
+    return [part.unflatten(1, state.shape[1:]) for part, state in zip(parts, states, strict=True)]
 
 
 class _AllToAll(torch.autograd.Function):

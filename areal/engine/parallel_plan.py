@@ -134,9 +134,9 @@ def _shared_input(
 
 def _summed_rows(module: nn.Module, own: Callable[[Tensor], Tensor], group: dist.ProcessGroup, input: Tensor) -> Tensor:
     """The sum over the ranks of the products of their columns, plus the bias once."""
-    found: Tensor = _Summed.apply(own(input), group)  # pyright: ignore[reportAssignmentType]
+    product: Tensor = _Summed.apply(own(input), group)  # pyright: ignore[reportAssignmentType]
     bias = module.bias
-    return found if bias is None else found + cast("DTensor", bias).to_local()
+    return product if bias is None else product + cast("DTensor", bias).to_local()
 
 
 def _embedded(own: Callable[[Tensor], Tensor], first: int, size: int, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
@@ -176,9 +176,9 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = values.clone(memory_format=torch.contiguous_format)  # autograd, or a checkpoint, may keep the values
-    dist.all_reduce(found, group=group)
-    return found
+    result = values.clone(memory_format=torch.contiguous_format)  # autograd, or a checkpoint, may keep the values
+    dist.all_reduce(result, group=group)
+    return result
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -269,9 +269,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(rows: Tensor, sizes_out: list[int], sizes_in: list[int], group: dist.ProcessGroup) -> Tensor:
-    found = rows.new_empty(sum(sizes_in), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), sizes_in, sizes_out, group=group)
-    return found
+    result = rows.new_empty(sum(sizes_in), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), sizes_in, sizes_out, group=group)
+    return result
 
 
 def _no_expert_plan(model: nn.Module, problem: str) -> ConfigError:

@@ -55,15 +55,15 @@ class Sample:
 
 def read_samples(path: Path, *, with_failed: bool = False) -> dict[SampleKey, Sample]:
     """The samples of a file that areal wrote. A last line that was cut by a kill is left out."""
-    found: dict[SampleKey, Sample] = {}
+    samples: dict[SampleKey, Sample] = {}
     if not path.is_file():
-        return found
+        return samples
     *lines, _ = path.read_bytes().split(b"\n")  # what follows the last line end is empty, or cut
     for number, line in enumerate(lines, start=1):
         sample = _sample(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
         if with_failed or not sample.error:
-            found[sample.key] = sample
-    return found
+            samples[sample.key] = sample
+    return samples
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
@@ -82,7 +82,7 @@ def read_generations(path: Path, column: str = "") -> list[Sample]:
         raise InputError(f"there is no file {path}: give a .jsonl file with generations", code="data.not_found")
     rows: dict[bytes, int] = {}
     counts: dict[tuple[str, str, int], int] = {}
-    found: list[Sample] = []
+    generations: list[Sample] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -97,10 +97,10 @@ def read_generations(path: Path, column: str = "") -> list[Sample]:
             for output in _outputs(fields, name, place):
                 index = counts.get((mode, set_name, row), 0)
                 counts[mode, set_name, row] = index + 1
-                found.append(_given(fields, name, SampleKey(mode, set_name, row, index), output))
-    if not found:
+                generations.append(_given(fields, name, SampleKey(mode, set_name, row, index), output))
+    if not generations:
         raise InputError(f"{path} has no generations", code="data.no_rows")
-    return found
+    return generations
 
 
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _row_of(fields: dict[str, Any], number: int, rows: dict[bytes, int]) -> int:
 def _outputs(fields: dict[str, Any], name: str, place: str) -> Sequence[str]:
     given = fields.get(name)
     outputs = [given] if isinstance(given, str) else given
-    if not isinstance(outputs, list) or not outputs or not all(isinstance(one, str) for one in outputs):
+    if not isinstance(outputs, list) or not outputs or not all(isinstance(output, str) for output in outputs):
         message = f"{place} has no text in {name!r}, only the columns {sorted(fields)}: name it with --column NAME"
         raise InputError(message, code="evaluate.no_output_column")
     return outputs

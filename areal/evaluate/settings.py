@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from areal.api.allocation import INFERENCE_BACKENDS
 from areal.api.config import (
     DatasetConfig,
     PPOConfig,
@@ -20,6 +19,7 @@ from areal.api.config import (
     load_experiment,
 )
 from areal.api.config.data import is_row_function
+from areal.api.config.experiment import SERVER_SECTIONS
 from areal.api.errors import ConfigError, InputError
 from areal.data.row_files import dataset_files
 from areal.fleet.backends import backend_named
@@ -29,8 +29,7 @@ _DEFAULTS = Path(__file__).with_name("defaults.yaml")
 _POLICIES = ("actor", "model")  # Roles whose exports can be evaluated, of RL and of supervised training.
 _DECIDES = (
     "seed", "tokenizer_path", "chat_template", "gconfig", "eval_gconfig", "workflow", "workflow_args", "agent",
-    "reward_fn", "reward", "valid_dataset", "evaluator", "vision", *INFERENCE_BACKENDS, "server_python",
-    "server_defaults",
+    "reward_fn", "reward", "valid_dataset", "evaluator", "vision", *SERVER_SECTIONS,
 )  # fmt: skip
 """Sections that decide what the answers and their scores are."""
 
@@ -46,15 +45,17 @@ def load_settings(files: Sequence[str], overrides: Sequence[str]) -> PPOConfig:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")
+    parser.add_argument(
+        "--config", dest="files", metavar="FILE", action="append", default=[], help="several are merged in order"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the configuration")
 
 
 def parsed_ks(text: str) -> list[int]:
-    found = sorted({int(part) for part in text.split(",")})
-    if found[0] < 1:
+    result = sorted({int(part) for part in text.split(",")})
+    if result[0] < 1:
         raise ValueError("below 1")
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +171,7 @@ def _with_data(config: PPOConfig, data: Sequence[str]) -> PPOConfig:
 
 
 def _shared(dataset: DatasetConfig) -> dict[str, Any]:
-    return {one.name: getattr(dataset, one.name) for one in fields(DatasetConfig)}
+    return {field.name: getattr(dataset, field.name) for field in fields(DatasetConfig)}
 
 
 def held_out_sets(config: PPOConfig) -> dict[str, ValidDatasetConfig]:

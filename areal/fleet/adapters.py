@@ -1,109 +1,62 @@
-"""The LoRA adapters that one server has loaded: a new name for each policy version, and none that no request uses."""
+"""What the clients of foreign servers add to an answer: stop strings across its parts, and versioned LoRA adapters."""
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from areal.api.columns import Packed, Runs, joined, to_runs
+from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError
-from areal.fleet.replica import GenerationPart, OnChunk, PartChunk
+from areal.fleet.replica import PartChunk
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Stop strings that start in an earlier part of an answer: foreign servers search them in the text of one part only.
-#
-# The first tokens of a part are held until it is certain that no stop string ends in them; the server finds all later
-# ones itself.
+Parts = AsyncGenerator[PartChunk, None]
 
 
-class BoundaryGate:
-    """Passes the chunks of one part on once the text across its beginning is known."""
+async def ended_by_stops(
+    request: GenerationRequest, chunks: Parts, to_texts: Callable[[list[Sequence[int]]], Awaitable[list[str]]]
+) -> Parts:
+    """The chunks of a part, which ends where a stop string ends that started in an earlier part.
 
-    def __init__(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        self._stops = part.gconfig.stop or []
-        self._on_chunk = on_chunk
-        self._reach = max(len(stop.encode()) for stop in self._stops)
-        """In tokens: each token has at least one byte."""
-        num_before = min(part.num_prior_output_tokens, self._reach + 1)  # one more: the first token can lose its space
-        self._before = part.input_ids[-num_before:]
-        self._min_new_tokens = part.min_new_tokens
-        self._held: list[PartChunk] = []
-        self._is_open = False
-        self.filled = asyncio.Event()
-        """Set when all tokens that could end a stop string have arrived, or the part has ended."""
-
-    def take(self, chunk: PartChunk) -> None:
-        if self._is_open:
-            self._on_chunk(chunk)
-            return
-        self._held.append(chunk)
-        if chunk.finish_reason is not None or len(self._new_ids()) >= self._reach:
-            self.filled.set()
-
-    def token_lists(self) -> list[Sequence[int]]:
-        """The tokens to detokenize: the end of the earlier parts, alone and with 1, 2, ... of the first new tokens."""
-        new = self._new_ids()[: self._reach]
-        return [joined("i", (self._before, new[:count])) for count in range(len(new) + 1)]
-
-    def settle(self, texts: list[str]) -> bool:
-        """Pass on the held tokens, given the texts of `token_lists`; True when a stop string ended the answer."""
-        self._is_open = True
-        count = next((i for i in range(1, len(texts)) if self._ends_at(i, texts)), None)
-        if count is None:
-            for chunk in self._held:
-                self._on_chunk(chunk)
-            return False
-        ids = self._new_ids()[:count]
-        logprobs = joined("f", (chunk.logprobs for chunk in self._held))[:count]
-        reported = self._held[-1].part_versions
-        versions = reported or Runs(run for chunk in self._held for run in to_runs(chunk.versions).runs)
-        experts = self._held[-1].routed_experts
-        self._on_chunk(PartChunk(ids, logprobs, versions[:count], "stop", reported and reported[:count], experts))
-        return True
-
-    def _ends_at(self, count: int, texts: list[str]) -> bool:
-        """Whether new token number `count` completes a stop string, other than one within the first min_new_tokens."""
-        return count >= self._min_new_tokens and any(
-            texts[count].count(stop) > texts[count - 1].count(stop) for stop in self._stops
-        )
-
-    def _new_ids(self) -> Packed[int]:
-        return joined("i", (chunk.token_ids for chunk in self._held))
-
-
-async def generate_with_stops(
-    part: GenerationPart,
-    generate: Callable[[OnChunk], Awaitable[None]],
-    to_texts: Callable[[list[Sequence[int]]], Awaitable[list[str]]],
-    on_chunk: OnChunk,
-) -> None:
-    """Let `generate` run a part, and end it where a stop string ends that started in an earlier part.
-
-    A part that can have none runs as it is. Otherwise the first tokens or the end of the part are awaited.
+    Foreign servers search stop strings in the text of one part only. The first tokens are held until it is certain that
+    none ends in them; the server finds all later ones itself. `to_texts` detokenizes lists of which each is a prefix of
+    the next.
     """
-    if not (part.num_prior_output_tokens and part.gconfig.stop):
-        await generate(on_chunk)
+    stops = request.gconfig.stop or []
+    if not (stops and request.num_prior_output_tokens):
+        async for chunk in chunks:
+            yield chunk
         return
+    reach = max(len(stop.encode()) for stop in stops)  # in tokens: each token has at least one byte
+    num_before = min(request.num_prior_output_tokens, reach + 1)  # one more: the first token can lose its space
+    held: list[PartChunk] = []
+    async for chunk in chunks:
+        held.append(chunk)
+        if chunk.finish_reason is not None or sum(len(one.token_ids) for one in held) >= reach:
+            break
+    new = joined("i", (chunk.token_ids for chunk in held))
+    before, reach = request.input_ids[-num_before:], min(reach, len(new))
+    texts = await to_texts([joined("i", (before, new[:count])) for count in range(reach + 1)])
+    # Not a stop string that is complete within the first min_new_tokens.
+    for count in range(max(request.gconfig.min_new_tokens, 1), reach + 1):
+        if any(texts[count].count(stop) > texts[count - 1].count(stop) for stop in stops):
+            yield _cut(held, count)
+            return
+    for chunk in held:
+        yield chunk
+    async for chunk in chunks:
+        yield chunk
 
-    async def run() -> None:
-        await generate(gate.take)
 
-    gate = BoundaryGate(part, on_chunk)
-    running = asyncio.create_task(run(), name=f"generate {part.part_id}")
-    filled = asyncio.create_task(gate.filled.wait(), name=f"first tokens of {part.part_id}")
-    try:
-        await asyncio.wait((running, filled), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()  # raises its error
-        lists = gate.token_lists()
-        if not gate.settle(await to_texts(lists) if lists else []):
-            await running
-    finally:
-        running.cancel()
-        filled.cancel()
-        await asyncio.gather(running, filled, return_exceptions=True)
+def _cut(held: list[PartChunk], count: int) -> PartChunk:
+    """The first tokens of several chunks, as a whole part that was stopped."""
+    token_ids: Packed[int] = joined("i", (chunk.token_ids for chunk in held))
+    logprobs: Packed[float] = joined("f", (chunk.logprobs for chunk in held))
+    reported, experts = held[-1].part_versions, held[-1].routed_experts
+    versions = reported or Runs(run for chunk in held for run in to_runs(chunk.versions).runs)
+    known = reported and reported[:count]
+    return PartChunk(token_ids[:count], logprobs[:count], versions[:count], "stop", known, experts)
 
 
 Call = Callable[[str], Awaitable[None]]
@@ -121,7 +74,7 @@ class ServedAdapters:
         self._loaded: list[str] = []
         self._users: Counter[str] = Counter()
         self._num_uses: Counter[str] = Counter()
-        """By folder."""
+        """Folder -> number of its uses."""
 
     async def use(self, folder: str, version: int) -> None:
         """Requests from now on use the adapter in `folder`. RequestError when the server cannot load it.
@@ -149,21 +102,24 @@ class ServedAdapters:
                 continue  # a restarted server never had it
 
     @contextmanager
-    def part(self, part: GenerationPart, on_chunk: OnChunk) -> Iterator[tuple[GenerationPart, OnChunk]]:
-        """The part with the current adapter, and a callback that gives its version to all its tokens.
+    def chosen(self, request: GenerationRequest) -> Iterator[tuple[GenerationRequest, int | None]]:
+        """The request with the current adapter, and its version; None when the server knows the versions of tokens.
 
         The server counts the versions of the whole model, which says nothing about the adapter of a request.
         """
         name, version = self._current
-        if part.adapter or not name:
-            yield part, on_chunk
+        if request.adapter or not name:
+            yield request, None
             return
-
-        def on_own(chunk: PartChunk) -> None:
-            on_chunk(chunk._replace(versions=[version] * len(chunk.token_ids), part_versions=None))
-
         self._users[name] += 1
         try:
-            yield replace(part, adapter=name), on_own
+            yield replace(request, adapter=name), version
         finally:
             self._users[name] -= 1
+
+
+def with_version(chunk: PartChunk, version: int | None) -> PartChunk:
+    """The chunk with the version of an adapter for all its tokens."""
+    if version is None:
+        return chunk
+    return chunk._replace(versions=Runs.of(version, len(chunk.token_ids)), part_versions=None)

@@ -7,43 +7,455 @@ request_timeout). `areal.fleet.weight_updater` states what a weight update waits
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import time
+from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
+from operator import attrgetter
 from typing import Any
 
-from areal.api.config.rollout import InferenceEngineConfig
-from areal.api.data import GenerationRequest, GenerationResponse
-from areal.api.errors import ServerUnavailable
+from areal.api.columns import Packed, Runs, RunsBuilder, append, joined, to_runs
+from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
+from areal.api.data import GenerationRequest, GenerationResponse, StopReason
+from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.api.gather import gather_or_cancel
-from areal.api.routed_experts import ExpertShape
+from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.image_files import RunImages
-from areal.fleet.continuation import Answer
-from areal.fleet.replica import GenerationPart, PartChunk, Replica, ReplicaFactory
+from areal.fleet.replica import AnswerForm, PartChunk, Replica, ReplicaFactory, RequestLimits
 from areal.fleet.replica_set import ReplicaSet, Slot, State
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The rules by which an answer generated in parts, on several replicas or under several versions, is one answer.
+#
+# Token limits apply to the whole answer: each part may add what is left. An answer never continues under an older
+# policy than the one that generated its newest token.
 
-@dataclass(slots=True, eq=False)
-class _Generation:
-    """A request, its answer so far, and what happened to it."""
 
-    request: GenerationRequest
-    answer: Answer
-    started_s: float
-    first_token_s: float | None = None
-    ended_s: float = 0.0
-    num_failures: int = 0
-    avoid: str = ""
-    """The replica that failed last."""
+def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> int:
+    """Maximum tokens of the whole answer. RequestError when the prompt leaves no room."""
+    if num_prompt_tokens == 0:
+        raise RequestError("the prompt is empty: a request needs at least one token id", code="request.invalid_field")
+    budget = min(gconfig.max_new_tokens, gconfig.max_tokens - num_prompt_tokens)
+    if budget <= 0:
+        raise RequestError(
+            f"a prompt of {num_prompt_tokens} tokens leaves no room for an answer under "
+            f"gconfig.max_tokens={gconfig.max_tokens}: raise it or shorten the prompt",
+            code="request.too_long",
+        )
+    return budget
+
+
+class Answer:
+    """One answer while it is generated: the tokens so far, and the part that a replica is to add now."""
+
+    def __init__(self, request: GenerationRequest, form: AnswerForm) -> None:
+        self.request = request
+        self.part = request
+        """What a replica is asked for now: all of the answer, or the rest after an interruption."""
+        self.call: Call | None = None
+        """The call that the part belongs to; None when it has ended."""
+        self.num_parts = 0
+        """Requested so far."""
+        self.num_failures = 0
+        self.avoid = ""
+        """The replica that failed last."""
+        self.stop_reason: StopReason | None = None
+        """None while the answer is not complete."""
+        self._form = form
+        self._experts = None if form.experts is None else RoutedExperts(form.experts, b"")
+        self._budget = token_budget(request.gconfig, len(request.input_ids))
+        self._token_ids = array("i")
+        self._logprobs = array("f")
+        self._versions: RunsBuilder[int] = RunsBuilder()
+        self._replicas: list[str] = []
+        self._part_start = 0
+        """Number of tokens when the current part was requested."""
+        self._started_s = self._ended_s = time.perf_counter()
+        self._first_token_s: float | None = None
+
+    @property
+    def is_short(self) -> bool:
+        """No part of it is streamed."""
+        return self._budget <= self._form.stream_interval
+
+    @property
+    def has_new_tokens(self) -> bool:
+        """Whether the current part has added some."""
+        return len(self._token_ids) > self._part_start
+
+    @property
+    def newest_version(self) -> int | None:
+        """The policy version of the newest token, None before the first."""
+        return self._versions.values[-1] if self._versions.values else None
+
+    def check(self, limits: RequestLimits) -> None:
+        """RequestError when the answer exceeds these limits.
+
+        Such a request ends some servers, and others silently shorten its answer.
+        """
+        gconfig, num_prompt = self.request.gconfig, len(self.request.input_ids)
+        vocab_size, context = limits.vocab_size, limits.context_length
+        _check_ids(self.request.input_ids, vocab_size, "the prompt", "use the tokenizer of the served model")
+        if gconfig.stop_token_ids:
+            _check_ids(gconfig.stop_token_ids, vocab_size, "gconfig.stop_token_ids", "remove it")
+        if self._form.vision is not None:
+            self._form.vision.collapsed(self.request.input_ids, self.request.images)
+        elif self.request.images:
+            text = "the prompt has images, and the served model takes none: use a model for images and text"
+            raise RequestError(text, code="request.no_images")
+        if num_prompt >= context:
+            raise RequestError(
+                f"a prompt of {num_prompt} tokens exceeds the servers' context length of {context}: shorten it",
+                code="request.too_long",
+            )
+        if num_prompt + self._budget > context:
+            raise RequestError(
+                f"prompt ({num_prompt} tokens) and answer (up to {self._budget}) exceed the servers' context length: "
+                f"set gconfig.max_new_tokens to at most {context - num_prompt}, or gconfig.max_tokens={context}",
+                code="request.too_long",
+            )
+
+    def next_part(self, replica_name: str) -> GenerationRequest:
+        """The part that `replica_name` is to add now."""
+        request, gconfig, done = self.request, self.request.gconfig, len(self._token_ids)
+        if not self._replicas or self._replicas[-1] != replica_name:
+            self._replicas.append(replica_name)
+        self.num_parts += 1
+        self._part_start = done
+        left = self._budget - done
+        least = min(max(gconfig.min_new_tokens - done, 0), left)
+        if (gconfig.max_new_tokens, gconfig.min_new_tokens) != (left, least):
+            gconfig = dataclasses.replace(gconfig, max_new_tokens=left, min_new_tokens=least)
+        self.part = dataclasses.replace(
+            request,
+            request_id=f"{request.request_id}-{self.num_parts % 1000:03d}",
+            input_ids=joined("i", (request.input_ids, Packed(self._token_ids))) if done else request.input_ids,
+            gconfig=gconfig,
+            num_prior_output_tokens=done,
+            num_known_experts=0 if self._experts is None else len(self._experts),
+        )
+        return self.part
+
+    def add(self, chunk: PartChunk) -> None:
+        """Append tokens of the current part.
+
+        ServerUnavailable when the replica breaks the protocol or returns to an older policy: the tokens from there on
+        are not appended.
+        """
+        token_ids, logprobs, versions, finish_reason, part_versions, _ = chunk
+        count, done = len(token_ids), len(self._token_ids)
+        if len(logprobs) != count or len(versions) != count:
+            others = f"{len(logprobs)} log-probabilities and {len(versions)} versions"
+            raise self._broken(f"sent {count} tokens with {others}")
+        if done + count > self._budget:
+            raise self._broken("sent more tokens than requested")
+        try:
+            append(self._token_ids, token_ids)
+            append(self._logprobs, logprobs)
+        except (TypeError, OverflowError) as error:
+            del self._token_ids[done:]
+            raise self._broken(f"sent numbers of the wrong type or range: {error}") from error
+        if self._first_token_s is None and count:
+            self._first_token_s = time.perf_counter()
+        if part_versions is None:
+            self._add_versions(to_runs(versions))
+        else:
+            num_in_part = done + count - self._part_start
+            if len(part_versions) != num_in_part:
+                self._cut(self._part_start)  # no token of the part has a known version
+                raise self._broken(f"reported {len(part_versions)} versions for a part of {num_in_part} tokens")
+            self._versions.cut(self._part_start)
+            self._add_versions(to_runs(part_versions))
+        if finish_reason is not None:
+            if self._experts is not None:
+                self._experts = self._with_experts(self._experts, chunk)
+            if finish_reason != "abort":
+                self.stop_reason = finish_reason
+
+    def _add_versions(self, versions: Runs[int]) -> None:
+        """The versions of further tokens. Tokens from the first version that decreases are dropped."""
+        done = self._versions
+        if done.extend_last(versions):
+            return
+        start = 0
+        for version, end in zip(versions.values, versions.ends, strict=True):
+            if done.values and version < done.values[-1]:
+                newest = done.values[-1]
+                self._cut(len(done))
+                raise self._broken(f"continued under version {version}, after version {newest}")
+            done.add(version, end - start)
+            start = end
+
+    def _with_experts(self, known: RoutedExperts, last: PartChunk) -> RoutedExperts:
+        """`known` with the experts of the last chunk of a part. They belong to the pass that generated the next token:
+        later parts, which compute earlier tokens again, do not replace them."""
+        reported, is_aborted = last.routed_experts, last.finish_reason == "abort"
+        missing = len(self.request.input_ids) + len(self._token_ids) - 1 - len(known)
+        if reported is None and is_aborted:
+            return known
+        if reported is None or (len(reported) < missing and not is_aborted):
+            count = 0 if reported is None else len(reported)
+            raise self._broken(f"sent routed experts of {count} of {missing} tokens")
+        try:
+            return RoutedExperts.joined([known, reported[:missing]])
+        except ValueError as error:
+            raise self._broken(f"sent unusable routed experts: {error}") from error
+
+    def _all_experts(self, known: RoutedExperts) -> RoutedExperts:
+        """One row for each token but the last; unknown for parts that ended without a record."""
+        count = len(self.request.input_ids) + len(self._token_ids) - 1
+        rest = RoutedExperts.unknown(known.shape, count - len(known))
+        return RoutedExperts.joined([known[:count], rest])
+
+    def _cut(self, num_tokens: int) -> None:
+        del self._token_ids[num_tokens:]
+        del self._logprobs[num_tokens:]
+        self._versions.cut(num_tokens)
+        if self._experts is not None:
+            self._experts = self._experts[: len(self.request.input_ids) + num_tokens - 1]
+
+    def _broken(self, text: str) -> ServerUnavailable:
+        return ServerUnavailable(f"{self._replicas[-1]} {text}", code="server.unreadable_answer")
+
+    def end_part(self) -> None:
+        """A part that was aborted or failed may have completed the answer nevertheless."""
+        gconfig, token_ids = self.request.gconfig, self._token_ids
+        if self.stop_reason is None:
+            may_stop = token_ids and not gconfig.ignore_eos and len(token_ids) >= gconfig.min_new_tokens
+            if len(token_ids) >= self._budget:
+                self.stop_reason = "length"
+            elif may_stop and token_ids[-1] in gconfig.stop_token_ids:
+                self.stop_reason = "stop"
+        self._ended_s = time.perf_counter()
 
     def response(self) -> GenerationResponse:
-        first_s = self.ended_s if self.first_token_s is None else self.first_token_s
-        return self.answer.response(latency_s=self.ended_s - self.started_s, ttft_s=first_s - self.started_s)
+        first_s = self._ended_s if self._first_token_s is None else self._first_token_s
+        return GenerationResponse(
+            request_id=self.request.request_id,
+            input_ids=self.request.input_ids,
+            output_ids=Packed(self._token_ids),
+            output_logprobs=Packed(self._logprobs),
+            output_versions=self._versions.column(),
+            stop_reason=self.stop_reason or "interrupted",
+            replicas=self._replicas,
+            routed_experts=None if self._experts is None else self._all_experts(self._experts),
+            num_interruptions=self.num_parts - 1,
+            latency_s=self._ended_s - self._started_s,
+            ttft_s=first_s - self._started_s,
+        )
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int, where: str, fix: str) -> None:
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        text = f"{where} has token id {wrong}, outside of the servers' vocabulary (0 to {vocab_size - 1}): {fix}"
+        raise RequestError(text, code="request.token_id")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parts that are requested in the same turn of the event loop are one call of a replica that takes groups.
+#
+# Streamed parts share a call with those of the same prompt; short ones, which are not streamed, also with those of
+# other prompts.
+
+MAX_MERGED_PARTS = 64
+"""Parts of short answers in one call, whose reply is read in one turn of the event loop."""
+MAX_MERGED_TOKENS = 4096
+"""Prompt tokens of a call for several prompts. A server accepts more."""
+
+
+_settings_of = attrgetter("gconfig", "adapter", "images", "num_prior_output_tokens", "num_known_experts")
+"""What all parts of a call have in common."""
+
+
+class Round:
+    """Parts of answers that one caller waits for together."""
+
+    def __init__(self, size: int) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_left = size
+        self._error: ArealError | None = None
+
+    def end(self, error: ArealError | None) -> None:
+        """One part has ended. After the last the caller gets the first error, or a refusal rather than a failure."""
+        self._num_left -= 1
+        if error is not None and (self._error is None or isinstance(error, RequestError)):
+            self._error = error
+        if self._num_left or self.ended.done():
+            return
+        if self._error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(self._error)
+
+
+class Call:
+    """One call of a replica, for the parts of one answer or more."""
+
+    def __init__(self, replica: Replica, part: GenerationRequest, is_streamed: bool) -> None:
+        self.replica = replica
+        self.key = (replica, part.group_id if is_streamed else "")
+        """Parts with another key are in another call."""
+        self.asked: list[tuple[Answer, Round]] = []
+        self.num_left = 0
+        """Parts that have not ended."""
+        self.is_sent = self.has_failed = False
+        self.is_streamed = is_streamed
+        self.task: asyncio.Task[None] | None = None
+        self._first = part
+        self._num_tokens = 0
+        """Tokens of the prompts."""
+
+    def takes(self, part: GenerationRequest) -> bool:
+        """Whether `part` can be requested with the others."""
+        first = self._first
+        if self.is_sent or (not self.is_streamed and len(self.asked) >= MAX_MERGED_PARTS):
+            return False
+        if _settings_of(part) != _settings_of(first):
+            return False
+        if part.group_id == first.group_id and part.input_ids == first.input_ids:
+            return True
+        may_merge = not self.is_streamed and not part.images
+        return may_merge and self._num_tokens + len(part.input_ids) <= MAX_MERGED_TOKENS
+
+    def add(self, answer: Answer, waiter: Round) -> None:
+        is_same = bool(self.asked) and self.asked[-1][0].part.input_ids is answer.part.input_ids
+        self._num_tokens += 0 if is_same else len(answer.part.input_ids)
+        self.asked.append((answer, waiter))
+        self.num_left += 1
+        answer.call = self
+
+    def end(self, answer: Answer, waiter: Round, error: ArealError | None = None) -> None:
+        """A part has ended."""
+        answer.call = None
+        self.num_left -= 1
+        self.has_failed = self.has_failed or error is not None
+        waiter.end(error)
+
+
+class Calls:
+    """The calls of all replicas of a fleet."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+        self._waiting: dict[tuple[Replica, str], list[Call]] = {}
+        """Calls that are sent in the next turn of the loop, by key."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.num_tokens = 0
+        """Received so far."""
+
+    def request(self, answer: Answer, waiter: Round, replica: Replica) -> None:
+        """Let `replica` generate the part of an answer, in one call with others if possible."""
+        part = answer.part
+        call = Call(replica, part, part.gconfig.max_new_tokens > self._form.stream_interval)
+        if replica.takes_groups and (part.group_id or not call.is_streamed):
+            waiting = self._waiting.setdefault(call.key, [])
+            for other in waiting:
+                if other.takes(part):
+                    other.add(answer, waiter)
+                    return
+            waiting.append(call)
+        # Starts in the next turn of the loop: the other parts of this turn have joined by then.
+        call.task = self._start(self._run(call), "generate")
+        call.add(answer, waiter)
+
+    def drop(self, answer: Answer) -> None:
+        """Nobody waits for a part any more."""
+        call, answer.call = answer.call, None
+        if call is None or call.task is None:
+            return
+        call.num_left -= 1
+        if call.num_left == 0:
+            if not call.is_sent:
+                self._waiting.pop(call.key, None)
+            call.task.cancel()  # drops the connection, which ends all parts
+        elif call.is_sent:
+            self._abort(call, answer)
+
+    def _abort(self, call: Call, answer: Answer) -> None:
+        """End one of several parts on the server."""
+
+        async def abort() -> None:
+            with contextlib.suppress(RequestError, ServerUnavailable):  # the server may have ended
+                await call.replica.abort(answer.part.request_id)
+
+        self._start(abort(), "abort a part")
+
+    async def _run(self, call: Call) -> None:
+        self._waiting.pop(call.key, None)
+        call.is_sent = True
+        if asked := [pair for pair in call.asked if pair[0].call is call and not pair[1].ended.done()]:
+            await self._send(call, asked)
+
+    async def _send(self, call: Call, asked: list[tuple[Answer, Round]]) -> None:
+        """Request parts; an error ends those that have not ended."""
+        error: ArealError = ServerUnavailable(
+            "the server ended an answer without a finish reason", code="server.unreadable_answer"
+        )
+        try:
+            async with aclosing(call.replica.generate([answer.part for answer, _ in asked])) as chunks:
+                async for number, chunk in chunks:
+                    self._take(call, *asked[number], chunk)
+                    if call.has_failed and call.num_left == 0:
+                        return
+        except ArealError as failure:
+            prompts = by_prompt(asked)
+            if isinstance(failure, RequestError) and len(prompts) > 1:  # perhaps of one prompt only
+                await asyncio.gather(*(self._send(call, prompt) for prompt in prompts))
+                return
+            error = failure
+        except Exception as failure:  # noqa: BLE001 - of one call: its callers get it
+            error = ServerUnavailable(f"an answer cannot be read: {failure!r}", code="server.unreadable_answer")
+        for answer, waiter in asked:
+            if answer.call is call:
+                call.end(answer, waiter, type(error)(str(error), code=error.code))
+
+    def _take(self, call: Call, answer: Answer, waiter: Round, chunk: PartChunk | ArealError) -> None:
+        if answer.call is not call:
+            return
+        if isinstance(chunk, ArealError):
+            call.end(answer, waiter, chunk)
+            return
+        self.num_tokens += len(chunk.token_ids)
+        try:
+            answer.add(chunk)
+        except ServerUnavailable as error:
+            call.end(answer, waiter, error)
+            if call.num_left:
+                self._abort(call, answer)
+            return
+        if chunk.finish_reason is not None:
+            call.end(answer, waiter)
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Wait for the tasks. Their connections are dropped before."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def by_prompt(asked: list[tuple[Answer, Round]]) -> list[list[tuple[Answer, Round]]]:
+    """The parts, in order, in lists of equal prompts and group ids."""
+    prompts: list[list[tuple[Answer, Round]]] = []
+    for pair in asked:
+        part, last = pair[0].part, prompts[-1][0][0].part if prompts else None
+        if last is not None and part.group_id == last.group_id and part.input_ids == last.input_ids:
+            prompts[-1].append(pair)
+        else:
+            prompts.append([pair])
+    return prompts
 
 
 class Fleet:
@@ -67,10 +479,12 @@ class Fleet:
         `seed` of the canary probe; `dtype` in which the servers compute, which bounds its tolerance. `experts`: answers
         have the chosen experts of a model of this shape. `vision`: of a model that takes images.
         """
-        self._experts = experts
-        self._vision = vision
         self._config = config
-        self._replicas = ReplicaSet(registry, num_servers, config, factory, abandoned)
+        self._form = AnswerForm(stream_interval=config.stream_interval, experts=experts, vision=vision)
+        self._calls = Calls(self._form)
+        self._replicas = ReplicaSet(
+            registry, num_servers, config, lambda name, address: factory(name, address, self._form), abandoned
+        )
         self._updater = WeightUpdater(self._replicas, config, seed=seed, dtype=dtype, vision=vision)
         self.update_weights = self._updater.update
         self.probe_tokens = self._updater.canary.tokens
@@ -78,7 +492,6 @@ class Fleet:
         self._num_waiting = 0
         self._awaited_versions: Counter[int] = Counter()
         """Number of answers that wait until the fleet serves a version again, by version."""
-        self._num_tokens = 0
 
     @property
     def version(self) -> int:
@@ -94,6 +507,7 @@ class Fleet:
     async def close(self) -> None:
         """Stop all tasks and drop all connections; running requests fail."""
         await self._replicas.close()
+        await self._calls.close()
 
     def live_replicas(self, version: int) -> list[str]:
         """Ids of the replicas that an update to `version` must reach: alive, and not serving that version already.
@@ -114,91 +528,77 @@ class Fleet:
         allows, or none served for request_timeout. While the fleet serves an older version than that of the newest
         token, the request waits without a limit.
         """
-        return (await self.agenerate_group([request]))[0]
+        answer = Answer(request, self._form)
+        await self._finish(answer)
+        return answer.response()
 
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
         """The same for requests with one prompt. Short answers are one call of one replica; what it leaves unfinished
         continues as other answers do."""
-        each = [self._begun(request) for request in requests]
-        if len(each) > 1 and all(one.answer.is_short for one in each):
-            slot, replica = await self._pick(each[0].request, None, "")
-            await self._run_parts(each, slot, replica)
-        await gather_or_cancel([self._finish(one) for one in each if not one.answer.finished])
-        return [one.response() for one in each]
+        answers = [Answer(request, self._form) for request in requests]
+        if len(answers) > 1 and all(answer.is_short for answer in answers):
+            await self._extend(answers, await self._pick(answers[0]))
+        await gather_or_cancel([self._finish(answer) for answer in answers if answer.stop_reason is None])
+        return [answer.response() for answer in answers]
 
-    def _begun(self, request: GenerationRequest) -> _Generation:
-        interval = self._config.stream_interval
-        answer = Answer(request, stream_interval=interval, experts=self._experts, vision=self._vision)
-        return _Generation(request, answer, time.perf_counter())
+    async def _finish(self, answer: Answer) -> None:
+        while answer.stop_reason is None:
+            await self._extend([answer], await self._pick(answer))
 
-    async def _finish(self, one: _Generation) -> None:
-        while not one.answer.finished:
-            slot, replica = await self._pick(one.request, one.answer.newest_version, one.avoid)
-            await self._run_parts([one], slot, replica)
-
-    async def _run_parts(self, each: Sequence[_Generation], slot: Slot, replica: Replica) -> None:
-        """Let one replica add to answers. Raises ServerUnavailable when one has failed too often."""
-        for one in each:
-            if one.answer.num_parts == 0:  # the limits are known once a replica has answered
-                one.answer.check(self._replicas.limits)
-        parts = [one.answer.next_part(slot.name) for one in each]
-        version = self.version
-        problem = await self._generated(each, parts, slot, replica)
-        is_expected = self._updater.updating_to is not None or version != self.version
-        for one, part in zip(each, parts, strict=True):
-            one.answer.interrupted()
-            if one.answer.finished:
-                one.ended_s = time.perf_counter()
-            elif problem is None and not is_expected and one.answer.num_tokens == part.num_prior_output_tokens:
-                # counted as a failure: without a limit the request would be sent again forever
-                self._failed(one, slot, f"{slot.name} aborted the request without a token")
-            elif problem:
-                self._failed(one, slot, problem)
-
-    async def _generated(
-        self, each: Sequence[_Generation], parts: Sequence[GenerationPart], slot: Slot, replica: Replica
-    ) -> str | None:
-        """Generate parts. Returns None after a call without an error, else why the replica failed, or '' when the error
-        is not a failure of the replica."""
-        serving = self._replicas.router.serving
-        on_chunks = [partial(self._add, one) for one in each]
-        serving.change(slot, +len(parts))
+    async def _extend(self, answers: Sequence[Answer], slot: Slot) -> None:
+        """Let one replica add to answers. ServerUnavailable when one has failed too often."""
+        replica, serving, version = slot.replica, self._replicas.router.serving, self.version
+        assert replica is not None  # a serving slot has a connection
+        for answer in answers:
+            if answer.num_parts == 0:  # the limits are known once a replica has answered
+                answer.check(self._replicas.limits)
+            answer.next_part(slot.name)
+        problem: str | None = None
+        """Why the replica failed; empty when the error is not a failure of the replica."""
+        serving.change(slot, +len(answers))
         try:
             async with self._replicas.lateness.timeout(self._config.request_timeout):
-                if len(parts) == 1:
-                    await replica.generate(parts[0], on_chunks[0])
-                else:
-                    await replica.generate_group(parts, on_chunks)
+                waiter = Round(len(answers))
+                for answer in answers:
+                    self._calls.request(answer, waiter, replica)
+                await waiter.ended
         except ServerUnavailable as error:
-            if any(self._is_behind(one.answer.newest_version) for one in each) or slot not in self._replicas.slots:
-                return ""  # the fleet went back to an older version, or the replica was removed: not a failure
-            self._replicas.request_failed(slot, replica, str(error))
-            return str(error)
+            # The fleet may have gone back to an older version, or removed the replica.
+            is_expected = any(map(self._is_behind, answers)) or slot not in self._replicas.slots
+            problem = "" if is_expected else str(error)
+            if not is_expected:
+                self._replicas.request_failed(slot, replica, problem)
         except TimeoutError:
             slot.num_failures += 1
             limit = f"{self._config.request_timeout:g} s (rollout.request_timeout)"
-            return f"{slot.name} gave no complete answer in {limit}"
+            problem = f"{slot.name} gave no complete answer in {limit}"
         finally:
-            serving.change(slot, -len(parts))
-        return None
+            serving.change(slot, -len(answers))
+            for answer in answers:
+                if answer.call is not None:
+                    self._calls.drop(answer)
+        is_expected = self._updater.updating_to is not None or version != self.version
+        for answer in answers:
+            answer.end_part()
+            if answer.stop_reason is not None:
+                continue
+            if problem is None and not is_expected and not answer.has_new_tokens:
+                # counted as a failure: without a limit the request would be sent again forever
+                self._failed(answer, slot, f"{slot.name} aborted the request without a token")
+            elif problem:
+                self._failed(answer, slot, problem)
 
-    def _add(self, one: _Generation, chunk: PartChunk) -> None:
-        one.answer.add(chunk)
-        if one.first_token_s is None and chunk.token_ids:
-            one.first_token_s = time.perf_counter()
-        self._num_tokens += len(chunk.token_ids)
-
-    def _failed(self, one: _Generation, slot: Slot, problem: str) -> None:
-        one.avoid = slot.name
-        one.num_failures += 1
-        if one.num_failures > self._config.request_retries:
+    def _failed(self, answer: Answer, slot: Slot, problem: str) -> None:
+        answer.avoid = slot.name
+        answer.num_failures += 1
+        if answer.num_failures > self._config.request_retries:
             raise ServerUnavailable(
-                f"request {one.request.request_id} failed {one.num_failures} times "
+                f"request {answer.request.request_id} failed {answer.num_failures} times "
                 f"(rollout.request_retries={self._config.request_retries}), last: {problem}",
                 code="fleet.too_many_retries",
             )
 
-    async def _pick(self, request: GenerationRequest, newest_version: int | None, avoid: str) -> tuple[Slot, Replica]:
+    async def _pick(self, answer: Answer) -> Slot:
         """A serving replica; waits for one, and without a time limit for the version of the answer's newest token.
 
         ServerUnavailable after request_timeout without a serving replica.
@@ -206,17 +606,18 @@ class Fleet:
         limit_s, lateness = self._config.request_timeout, self._replicas.lateness
         deadline_s: float | None = None
         while True:
-            awaited = [newest_version] if newest_version is not None and self._is_behind(newest_version) else []
+            newest = answer.newest_version
+            awaited = [] if newest is None or newest <= self.version else [newest]
             is_switching = self._replicas.is_switching
             if not awaited and not is_switching and len(self._replicas.router.serving):
-                break
+                return self._replicas.router.pick(answer.request, answer.avoid)
             if self._replicas.is_closed:
                 raise ServerUnavailable("the fleet is closed", code="fleet.closed")
             if deadline_s is None or awaited or is_switching:  # an update has its own time limits
                 deadline_s = lateness.now_s + limit_s
             elif lateness.now_s >= deadline_s:
                 raise ServerUnavailable(
-                    f"request {request.request_id} found no serving replica for {limit_s:g} s "
+                    f"request {answer.request.request_id} found no serving replica for {limit_s:g} s "
                     f"(rollout.request_timeout): {self._replicas.describe()}",
                     code="fleet.no_live_replica",
                 )
@@ -230,13 +631,10 @@ class Fleet:
             finally:
                 self._num_waiting -= 1
                 self._awaited_versions.subtract(awaited)
-        slot = self._replicas.router.pick(request, avoid)
-        assert slot.replica is not None  # a serving slot has a connection
-        return slot, slot.replica
 
-    def _is_behind(self, newest_version: int | None) -> bool:
+    def _is_behind(self, answer: Answer) -> bool:
         """Whether the fleet serves an older policy than the one that generated the newest token of an answer."""
-        return newest_version is not None and self.version < newest_version
+        return answer.newest_version is not None and self.version < answer.newest_version
 
     # Status
 
@@ -257,6 +655,6 @@ class Fleet:
             "waiting_for": waiting_for,
             "updating_to": self._updater.updating_to,
             "needs_weights": self._updater.needs_weights(),
-            "generated_tokens": self._num_tokens,
+            "generated_tokens": self._calls.num_tokens,
             "uncompared": self._updater.canary.num_uncompared,
         }

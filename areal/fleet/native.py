@@ -1,239 +1,31 @@
 """The native inference server as a backend: its client, its command and its memory."""
 
-import asyncio
-import contextlib
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
-from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
 
 import orjson
 
 from areal.api.columns import Runs
 from areal.api.config import PPOConfig
-from areal.api.data import WeightUpdate
+from areal.api.data import GenerationRequest, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.api.routed_experts import ExpertShape
-from areal.fleet.continuation import checked_reason, experts_of, versions_of
-from areal.fleet.replica import ALL_TOKENS, GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import ALL_TOKENS, AnswerForm, Chunks, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import ServerBackend, ServerCommand
-from areal.fleet.server_client import HttpReplica, flat_bucket, group_body
+from areal.fleet.server_client import (
+    WRONG_FIELD,
+    HttpReplica,
+    checked_reason,
+    experts_of,
+    flat_bucket,
+    group_body,
+    versions_of,
+)
 from areal.models.model_shape import ModelShape
 from areal.system.run_paths import RunPaths
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Parts that are requested at the same time leave as one request of the native server.
-#
-# Streamed parts share a request with those of the same prompt; short ones, which are not streamed, also with those of
-# other prompts.
-
-_Result = TypeVar("_Result")
-_Answer = TypeVar("_Answer")
-
-MAX_MERGED_PARTS = 64
-"""Of short answers in one request: its answer is read in one turn of the event loop."""
-MAX_MERGED_TOKENS = 4096
-"""Prompt tokens of a request for several prompts. A server accepts more."""
-_OWN = ("part_id", "seed", "input_ids", "group_id")
-_settings_of = attrgetter(*(one.name for one in fields(GenerationPart) if one.name not in _OWN))
-"""What all parts of a request have in common."""
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A caller that waits for its members."""
-
-    ended: asyncio.Future[None]
-    num_left: int
-    """Members that have not ended."""
-    error: ArealError | None = None
-    """The first of a member; a refusal replaces a failure."""
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A part in a group."""
-
-    part: GenerationPart
-    on_chunk: OnChunk
-    call: _Call
-    outcome: Literal["", "finished", "failed"] = ""
-
-    @property
-    def is_awaited(self) -> bool:
-        return not self.outcome and not self.call.ended.done()
-
-    def add(self, parse: Callable[[_Answer], PartChunk], answer: _Answer) -> None:
-        """Give the chunk in an answer to the caller. An error ends this member alone."""
-        if not self.is_awaited:
-            return
-        try:
-            chunk = parse(answer)
-            self.on_chunk(chunk)
-        except ArealError as error:
-            self.end(error)
-            return
-        if chunk.finish_reason is not None:
-            self.end()
-
-    def end(self, error: ArealError | None = None) -> None:
-        """Wakes the caller after the last of its members."""
-        call, self.outcome = self.call, "failed" if error else "finished"
-        call.num_left -= 1
-        if error is not None and (call.error is None or isinstance(error, RequestError)):
-            call.error = error
-        if call.num_left:
-            return
-        if call.error is None:
-            call.ended.set_result(None)
-        else:
-            call.ended.set_exception(call.error)
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """The members of one request."""
-
-    members: list[Member] = field(default_factory=list[Member])
-    task: asyncio.Task[None] | None = None
-    is_sent: bool = False
-    num_tokens: int = 0
-    """Of the prompts."""
-
-    def takes(self, part: GenerationPart) -> bool:
-        """Whether `part` can be requested with the members."""
-        if not part.is_streamed and len(self.members) >= MAX_MERGED_PARTS:
-            return False
-        first = self.members[0].part
-        if _settings_of(part) != _settings_of(first):
-            return False
-        if part.group_id == first.group_id and part.input_ids == first.input_ids:
-            return True
-        may_merge = not part.is_streamed and not part.images
-        return may_merge and self.num_tokens + len(part.input_ids) <= MAX_MERGED_TOKENS
-
-    def add(self, member: Member) -> None:
-        is_same = bool(self.members) and self.members[-1].part.input_ids is member.part.input_ids
-        self.num_tokens += 0 if is_same else len(member.part.input_ids)
-        self.members.append(member)
-
-
-def by_prompt(members: list[Member]) -> list[list[Member]]:
-    """The members, in order, in lists of equal prompts and group ids."""
-    found: list[list[Member]] = []
-    for member in members:
-        part, last = member.part, found[-1][0].part if found else None
-        if last is not None and part.group_id == last.group_id and part.input_ids == last.input_ids:
-            found[-1].append(member)
-        else:
-            found.append([member])
-    return found
-
-
-class GroupCalls:
-    """Collects the parts that are requested within one turn of the event loop and have the same settings."""
-
-    def __init__(
-        self,
-        name: str,
-        send: Callable[[list[Member]], Awaitable[None]],
-        abort: Callable[[str], Awaitable[object]],
-    ) -> None:
-        """`send` requests the parts of all members; `abort` ends one part, by its id, that the server computes."""
-        self._name = name
-        self._send = send
-        self._abort = abort
-        self._streamed: dict[str, list[_Group]] = {}
-        """Groups that wait, by group id."""
-        self._short: list[_Group] = []
-        self._tasks: set[asyncio.Task[object]] = set()
-
-    async def generate(self, parts: Sequence[GenerationPart], on_chunks: Sequence[OnChunk]) -> None:
-        """See `generate_group` of `areal.fleet.replica.Replica`. A cancelled call ends its parts on the server."""
-        call = _Call(asyncio.get_running_loop().create_future(), len(parts))
-        joined: list[tuple[_Group, Member]] = []
-        group: _Group | None = None
-        for part, on_chunk in zip(parts, on_chunks, strict=True):
-            if group is None or not group.takes(part):
-                group = self._group_of(part)
-            member = Member(part, on_chunk, call)
-            group.add(member)
-            joined.append((group, member))
-        try:
-            await call.ended
-        except (asyncio.CancelledError, ArealError):
-            for group, member in joined:
-                if member.outcome != "finished":
-                    self._left(group, member.part)
-            raise
-
-    def _left(self, group: _Group, part: GenerationPart) -> None:
-        """Nobody waits for a part any more."""
-        assert group.task is not None
-        if not any(one.is_awaited for one in group.members):
-            group.task.cancel()  # drops the connection, which ends all parts
-        elif group.is_sent and not group.task.done():
-            self._start(self._abort_quietly(part.part_id), "abort a part")
-
-    def _group_of(self, part: GenerationPart) -> _Group:
-        """The group that waits for parts like this one, or a new one. A streamed part without a group id is alone."""
-        groups = self._short
-        if part.is_streamed:
-            groups = self._streamed.setdefault(part.group_id, []) if part.group_id else []
-        for group in groups:
-            if group.takes(part):
-                return group
-        group = _Group()
-        groups.append(group)
-        # Starts in the next turn of the loop: the other parts of this turn have joined by then.
-        group.task = self._start(self._run(part.group_id, groups, group), "generate")
-        return group
-
-    async def _run(self, group_id: str, groups: list[_Group], group: _Group) -> None:
-        groups.remove(group)
-        if groups is self._streamed.get(group_id) and not groups:
-            del self._streamed[group_id]
-        group.is_sent = True
-        await self._request([member for member in group.members if member.is_awaited])
-
-    async def _request(self, members: list[Member]) -> None:
-        """Request parts; an error ends those that have not ended."""
-        if not members:
-            return
-        text, code = f"{self._name} ended an answer without a finish reason", "server.unreadable_answer"
-        kind: type[ArealError] = ServerUnavailable
-        try:
-            await self._send(members)
-        except ArealError as error:
-            prompts = by_prompt(members)
-            if isinstance(error, RequestError) and len(prompts) > 1:  # perhaps of one prompt only
-                await asyncio.gather(*map(self._request, prompts))
-                return
-            text, code, kind = str(error), error.code, type(error)
-        except Exception as error:  # noqa: BLE001 - of one request: its callers get it
-            text = f"{self._name} sent an answer that cannot be read: {error!r}"
-        for member in members:
-            if member.is_awaited:
-                member.end(kind(text, code=code))
-
-    async def _abort_quietly(self, part_id: str) -> None:
-        with contextlib.suppress(RequestError, ServerUnavailable):  # the server may have ended
-            await self._abort(part_id)
-
-    def _start(self, work: Awaitable[_Result], name: str) -> asyncio.Task[_Result]:
-        task: asyncio.Task[_Result] = asyncio.ensure_future(work)  # pyright: ignore[reportAssignmentType]
-        task.set_name(f"{self._name}: {name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def close(self) -> None:
-        """Wait for the tasks. Their connections are dropped before."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _CPU_TOKENS_PER_REQUEST = 512
@@ -243,38 +35,37 @@ _CPU_TOKENS_PER_REQUEST = 512
 class NativeReplica(HttpReplica):
     """See `areal.fleet.replica.Replica`. No other class knows the server's URLs and its JSON."""
 
-    def __init__(self, name: str, address: str, token: str = "") -> None:
-        super().__init__(name, address, token)
+    takes_groups = True
+
+    def __init__(self, name: str, address: str, token: str = "", form: AnswerForm | None = None) -> None:
+        super().__init__(name, address, token, form)
         self._received: tuple[WeightUpdate | None, str] = (None, "")
         """The update whose weights the server has received and not installed, and its id on the server."""
-        self._groups = GroupCalls(name, self._generate, self._abort)
 
-    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
         """See the protocol."""
-        await self.generate_group([part], [on_chunk])
-
-    async def generate_group(self, parts: Sequence[GenerationPart], on_chunks: Sequence[OnChunk]) -> None:
-        """See the protocol."""
-        if any(part.adapter for part in parts):
+        if requests[0].adapter:
             raise _no_adapters()
-        await self._groups.generate(parts, on_chunks)
+        is_group, is_streamed = len(requests) > 1, self.form.streams(requests[0])
+        path, body = "/generate_group" if is_group else "/generate", _body(requests, self.form, is_streamed)
+        async with aclosing(self._client.answers(path, body, is_streamed=is_streamed)) as answers:
+            async for data in answers:
+                answer: Any = self._client.parsed(data, list if is_group else dict)
+                pairs = answer if is_group and is_streamed else enumerate(answer if is_group else [answer])
+                for number, one in pairs:
+                    yield number, self._chunk(one)
 
-    async def _generate(self, members: list[Member]) -> None:
-        """Request parts with the same settings."""
-        first = members[0].part
-        parse = partial(parse_chunk, experts=first.experts)
-        if len(members) == 1:
-            add = partial(members[0].add, partial(self._client.parsed, parse=parse))
-            await self._send_part("/generate", first.is_streamed, partial(_generate_body, first), add)
-            return
+    def _chunk(self, answer: dict[str, Any]) -> PartChunk | ArealError:
+        try:
+            return parse_chunk(answer, self.form.experts)
+        except ArealError as error:
+            return error
+        except WRONG_FIELD as error:
+            return self._client.unreadable(error)
 
-        def on_event(event: bytes) -> None:
-            found: list[Any] = self._client.parsed(event, list)
-            for number, part in found if first.is_streamed else enumerate(found):
-                members[number].add(partial(self._client.read, parse=parse), part)
-
-        body = partial(_group_body, [[member.part for member in prompt] for prompt in by_prompt(members)])
-        await self._send_part("/generate_group", first.is_streamed, body, on_event)
+    async def abort(self, request_id: str) -> None:
+        """See the protocol."""
+        await self._client.post("/abort_request", {"rid": request_id})
 
     async def pause(self, mode: PauseMode) -> None:
         await self._client.post("/pause_generation", {"mode": mode})
@@ -347,13 +138,6 @@ class NativeReplica(HttpReplica):
             ),
         )
 
-    async def _abort(self, part_id: str) -> None:
-        await self._client.post("/abort_request", {"rid": part_id})
-
-    async def close(self) -> None:
-        await super().close()
-        await self._groups.close()
-
     async def load_adapter(self, name: str, path: str) -> None:
         raise _no_adapters()
 
@@ -365,11 +149,12 @@ def _no_adapters() -> RequestError:
     return RequestError("native servers have no LoRA adapters: use sglang or vllm", code="server.no_adapters")
 
 
-def _generate_body(part: GenerationPart) -> dict[str, Any]:
-    gconfig = part.gconfig
+def _body(requests: Sequence[GenerationRequest], form: AnswerForm, is_streamed: bool) -> dict[str, Any]:
+    """The body of /generate, or of /generate_group for several requests with equal settings."""
+    first, gconfig = requests[0], requests[0].gconfig
     sampling: dict[str, Any] = {
-        "max_new_tokens": part.max_new_tokens,
-        "min_new_tokens": part.min_new_tokens,
+        "max_new_tokens": gconfig.max_new_tokens,
+        "min_new_tokens": gconfig.min_new_tokens,
         "temperature": gconfig.temperature,
         # top_k=1 selects the likeliest token and keeps the log-probability of this temperature.
         "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
@@ -380,50 +165,33 @@ def _generate_body(part: GenerationPart) -> dict[str, Any]:
         "repetition_penalty": gconfig.repetition_penalty,
         "ignore_eos": gconfig.ignore_eos,
     }
-    if part.seed is not None:
-        sampling["sampling_seed"] = part.seed
-    if part.num_prior_output_tokens:
-        sampling["num_prior_output_tokens"] = part.num_prior_output_tokens
-    if part.is_streamed:
-        sampling["stream_interval"] = part.stream_interval
-    body = {
-        "rid": part.part_id,
-        "input_ids": part.wire_ids,
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "stream": part.is_streamed,
-    }
-    if part.images:
-        body["image_data"] = part.image_urls
-    if part.group_id:
-        body["group_id"] = part.group_id
-    if part.experts is not None:
-        body |= {"return_routed_experts": True, "routed_experts_start_len": part.num_known_experts}
-    return body
+    if first.num_prior_output_tokens:
+        sampling["num_prior_output_tokens"] = first.num_prior_output_tokens
+    if is_streamed:
+        sampling["stream_interval"] = form.stream_interval
+    body: dict[str, Any] = {"sampling_params": sampling, "return_logprob": True, "stream": is_streamed}
+    if first.images and form.vision is not None:
+        body["image_data"] = [form.vision.url(image) for image in first.images]
+    if form.experts is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": first.num_known_experts}
+    if len(requests) == 1:
+        if first.seed is not None:
+            sampling["sampling_seed"] = first.seed
+        return body | _prompt(first, form) | {"rid": first.request_id}
+    prompts: list[dict[str, Any]] = []
+    last: GenerationRequest | None = None
+    for request in requests:
+        if last is None or request.group_id != last.group_id or request.input_ids != last.input_ids:
+            last = request
+            prompts.append(_prompt(request, form) | {"samples": []})
+        sample = {"rid": request.request_id}
+        prompts[-1]["samples"].append(sample if request.seed is None else sample | {"sampling_seed": request.seed})
+    return body | {"prompts": prompts}
 
 
-def _group_body(prompts: list[list[GenerationPart]]) -> dict[str, Any]:
-    """The body of the first part, with the ids and seeds of all, and their prompts if there are several."""
-    body = _generate_body(prompts[0][0])
-    del body["rid"]
-    body["sampling_params"].pop("sampling_seed", None)
-    if len(prompts) == 1:
-        return body | _samples(prompts[0])
-    del body["input_ids"]
-    body.pop("group_id", None)
-    body["prompts"] = [
-        {"input_ids": parts[0].wire_ids, "group_id": parts[0].group_id, **_samples(parts)} for parts in prompts
-    ]
-    return body
-
-
-def _samples(parts: list[GenerationPart]) -> dict[str, Any]:
-    return {
-        "samples": [
-            {"rid": part.part_id} if part.seed is None else {"rid": part.part_id, "sampling_seed": part.seed}
-            for part in parts
-        ]
-    }
+def _prompt(request: GenerationRequest, form: AnswerForm) -> dict[str, Any]:
+    ids = request.input_ids if form.vision is None else form.vision.collapsed(request.input_ids, request.images)
+    return {"input_ids": ids, "group_id": request.group_id}
 
 
 def parse_chunk(answer: dict[str, Any], experts: ExpertShape | None = None) -> PartChunk:
@@ -453,7 +221,7 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
 
 
 def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
-    """On a GPU without native.max_total_tokens without a cache, which takes the memory that is left."""
+    """Bytes of weights and cache. The cache does not count on a GPU where it takes the memory that is left."""
     native, shape = config.native, ModelShape.read(NATIVE.model(config))
     if shape is None:
         return None

@@ -3,15 +3,12 @@
 One adapter per backend implements the protocol.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from areal.api.config.rollout import GenerationHyperparameters
-from areal.api.data import WeightUpdate
-from areal.api.errors import RequestError
-from areal.api.images import ImageRef
+from areal.api.data import GenerationRequest, WeightUpdate
+from areal.api.errors import ArealError
 from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.image_files import RunImages
 
@@ -26,45 +23,18 @@ NO_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationPart:
-    """The part of an answer that one replica generates: all of it, or the rest after an interruption."""
+class AnswerForm:
+    """How all answers to the requests of a fleet are returned. Its clients have it from the start."""
 
-    part_id: str
-    input_ids: Sequence[int]
-    """The prompt and all output tokens so far."""
-    num_prior_output_tokens: int
-    """How many of the last input_ids are output of earlier parts. They count for penalties, seeds and stop strings."""
-    max_new_tokens: int
-    min_new_tokens: int
-    gconfig: GenerationHyperparameters
-    """The other sampling settings. Its length limits apply to the whole answer."""
-    adapter: str
-    """Versioned name of the LoRA adapter to generate with; empty = the base model."""
-    group_id: str
-    seed: int | None
-    stream_interval: int
-    """Tokens per chunk. A part that is limited to fewer is not streamed."""
+    stream_interval: int = 32
+    """Tokens per chunk. A request for at most this number is not streamed."""
     experts: ExpertShape | None = None
-    """Of the model, when the chosen experts are to be returned."""
-    num_known_experts: int = 0
-    """Tokens from the first on whose experts are known already: those of later tokens are to be returned."""
-    images: Sequence[ImageRef] = ()
-    """Of the prompt, in the order of their placeholders in `input_ids`, which are expanded."""
+    """Shape of the model's experts, when the chosen ones are to be returned."""
     vision: RunImages | None = None
-    """Of a model that takes images, also for a prompt without one."""
+    """The images of a model that takes them, also for a prompt without one."""
 
-    @property
-    def wire_ids(self) -> Sequence[int]:
-        """`input_ids` as servers get them: one placeholder for each image."""
-        return self.input_ids if self.vision is None else self.vision.collapsed(self.input_ids, self.images)
-
-    @property
-    def image_urls(self) -> list[str]:
-        return [] if self.vision is None else [self.vision.url(image) for image in self.images]
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.max_new_tokens > self.stream_interval
+    def streams(self, request: GenerationRequest) -> bool:
+        return request.gconfig.max_new_tokens > self.stream_interval
 
 
 class PartChunk(NamedTuple):
@@ -76,12 +46,12 @@ class PartChunk(NamedTuple):
     finish_reason: FinishReason | None
     """Set on the last chunk of a part."""
     part_versions: Sequence[int] | None = None
-    """On the last chunk of a server that reports versions only at the end: one per token of the whole part.
+    """Versions of all tokens of the part, on the last chunk of a server that reports them only at the end.
 
     They replace `versions`, which the client could only estimate, of this and all earlier chunks of the part."""
     routed_experts: RoutedExperts | None = None
-    """On the last chunk, where requested: of the input tokens from number `num_known_experts` on, and of all tokens of
-    the part but the last. None when nothing was computed."""
+    """Experts of the input tokens from number `num_known_experts` on and of the tokens of the part but the last; on the
+    last chunk, where requested. None when nothing was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +82,11 @@ class ReplicaLoad:
     cache_usage: float
     """Used share of the KV cache, 0 to 1."""
     generated_tokens: int
-    """Since its start."""
+    """Tokens generated since its start."""
 
 
-OnChunk = Callable[[PartChunk], None]
+Chunks = AsyncGenerator[tuple[int, PartChunk | ArealError], None]
+"""Number of the request, and its next tokens or why it has failed."""
 
 
 class Replica(Protocol):
@@ -124,20 +95,20 @@ class Replica(Protocol):
     Calls raise ServerUnavailable when the server does not answer as agreed, and RequestError when it refuses the call.
     """
 
-    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        """Generate a part; `on_chunk` gets its tokens as they arrive, the last time with a finish reason."""
+    takes_groups: bool
+    """Whether `generate` takes several requests."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
+        """The answers to requests with equal settings, as their tokens arrive; each ends with a finish reason.
+
+        A caller that closes the iterator or is cancelled ends the requests on the server. Several requests have equal
+        prompts, or are not streamed; those with one prompt are next to each other.
+        """
         ...
 
-    async def generate_group(self, parts: Sequence[GenerationPart], on_chunks: Sequence[OnChunk]) -> None:
-        """Generate parts at the same time, each as `generate` does.
-
-        An error is raised after all parts have ended: a RequestError if there is one, else the first.
-        """
-        calls = (self.generate(part, on_chunk) for part, on_chunk in zip(parts, on_chunks, strict=True))
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [one for one in found if one is not None]
-        if errors:
-            raise next((one for one in errors if isinstance(one, RequestError)), errors[0])
+    async def abort(self, request_id: str) -> None:
+        """End one of several requests with its tokens so far."""
+        ...
 
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
@@ -181,5 +152,7 @@ class Replica(Protocol):
         ...
 
 
-ReplicaFactory = Callable[[str, str], Replica]
-"""(name, address) -> the client of that server."""
+class ReplicaFactory(Protocol):
+    def __call__(self, name: str, address: str, form: AnswerForm, /) -> Replica:
+        """The client of the server at `address`."""
+        ...

@@ -27,7 +27,7 @@ from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.errors import ArealError, ServerUnavailable
-from areal.fleet.replica import NO_VERSION, Replica, ReplicaFactory, ReplicaInfo, ReplicaLoad, RequestLimits
+from areal.fleet.replica import NO_VERSION, Replica, ReplicaInfo, ReplicaLoad, RequestLimits
 from areal.fleet.routing import Router
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
@@ -100,7 +100,7 @@ class LoopLateness:
         return time_s - self._total_at(time_s)
 
     def timeout(self, limit_s: float) -> AbstractAsyncContextManager[None]:
-        """As `asyncio.timeout`, without the time for which the loop was blocked: what arrived meanwhile is read."""
+        """A timeout that leaves out the time for which the loop was blocked: what arrived meanwhile is read."""
         return _Limit(self, limit_s)
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class Slot:
         self.num_trainer_differences = 0
         """Comparisons with the trainer in sequence in which its answer differed."""
         self.info: ReplicaInfo | None = None
-        """From the last health check that passed."""
+        """Facts of the last health check that passed."""
         self.load: ReplicaLoad | None = None
         """The last report; None when the server does not answer."""
         self.num_running = 0
@@ -330,7 +330,7 @@ class ReplicaSet:
         registry: NameRegistry,
         num_servers: int,
         config: InferenceEngineConfig,
-        factory: ReplicaFactory,
+        factory: Callable[[str, str], Replica],
         abandoned: range,
     ) -> None:
         self._registry = registry
@@ -342,7 +342,7 @@ class ReplicaSet:
         self._abandoned = abandoned
         """Versions from before the trainer recovered. A server that has one when it is first met got it before that."""
         self.slots: list[Slot] = []
-        """By index."""
+        """The slots by index."""
         self.target_version = NO_VERSION
         self.update_stale: Callable[[Slot], Awaitable[None]] = _no_update
         """Called after a health check of a stale replica. Set by the weight updater."""
@@ -421,13 +421,13 @@ class ReplicaSet:
         self.announce()
 
     async def wait_for_change(self, limit_s: float | None) -> None:
-        """Until a slot changes its state, the target changes, or `limit_s` seconds are over."""
+        """Wait until a slot changes its state, the target changes, or `limit_s` seconds are over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._changed.wait()
 
     async def wait_to_send(self, limit_s: float) -> None:
-        """Until a replica serves and no update switches the fleet, the fleet is closed, or `limit_s` seconds are over.
+        """Wait until a replica serves and no update switches the fleet, it is closed, or `limit_s` seconds are over.
 
         Thousands of requests wait during a weight update; the many changes of state meanwhile do not wake them, and at
         its end each turn of the loop wakes some of them, in their order.
@@ -464,7 +464,7 @@ class ReplicaSet:
             self._release_senders()
 
     def set_target(self, version: int) -> None:
-        """From now on replicas serve `version`."""
+        """Let replicas serve `version` from now on."""
         if version < self.target_version:
             before = self._abandoned or range(version + 1, 0)
             self._abandoned = range(min(before.start, version + 1), max(before.stop, self.target_version + 1))

@@ -79,11 +79,11 @@ class LoadOrder(Generic[CandidateT]):
         self._members.move_to_end(candidate.name)
 
     def in_turn(self) -> Iterator[CandidateT]:
-        """From the replica that was chosen longest ago on."""
+        """The replicas in order, from the one that was chosen longest ago."""
         return iter(self._members.values())
 
     def ascending(self) -> Iterator[CandidateT]:
-        """From the least busy replica on."""
+        """The replicas in order, from the least busy one."""
         if self._members:
             yield from self._levels[self._least].values()
             for level in sorted(self._levels.keys() - {self._least}):
@@ -120,7 +120,7 @@ class PrefixIndex:
         self._max_blocks = max_blocks
         self._blocks_of: dict[str, OrderedDict[int, None]] = {}
         self._holders: dict[int, dict[str, None]] = {}
-        """By block; a name counts only while `_blocks_of` has the block too."""
+        """Block -> names; a name counts only while `_blocks_of` has the block too."""
         self._forgotten: deque[tuple[str, OrderedDict[int, None]]] = deque()
         """Blocks whose names are still in `_holders`. They are removed a few at a time, because a weight update makes
         all replicas forget at the same moment."""

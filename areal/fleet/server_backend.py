@@ -16,7 +16,7 @@ from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.redaction import HIDDEN, is_secret
 from areal.api.config.train import ALL_LINEAR, LoRAConfig, is_target
 from areal.api.errors import InputError
-from areal.fleet.replica import Replica
+from areal.fleet.replica import AnswerForm, Replica
 from areal.models.checkpoint_files import stored_weights
 from areal.models.model_shape import ModelShape, context_length
 from areal.models.vision_layout import FAMILIES, read_vision_layout
@@ -196,10 +196,10 @@ class ServerBackend:
     """One row of `areal.fleet.backends`."""
 
     name: str
-    """In `allocation_mode`; also the name of its config section, and of the package of a foreign server."""
+    """Name in `allocation_mode`, of its config section, and of the package of a foreign server."""
     title: str
-    client: Callable[[str, str, str], Replica]
-    """(name, address, token) -> the client that speaks the server's dialect."""
+    client: Callable[[str, str, str, AnswerForm], Replica]
+    """(name, address, token, form) -> the client that speaks the server's dialect."""
     command: Callable[[PPOConfig, bool], ServerCommand]
     """(config, whether each server gets GPUs) -> how the servers of a run are started."""
     model_key: str
@@ -214,7 +214,7 @@ class ServerBackend:
     run_flags: Callable[[PPOConfig], dict[str, tuple[Any, str]]] | None = None
     """Flags that this configuration needs -> the value and why; as `FlagRules.fixed`, and areal sets them."""
     flags: FlagRules | None = None
-    """Of a foreign server: its section holds flags, it has a separate environment, and a host process runs it. None:
+    """Rules of a foreign server, whose section holds flags, and which a host process runs in its environment. None:
     the section is a dataclass and the server is a process of areal."""
     returns_experts: bool = False
     """Whether answers can have the experts that the model chose (actor.router_replay)."""
@@ -235,7 +235,7 @@ class ServerBackend:
 
     def given(self, config: PPOConfig) -> dict[str, Any]:
         """The options of this backend's section that reach the server."""
-        section = getattr(config, self.name)
+        section = config.server_section(self.name)
         if self.flags is None:
             return dataclasses.asdict(section)
         defaults = self.areal_defaults if config.server_defaults == "areal" else {}
@@ -269,7 +269,7 @@ class ServerBackend:
         if self.flags is not None:
             needed = {} if self.run_flags is None else self.run_flags(config)
             rules = dataclasses.replace(self.flags, fixed={**self.flags.fixed, **needed})
-            yield from flag_problems(self.name, rules, getattr(config, self.name))
+            yield from flag_problems(self.name, rules, config.server_section(self.name))
             load_format = given.get("load_format", "dummy")
             if config.actor.init_from_scratch and load_format != "dummy":
                 text = f"{load_format!r} loads other weights than actor.init_from_scratch draws: remove it"
@@ -361,7 +361,7 @@ def cpu_cache_tokens(config: PPOConfig, backend: ServerBackend) -> int:
 
 
 def _served_bytes(model: str, flags: Mapping[str, Any]) -> int | None:
-    """On a GPU without a configured cache only the weights: the cache takes the memory that is left."""
+    """Bytes of weights and cache; of the weights alone on a GPU where the cache takes the memory that is left."""
     shape = ModelShape.read(model)
     if shape is None:
         return None

@@ -1,204 +1,29 @@
-"""JSON over HTTP between an adapter and one server, and whether a refusal is a fault of the request or of the server.
+"""HTTP between a client and one inference server, what the clients of all backends share, and whether a refusal is a
+fault of the request or of the server.
 
-A call waits for its answer without a time limit; see `areal.fleet.server_client`.
+A call waits for its answer without a time limit; it ends with the answer, when the connection is lost, or when the
+caller is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
+import httptools
+import numpy as np
 import orjson
 
-from areal.api.columns import Column
-from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.columns import Column, Runs
+from areal.api.data import GenerationRequest, WeightSpec, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
-from areal.fleet.replica import Replica
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One HTTP/1.1 connection: requests as bytes, answers whole or streamed.
-#
-# Written by hand because a request costs a third of what it costs with a general client, and the rollout controller
-# sends hundreds at a time. A call waits for its answer without a time limit; it ends with the answer, when the
-# connection is lost or aborted, or when the caller is cancelled.
-
-_MAX_HEAD_BYTES = 65536
-
-OnData = Callable[[bytes], None]
-
-
-class Connection(asyncio.Protocol):
-    """One connection to a server, for one call at a time; parses the answer while it arrives."""
-
-    def __init__(self, registry: set[Connection]) -> None:
-        self._registry = registry
-        self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
-        self._on_data: OnData | None = None
-        self._keep_alive = True
-        self.idle_since = 0.0
-        self._start_answer()
-
-    @property
-    def is_reusable(self) -> bool:
-        return self._keep_alive and self._answer is None and self._transport is not None
-
-    async def call(self, request: Callable[[], bytes], on_data: OnData | None) -> tuple[int, bytes]:
-        """Send the bytes of a request and wait for its answer."""
-        if self._transport is None:
-            raise ServerUnavailable("the connection was lost", code="fleet.no_answer")
-        data = request()
-        self._answer = asyncio.get_running_loop().create_future()
-        self._on_data = on_data
-        self._start_answer()
-        self._transport.write(data)
-        del data  # long prompts
-        try:
-            return await self._answer
-        finally:
-            if not self._finished:
-                self.abort()
-            self._answer = None
-
-    def abort(self) -> None:
-        self._keep_alive = False
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._registry.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._registry.discard(self)
-        self._transport = None
-        if self._answer is not None and not self._answer.done():
-            if self._until_close:
-                self._finish()
-            else:
-                text = str(exc) if exc else "the connection was lost during the answer"
-                self._fail(ServerUnavailable(text, code="fleet.no_answer"))
-
-    def data_received(self, data: bytes) -> None:
-        if self._answer is None or self._answer.done():
-            self.abort()  # data without a request
-            return
-        try:
-            if self._chunked:
-                self._read_chunks(data)
-            else:
-                self._parse(data)
-        except ArealError as error:  # of on_data
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001 - of the parser or of on_data: the caller gets it
-            self._fail(ServerUnavailable(f"the answer cannot be read: {error!r}", code="server.unreadable_answer"))
-
-    # The answer
-
-    def _start_answer(self) -> None:
-        self._status = 0
-        self._rest = b""
-        self._pieces: list[bytes] = []
-        self._chunked = False
-        self._until_close = False
-        self._remaining = 0
-        """Bytes still to come: of the body, or of the current chunk with its line end."""
-        self._finished = False
-
-    def _parse(self, data: bytes) -> None:
-        if self._status == 0:
-            data = self._rest + data
-            end = data.find(b"\r\n\r\n")
-            if end < 0:
-                if len(data) > _MAX_HEAD_BYTES:
-                    raise ValueError("the head of the answer is too long")
-                self._rest = data
-                return
-            self._rest = b""
-            self._read_head(data[:end])
-            data = data[end + 4 :]
-        if self._chunked:
-            self._read_chunks(data)
-        elif self._until_close:
-            self._deliver(data)
-        else:
-            self._remaining -= len(data)
-            if self._remaining < 0:
-                raise ValueError("the answer is longer than its content-length")
-            self._deliver(data)
-            if self._remaining == 0:
-                self._finish()
-
-    def _read_head(self, head: bytes) -> None:
-        lines = head.split(b"\r\n")
-        if not lines[0].startswith(b"HTTP/1."):
-            raise ValueError(f"the answer starts with {lines[0][:40]!r}")
-        self._status = int(lines[0][9:12])
-        self._until_close = True
-        for line in lines[1:]:
-            name, _, value = line.partition(b":")
-            name, value = name.lower(), value.strip().lower()
-            if name == b"content-length":
-                self._remaining, self._until_close = int(value), False
-            elif name == b"transfer-encoding" and value == b"chunked":
-                self._chunked, self._until_close = True, False
-            elif name == b"connection" and value == b"close":
-                self._keep_alive = False
-        if self._until_close or self._status >= 500:  # uvicorn closes after such a failure without announcing it
-            self._keep_alive = False
-
-    def _read_chunks(self, data: bytes) -> None:
-        """Chunk by chunk; `_rest` holds an unfinished size line, `_remaining` counts the open chunk and its CRLF."""
-        if self._rest:
-            data, self._rest = self._rest + data, b""
-        elif self._remaining == 0:  # mostly exactly one chunk
-            end = data.find(b"\r\n")
-            if end > 0 and data[0] != 0x30 and len(data) == int(data[:end].partition(b";")[0], 16) + end + 4:
-                self._deliver(data[end + 2 : -2])
-                return
-        position = 0
-        while position < len(data):
-            if self._remaining == 0:
-                end = data.find(b"\r\n", position)
-                if end < 0:
-                    self._rest = data[position:]
-                    return
-                size = int(data[position:end].partition(b";")[0], 16)
-                if size == 0:
-                    if len(data) < end + 4:  # the empty line after it is part of this answer
-                        self._rest = data[position:]
-                        return
-                    self._finish()
-                    return
-                position = end + 2
-                self._remaining = size + 2
-            piece = data[position : position + self._remaining]
-            position += len(piece)
-            self._remaining -= len(piece)
-            if self._remaining < 2:
-                piece = piece[: len(piece) - min(len(piece), 2 - self._remaining)]
-            self._deliver(piece)
-
-    def _deliver(self, piece: bytes) -> None:
-        if piece and self._on_data is not None and self._status == 200:
-            self._on_data(piece)
-        elif piece:
-            self._pieces.append(piece)
-
-    def _finish(self) -> None:
-        self._finished = True
-        if self._answer is not None:
-            self._answer.set_result((self._status, b"".join(self._pieces)))
-
-    def _fail(self, error: ArealError) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
-        self.abort()
-
+from areal.api.routed_experts import ExpertShape, RoutedExperts
+from areal.fleet.replica import NO_VERSION, AnswerForm, FinishReason, Replica
 
 _CONNECT_TIMEOUT_S = 10.0
 _LATE_S = 1.0
@@ -207,11 +32,112 @@ _IDLE_LIMIT_S = 4.0
 """A connection that was idle for longer is not used again: uvicorn closes connections after 5 s."""
 _TRY_ELSEWHERE = (408, 429)
 """Client-error statuses that describe the state of the server and not the request."""
-_WRONG = (ValueError, KeyError, TypeError, IndexError, AttributeError)
+WRONG_FIELD = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 """Errors of a parser when a field is missing or wrong."""
-_Found = TypeVar("_Found")
-Body = bytes | Callable[[], bytes]
-"""A function is called when the request is sent, so that the bytes of a long prompt do not stay until the answer."""
+_T = TypeVar("_T")
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a server, for one call at a time."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self._transport: asyncio.Transport | None = None
+        self._pieces: list[bytes] = []
+        """Pieces of the body of the answer that were not read yet."""
+        self.on_body = self._pieces.append
+        """Called by the parser, as `on_message_complete` is."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiter: asyncio.Future[None] | None = None
+        self._waits_for_end = False
+        self._error: ServerUnavailable | None = None
+        self._path = ""
+        self._has_ended = True
+        """There is no answer, or all of it has arrived."""
+        self._stays = True
+        self._idle_since_s = 0.0
+
+    @property
+    def status(self) -> int:
+        """Status of the answer, once `read` has returned."""
+        return self._parser.get_status_code()
+
+    def send(self, path: str, request: bytes) -> None:
+        self._path = path
+        if self._transport is None:
+            raise self._lost("the connection was lost")
+        self._has_ended = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport.write(request)
+
+    async def read(self, *, to_end: bool = False) -> bytes:
+        """The next bytes of the body, all that have arrived; empty at its end. `to_end`: the whole rest."""
+        self._waits_for_end = to_end
+        while self._error is None and not self._has_ended and (to_end or not self._pieces):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        return data
+
+    def release(self, idle: list[Connection]) -> None:
+        """The caller has what it wants: keep the connection, or drop it if more of the answer may come."""
+        may_stay = self._has_ended and self._error is None and self._transport is not None
+        # uvicorn closes after an error of its handler without announcing it
+        if may_stay and self._stays and self.status < 500:
+            self._pieces.clear()
+            self._idle_since_s = time.monotonic()
+            idle.append(self)
+        else:
+            self.abort()
+
+    @property
+    def is_usable(self) -> bool:
+        return self._transport is not None and self._idle_since_s > time.monotonic() - _IDLE_LIMIT_S
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._client.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client.connections.discard(self)
+        self._transport = None
+        if self._has_ended:
+            return
+        if self.status and not self._parser.should_keep_alive():  # a body without a length ends here
+            self._has_ended, self._stays = True, False
+        else:
+            self._error = self._error or self._lost(str(exc) if exc else "the connection was lost during the answer")
+        self._wake()
+
+    def data_received(self, data: bytes) -> None:
+        if self._has_ended:
+            self.abort()  # data without a request
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            text = f"the answer cannot be read: {error!r}"
+            self._error = self._error or self._lost(text, code="server.unreadable_answer")
+            self.abort()
+        if self._has_ended or self._error is not None or (self._pieces and not self._waits_for_end):
+            self._wake()
+
+    def on_message_complete(self) -> None:
+        self._has_ended, self._stays = True, self._parser.should_keep_alive()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _lost(self, text: str, code: str = "fleet.no_answer") -> ServerUnavailable:
+        return self._client.no_answer(self._path, text, code)
 
 
 class ServerClient:
@@ -235,98 +161,92 @@ class ServerClient:
         if token:
             self._head += f"Authorization: Bearer {token}\r\n"
         self._idle: list[Connection] = []
-        self._all: set[Connection] = set()
+        self.connections: set[Connection] = set()
         self._closed = False
 
     async def get(self, path: str) -> bytes:
-        return await self.request("GET", path)
+        return await self.call("GET", path)
 
     async def post(self, path: str, body: dict[str, Any]) -> bytes:
         """Send JSON; returns the body of the answer."""
-        return await self.request("POST", path, _json(body))
+        return await self.call("POST", path, body)
 
-    async def stream(self, path: str, body: Body, on_event: Callable[[bytes], None]) -> None:
-        """`on_event` gets the data of each server-sent event except the closing [DONE]."""
-        rest = b""
-
-        def on_data(data: bytes) -> None:
-            nonlocal rest
-            is_whole = data.startswith(b"data: {") and data.endswith(b"\n\n")
-            if is_whole and not rest and data.find(b"\n") == len(data) - 2:  # mostly exactly one event
-                on_event(data[6:-2])
-                return
-            *events, rest = (rest + data).split(b"\n\n")
-            for event in events:
-                if event.startswith(b"data: ") and event != b"data: [DONE]":  # otherwise a comment or the end
-                    on_event(event[6:])
-
-        await self.request("POST", path, body, on_data)
-
-    async def request(self, method: str, path: str, body: Body = b"", on_data: OnData | None = None) -> bytes:
+    async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The body of a 200; every other status is an error."""
-        status, answer = await self.exchange(method, path, body, on_data)
+        status, answer = await self.exchange(method, path, body)
         if status != 200:
             raise self.refusal(path, status, answer)
         return answer
 
-    async def exchange(
-        self, method: str, path: str, body: Body = b"", on_data: OnData | None = None
-    ) -> tuple[int, bytes]:
-        """Status and body of the answer. With `on_data`, the body of a 200 is passed to it piece by piece instead.
-
-        An exception of `on_data` ends the call and is raised here.
-        """
+    async def exchange(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        connection = await self._send(method, path, body)
         try:
-            connection = await self._acquire()
-            try:
-                return await connection.call(partial(self._request_bytes, method, path, body), on_data)
-            finally:
-                if connection.is_reusable and not self._closed:
-                    connection.idle_since = time.monotonic()
-                    self._idle.append(connection)
-                else:
-                    connection.abort()
-        except ServerUnavailable as error:
-            text = f"{self.name} at {self.address} did not answer {path}: {error}"
-            raise ServerUnavailable(text, code=error.code) from error
+            answer = await connection.read(to_end=True)
+            return connection.status, answer
+        finally:
+            connection.release(self._idle)
 
-    def _request_bytes(self, method: str, path: str, body: Body) -> bytes:
-        data = body() if callable(body) else body
+    async def answers(self, path: str, body: dict[str, Any], *, is_streamed: bool) -> AsyncGenerator[bytes, None]:
+        """The data of each server-sent event except the closing [DONE]; the whole answer of what is not streamed."""
+        connection = await self._send("POST", path, body)
+        try:
+            data, rest = await connection.read(to_end=not is_streamed), b""
+            if connection.status != 200:
+                raise self.refusal(path, connection.status, data + await connection.read(to_end=True))
+            if not is_streamed:
+                yield data
+                return
+            while data:
+                if not rest and data.startswith(b"data: {") and data.find(b"\n") == len(data) - 2:  # mostly one event
+                    yield data[6:-2]
+                else:
+                    *events, rest = (rest + data).split(b"\n\n")
+                    for event in events:
+                        if event.startswith(b"data: ") and event != b"data: [DONE]":  # otherwise a comment or the end
+                            yield event[6:]
+                data = await connection.read()
+        finally:
+            connection.release(self._idle)
+
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> Connection:
+        """Send a request over a connection that nobody uses. The caller releases it."""
+        connection: Connection | None = None
+        while self._idle and connection is None:
+            connection = self._idle.pop()
+            if not connection.is_usable:
+                connection.abort()
+                connection = None
+        if connection is None and not self._closed:
+            connection = await self._connect(path)
+        if self._closed or connection is None:
+            if connection is not None:
+                connection.abort()
+            raise self.no_answer(path, "the connection was closed")
+        data = b"" if body is None else orjson.dumps(body, default=_plain)
         head = (
             f"{method} {path} HTTP/1.1\r\n{self._head}"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
-        return head.encode("latin-1") + data
-
-    async def _acquire(self) -> Connection:
-        if self._closed:
-            raise ServerUnavailable("the connection was closed", code="fleet.no_answer")
-        oldest_useful = time.monotonic() - _IDLE_LIMIT_S
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_reusable and connection.idle_since >= oldest_useful:
-                return connection
-            connection.abort()
-        connection = await self._connect()
-        if self._closed:
-            connection.abort()
-            raise ServerUnavailable("the connection was closed", code="fleet.no_answer")
+        connection.send(path, head.encode("latin-1") + data)
         return connection
 
-    async def _connect(self) -> Connection:
+    async def _connect(self, path: str) -> Connection:
         loop = asyncio.get_running_loop()
         while True:
             deadline_s = loop.time() + _CONNECT_TIMEOUT_S
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    _, connection = await loop.create_connection(lambda: Connection(self._all), self._host, self._port)
+                    _, connection = await loop.create_connection(lambda: Connection(self), self._host, self._port)
                 return connection
             except TimeoutError as error:
                 if loop.time() - deadline_s < _LATE_S:
-                    text = f"no connection within {_CONNECT_TIMEOUT_S:g} s"
-                    raise ServerUnavailable(text, code="fleet.no_answer") from error
+                    raise self.no_answer(path, f"no connection within {_CONNECT_TIMEOUT_S:g} s") from error
             except OSError as error:
-                raise ServerUnavailable(error.strerror or str(error), code="fleet.no_answer") from error
+                raise self.no_answer(path, error.strerror or str(error)) from error
+
+    def no_answer(self, path: str, text: str, code: str = "fleet.no_answer") -> ServerUnavailable:
+        return ServerUnavailable(f"{self.name} at {self.address} did not answer {path}: {text}", code=code)
 
     def refusal(self, path: str, status: int, answer: bytes) -> RequestError | ServerUnavailable:
         """The error for a status other than 200. The code of a native server's error is kept."""
@@ -336,22 +256,13 @@ class ServerClient:
         text = f"{self.name} failed {path} with status {status}: {message}"
         return ServerUnavailable(text, code=code or "server.request_failed")
 
-    def parsed(self, payload: bytes, parse: Callable[[Any], _Found]) -> _Found:
+    def parsed(self, payload: bytes, parse: Callable[[Any], _T]) -> _T:
         """The result of `parse` for the JSON of an answer. ServerUnavailable when a field is missing or wrong."""
         try:
             return parse(orjson.loads(payload))
         except ArealError:
             raise
-        except _WRONG as error:
-            raise self.unreadable(error) from error
-
-    def read(self, answer: Any, parse: Callable[[Any], _Found]) -> _Found:
-        """The same for what was parsed already."""
-        try:
-            return parse(answer)
-        except ArealError:
-            raise
-        except _WRONG as error:
+        except WRONG_FIELD as error:
             raise self.unreadable(error) from error
 
     def unreadable(self, error: Exception) -> ServerUnavailable:
@@ -363,15 +274,18 @@ class ServerClient:
         """Drop all connections: every running call fails with ServerUnavailable. The client cannot be used again."""
         self._closed = True
         self._idle.clear()
-        for connection in list(self._all):
+        for connection in list(self.connections):
             connection.abort()
 
 
 class HttpReplica(Replica):
     """The base class of the clients of all servers: the connections, and the update group."""
 
-    def __init__(self, name: str, address: str, token: str = "") -> None:
+    takes_groups = False
+
+    def __init__(self, name: str, address: str, token: str = "", form: AnswerForm | None = None) -> None:
         self.name = name
+        self.form = form or AnswerForm()
         self._client = ServerClient(name, address, token=token)
         self._group_name = ""
         """The update group that the server has joined; empty without one."""
@@ -400,22 +314,8 @@ class HttpReplica(Replica):
             await self._pull_weights(update)
         return self._pulled[1]
 
-    async def _send_part(
-        self, path: str, is_streamed: bool, make_body: Callable[[], dict[str, Any]], on_event: Callable[[bytes], None]
-    ) -> None:
-        """Send the request of a part; `on_event` gets the answer, or each event of a stream."""
-
-        def body() -> bytes:
-            return _json(make_body())
-
-        if is_streamed:
-            await self._client.stream(path, body, on_event)
-        else:
-            on_event(await self._client.request("POST", path, body))
-
-    def _unfinished(self) -> ServerUnavailable:
-        text = f"{self.name} ended an answer without a finish reason"
-        return ServerUnavailable(text, code="server.unreadable_answer")
+    async def abort(self, request_id: str) -> None:
+        """A client that takes no groups has nothing to do: the caller ends the only request of its call."""
 
     async def close(self) -> None:
         self._client.close()
@@ -445,10 +345,6 @@ def flat_bucket(bucket: list[WeightSpec], group_name: str, *, flush_cache: bool)
     }
 
 
-def _json(body: dict[str, Any]) -> bytes:
-    return orjson.dumps(body, default=_plain)
-
-
 def _plain(value: object) -> list[Any]:
     if isinstance(value, Column):
         return value.tolist()
@@ -469,3 +365,64 @@ def _message_and_code(answer: bytes) -> tuple[str, str]:
     if not isinstance(message, str) or not message:
         message = answer[:200].decode(errors="replace") or "no message"
     return message, code if isinstance(code, str) and "." in code else ""  # the codes of other servers are numbers
+
+
+def prior_output_bias(request: GenerationRequest) -> dict[int, float]:
+    """Bias of logits by token id that applies the frequency penalty of the answer's earlier parts.
+
+    For servers that treat all of `input_ids` as prompt and penalise only the output of the part. The penalty is
+    linear in the count and subtracted before the temperature, so this bias plus the server's own penalty equals the
+    penalty of the uninterrupted answer. A repetition penalty multiplies, so the sum does not hold together with one.
+    """
+    penalty, num_prior = request.gconfig.frequency_penalty, request.num_prior_output_tokens
+    if penalty == 0 or num_prior == 0:
+        return {}
+    return {token: -penalty * count for token, count in Counter(request.input_ids[-num_prior:]).items()}
+
+
+def checked_reason(reason: Any) -> FinishReason | None:
+    """ValueError for a finish reason that is not one of the protocol."""
+    if reason not in (None, "stop", "length", "abort"):
+        raise ValueError(f"finish reason {reason!r}")
+    return reason
+
+
+def experts_of(meta: dict[str, Any], shape: ExpertShape | None, *, item_bytes: int) -> RoutedExperts | None:
+    """The routed experts in the facts of an answer: base64 of numbers of `item_bytes` bytes, 0 = those of the shape.
+
+    None when there are none. Raises ValueError for other than whole rows of existing experts.
+    """
+    text = meta.get("routed_experts")
+    if shape is None or text is None:
+        return None
+    data = base64.b64decode(text, validate=True)
+    if item_bytes not in (0, shape.item_bytes):
+        numbers = np.frombuffer(data, f"<i{item_bytes}")
+        if numbers.size and int(numbers.max()) >= shape.experts:
+            raise ValueError(f"a routed expert has number {numbers.max()}, the model has {shape.experts}")
+        data = numbers.astype("u1" if shape.item_bytes == 1 else "<i2").tobytes()  # -1, unknown, sets all bits
+    return RoutedExperts(shape, data)
+
+
+def version_number(reported: str, *, has_dummy_weights: bool = False) -> int:
+    """The policy version from a foreign server's name for its weights.
+
+    A server that was never given a version has its first weights: version 0, or none when they are random.
+    """
+    if reported == "default":
+        return NO_VERSION if has_dummy_weights else 0
+    return int(reported)
+
+
+def versions_of(spans: Sequence[tuple[int, int, int]], num_tokens: int) -> Runs[int]:
+    """Spans (version, start, end) of a chunk -> one version per token. ValueError unless they cover the chunk."""
+    if len(spans) == 1 and spans[0][1] == 0 and spans[0][2] == num_tokens:  # nearly all chunks
+        return Runs.of(spans[0][0], num_tokens)
+    place = 0
+    for _, start, end in spans:
+        if start != place or end < start:
+            raise ValueError(f"version spans {spans} have a gap or overlap")
+        place = end
+    if place != num_tokens:
+        raise ValueError(f"version spans {spans} cover {place} of {num_tokens} tokens")
+    return Runs((version, end - start) for version, start, end in spans)

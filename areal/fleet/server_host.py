@@ -41,8 +41,9 @@ from areal.api.config import InferenceEngineConfig, LauncherConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public_command
 from areal.api.errors import ArealError, ConfigError, LaunchError, RequestError, WeightSyncError
-from areal.fleet.backends import BACKENDS, backend_named, replica_factory
-from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
+from areal.api.registry import entries
+from areal.fleet.backends import backend_named, replica_factory
+from areal.fleet.replica import AnswerForm, ReplicaFactory, ReplicaInfo, ReplicaLoad
 from areal.observe.log import HttpLogger, configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.folders import PULLED_WEIGHTS, FolderPuller, folder_routes
@@ -84,7 +85,7 @@ _USAGE = re.compile(r"[\w. -]+: error: .*")
 """An error of argparse."""
 _DIED = re.compile(r"died unexpectedly|crashed with exit code")
 _POINTER = re.compile(r"root cause")
-"""In an error that only refers to an earlier line, of another process."""
+"""Text of an error that only refers to an earlier line, of another process."""
 _MAX_DETAILS = 3
 """Indented lines after an error that belong to it, as pydantic writes them."""
 PORT_TAKEN = re.compile("address already in use|eaddrinuse", re.IGNORECASE)
@@ -398,7 +399,7 @@ class HostOptions:
     update_limit_s: float
     """Time limit of a weight update: an engine may be silent that long."""
     host: Host = field(default_factory=Host)
-    """Where the run reaches the server: on loopback itself, elsewhere its gateway."""
+    """Address at which the run reaches the server: on loopback itself, elsewhere its gateway."""
     part: int = 0
     num_parts: int = 1
     ready_limit_s: float = LauncherConfig().ready_timeout_s
@@ -415,7 +416,7 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --backend NAME [--config RUN/config.yaml] -- COMMAND ... {port} ...",
     )
-    foreign = sorted(name for name, one in BACKENDS.items() if one.flags)
+    foreign = sorted(name for name in entries("backends") if backend_named(name).flags)
     parser.add_argument("--backend", choices=foreign, required=True, help="which server COMMAND starts")
     parser.add_argument("--config", help="the run's config.yaml; without it the server belongs to no run")
     at = argv.index("--") if "--" in argv else len(argv)
@@ -532,7 +533,7 @@ class ServerHost:
         self._ports = {name: bind_socket() for name in port_names(options.command)}
         self._address = http_address(self._ports["{port}"])
         self._meeting = bind_socket(options.host.bind) if options.num_parts > 1 and options.part == 0 else None
-        self._replica = make_replica(options.process_name, self._address)
+        self._replica = make_replica(options.process_name, self._address, AnswerForm())
         self._health = Health(options.backend, options.update_limit_s)
         self._log_start = options.log_path.stat().st_size if options.log_path and options.log_path.exists() else 0
         self._was_ready = False
@@ -576,7 +577,7 @@ class ServerHost:
         first, options = ("", 0), self._options
         if options.num_parts > 1:
             os.environ |= CLIENT_OF_STORE
-            os.environ[BACKENDS[options.backend].address_variable] = options.host.advertise
+            os.environ[backend_named(options.backend).address_variable] = options.host.advertise
             known = options.registry, options.index, options.part, options.host, self._meeting
             first = await asyncio.to_thread(first_part, *known, options.ready_limit_s)
         command = filled_in(options.command, ports, options.index, first)

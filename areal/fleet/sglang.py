@@ -6,10 +6,10 @@ server's answer, with the connection, or with its caller's time limit.
 
 import asyncio
 import contextlib
-import functools
 import re
 import zlib
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,15 @@ import orjson
 from areal.api.columns import Runs
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.train import ALL_LINEAR
-from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.data import GenerationRequest, WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.routed_experts import ExpertShape
-from areal.fleet.adapters import ServedAdapters, generate_with_stops
-from areal.fleet.continuation import checked_reason, experts_of, version_number, versions_of
+from areal.fleet.adapters import Parts, ServedAdapters, ended_by_stops, with_version
 from areal.fleet.replica import (
     ALL_TOKENS,
     NO_VERSION,
-    GenerationPart,
-    OnChunk,
+    AnswerForm,
+    Chunks,
     PartChunk,
     PauseMode,
     ReplicaInfo,
@@ -55,7 +54,15 @@ from areal.fleet.server_backend import (
     cpu_cache_tokens,
     foreign_command,
 )  # fmt: skip
-from areal.fleet.server_client import HttpReplica, flat_bucket, group_body
+from areal.fleet.server_client import (
+    HttpReplica,
+    checked_reason,
+    experts_of,
+    flat_bucket,
+    group_body,
+    version_number,
+    versions_of,
+)
 from areal.models.checkpoint_files import folder_problem
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
@@ -74,7 +81,7 @@ _MAX_STOP_STRINGS = 32
 _ONLY_THE_LIKELIEST = 1e-9
 """A top_p that keeps one token."""
 _HAS_SESSIONS = (0, 5, 21)
-"""Since this version a collective update is a session with a begin and an end."""
+"""First version in which a collective update is a session with a begin and an end."""
 
 _EXPERT_BYTES = 4
 """SGLang sends the number of an expert as int32."""
@@ -125,42 +132,45 @@ def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_lo
         )
 
 
-def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> dict[str, Any]:
+def generate_body(request: GenerationRequest, form: AnswerForm, facts: ServerFacts) -> dict[str, Any]:
     """The body of /generate. RequestError for settings that the server does not apply exactly."""
-    if problem := next(iter(sampling_problems(part.gconfig, {})), None):
+    if problem := next(iter(sampling_problems(request.gconfig, {})), None):
         raise RequestError(f"gconfig.{problem[0]}: {problem[1]}", code="server.unsupported_sampling")
-    body: dict[str, Any] = {
-        "rid": part.part_id,
-        "input_ids": part.wire_ids,
-        "sampling_params": _sampling(part, stream=stream),
-        "return_logprob": True,
-        "logprob_start_len": -1,
-        "stream": stream,
-    }
+    vision, is_streamed = form.vision, form.streams(request)
+    sampling = _sampling(request.gconfig)
+    if is_streamed:
+        sampling["stream_interval"] = form.stream_interval
     if facts.is_deterministic:  # without a seed all requests would use the same one
-        seed = zlib.crc32(part.part_id.encode()) if part.seed is None else part.seed
-        body["sampling_params"]["sampling_seed"] = seed
-    elif part.seed is not None:
+        seed = zlib.crc32(request.request_id.encode()) if request.seed is None else request.seed
+        sampling["sampling_seed"] = seed
+    elif request.seed is not None:
         raise RequestError(
             "the server ignores seeds: set sglang.enable_deterministic_inference=true (GPU only), or send no seed",
             code="server.unsupported_sampling",
         )
-    if part.vision is not None:
-        body["sampling_params"]["logit_bias"] = {str(token): bias for token, bias in part.vision.bans.items()}
-    if part.images:
-        body["image_data"] = part.image_urls
-    if part.adapter:
-        body["lora_path"] = part.adapter
-    if part.experts is not None:
-        body |= {"return_routed_experts": True, "routed_experts_start_len": part.num_known_experts}
+    body: dict[str, Any] = {
+        "rid": request.request_id,
+        "input_ids": request.input_ids if vision is None else vision.collapsed(request.input_ids, request.images),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": is_streamed,
+    }
+    if vision is not None:
+        sampling["logit_bias"] = {str(token): bias for token, bias in vision.bans.items()}
+        if request.images:
+            body["image_data"] = [vision.url(image) for image in request.images]
+    if request.adapter:
+        body["lora_path"] = request.adapter
+    if form.experts is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.num_known_experts}
     return body
 
 
-def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
+def _sampling(gconfig: GenerationHyperparameters) -> dict[str, Any]:
     """The settings under SGLang's names. All of them: a server can have other defaults."""
-    gconfig = part.gconfig
     sampling: dict[str, Any] = {
-        "max_new_tokens": part.max_new_tokens,
+        "max_new_tokens": gconfig.max_new_tokens,
         "stop": gconfig.stop or [],
         "stop_token_ids": gconfig.stop_token_ids,
         "ignore_eos": gconfig.ignore_eos,
@@ -177,8 +187,6 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         # When all running requests have top_k=1, SGLang reports log-probabilities without the temperature.
         plain = gconfig.temperature == 1.0
         sampling |= {"top_k": 1, "top_p": 1.0} if plain else {"top_k": -1, "top_p": _ONLY_THE_LIKELIEST}
-    if stream:
-        sampling["stream_interval"] = part.stream_interval
     return sampling
 
 
@@ -195,7 +203,6 @@ class PartReader:
         self._version = version
         self._experts = experts
         self._num_seen = 0
-        self.finished = False
 
     def read(self, answer: dict[str, Any], known_version: int) -> PartChunk:
         """KeyError, TypeError or ValueError when a field is missing or wrong; RequestError when the server refuses."""
@@ -211,12 +218,10 @@ class PartReader:
         versions = Runs.of(self._version, len(entries))
         self._version = max(known_version, self._version)
         part_versions: Runs[int] | None = None
-        if reason is not None:
-            self.finished = True
-            if total and (spans := meta.get("weight_versions")) is not None:
-                numbered = [(version_number(span["version"]), span["start"], span["end"]) for span in spans]
-                part_versions = versions_of(numbered, total)
-                versions = part_versions[total - len(entries) :]
+        if reason is not None and total and (spans := meta.get("weight_versions")) is not None:
+            numbered = [(version_number(span["version"]), span["start"], span["end"]) for span in spans]
+            part_versions = versions_of(numbered, total)
+            versions = part_versions[total - len(entries) :]
         token_ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
         experts = None if reason is None else experts_of(meta, self._experts, item_bytes=_EXPERT_BYTES)
         return PartChunk(token_ids, logprobs, versions, reason, part_versions, experts)
@@ -237,7 +242,7 @@ def parse_version(model_info: dict[str, Any]) -> int:
 
 
 def parse_facts(server_info: dict[str, Any]) -> ServerFacts:
-    """From /server_info. KeyError, TypeError or ValueError when a field is missing or wrong."""
+    """Facts in /server_info. KeyError, TypeError or ValueError when a field is missing or wrong."""
     if not server_info["internal_states"]:
         raise ValueError("no scheduler answered")
     numbers = tuple(int(number) for number in re.findall(r"\d+", str(server_info["version"]))[:3])
@@ -277,7 +282,7 @@ def bucket_body(
 
 
 def generated_tokens(metrics: str) -> int:
-    """From /metrics, over all label sets; 0 before the first token."""
+    """Tokens in /metrics over all label sets; 0 before the first token."""
     lines = (line for line in metrics.splitlines() if line.startswith("sglang:generation_tokens_total"))
     return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
@@ -291,10 +296,10 @@ DRAIN_S = 1.0
 class SGLangReplica(HttpReplica):
     """See `areal.fleet.replica.Replica`."""
 
-    def __init__(self, name: str, address: str, token: str = "") -> None:
-        super().__init__(name, address, token)
+    def __init__(self, name: str, address: str, token: str = "", form: AnswerForm | None = None) -> None:
+        super().__init__(name, address, token, form)
         self._version = 0
-        """From the last report of the server or the last update."""
+        """Version of the last report of the server or of the last update."""
         self._facts: ServerFacts | None = None
         self._vocab_size = 0
         """0: not known yet."""
@@ -308,22 +313,26 @@ class SGLangReplica(HttpReplica):
 
     # Generation
 
-    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        """See the protocol. A cancelled call drops its connection, and the server then aborts the request."""
+    async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
+        """See the protocol. The server aborts the request of a connection that is dropped."""
         facts = await self._known_facts()
         self._num_running += 1
         self._drained.clear()
         try:
-            with self._adapters.part(part, on_chunk) as (own, on_own):
-                await generate_with_stops(own, functools.partial(self._generate, own, facts), self._texts, on_own)
+            with self._adapters.chosen(requests[0]) as (request, version):
+                parts = self._parts(request, facts)
+                async with aclosing(parts), aclosing(ended_by_stops(request, parts, self._texts)) as chunks:
+                    async for chunk in chunks:
+                        yield 0, with_version(chunk, version)
         finally:
             self._num_running -= 1
             if self._num_running == 0:
                 self._drained.set()
         await self._adapters.drop_unused()
 
-    async def _generate(self, part: GenerationPart, facts: ServerFacts, on_chunk: OnChunk) -> None:
-        reader = PartReader(self._version, part.experts)
+    async def _parts(self, request: GenerationRequest, facts: ServerFacts) -> Parts:
+        reader, is_streamed = PartReader(self._version, self.form.experts), self.form.streams(request)
+        body = generate_body(request, self.form, facts)
 
         def read(answer: dict[str, Any]) -> PartChunk:
             if "error" in answer:  # the status of a stream is sent before the error occurs
@@ -332,13 +341,9 @@ class SGLangReplica(HttpReplica):
                 raise self._client.refusal("/generate", status if isinstance(status, int) else 500, refused)
             return reader.read(answer, self._version)
 
-        def on_event(event: bytes) -> None:
-            on_chunk(self._client.parsed(event, read))
-
-        make_body = functools.partial(generate_body, part, facts, stream=part.is_streamed)
-        await self._send_part("/generate", part.is_streamed, make_body, on_event)
-        if not reader.finished:
-            raise self._unfinished()
+        async with aclosing(self._client.answers("/generate", body, is_streamed=is_streamed)) as answers:
+            async for answer in answers:
+                yield self._client.parsed(answer, read)
 
     async def _texts(self, token_lists: list[Sequence[int]]) -> list[str]:
         answer = await self._client.post("/detokenize", {"tokens": token_lists, "skip_special_tokens": False})
@@ -383,7 +388,7 @@ class SGLangReplica(HttpReplica):
         """A paused server would not answer, so it is resumed first: this new client did not pause it."""
         await self.resume()
         path = "/generate"
-        status, answer = await self._client.exchange("POST", path, orjson.dumps(vocabulary_probe()))
+        status, answer = await self._client.exchange("POST", path, vocabulary_probe())
         if status != 400:
             raise self._client.refusal(path, status, answer)
         try:
@@ -451,7 +456,7 @@ class SGLangReplica(HttpReplica):
             "abort_all_requests": False,
             "weight_version": str(update.version),
         }
-        status, answer = await self._client.exchange("POST", path, orjson.dumps(body))
+        status, answer = await self._client.exchange("POST", path, body)
         if status != 200:
             raise ServerUnavailable(str(self._client.refusal(path, status, answer)), code="server.request_failed")
 
@@ -473,7 +478,7 @@ class SGLangReplica(HttpReplica):
     async def _begin_session(self) -> None:
         """A session that an interrupted update left open is closed first."""
         path, body = "/begin_weight_update", {"selector": "all"}
-        status, answer = await self._client.exchange("POST", path, orjson.dumps(body))
+        status, answer = await self._client.exchange("POST", path, body)
         if status == 400:
             await self._client.post("/end_weight_update", {})
             await self._client.post(path, body)
@@ -485,7 +490,7 @@ class SGLangReplica(HttpReplica):
         connection, or with torch's time limit."""
         if self._group_name:  # a pending join ends with the trainer's store
             group_name, self._group_name = self._group_name, ""
-            path, body = "/destroy_weights_update_group", orjson.dumps({"group_name": group_name})
+            path, body = "/destroy_weights_update_group", {"group_name": group_name}
             status, answer = await self._client.exchange("POST", path, body)
             if status not in (200, 400):  # 400: it is not in the group
                 raise self._client.refusal(path, status, answer)

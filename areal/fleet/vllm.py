@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import orjson
-
-from areal.api.columns import Packed, Runs
+from areal.api.columns import Runs
 from areal.api.config import GenerationHyperparameters, PPOConfig
-from areal.api.data import WeightUpdate
+from areal.api.data import GenerationRequest, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.adapters import ServedAdapters, generate_with_stops
-from areal.fleet.continuation import checked_reason, prior_output_bias, version_number, versions_of
+from areal.fleet.adapters import Parts, ServedAdapters, ended_by_stops, with_version
 from areal.fleet.replica import (
     ALL_TOKENS,
     NO_VERSION,
+    AnswerForm,
+    Chunks,
     FinishReason,
-    GenerationPart,
-    OnChunk,
     PartChunk,
     PauseMode,
     ReplicaInfo,
@@ -56,7 +53,14 @@ from areal.fleet.server_backend import (
     element_bytes,
     foreign_command,
 )  # fmt: skip
-from areal.fleet.server_client import HttpReplica, group_body
+from areal.fleet.server_client import (
+    HttpReplica,
+    checked_reason,
+    group_body,
+    prior_output_bias,
+    version_number,
+    versions_of,
+)
 from areal.models.checkpoint_files import folder_problem
 from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import read_vision_layout
@@ -69,32 +73,35 @@ MAX_BIASED_TOKENS = 1024
 """A request with more entries in its logit bias ends a server on GPU."""
 
 
-def generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
+def generate_body(request: GenerationRequest, form: AnswerForm) -> dict[str, Any]:
     """The body of /inference/v1/generate."""
-    # For some families the server writes the tokens around an image too.
-    ids = part.input_ids if part.vision is None else part.vision.bare(part.input_ids, part.images)
+    vision, is_streamed = form.vision, form.streams(request)
     body: dict[str, Any] = {
-        "request_id": part.part_id,
-        "token_ids": ids,
-        "sampling_params": _sampling(part, stream=stream),
-        "stream": stream,
+        "request_id": request.request_id,
+        # For some families the server writes the tokens around an image too.
+        "token_ids": request.input_ids if vision is None else vision.bare(request.input_ids, request.images),
+        "sampling_params": _sampling(request, {} if vision is None else vision.bans),
+        "stream": is_streamed,
     }
-    if part.images:
+    if is_streamed:
+        body["sampling_params"]["stream_interval"] = form.stream_interval
+    if request.images and vision is not None:
         # The server caches images by uuid and would use the old one for another image with the same.
-        urls = zip(part.images, part.image_urls, strict=True)
-        body["content_parts"] = [{"type": "image_url", "url": url, "uuid": image.sha256} for image, url in urls]
-    if part.adapter:
-        body["model"] = part.adapter
+        body["content_parts"] = [
+            {"type": "image_url", "url": vision.url(image), "uuid": image.sha256} for image in request.images
+        ]
+    if request.adapter:
+        body["model"] = request.adapter
     return body
 
 
-def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
+def _sampling(request: GenerationRequest, bans: dict[int, float]) -> dict[str, Any]:
     """The settings under vLLM's names. It silently ignores unknown names."""
-    gconfig = part.gconfig
+    gconfig = request.gconfig
     sampling: dict[str, Any] = {
-        "max_tokens": part.max_new_tokens,
+        "max_tokens": gconfig.max_new_tokens,
         # vLLM masks the model's end token until min_tokens even when ignore_eos is set.
-        "min_tokens": 0 if gconfig.ignore_eos and not gconfig.stop else part.min_new_tokens,
+        "min_tokens": 0 if gconfig.ignore_eos and not gconfig.stop else gconfig.min_new_tokens,
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
         "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
         "top_k": 0 if gconfig.greedy or gconfig.top_k >= ALL_TOKENS else gconfig.top_k,
@@ -108,9 +115,9 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
     if gconfig.stop:
         sampling["stop"] = gconfig.stop
         sampling["skip_special_tokens"] = False  # a stop string may be one
-    if part.seed is not None:
-        sampling["seed"] = part_seed(part.seed, part.num_prior_output_tokens)
-    if bias := prior_output_bias(part) | ({} if part.vision is None else part.vision.bans):
+    if request.seed is not None:
+        sampling["seed"] = part_seed(request.seed, request.num_prior_output_tokens)
+    if bias := prior_output_bias(request) | bans:
         if len(bias) > MAX_BIASED_TOKENS:
             raise RequestError(
                 f"vLLM continues an answer with a frequency_penalty only up to {MAX_BIASED_TOKENS} different tokens, "
@@ -118,8 +125,6 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
                 code="server.unsupported_sampling",
             )
         sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
-    if stream:
-        sampling["stream_interval"] = part.stream_interval
     return sampling
 
 
@@ -140,7 +145,7 @@ class Piece:
     logprobs: list[float]
     finish_reason: FinishReason | None
     spans: list[tuple[int, int, int]] | None
-    """On the last piece: (version, start, end) of all tokens of the part."""
+    """(version, start, end) of all tokens of the part, on the last piece."""
 
 
 def parse_piece(answer: dict[str, Any]) -> Piece:
@@ -187,7 +192,7 @@ def worker_errors(answer: dict[str, Any]) -> list[str]:
 
 
 def parse_load(metrics: str) -> ReplicaLoad:
-    """From /metrics, summed over the engines of a data-parallel server. KeyError when a metric is missing."""
+    """Load in /metrics, summed over the engines of a data-parallel server. KeyError when a metric is missing."""
     values: dict[str, list[float]] = {}
     for line in metrics.splitlines():
         if line.startswith("vllm:"):
@@ -214,40 +219,61 @@ _EXTENSION_HELP = (
 class VLLMReplica(HttpReplica):
     """See `areal.fleet.replica.Replica`."""
 
-    def __init__(self, name: str, address: str, token: str = "") -> None:
-        super().__init__(name, address, token)
+    def __init__(self, name: str, address: str, token: str = "", form: AnswerForm | None = None) -> None:
+        super().__init__(name, address, token, form)
         self._version = 0
-        """From the last report of the server."""
+        """Version of the last report of the server."""
         self._num_updates = 0
         """Started so far."""
         self._is_updating = False
         self._info: ReplicaInfo | None = None
-        """From the last health check."""
+        """Facts of the last health check."""
         self._adapters = ServedAdapters(self.load_adapter, self.unload_adapter)
 
-    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        """See the protocol. A cancelled call drops its connection, and the server then aborts the request."""
-        to_texts = functools.partial(self._texts, part.gconfig.stop or [])
-        with self._adapters.part(part, on_chunk) as (own, on_own):
-            await generate_with_stops(own, functools.partial(self._generate, own), to_texts, on_own)
+    async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
+        """See the protocol. The server aborts the request of a connection that is dropped."""
+        to_texts = functools.partial(self._texts, requests[0].gconfig.stop or [])
+        with self._adapters.chosen(requests[0]) as (request, version):
+            parts = self._parts(request)
+            async with aclosing(parts), aclosing(ended_by_stops(request, parts, to_texts)) as chunks:
+                async for chunk in chunks:
+                    yield 0, with_version(chunk, version)
         await self._adapters.drop_unused()
 
-    async def _generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        path = "/inference/v1/generate"
-        collector = _PartCollector(self.name, on_chunk)
+    async def _parts(self, request: GenerationRequest) -> Parts:
+        """The tokens of a part as soon as their versions are known."""
+        path, is_streamed = "/inference/v1/generate", self.form.streams(request)
         version, num_updates = self._version, self._num_updates
+        held: list[Piece] = []
+        """Pieces that wait for the end of the part, because a weight update started before they arrived."""
+        num_passed_on = 0
+        async with aclosing(
+            self._client.answers(path, generate_body(request, self.form), is_streamed=is_streamed)
+        ) as answers:
+            async for event in answers:
+                if event.startswith(b'{"error"'):  # a stream can end with an error
+                    status = self._client.parsed(event, lambda error: int(error["error"]["code"]))
+                    raise self._client.refusal(path, status, event)
+                piece = self._client.parsed(event, parse_piece)
+                held.append(piece)
+                if piece.finish_reason is None and self._num_updates != num_updates:
+                    continue
+                token_ids = [token for one in held for token in one.token_ids]
+                logprobs = [logprob for one in held for logprob in one.logprobs]
+                held.clear()
+                versions, reported = Runs.of(version, len(token_ids)), None
+                if piece.finish_reason is not None:
+                    reported = self._reported_versions(piece, num_passed_on + len(token_ids))
+                    versions = reported[num_passed_on:]
+                num_passed_on += len(token_ids)
+                yield PartChunk(token_ids, logprobs, versions, piece.finish_reason, reported)
 
-        def on_event(event: bytes) -> None:
-            if event.startswith(b'{"error"'):  # a stream can end with an error
-                status = self._client.parsed(event, lambda found: int(found["error"]["code"]))
-                raise self._client.refusal(path, status, event)
-            piece = self._client.parsed(event, parse_piece)
-            collector.add(piece, version if self._num_updates == num_updates else None)
-
-        make_body = functools.partial(generate_body, part, stream=part.is_streamed)
-        await self._send_part(path, part.is_streamed, make_body, on_event)
-        if collector.finish_reason is None:
-            raise self._unfinished()
+    def _reported_versions(self, last: Piece, num_tokens: int) -> Runs[int]:
+        try:
+            return versions_of(last.spans or [], num_tokens)
+        except ValueError as error:
+            text = f"{self.name} did not report the versions of an answer: {error}"
+            raise ServerUnavailable(text, code="server.unreadable_answer") from error
 
     async def _texts(self, stops: list[str], token_lists: list[Sequence[int]]) -> list[str]:
         """The texts of lists, each a prefix of the next. If the last has no stop string, the others stay empty."""
@@ -353,7 +379,7 @@ class VLLMReplica(HttpReplica):
     async def _call_workers(self, method: str, *args: Any) -> bytes:
         """Run a method of areal's extension in every worker. ServerUnavailable when one worker fails."""
         path = "/collective_rpc"
-        status, answer = await self._client.exchange("POST", path, orjson.dumps({"method": method, "args": list(args)}))
+        status, answer = await self._client.exchange("POST", path, {"method": method, "args": list(args)})
         if status == 404 or b"has no attribute 'areal_" in answer:
             text = f"{self.name} runs without areal's extension: {_EXTENSION_HELP}"
             raise ServerUnavailable(text, code="server.no_extension")
@@ -380,47 +406,6 @@ class VLLMReplica(HttpReplica):
         await self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
 
 
-@dataclass
-class _PartCollector:
-    """Passes on the tokens of one part as soon as their versions are known."""
-
-    replica_name: str
-    on_chunk: OnChunk
-    finish_reason: FinishReason | None = None
-    num_passed_on: int = 0
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    """Held until the end of the part, because a weight update started before they arrived."""
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-
-    def add(self, piece: Piece, version: int | None) -> None:
-        """`version` generated the tokens of this piece; None when only the end of the part reports it."""
-        try:
-            self.token_ids.extend(piece.token_ids)
-            self.logprobs.extend(piece.logprobs)
-        except (TypeError, OverflowError) as error:
-            text = f"{self.replica_name} sent numbers of the wrong type or range: {error}"
-            raise ServerUnavailable(text, code="server.unreadable_answer") from error
-        self.finish_reason = piece.finish_reason
-        versions: Runs[int] | None = None
-        if piece.finish_reason is not None:
-            versions = self._reported_versions(piece)
-        elif version is None:
-            return
-        num_new = len(self.token_ids)
-        known = Runs([(version or 0, num_new)]) if versions is None else versions[self.num_passed_on :]
-        chunk = PartChunk(Packed(self.token_ids), Packed(self.logprobs), known, piece.finish_reason, versions)
-        self.num_passed_on += num_new
-        self.token_ids, self.logprobs = array("i"), array("f")
-        self.on_chunk(chunk)
-
-    def _reported_versions(self, last: Piece) -> Runs[int]:
-        try:
-            return versions_of(last.spans or [], self.num_passed_on + len(self.token_ids))
-        except ValueError as error:
-            text = f"{self.replica_name} did not report the versions of an answer: {error}"
-            raise ServerUnavailable(text, code="server.unreadable_answer") from error
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # vLLM as a backend: its command, its flags, and the sampling settings that it does not apply exactly.
 #
@@ -432,7 +417,7 @@ RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature and refuses a higher one."""
 _MAX_STOP_IDS = 100
-"""On GPU a request can have 128, including the model's own end tokens."""
+"""Stop ids of a request. vLLM takes 128 on a GPU, including the model's end tokens."""
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of --max-lora-rank."""
 _UNCUT = {"do_image_splitting": False, "do_resize": False}

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
-from areal.api.data import CanaryReport, ProbeScore, ProbeTokens, WeightUpdate
+from areal.api.data import CanaryReport, GenerationRequest, ProbeScore, ProbeTokens, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
 from areal.api.images import ImageRef
 from areal.data.image_files import RunImages
-from areal.fleet.replica import GenerationPart, PartChunk, PauseMode, Replica
+from areal.fleet.replica import PartChunk, PauseMode, Replica
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, Event, ReplicaSet, Slot, State, Weights, reported
 from areal.observe.log import get_logger
 from areal.system.durable import is_complete
@@ -57,8 +57,8 @@ class ProbeAnswer:
 
 
 def probe(
-    seed: int, vocab_size: int, part_id: str, vision: RunImages | None = None, image: ImageRef | None = None
-) -> GenerationPart:
+    seed: int, vocab_size: int, request_id: str, vision: RunImages | None = None, image: ImageRef | None = None
+) -> GenerationRequest:
     """The request that every replica of a run answers after a weight update: the same for equal arguments.
 
     `image`: in the middle of its prompt, so that the answer depends on the vision tower.
@@ -72,19 +72,11 @@ def probe(
         places = [layout.image_token_id] * layout.tokens_of(image)
         around = (layout.vision_start_id, *places, layout.vision_end_id)
         input_ids[middle:middle] = [token for token in around if token is not None]
-    return GenerationPart(
-        part_id=part_id,
+    return GenerationRequest(
+        request_id=request_id,
         input_ids=input_ids,
-        num_prior_output_tokens=0,
-        max_new_tokens=PROBE_TOKENS,
-        min_new_tokens=0,
         gconfig=GenerationHyperparameters(greedy=True, ignore_eos=True, max_new_tokens=PROBE_TOKENS),
-        adapter="",
-        group_id="",
-        seed=None,
-        stream_interval=PROBE_TOKENS,
         images=() if image is None else (image,),
-        vision=vision,
     )
 
 
@@ -178,7 +170,7 @@ class CanaryCheck:
         self._seed = seed
         self._vision = vision
         self._image: ImageRef | None = None
-        """Of all probes, from the first exchange on."""
+        """The image of all probes, from the first exchange on."""
         self._has_image = vision is None
         """Whether `_image` is final."""
         self._dtype = dtype
@@ -212,8 +204,8 @@ class CanaryCheck:
         sent, answer = self._probe(""), self._agreed.answer
         return ProbeTokens(prompt_ids=list(sent.input_ids), answer_ids=list(answer.token_ids), images=list(sent.images))
 
-    def _probe(self, part_id: str) -> GenerationPart:
-        return probe(self._seed, self._replicas.limits.vocab_size, part_id, self._vision, self._image)
+    def _probe(self, request_id: str) -> GenerationRequest:
+        return probe(self._seed, self._replicas.limits.vocab_size, request_id, self._vision, self._image)
 
     async def _make_image(self) -> None:
         """Store the image of the probes, once: answers to other prompts could not be compared."""
@@ -355,11 +347,14 @@ class CanaryCheck:
             return None
         chunks: list[PartChunk] = []
         self._num_probes += 1
-        part = self._probe(f"canary-{slot.name}-{self._num_probes}")
+        request = self._probe(f"canary-{slot.name}-{self._num_probes}")
         problem = ""
         try:
             async with self._replicas.lateness.timeout(PROBE_TIMEOUT_S):
-                await replica.generate(part, chunks.append)
+                async for _, chunk in replica.generate([request]):
+                    if isinstance(chunk, ArealError):
+                        raise chunk
+                    chunks.append(chunk)
         except (ArealError, TimeoutError) as error:
             problem = str(error) or f"no answer in {PROBE_TIMEOUT_S:g} s"
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
@@ -374,7 +369,7 @@ class CanaryCheck:
 PAUSE_TIMEOUT_S = 30.0
 """A replica that does not pause or resume within this time is disconnected."""
 PAUSE_MODES: dict[str, PauseMode] = {"interrupt": "abort", "keep": "retract", "keep_cache": "in_place"}
-"""By rollout.weight_update."""
+"""rollout.weight_update -> mode of a pause."""
 MAX_MIRRORS = 3
 """Servers that one server asks for weights before it asks the trainer."""
 GROUP_GRACE_S = 1.0
@@ -440,7 +435,7 @@ class WeightUpdater:
         )
 
     def _set_target(self, version: int, update: WeightUpdate | None) -> None:
-        """From now on replicas serve `version`; `update` is how a replica with other weights gets it."""
+        """Let replicas serve `version` from now on; `update` is how a replica with other weights gets it."""
         self._target = update
         self._replicas.set_target(version)
 
@@ -546,7 +541,7 @@ class WeightUpdater:
         return [error for error in errors if error is not None]
 
     def _with_ranks(self, slots: list[Slot], update: WeightUpdate) -> list[tuple[Slot, int]]:
-        """With the first rank of each in the update group."""
+        """The slots with their first rank in the update group."""
         ranks = {name: 1 + index * update.ranks_per_replica for index, name in enumerate(update.replicas)}
         return [(slot, ranks.get(slot.incarnation, 0)) for slot in slots]
 

@@ -65,12 +65,12 @@ def dense_decoder(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> Dense
         try:
             if untyped.model.rotary_emb.rope_type not in _FIXED_ROTATIONS:
                 return None
-            found = DenseDecoder(untyped, family)
-            mine = found.logits(ids, ids, None, plans[1])
+            result = DenseDecoder(untyped, family)
+            mine = result.logits(ids, ids, None, plans[1])
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             _LOG.warning("transformers computes the layers of this model, and small steps are slower: %s", error)
             return None
-    return found if torch.equal(mine, theirs) else None
+    return result if torch.equal(mine, theirs) else None
 
 
 def _trial_plan(shapes: Sequence[LayerShape], dtype: torch.dtype) -> AttentionPlan:
@@ -110,7 +110,7 @@ class DenseDecoder:
         self._embedding, self._norm, self._head = decoder.embed_tokens, decoder.norm.forward, model.lm_head
         self._rotary = decoder.rotary_emb
         self._head_size = decoder.layers[0].self_attn.head_dim
-        self._layers = [_layer(one, family) for one in decoder.layers]
+        self._layers = [_layer(layer, family) for layer in decoder.layers]
 
     def logits(self, token_ids: Tensor, positions: Tensor, kept: Tensor | None, plan: AttentionPlan) -> Tensor:
         """Logits [rows, vocabulary] of the rows `kept`, None = all. token_ids, positions: [1, tokens]."""

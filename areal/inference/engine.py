@@ -115,7 +115,7 @@ def _race(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     size = weights.shape[1]
     places = torch.arange(size, dtype=torch.int32, device=weights.device) * _INDEX_FACTOR
-    found = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
+    result = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     for first in range(0, len(weights), _RACE_ROWS):
         rows = slice(first, first + _RACE_ROWS)
         keys = uniforms[rows].view(torch.int32)[:, None]
@@ -123,9 +123,9 @@ def _race(weights: Tensor, uniforms: Tensor) -> Tensor:
         # In (0, 1). The smallest numbers decide, and there float32 is finest.
         noise = ((bits & 0x7FFFFFFF).to(torch.float32) * 2.0**-31).clamp(2.0**-32, 1 - 2.0**-24)
         scores = weights[rows].log() - (-torch.log1p(-noise)).log()
-        best, found[rows] = scores.max(dim=-1)  # NaN counts as the maximum
-        found[rows] = found[rows].masked_fill(~best.isfinite(), size)
-    return found
+        best, result[rows] = scores.max(dim=-1)  # NaN counts as the maximum
+        result[rows] = result[rows].masked_fill(~best.isfinite(), size)
+    return result
 
 
 def _mixed(bits: Tensor) -> Tensor:
@@ -150,9 +150,9 @@ def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor)
         return tokens
     rows = torch.tensor(drawn, device=logits.device)
     params = [sequences[row].params for row in drawn]
-    temperatures = torch.tensor([one.temperature for one in params], device=logits.device)
-    top_k = torch.tensor([logits.shape[1] if one.top_k == ALL_TOKENS else one.top_k for one in params])
-    top_p = torch.tensor([one.top_p for one in params], device=logits.device)
+    temperatures = torch.tensor([param.temperature for param in params], device=logits.device)
+    top_k = torch.tensor([logits.shape[1] if param.top_k == ALL_TOKENS else param.top_k for param in params])
+    top_p = torch.tensor([param.top_p for param in params], device=logits.device)
     ordered, places = (adjusted[rows] / temperatures[:, None]).sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[1], device=logits.device)
     ordered = ordered.masked_fill(ranks >= top_k.to(logits.device)[:, None], -torch.inf)
@@ -190,7 +190,6 @@ _LOG = get_logger(__name__)
 _T = TypeVar("_T")
 STUCK_S = 60.0
 """A step that takes longer hangs: native.chunked_prefill_size limits the work of a step."""
-PAUSE_MODES = ("abort", "retract", "in_place")
 _NOT_FINITE = FinishReason(
     kind="error", message="the model has no finite probabilities for the next token: its weights or logits overflow"
 )

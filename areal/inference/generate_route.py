@@ -10,9 +10,9 @@ import binascii
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,20 +25,20 @@ from areal.api.images import ImageRef, VisionLayout, expanded
 from areal.data.image_files import decode_png, grid_of
 from areal.inference.engine import Detokenizer, Engine
 from areal.inference.request_parser import (
+    MAX_SAMPLES,
+    GenerateBody,
+    GenerateSettings,
+    GroupBody,
+    Prompt,
     RequestLimits,
-    bool_field,
-    check_fields,
+    Sample,
     error_body,
-    int_field,
+    invalid,
     json_response,
-    parse_sampling_params,
-    parse_stream_interval,
     read_json,
     shown,
-    text_field,
-    token_ids_field,
 )
-from areal.inference.scheduler import FinishReason, PlacedImage, SamplingParams, Sequence
+from areal.inference.scheduler import ALL_TOKENS, FinishReason, PlacedImage, SamplingParams, Sequence
 from areal.inference.vision import placed_images
 from areal.observe.spans import add_track
 
@@ -64,14 +64,14 @@ class ImageReader:
             return 0
         return self._context_length * (self._layout.patch_size * self._layout.merge_size) ** 2 * 5
 
-    async def read(self, value: Any) -> list[tuple[ImageRef, np.ndarray]]:
+    async def read(self, urls: list[str]) -> list[tuple[ImageRef, np.ndarray]]:
         """The images with their colours, uint8 [height, width, 3]. RequestError for what is none."""
+        if not urls:
+            return []
         if self._layout is None:
             raise RequestError("the served model takes no images: send no image_data", code="request.no_images")
-        if not isinstance(value, list) or any(type(one) is not str for one in value):
-            raise RequestError("image_data must be a list of data URLs", code="request.invalid_field")
         try:
-            return await self._read(value, self._layout)
+            return await self._read(urls, self._layout)
         except InputError as error:
             raise RequestError(str(error), code=error.code) from error
 
@@ -81,13 +81,13 @@ class ImageReader:
         if (total := sum(map(layout.tokens_of, images))) >= self._context_length:
             text = f"the images take {total} tokens, and prompt and answer at most {self._context_length}"
             raise RequestError(text, code="request.too_long")
-        found: list[tuple[ImageRef, np.ndarray]] = []
+        result: list[tuple[ImageRef, np.ndarray]] = []
         for image, png in zip(images, files, strict=True):
             colours = self._decoded.get(image.sha256)
             if colours is None:
                 colours = self._decoded[image.sha256] = await asyncio.to_thread(decode_png, png, layout)
-            found.append((image, colours))
-        return found
+            result.append((image, colours))
+        return result
 
 
 def _file_of(url: str) -> bytes:
@@ -102,24 +102,13 @@ def _file_of(url: str) -> bytes:
 # ----------------------------------------------------------------------------------------------------------------------
 # From the body of `/generate` or `/generate_group` to the sequences of the engine.
 
-_MAX_SEED = 2**63 - 1
 _FIXED_BODY_BYTES = 1 << 19
 """Maximum size of a body without its token ids: more than all stop strings take as JSON escapes."""
 _BYTES_PER_ID = 24
-GENERATE_FIELDS = frozenset(
-    {"rid", "input_ids", "image_data", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
-    | {"return_routed_experts", "routed_experts_start_len"}
-)
-_PROMPT_FIELDS = frozenset({"input_ids", "group_id", "samples"})
-GROUP_FIELDS = GENERATE_FIELDS - {"rid"} | {"samples", "prompts"}
-_MAX_SAMPLES = 4096
 _SAMPLE_BYTES = 256
-_MAX_PROMPTS = 256
 _PROMPTS_BYTES = 1 << 19
 """Maximum size of the prompts of a group, beyond that of one."""
-_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init) | {
-    *("ignore_eos", "sampling_seed", "num_prior_output_tokens", "stream_interval")
-}
+_MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +118,6 @@ class Call:
     sequence: Sequence
     with_logprobs: bool
     with_text: bool
-    """Off by default, because decoding takes most of the time of a short request."""
 
     def has_event(self, start: int) -> bool:
         """Whether the event of a stream with the tokens from `start` on is due."""
@@ -138,21 +126,8 @@ class Call:
         return sequence.finish is not None or len(sequence.logprobs) // interval > start // interval
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """The fields of a body that apply to all its samples."""
-
-    sampling: Mapping[str, Any]
-    params: SamplingParams
-    seed: int | None
-    stream_interval: int
-    with_logprobs: bool
-    with_text: bool
-    with_experts: bool
-
-
 class BodyParser:
-    """Validates bodies and makes a `Call` for each sample. RequestError for an invalid body."""
+    """Checks bodies against the served model and makes a `Call` for each sample. RequestError for an invalid body."""
 
     def __init__(self, limits: RequestLimits, draw_seed: Callable[[], int], *, records_experts: bool) -> None:
         """`draw_seed`: gives the seed of a sample without one. `records_experts`: the engine knows the chosen experts
@@ -164,117 +139,93 @@ class BodyParser:
         ids_bytes = _BYTES_PER_ID * (limits.context_length + limits.vocab_size)
         self.max_bytes = _FIXED_BODY_BYTES + ids_bytes + self._images.max_bytes
         """Maximum size of the body of /generate."""
-        self.max_group_bytes = self.max_bytes + _MAX_SAMPLES * _SAMPLE_BYTES + _PROMPTS_BYTES
+        self.max_group_bytes = self.max_bytes + MAX_SAMPLES * _SAMPLE_BYTES + _PROMPTS_BYTES
 
-    async def call(self, body: Any, default_id: str) -> Call:
-        """The call of a body of /generate. `default_id`: the request id when the body has none."""
-        body = check_fields(body, GENERATE_FIELDS)
-        images = await self._images.read(body["image_data"]) if "image_data" in body else []
-        samples: list[tuple[str, int | None]] = [(text_field(body, "rid", default_id) or default_id, None)]
-        return self._calls(self._settings(body), body, images, samples)[0]
-
-    async def calls(self, body: Any) -> list[Call]:
-        """The calls of a body of /generate_group, in the order of the samples."""
-        body = check_fields(body, GROUP_FIELDS)
-        given = [(one, _samples(one)) for one in _prompts(body)]
-        if sum(len(samples) for _, samples in given) > _MAX_SAMPLES:
-            message = f"the prompts must have at most {_MAX_SAMPLES} samples together"
-            raise RequestError(message, code="request.invalid_field")
-        images = await self._images.read(body["image_data"]) if "image_data" in body else []
-        settings = self._settings(body)
-        return [call for one, samples in given for call in self._calls(settings, one, images, samples)]
-
-    def _settings(self, body: Mapping[str, Any]) -> _Settings:
-        sampling = check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params")
-        is_streaming = bool_field(body, "stream", False)
-        with_text = bool_field(body, "return_text", False)
-        if with_text and (is_streaming or not self._limits.has_tokenizer):
+    async def calls(self, body: GenerateSettings, prompts: list[Prompt]) -> list[Call]:
+        """The calls of a body, in the order of the samples."""
+        limits, params = self._limits, self._params(body)
+        if sum(len(prompt.samples) for prompt in prompts) > MAX_SAMPLES:
+            raise invalid(f"the prompts must have at most {MAX_SAMPLES} samples together")
+        if body.image_data and len(prompts) > 1:
+            raise invalid("image_data is of one prompt, and there are several")
+        if body.return_text and (body.stream or not limits.has_tokenizer):
             message = "return_text needs a tokenizer in the folder of the model, and excludes stream"
             raise RequestError(message, code="request.no_tokenizer")
-        with_experts = bool_field(body, "return_routed_experts", False)
-        if with_experts and not self._records_experts:
-            message = "return_routed_experts needs a server of a run with actor.router_replay: true"
-            raise RequestError(message, code="request.invalid_field")
-        return _Settings(
-            sampling=sampling,
-            params=parse_sampling_params(sampling, self._limits),
-            seed=_seed(sampling),
-            stream_interval=parse_stream_interval(sampling, is_streaming),
-            with_logprobs=bool_field(body, "return_logprob", False),
-            with_text=with_text,
-            with_experts=with_experts,
-        )
-
-    def _calls(
-        self,
-        settings: _Settings,
-        body: Mapping[str, Any],
-        images: list[tuple[ImageRef, np.ndarray]],
-        samples: list[tuple[str, int | None]],
-    ) -> list[Call]:
-        """One call for each sample (id, seed) of the prompt in `body`."""
-        limits, params = self._limits, settings.params
-        context = limits.context_length
-        input_ids = token_ids_field(body, "input_ids", limits.vocab_size, max_count=context - 1)
-        if not input_ids:
-            raise RequestError("input_ids must have at least one token", code="request.invalid_field")
-        placed: tuple[PlacedImage, ...] = ()
-        if limits.layout is not None:
-            input_ids, placed = _with_images(input_ids, images, limits.layout)
-        num_prompt = len(input_ids)
-        if num_prompt + params.max_new_tokens > context:
-            raise RequestError(
-                f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length "
-                f"of {context}: request at most {context - num_prompt} new tokens",
-                code="request.too_long",
-            )
-        start = int_field(body, "routed_experts_start_len", 0, 0, num_prompt)
-        num_prior_output = int_field(settings.sampling, "num_prior_output_tokens", 0, 0, num_prompt)
-        group_id = text_field(body, "group_id", "")
+        if body.return_routed_experts and not self._records_experts:
+            raise invalid("return_routed_experts needs a server of a run with actor.router_replay: true")
+        images = await self._images.read(body.image_data)
         calls: list[Call] = []
-        for request_id, seed in samples:
-            seed = settings.seed if seed is None else seed
-            sequence = Sequence(
-                experts_start=start if settings.with_experts else None,
-                request_id=request_id,
-                token_ids=input_ids.copy(),
-                num_prompt=num_prompt,
-                images=placed,
-                params=params,
-                seed=self._draw_seed() if seed is None else seed,
-                num_prior_output=num_prior_output,
-                group_id=group_id,
-                stream_interval=settings.stream_interval,
-            )
-            calls.append(Call(sequence=sequence, with_logprobs=settings.with_logprobs, with_text=settings.with_text))
+        for prompt in prompts:
+            input_ids, placed = self._prompt_ids(prompt, images, params)
+            if max(body.routed_experts_start_len, params.num_prior_output_tokens) > len(input_ids):
+                names = "routed_experts_start_len and num_prior_output_tokens"
+                raise invalid(f"{names} must be at most {len(input_ids)}, the tokens of the prompt")
+            for sample in prompt.samples:
+                seed = params.sampling_seed if sample.sampling_seed is None else sample.sampling_seed
+                sequence = Sequence(
+                    experts_start=body.routed_experts_start_len if body.return_routed_experts else None,
+                    request_id=sample.rid,
+                    token_ids=input_ids.copy(),
+                    num_prompt=len(input_ids),
+                    images=placed,
+                    params=params,
+                    seed=self._draw_seed() if seed is None else seed,
+                    num_prior_output=params.num_prior_output_tokens,
+                    group_id=prompt.group_id,
+                    stream_interval=(params.stream_interval or 1) if body.stream else 0,
+                )
+                calls.append(Call(sequence=sequence, with_logprobs=body.return_logprob, with_text=body.return_text))
         return calls
 
+    def _params(self, body: GenerateSettings) -> SamplingParams:
+        """The sampling parameters with the end tokens of the model."""
+        params, limits = body.sampling_params, self._limits
+        if params.min_new_tokens > params.max_new_tokens:
+            raise invalid(f"min_new_tokens ({params.min_new_tokens}) exceeds max_new_tokens ({params.max_new_tokens})")
+        if 0 < params.temperature < _MIN_TEMPERATURE:
+            raise invalid(f"temperature must be 0 or at least {_MIN_TEMPERATURE:g}, got {params.temperature:g}")
+        if params.top_k == 0:
+            raise invalid("top_k must be -1 (all tokens) or at least 1, got 0")
+        if params.stream_interval is not None and not body.stream:
+            raise invalid(f"stream_interval={params.stream_interval} needs a stream: set stream to true, or remove it")
+        if params.stop and not limits.has_tokenizer:
+            message = "stop strings need a tokenizer, but the folder of the model has none: use stop_token_ids"
+            raise RequestError(message, code="request.no_tokenizer")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        stop_ids = frozenset[int]() if params.ignore_eos else limits.default_stop_ids | params.stop_token_ids
+        if params.min_new_tokens and len(stop_ids) == limits.vocab_size:
+            raise invalid(f"stop_token_ids has every token: none is left for min_new_tokens={params.min_new_tokens}")
+        top_k = ALL_TOKENS if params.top_k >= limits.vocab_size else params.top_k
+        if (stop_ids, top_k) == (params.stop_token_ids, params.top_k):
+            return params
+        return replace(params, stop_token_ids=stop_ids, top_k=top_k)
 
-def _seed(sampling: Mapping[str, Any]) -> int | None:
-    has_seed = sampling.get("sampling_seed") is not None
-    return int_field(sampling, "sampling_seed", None, 0, _MAX_SEED) if has_seed else None
+    def _prompt_ids(
+        self, prompt: Prompt, images: list[tuple[ImageRef, np.ndarray]], params: SamplingParams
+    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """The expanded ids of a prompt, and where its images are in them."""
+        input_ids, context = prompt.input_ids, self._limits.context_length
+        if not input_ids:
+            raise invalid("input_ids must have at least one token")
+        if len(input_ids) >= context:
+            message = f"input_ids has {len(input_ids)} token ids, at most {context - 1} are possible with this model"
+            raise RequestError(message, code="request.too_long")
+        self._check_ids("input_ids", input_ids)
+        placed: tuple[PlacedImage, ...] = ()
+        if self._limits.layout is not None:
+            input_ids, placed = _with_images(input_ids, images, self._limits.layout)
+        if len(input_ids) + params.max_new_tokens > context:
+            raise RequestError(
+                f"prompt ({len(input_ids)} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context "
+                f"length of {context}: request at most {context - len(input_ids)} new tokens",
+                code="request.too_long",
+            )
+        return input_ids, placed
 
-
-def _prompts(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """One body for each prompt of a group."""
-    if "prompts" not in body:
-        return [body]
-    prompts = body["prompts"]
-    if not isinstance(prompts, list) or not 1 <= len(prompts) <= _MAX_PROMPTS:
-        raise RequestError(f"prompts must be a list of 1 to {_MAX_PROMPTS} objects", code="request.invalid_field")
-    if both := body.keys() & (_PROMPT_FIELDS | {"image_data"}):
-        message = f"a group has either prompts or {', '.join(sorted(both))}"
-        raise RequestError(message, code="request.invalid_field")
-    return [{**body, **check_fields(prompt, _PROMPT_FIELDS, "a prompt")} for prompt in prompts]
-
-
-def _samples(body: Mapping[str, Any]) -> list[tuple[str, int | None]]:
-    """(id, seed) of each sample of a group."""
-    samples = body.get("samples")
-    if not isinstance(samples, list) or not 1 <= len(samples) <= _MAX_SAMPLES:
-        raise RequestError(f"samples must be a list of 1 to {_MAX_SAMPLES} objects", code="request.invalid_field")
-    checked = [check_fields(sample, {"rid", "sampling_seed"}, "a sample") for sample in samples]
-    return [(text_field(sample, "rid"), _seed(sample)) for sample in checked]
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self._limits.vocab_size):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise invalid(f"{name} has {wrong}, which is outside the vocabulary (0 to {self._limits.vocab_size - 1})")
 
 
 def _with_images(
@@ -337,7 +288,10 @@ class GenerateRoute:
         """The handler of /generate: parses the body, queues a sequence, and answers from its tokens."""
         self._num_requests += 1
         default_id = f"{self._id_prefix}{self._num_requests:012d}"
-        call = await self.parser.call(await read_json(request, self.parser.max_bytes), default_id)
+        body = await read_json(request, GenerateBody, self.parser.max_bytes)
+        sample = Sample(rid=body.rid or default_id)
+        prompt = Prompt(input_ids=body.input_ids, group_id=body.group_id, samples=[sample])
+        [call] = await self.parser.calls(body, [prompt])
         with self._submitted([call.sequence]):
             if call.sequence.stream_interval:
                 return await self._stream(request, call)
@@ -345,13 +299,13 @@ class GenerateRoute:
             return json_response(self._part(call, 0)[0])
 
     async def answer_group(self, request: web.Request) -> web.StreamResponse:
-        """The handler of /generate_group: several samples of one prompt, each with a rid and perhaps a sampling_seed;
-        or `prompts`, each with its samples and group_id.
+        """The handler of /generate_group: prompts, each with its samples and group_id.
 
         One JSON list with the answers in the order of the samples; in a stream, events which are lists of pairs
         (number of the sample, new tokens).
         """
-        calls = await self.parser.calls(await read_json(request, self.parser.max_group_bytes))
+        body = await read_json(request, GroupBody, self.parser.max_group_bytes)
+        calls = await self.parser.calls(body, body.prompts)
         with self._submitted([call.sequence for call in calls]):
             if calls[0].sequence.stream_interval:
                 return await self._stream_group(request, calls)

@@ -158,7 +158,7 @@ class ModelRunner:
 
     def _find_paged_kernel(self) -> PagedKernel | None:
         shape, config = self.layer_shapes[0], self.model.config.get_text_config()
-        if any(one != shape for one in self.layer_shapes) or shape.key_size != shape.value_size:
+        if any(layer_shape != shape for layer_shape in self.layer_shapes) or shape.key_size != shape.value_size:
             return None
         heads = {"heads": config.num_attention_heads, "kv_heads": shape.num_kv_heads}
         return find_kernel(self.device, self.dtype, block_size=BLOCK_SIZE, **heads, size=shape.key_size)

@@ -5,8 +5,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Allocation of KV-cache blocks with reference counts. No tensors.
@@ -68,21 +70,44 @@ ALL_TOKENS = -1
 """`top_k` of a request that samples among all tokens."""
 
 
+MAX_SEED = 2**63 - 1
+_MAX_TEMPERATURE, _MIN_REPETITION, _MAX_REPETITION = 1e6, 1e-3, 1e3
+"""Within these limits logits of up to 1e29 stay finite in float32, in which the sampler computes."""
+_StopString = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
+"""Each new token is compared with this length of text."""
+
+
+def _as_list(value: Any) -> Any:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling and stop parameters of one request. Validated by `areal.inference.request_parser`."""
+    """Sampling and stop parameters of one request, which the sampler reads: the field `sampling_params` of its body,
+    with the defaults of SGLang."""
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, le=_MAX_TEMPERATURE)] = 1.0
     """0 = greedy."""
-    top_p: float = 1.0
-    top_k: int = ALL_TOKENS
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    """All ids that end the answer, including those of the model; empty with ignore_eos."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=ALL_TOKENS)] = ALL_TOKENS
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=_MIN_REPETITION, le=_MAX_REPETITION)] = 1.0
+    stop: Annotated[tuple[_StopString, ...], Field(strict=False, max_length=64), BeforeValidator(_as_list)] = ()
+    stop_token_ids: Annotated[
+        frozenset[Annotated[int, Field(strict=True)]], Field(strict=False), FailFast(), BeforeValidator(_as_list)
+    ] = frozenset()
+    """In a sequence all ids that end the answer, including those of the model; empty with ignore_eos."""
+    ignore_eos: bool = False
+    sampling_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    """None = chosen by the server."""
+    num_prior_output_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens at the end of the prompt that belong to the answer, generated before an interruption."""
+    stream_interval: Annotated[int, Field(ge=1)] | None = None
+    """Tokens per event of a stream; None = 1."""
     is_greedy: bool = field(init=False)
     """Whether the most likely token is always chosen."""
     is_plain: bool = field(init=False)

@@ -11,12 +11,11 @@ import asyncio
 import gc
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import uvloop
@@ -24,10 +23,9 @@ from aiohttp import web
 
 from areal.api.config import NativeServerConfig, PPOConfig
 from areal.api.config.load import load_experiment
-from areal.api.data import MAX_REPLICAS, WeightSpec
+from areal.api.data import WeightSpec
 from areal.api.errors import ArealError, ConfigError, RequestError
 from areal.inference.engine import (
-    PAUSE_MODES,
     Detokenizer,
     Engine,
     build_engine,
@@ -39,17 +37,23 @@ from areal.inference.generate_route import GenerateRoute
 from areal.inference.request_parser import (
     MAX_CONTROL_BYTES,
     TOO_LARGE,
+    AbortBody,
+    Body,
+    BucketBody,
+    FolderBody,
+    InstallBody,
+    JoinBody,
+    LeaveBody,
+    PauseBody,
+    PullBody,
+    ReceiveBody,
     RequestLimits,
-    bool_field,
-    check_fields,
     error_response,
-    int_field,
+    invalid,
     json_response,
     ok,
     read_json,
     seed_source,
-    shown,
-    text_field,
 )
 from areal.observe.log import HttpLogger, configure_logging, get_logger
 from areal.observe.spans import tracing, track
@@ -62,7 +66,6 @@ from areal.system.http_guard import RequestGuard, guarded
 from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, bind_collectives, http_address, listen, required_token
 from areal.system.process import ProcessContext, in_daemon_thread, raise_open_file_limit, run_main, start_is_over
 from areal.system.run_paths import RunPaths
-from areal.weights.fast_products import fast_products
 
 # ----------------------------------------------------------------------------------------------------------------------
 # HTTP routes for weight updates: from a folder, which may be copied first, or from the trainer's broadcast group.
@@ -70,11 +73,6 @@ from areal.weights.fast_products import fast_products
 # The engine generates while weights are received. An update without a version is only received; /install_weights makes
 # the weights current that were received with the same `update_id`.
 
-_FROM_DISK = frozenset({"model_path", "weight_version", "flush_cache", "abort_all_requests", "update_id"})
-_INIT_GROUP = frozenset({"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"})
-_DISTRIBUTED = frozenset(
-    {"names", "dtypes", "shapes", "group_name", "flush_cache", "weight_version", "load_format", "update_id"}
-)
 JOIN_TIMEOUT_S = 120.0
 _in_thread = partial(in_daemon_thread, name="weight-update")
 
@@ -99,77 +97,73 @@ class WeightRoutes:
         }
 
     async def _pull(self, request: web.Request) -> web.StreamResponse:
-        body = check_fields(await read_json(request), {"url", "mirrors"})
-        url, mirrors = text_field(body, "url"), body.get("mirrors", [])
-        if not isinstance(mirrors, list) or any(not isinstance(mirror, str) for mirror in mirrors):
-            raise RequestError("mirrors must be a list of addresses", code="weights.invalid_request")
-        folder = await asyncio.wrap_future(in_daemon_thread(lambda: self._puller.pull(url, mirrors), "pull weights"))
-        return json_response({"path": str(folder)})
+        body = await read_json(request, PullBody)
+        pulled = in_daemon_thread(lambda: self._puller.pull(body.url, body.mirrors), "pull weights")
+        return json_response({"path": str(await asyncio.wrap_future(pulled))})
 
     async def _update_from_disk(self, request: web.Request) -> web.StreamResponse:
-        body = check_fields(await read_json(request), _FROM_DISK)
-        folder = Path(text_field(body, "model_path"))
-        mode = "abort" if bool_field(body, "abort_all_requests", False) else _cache_mode(body)
-        await self._receive(lambda: self._engine.weights.receive_folder(folder), body, mode)
-        return ok()
-
-    async def _receive(self, receive: Callable[[], None], body: Mapping[str, Any], mode: str) -> None:
-        """Receive weights while the engine computes, and install them if the body has their version."""
-        update_id = text_field(body, "update_id", "")
-        version = None if body.get("weight_version") is None else text_field(body, "weight_version")
-
-        def update() -> None:
-            self._engine.weights.start(update_id)
-            receive()
-            if version is not None:
-                self._engine.call(partial(self._engine.install_weights, version, mode, update_id)).result()
-
-        await self._one_at_a_time(_in_thread, update)
-
-    async def _install(self, request: web.Request) -> web.StreamResponse:
-        body = check_fields(await read_json(request), {"weight_version", "mode", "update_id"})
-        version, mode, update_id = (text_field(body, name) for name in ("weight_version", "mode", "update_id"))
-        if mode not in PAUSE_MODES:
-            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {shown(mode)}"
-            raise RequestError(message, code="request.invalid_field")
-        await self._one_at_a_time(self._engine.call, partial(self._engine.install_weights, version, mode, update_id))
-        return ok()
-
-    async def _init_group(self, request: web.Request) -> web.StreamResponse:
-        body = check_fields(await read_json(request), _INIT_GROUP)
-        arguments = (
-            text_field(body, "master_address"),
-            int_field(body, "master_port", None, 1, 65535),
-            int_field(body, "rank_offset", None, 1, MAX_REPLICAS),
-            int_field(body, "world_size", None, 2, 1 + MAX_REPLICAS),  # a native server is one rank
-            text_field(body, "group_name"),
-            text_field(body, "backend", "nccl"),
-            JOIN_TIMEOUT_S,
-        )
-        # Joining changes no weight, so the engine continues meanwhile.
-        await self._one_at_a_time(_in_thread, lambda: self._engine.weights.join(*arguments))
-        return ok()
+        body = await read_json(request, FolderBody)
+        receive = partial(self._engine.weights.receive_folder, Path(body.model_path))
+        return await self._receive(receive, body, aborts=body.abort_all_requests)
 
     async def _update_from_distributed(self, request: web.Request) -> web.StreamResponse:
-        body = check_fields(await read_json(request), _DISTRIBUTED)
-        if body.get("load_format") != "flattened_bucket":
-            message = 'load_format must be "flattened_bucket": one broadcast for all names of a request'
+        body = await read_json(request, BucketBody)
+        if not body.names or not len(body.names) == len(body.dtypes) == len(body.shapes):
+            counts = f"{len(body.names)}, {len(body.dtypes)} and {len(body.shapes)}"
+            message = f"names, dtypes and shapes have {counts} items: the counts must be equal, and not 0"
             raise RequestError(message, code="weights.invalid_request")
-        specs = _specs(body)
-        self._check_group(text_field(body, "group_name"))
-        await self._receive(lambda: self._engine.weights.receive(specs), body, _cache_mode(body))
-        return ok()
+        self._check_group(body.group_name)
+        specs = [
+            WeightSpec(name=name, dtype=dtype.removeprefix("torch."), shape=shape)
+            for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+        ]
+        return await self._receive(partial(self._engine.weights.receive, specs), body)
+
+    async def _receive(
+        self, receive: Callable[[], None], body: ReceiveBody, *, aborts: bool = False
+    ) -> web.StreamResponse:
+        """Receive weights while the engine computes, and install them if the body has their version."""
+        engine, version = self._engine, body.weight_version
+        mode = "abort" if aborts else "retract" if body.flush_cache else "in_place"
+
+        def update() -> None:
+            engine.weights.start(body.update_id)
+            receive()
+            if version is not None:
+                engine.call(partial(engine.install_weights, version, mode, body.update_id)).result()
+
+        return await self._one_at_a_time(_in_thread, update)
+
+    async def _install(self, request: web.Request) -> web.StreamResponse:
+        body = await read_json(request, InstallBody)
+        install = partial(self._engine.install_weights, body.weight_version, body.mode, body.update_id)
+        return await self._one_at_a_time(self._engine.call, install)
+
+    async def _init_group(self, request: web.Request) -> web.StreamResponse:
+        body = await read_json(request, JoinBody)
+        # Joining changes no weight, so the engine continues meanwhile.
+        join = partial(
+            self._engine.weights.join,
+            body.master_address,
+            body.master_port,
+            body.rank_offset,
+            body.world_size,
+            body.group_name,
+            body.backend,
+            JOIN_TIMEOUT_S,
+        )
+        return await self._one_at_a_time(_in_thread, join)
 
     async def _destroy_group(self, request: web.Request) -> web.StreamResponse:
-        body = check_fields(await read_json(request), {"group_name"})
-        self._check_group(text_field(body, "group_name"))
+        body = await read_json(request, LeaveBody)
+        self._check_group(body.group_name)
         # Without the lock: leaving also ends a receive that waits for a dead trainer.
         await asyncio.wrap_future(_in_thread(self._engine.weights.leave))
         return ok()
 
     async def _one_at_a_time(
         self, submit: Callable[[Callable[[], None]], Future[None]], command: Callable[[], None]
-    ) -> None:
+    ) -> web.StreamResponse:
         """Run `command` with `submit` when all earlier ones are done."""
 
         async def run() -> None:
@@ -181,34 +175,13 @@ class WeightRoutes:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         await asyncio.shield(task)
+        return ok()
 
     def _check_group(self, name: str) -> None:
         if not name or name != self._engine.weights.group_name:
             here = self._engine.weights.group_name or "none"
             message = f"this server is not in the update group {name!r} (it is in {here})"
             raise RequestError(message, code="weights.no_group")
-
-
-def _cache_mode(body: Mapping[str, Any]) -> str:
-    return "retract" if bool_field(body, "flush_cache", True) else "in_place"
-
-
-def _specs(body: Mapping[str, Any]) -> list[WeightSpec]:
-    names, dtypes, shapes = (body.get(field) for field in ("names", "dtypes", "shapes"))
-    if not (isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)):
-        problem = "must be lists"
-    elif not names or not len(names) == len(dtypes) == len(shapes):
-        problem = f"have {len(names)}, {len(dtypes)} and {len(shapes)} items: the counts must be equal, and not 0"
-    elif any(not isinstance(text, str) for text in [*names, *dtypes]):
-        problem = "must contain strings, strings and lists of sizes"
-    elif any(not isinstance(one, list) or any(type(size) is not int or size < 0 for size in one) for one in shapes):
-        problem = "must contain strings, strings and lists of integers >= 0"
-    else:
-        return [
-            WeightSpec(name=name, dtype=dtype.removeprefix("torch."), shape=shape)
-            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-        ]
-    raise RequestError(f"names, dtypes and shapes {problem}", code="weights.invalid_request")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -273,28 +246,27 @@ class ServerApp:
         await asyncio.shield(asyncio.wrap_future(self._engine.call(command)))
 
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
-        body = check_fields(await read_json(request), {"rid", "abort_all"})
-        if bool_field(body, "abort_all", False):
+        body = await read_json(request, AbortBody)
+        if body.abort_all:
             await self._run(self._engine.abort_all)
-            return ok()
-        self.generate.abort(text_field(body, "rid"))
+        elif body.rid is not None:
+            self.generate.abort(body.rid)
+        else:
+            raise invalid("the body has neither rid nor abort_all")
         return ok()
 
     async def _pause(self, request: web.Request) -> web.StreamResponse:
-        mode = text_field(check_fields(await read_json(request), {"mode"}), "mode", "abort")
-        if mode not in PAUSE_MODES:
-            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {shown(mode)}"
-            raise RequestError(message, code="request.invalid_field")
-        await self._run(lambda: self._engine.pause(mode))
+        body = await read_json(request, PauseBody)
+        await self._run(partial(self._engine.pause, body.mode))
         return ok()
 
     async def _continue(self, request: web.Request) -> web.StreamResponse:
-        check_fields(await read_json(request), set())
+        await read_json(request, Body)
         await self._run(self._engine.resume)
         return ok()
 
     async def _flush_cache(self, request: web.Request) -> web.StreamResponse:
-        check_fields(await read_json(request), set())
+        await read_json(request, Body)
         await self._run(self._engine.scheduler.retract_all)  # running requests compute their keys and values again
         return ok()
 
@@ -536,7 +508,7 @@ def main() -> None:
     # Two threads share the interpreter; a short interval reduces the wait for the other thread.
     sys.setswitchinterval(0.001)
     loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    with tracing(options.tracer), fast_products(), loop as runner:
+    with tracing(options.tracer), loop as runner:
         failure = runner.run(serve_until_signal(options))
     if failure is not None:
         sys.exit(1)

@@ -123,10 +123,10 @@ class Vision:
 
 def last_seen(chunk: Chunk) -> list[int]:
     """The last token that each token of a chunk attends to; tokens of an image attend to each other."""
-    found = list(range(chunk.start, chunk.start + chunk.count))
+    result = list(range(chunk.start, chunk.start + chunk.count))
     for image, first, end in _images_in(chunk):
-        found[first - chunk.start : end - chunk.start] = [image.start + image.count - 1] * (end - first)
-    return found
+        result[first - chunk.start : end - chunk.start] = [image.start + image.count - 1] * (end - first)
+    return result
 
 
 def _images_in(chunk: Chunk) -> list[tuple[PlacedImage, int, int]]:

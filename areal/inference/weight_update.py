@@ -141,10 +141,10 @@ class ServedWeights:
         if (folder / COMPLETE).exists() and not is_complete(folder):
             message = f"checkpoint folder {folder} is incomplete: its {COMPLETE} marker does not match its files"
             raise RequestError(message, code="weights.bad_folder")
-        found = stored_weights(folder)
-        for name, weight in found.items():
+        weights = stored_weights(folder)
+        for name, weight in weights.items():
             self.check(name, weight.shape)
-        if missing := self.missing(set(found)):
+        if missing := self.missing(set(weights)):
             raise RequestError(f"checkpoint folder {folder} lacks {_listed(missing)}", code="weights.incomplete")
         return weight_files(folder)
 

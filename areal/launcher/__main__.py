@@ -2,13 +2,12 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 
 from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigError
+from areal.api.registry import entries, registered
 from areal.system.process import run_main
 
-LAUNCHERS = ("local", "ray", "slurm", "ssh")
 USAGE = """usage: areal run [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
                  [--launcher local|ray|slurm|ssh] [flags of the launcher]
        areal run --attach RUN --add-replica | --remove-replica NAME [--json]
@@ -40,7 +39,7 @@ def run_command(words: Sequence[str]) -> int:
         (sys.stdout if words else sys.stderr).write(USAGE)
         return 0 if words else 2
     name, rest = launcher_of(words)
-    command: Callable[[Sequence[str]], int] = import_module(f"areal.launcher.{name}").run_command
+    command: Callable[[Sequence[str]], int] = registered("launchers", name, key="--launcher").load()
     return command(rest)
 
 
@@ -54,9 +53,7 @@ def launcher_of(words: Sequence[str]) -> tuple[str, list[str]]:
             chosen = "local"
         else:
             chosen = _configured(rest)
-    if chosen not in LAUNCHERS:
-        message = f"--launcher {chosen}: there is no such launcher; use one of {', '.join(LAUNCHERS)}"
-        raise ConfigError(message, code="config.bad_override")
+    registered("launchers", chosen, key="--launcher")
     return chosen, rest
 
 
@@ -67,7 +64,9 @@ def _named(words: Sequence[str]) -> tuple[str, list[str]]:
         if word == "--launcher" or word.startswith("--launcher="):
             chosen = word.partition("=")[2] or next(remaining, "")
             if not chosen:
-                raise ConfigError(f"--launcher needs a name: {', '.join(LAUNCHERS)}", code="config.bad_override")
+                raise ConfigError(
+                    f"--launcher needs a name: {', '.join(entries('launchers'))}", code="config.bad_override"
+                )
         else:
             rest.append(word)
     return chosen, rest

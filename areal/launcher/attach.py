@@ -178,16 +178,16 @@ class RequestBox:
 
     def take(self) -> list[Request]:
         """The requests that were not taken before."""
-        found: list[Request] = []
+        result: list[Request] = []
         for path in sorted(self._folder.glob(f"[!.]*{_REQUEST}")):
             if path.name in self._taken:
                 continue
             self._taken.add(path.name)
             try:
-                found.append(Request(**json.loads(path.read_bytes())))
+                result.append(Request(**json.loads(path.read_bytes())))
             except (OSError, ValueError, TypeError):  # withdrawn meanwhile, or not a request
                 continue
-        return found
+        return result
 
     def answer(self, request: Request, answer: Answer) -> None:
         """Answer a request, unless its command has given up and withdrawn it."""

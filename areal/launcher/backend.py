@@ -218,8 +218,8 @@ def _memory_kills() -> int:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             file = {"memory": f"memory{path}/memory.oom_control", "": f"{path[1:]}/memory.events"}.get(controllers)
-            if file is not None and (found := _oom_kills(_GROUPS / file)) is not None:
-                return found
+            if file is not None and (kills := _oom_kills(_GROUPS / file)) is not None:
+                return kills
     except OSError:
         pass
     return 0

@@ -209,7 +209,6 @@ def make_plan(
     *,
     script: str | None = None,
     num_rows: int | None = None,
-    recover: bool = False,
     nccl: NcclVersions | None = None,
 ) -> LaunchPlan:
     """The plan of a configuration. ConfigError when the machines or this version cannot run it.
@@ -243,7 +242,7 @@ def make_plan(
             run_id=0,
             run_dir=str(paths.root),
             num_threads=_threads(config, role, own.machine, computing[own.machine.host]),
-            recover=recover,
+            recover=False,
             device="cuda:0" if own.gpus else "cpu",
             host=own.machine.host,
             weight_transport="disk" if path is None else path.transport,
@@ -253,7 +252,7 @@ def make_plan(
         processes.append(_planned(context, config, paths, script=script, place=own, trainers=trainers))
     return LaunchPlan(
         run_dir=str(paths.root),
-        recover=recover,
+        recover=False,
         allocation=str(mode),
         processes=tuple(processes),
         spare_gpus=tuple((machine.host, gpus) for machine, gpus in placed.spare_gpus),
@@ -262,6 +261,12 @@ def make_plan(
         weight_path=path,
         warning="; ".join(shortages(machines, computing, _memory_demands(processes, config))),
     )
+
+
+def recovering(plan: LaunchPlan) -> LaunchPlan:
+    """The plan of a run whose trainers continue from a recovery checkpoint."""
+    processes = [start_again(planned, num_servers=plan.num_servers, recover=True) for planned in plan.processes]
+    return dataclasses.replace(plan, recover=True, processes=tuple(processes))
 
 
 def start_again(
@@ -321,10 +326,10 @@ def _placed(
 
 
 def _memory_demands(processes: Sequence[PlannedProcess], config: BaseExperimentConfig) -> Counter[Host]:
-    found = Counter[Host]()
+    demands = Counter[Host]()
     for planned in processes:
-        found[planned.host] += memory_demand(planned.role, len(planned.gpus), config.launcher)
-    return found
+        demands[planned.host] += memory_demand(planned.role, len(planned.gpus), config.launcher)
+    return demands
 
 
 def _threads(config: BaseExperimentConfig, role: Role, machine: Machine, num_computing: int) -> int:
@@ -496,7 +501,7 @@ def parse_env_vars(text: str) -> dict[str, str]:
             pairs.append("")
         else:
             pairs[-1] += character
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for pair in pairs:
         if not pair.strip():
             continue
@@ -505,5 +510,5 @@ def parse_env_vars(text: str) -> dict[str, str]:
             given = public_text(text), public_text(pair)
             message = f"environment variables {given[0]!r}: {given[1]!r} is not NAME=value (a comma is written \\,)"
             raise ConfigError(message, code="launch.bad_env_vars")
-        found[name.strip()] = value
-    return found
+        result[name.strip()] = value
+    return result

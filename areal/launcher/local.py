@@ -8,9 +8,7 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -19,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
 import psutil
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
@@ -27,15 +24,16 @@ from areal.api.config.load import load_experiment, save_config, script_keys, scr
 from areal.api.config.redaction import is_secret, public_command, public_environment
 from areal.api.config.schema import notice_of
 from areal.api.config.validate import raise_problems
-from areal.api.errors import ConfigError, ConfigProblem, LaunchError
+from areal.api.errors import ConfigError, LaunchError
 from areal.data.row_check import count_rows
 from areal.launcher import attach
 from areal.launcher.attach import RequestBox, register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
-from areal.launcher.job import LaunchPlan, NcclVersions, make_plan, with_time_limits
+from areal.launcher.job import LaunchPlan, make_plan, recovering, with_time_limits
 from areal.launcher.memory_plan import memory_problems
 from areal.launcher.placement import Machine
 from areal.launcher.preflight import (
+    TriedRow,
     check_not_complete,
     check_run_folder,
     disk_problem,
@@ -54,6 +52,7 @@ from areal.launcher.preflight import (
     server_problems,
     stored_bytes,
     tracker_problems,
+    tried_row,
 )
 from areal.launcher.result import facts_text, goal_text, help_if_asked, main_metrics, metrics_text
 from areal.launcher.status import (
@@ -77,42 +76,6 @@ from areal.system.process import AREAL_PROCESS, ProcessContext, interrupts_notic
 from areal.system.run_paths import RunPaths
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The trial of the first row, before a run starts: prompt, workflow and reward functions, in a separate process.
-
-_LIMIT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriedRow:
-    """The result of `areal.trainer.first_row`."""
-
-    prompt: str = ""
-    num_tokens: int = 0
-    problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
-    warnings: list[str] = field(default_factory=list[str])
-    notice: str = ""
-
-
-def tried_row(config: PPOConfig) -> TriedRow:
-    """Try row 0 of train_dataset. Waits for the process that runs the user's code, at most for its limit."""
-    with tempfile.TemporaryDirectory(prefix="areal-") as folder:
-        path = Path(folder, "config.yaml")
-        env = os.environ | save_config(config, path) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", "areal.trainer.first_row", "--config", str(path)]
-        try:
-            done = subprocess.run(command, capture_output=True, env=env, timeout=_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            text = f"the trial of row 0 did not end within {_LIMIT_S:g} s, and the run starts without it"
-            return TriedRow(warnings=[f"{text}: look for an endless loop in the map_fn, the workflow or the reward"])
-    try:
-        found = orjson.loads(done.stdout)
-    except orjson.JSONDecodeError:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        return TriedRow(problems=[ConfigProblem("row 0", f"its trial ended: {last[0]}", "launch.first_row")])
-    return TriedRow(**found | {"problems": [ConfigProblem(**one) for one in found["problems"]]})
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Orphans: processes of a run that still run on this machine after their launcher has ended.
 #
 # Children die with their launcher, so there are normally none; the kernel can hold one (a hung disk or GPU). A new
@@ -129,17 +92,17 @@ class Orphan(NamedTuple):
 
 def find_orphans(paths: RunPaths) -> list[Orphan]:
     """The processes on this machine whose environment names this run."""
-    return [found for process in psutil.process_iter() if (found := _orphan(process, paths)) is not None]
+    return [orphan for process in psutil.process_iter() if (orphan := _orphan(process, paths)) is not None]
 
 
 def wait_for_orphans(paths: RunPaths, *, limit_s: float, say: Callable[[str], None]) -> None:
     """Return once none is left. LaunchError, with their pids, after `limit_s`."""
     began_s, was_reported = time.monotonic(), False
-    while found := find_orphans(paths):
+    while orphans := find_orphans(paths):
         waited_s = time.monotonic() - began_s
-        names = ", ".join(f"{one.name} (pid {one.pid})" for one in found)
+        names = ", ".join(f"{one.name} (pid {one.pid})" for one in orphans)
         if waited_s >= limit_s:
-            pids = " ".join(str(one.pid) for one in found)
+            pids = " ".join(str(one.pid) for one in orphans)
             message = f"{paths.root} is in use by processes of an earlier launcher: {names}; end them: kill -9 {pids}"
             raise LaunchError(message, code="launch.run_in_use")
         if not was_reported and waited_s >= _REPORTED_AFTER_S:
@@ -350,8 +313,8 @@ def this_machine() -> Machine:
 def _public(plan: LaunchPlan) -> LaunchPlan:
     """The plan as it is written to disk: without secrets of the user's flags and variables."""
     processes = tuple(
-        dataclasses.replace(one, argv=tuple(public_command(one.argv)), env=_without_secrets(one.env))
-        for one in plan.processes
+        dataclasses.replace(process, argv=tuple(public_command(process.argv)), env=_without_secrets(process.env))
+        for process in plan.processes
     )
     return dataclasses.replace(plan, processes=processes)
 
@@ -369,26 +332,17 @@ def launch(request: Launch, cluster: Cluster) -> int:
         cluster.close()
 
 
-def _tried(request: Launch, line: StatusLine) -> TriedRow:
-    """The trial of row 0. With a script there is none, because the script builds dataset and workflow."""
-    config = request.config
-    if not isinstance(config, PPOConfig) or request.script is not None:
-        return TriedRow()
-    tried = tried_row(config)
-    for text in (tried.notice, *(f"warning: {warning}" for warning in tried.warnings)):
-        if text:
-            line.say(f"areal: {text}")
-    return tried
+def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine) -> LaunchPlan:
+    """Plan, check all that is known before the start, and print the plan of a dry run.
 
-
-def checked_plan(
-    request: Launch, machines: Sequence[Machine], line: StatusLine, *, tries_row: bool = True
-) -> LaunchPlan:
-    """Check all that is known before the start; print the plan of a dry run. ConfigError lists what is wrong."""
-    config = request.config
-    nccl = _nccl_of(config, machines)
+    ConfigError lists what is wrong. The trial of row 0 comes last, because it runs the user's code.
+    """
+    config, nccl = request.config, None
     if isinstance(config, PPOConfig):
         fetch_vision_layout(config)
+        has_gpus = config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
+        if has_gpus and config.actor.weight_update_mode not in ("disk", "http"):  # it decides how weights travel
+            nccl = nccl_versions(config)
     plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config), nccl=nccl)
     launched = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, type=request.launcher))
     # An evaluation has the options of a training, most of which it does not read.
@@ -403,7 +357,12 @@ def checked_plan(
     if not config.allocation.evaluation:
         card_bytes, host_bytes = gpu_memory_bytes(), host_memory_bytes()
         problems += memory_problems(config, plan, card_bytes=card_bytes, host_bytes=host_bytes)
-    tried = _tried(request, line) if tries_row and not problems else TriedRow()
+    tried = TriedRow()
+    if isinstance(config, PPOConfig) and request.script is None and not problems:  # a script has rows of its own
+        tried = tried_row(config)
+    for text in (tried.notice, *(f"warning: {warning}" for warning in tried.warnings)):
+        if text:
+            line.say(f"areal: {text}")
     raise_problems(tried.problems)
     if request.dry_run and request.as_json:
         facts = dataclasses.asdict(_public(plan)) | {"first_prompt": tried.prompt, "prompt_tokens": tried.num_tokens}
@@ -421,20 +380,12 @@ def checked_plan(
     return plan
 
 
-def _nccl_of(config: BaseExperimentConfig, machines: Sequence[Machine]) -> NcclVersions | None:
-    """Asked only where it decides how weights travel. The second call reads a cache."""
-    has_gpus = config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
-    if not has_gpus or not isinstance(config, PPOConfig) or config.actor.weight_update_mode in ("disk", "http"):
-        return None
-    return nccl_versions(config)
-
-
 def _launch(request: Launch, cluster: Cluster) -> int:
     machines, stored = cluster.machines(), max(map(stored_bytes, request.config.models.values()), default=0)
     on_gpu = request.config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
     config = with_time_limits(request.config, checkpoint_bytes=stored, on_gpu=on_gpu)
     request, paths, line = dataclasses.replace(request, config=config), RunPaths.of(config), StatusLine()
-    numbers = checked_plan(request, machines, line, tries_row=request.dry_run).numbers
+    plan = checked_plan(request, machines, line)
     if request.dry_run:
         return 0
     if notice := interrupts_notice():
@@ -445,13 +396,12 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         wait_for_orphans(paths, limit_s=_ORPHANS_LIMIT_S, say=line.say)
         finish_interrupted_writes(paths.recover)
         check_run_folder(config, paths, overwrites=request.overwrite)
-        raise_problems(_tried(request, line).problems)
         if request.overwrite:
             overwrite_run(paths)
         before = read_tree(paths.config)
         if config.recover.mode in ("auto", "resume"):
             changes = changes_text(before, saved_tree(config, request.extras, request.numbers))
-            if complete := check_not_complete(config, paths, total_steps=numbers.total_steps, changes=changes):
+            if complete := check_not_complete(config, paths, total_steps=plan.numbers.total_steps, changes=changes):
                 line.say(f"areal: {complete}")
                 return _print_summary(request, paths, json.loads(paths.summary.read_bytes()))
         secrets = save_config(config, paths.config, extra=request.extras, numbers=request.numbers)
@@ -462,7 +412,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
             try:
                 for change in keep_changes(paths, before) if config.recover.mode != "disabled" else ():
                     line.say(change)
-                outcome = _run(request, cluster, machines, paths, numbers.rows, line, interruptions, secrets, registry)
+                outcome = _run(request, cluster, plan, paths, line, interruptions, secrets, registry)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
                 message = f"the launcher cannot write its files and has ended all processes: {cause}"
@@ -470,7 +420,9 @@ def _launch(request: Launch, cluster: Cluster) -> int:
             line.end(None)
             is_complete = outcome.status == "completed"
             rows = read_step_lines(paths.metrics)
-            goal = goal_text(rows[-1] if rows else {}, config.evaluator, numbers.total_steps) if is_complete else ""
+            goal = (
+                goal_text(rows[-1] if rows else {}, config.evaluator, plan.numbers.total_steps) if is_complete else ""
+            )
             times = {"started_at": started_at, "seconds": round(time.monotonic() - began_s, 3)}
             metrics = main_metrics(rows)
             summary = _summary(outcome) | times | {"goal_reached": goal, "metrics": metrics}
@@ -510,9 +462,8 @@ def _print_summary(request: Launch, paths: RunPaths, summary: Mapping[str, Any])
 def _run(
     request: Launch,
     cluster: Cluster,
-    machines: Sequence[Machine],
+    plan: LaunchPlan,
     paths: RunPaths,
-    rows: int | None,
     line: StatusLine,
     interruptions: Interruptions,
     secrets: Mapping[str, str],
@@ -522,8 +473,7 @@ def _run(
     config, token = request.config, secrets[TOKEN_VARIABLE]
     recovers = config.recover.mode in ("auto", "resume")
     newest = newest_checkpoint(paths) if recovers else None
-    nccl = _nccl_of(config, machines)
-    plan = make_plan(config, machines, script=request.script, num_rows=rows, recover=newest is not None, nccl=nccl)
+    plan = plan if newest is None else recovering(plan)
     if recovers and (earlier := earlier_run(paths, newest, has_rollouts=plan.num_servers > 0)):
         line.say(earlier)
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(_public(plan)), indent=1).encode(), mode=0o600)
@@ -570,13 +520,13 @@ def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str) -> i
 @contextmanager
 def counted_interruptions() -> Iterator[Interruptions]:
     """Count Ctrl-C, SIGTERM and SIGHUP while the block runs, instead of ending the process."""
-    found = Interruptions()
+    interruptions = Interruptions()
     # A background job ignores SIGINT, and a command under nohup SIGHUP: they stay ignored.
     numbers = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
     numbers.append(signal.SIGTERM)
-    before = {number: signal.signal(number, found.add) for number in numbers}
+    before = {number: signal.signal(number, interruptions.add) for number in numbers}
     try:
-        yield found
+        yield interruptions
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -226,7 +226,7 @@ def memory_problems(
     longest = config.gconfig.max_tokens if isinstance(config, PPOConfig) else 0
     accumulates = tokens * per_step < plan.numbers.samples_per_step * longest // dims.dp
     backend, patches = config.train_backend, largest_images(config, tokens)
-    found = rank_memory(
+    memory = rank_memory(
         known,
         dims=dims,
         tokens=tokens,
@@ -236,14 +236,14 @@ def memory_problems(
         backend=backend,
         patches=patches,
     )
-    state = found.weights + found.gradients + found.optimizer
+    state = memory.weights + memory.gradients + memory.optimizer
     advice = "use more ranks (allocation_mode) or fsdp.offload_optimizer=true or fsdp.offload_params=true"
     if backend == "megatron":
         advice = "use more ranks (allocation_mode) or megatron.offload_optimizer=true"
     elif accumulates and any(model.fsdp.gradient_sync == "last" for model, _ in known):
         advice += ", or fsdp.gradient_sync=every"
     here = max(Counter(process.host for process in ranks).values())
-    needed, copied = (0 if on_gpu else state * here), found.host_copy * here
+    needed, copied = (0 if on_gpu else state * here), memory.host_copy * here
     has = f"this machine has {_gib(host_bytes)}"
     if needed > host_bytes:
         text = f"weights, gradients and optimiser take {_gib(needed)}, {has}: use a smaller model or more nodes"
@@ -252,17 +252,17 @@ def memory_problems(
         text = f"checkpoints need {_gib(copied)} of host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
         yield f"recover.async_save: {text}, {has}: set it to false"
-    if on_gpu and card_bytes is not None and found.peak > card_bytes * _CARD_SHARE:
+    if on_gpu and card_bytes is not None and memory.peak > card_bytes * _CARD_SHARE:
         key = "allocation_mode"
-        if found.activations > state:
+        if memory.activations > state:
             key, advice = "actor.mb_spec.max_tokens_per_mb", "lower it, or set gradient_checkpointing=true"
             of_images = max(tower_bytes(model, shape, patches) for model, shape in known)
-            if of_images > found.activations // 2:
+            if of_images > memory.activations // 2:
                 key = "actor.mb_spec.max_patches_per_mb"
-        parts = ", ".join(f"{part.name} {_gib(getattr(found, part.name))}" for part in fields(found)[:-1])
+        parts = ", ".join(f"{part.name} {_gib(getattr(memory, part.name))}" for part in fields(memory)[:-1])
         yield (
-            f"{key}: a trainer rank needs about {_gib(found.peak)} with {tokens} tokens a micro-batch ({parts}), but a "
-            f"GPU has {_gib(card_bytes)}: {advice}"
+            f"{key}: a trainer rank needs about {_gib(memory.peak)} with {tokens} tokens a micro-batch ({parts}), but "
+            f"a GPU has {_gib(card_bytes)}: {advice}"
         )
 
 

@@ -291,8 +291,8 @@ class NodeLink:
 
     def ended(self, name: str) -> Ended | None:
         """How a process ended; None while it runs. When the node is lost, all its processes have ended."""
-        if (found := self._ended.get(name)) is not None or not self.lost:
-            return found
+        if (result := self._ended.get(name)) is not None or not self.lost:
+            return result
         error = f"{ERROR_PREFIX}node {self.node} is lost: {self.lost} [launch.node_lost]"
         return Ended(TRANSIENT_EXIT, LogTail([error], 0))
 

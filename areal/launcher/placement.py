@@ -59,11 +59,11 @@ class Placement:
 
     def by_name(self, controller: Place | None) -> dict[tuple[Role, int, int], Place]:
         """The place of each process of a run, by role, index and part."""
-        found: dict[tuple[Role, int, int], Place] = {} if controller is None else {("controller", 0, 0): controller}
+        result: dict[tuple[Role, int, int], Place] = {} if controller is None else {("controller", 0, 0): controller}
         for index, members in enumerate(self.servers):
-            found |= {("server", index, part): own for part, own in enumerate(members)}
-        found |= {("trainer", rank, 0): own for rank, own in enumerate(self.trainers)}
-        return found
+            result |= {("server", index, part): own for part, own in enumerate(members)}
+        result |= {("trainer", rank, 0): own for rank, own in enumerate(self.trainers)}
+        return result
 
 
 def is_chosen(names: Iterable[str], nodelist: str, exclude: str) -> bool:
@@ -74,7 +74,7 @@ def is_chosen(names: Iterable[str], nodelist: str, exclude: str) -> bool:
 
 def node_names(text: str) -> set[str]:
     """The names of a list in Slurm's form: `a,node[1-3,07]` -> a, node1, node2, node3, node07."""
-    found: set[str] = set()
+    names: set[str] = set()
     for word in re.findall(r"(?:\[[^]]*\]|[^,\[])+", text):
         before, bracket, rest = word.strip().partition("[")
         inside, _, after = rest.partition("]")
@@ -82,8 +82,8 @@ def node_names(text: str) -> set[str]:
             first, dash, last = part.partition("-")
             numbers = range(int(first), int(last) + 1) if dash else ()
             middles = [str(number).zfill(len(first)) for number in numbers] if dash else [part]
-            found |= {before + middle + end for middle in middles for end in (node_names(after) if after else {""})}
-    return found
+            names |= {before + middle + end for middle in middles for end in (node_names(after) if after else {""})}
+    return names
 
 
 def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu_limit: int) -> Placement:

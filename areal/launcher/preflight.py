@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,21 +26,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
 from areal.api.config.data import is_row_function
+from areal.api.config.load import save_config
 from areal.api.errors import ArealError, ConfigError, ConfigProblem, InputError, LaunchError
-from areal.api.functions import (
+from areal.api.registry import (
     ACCEPT_CALL,
-    ACCEPT_FUNCTIONS,
     ANSWER_CALL,
-    ANSWER_FUNCTIONS,
     CURRICULUM_CALL,
     MAP_CALL,
-    MAP_FUNCTIONS,
     REWARD_CALL,
-    REWARD_FUNCTIONS,
     ROWS_CALL,
-    WORKFLOWS,
     CallForm,
-    FunctionRef,
     parse_python,
     resolve_function,
     source_signature,
@@ -142,31 +138,78 @@ def unreachable(targets: Sequence[Target], limit_s: float, meanwhile: Callable[[
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The check, before a run starts, of the sandbox in which programs of completions run.
+# Checks that run code of the user or of other packages: each in a process of this interpreter, under a time limit.
 
+_ROW_LIMIT_S = 60.0
 _SANDBOX_LIMIT_S = 90.0
 
 
-def sandbox_problems(config: PPOConfig, say: Callable[[str], None]) -> list[str]:
-    """One sentence when the sandbox cannot be used; says what programs can reach beyond its promises.
+class _NoAnswer(Exception):
+    """The process of a check failed. The text is the last line that it printed, or its exit code."""
 
-    Waits for a process of the reward package, at most `_SANDBOX_LIMIT_S`, if a reward of the configuration is `code`.
+
+def _answer_of(
+    module: str, *words: str, env: Mapping[str, str], limit_s: float, text: str = "", reads_output: bool = False
+) -> str:
+    """What `python -m MODULE WORDS` prints. TimeoutExpired after the limit.
+
+    `text`: its standard input. `reads_output`: a reason to fail is looked for in its standard output first.
     """
+    command = [sys.executable, "-m", module, *words]
+    env = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, errors="replace", env=env, timeout=limit_s
+    )
+    if done.returncode:
+        printed = (reads_output and done.stdout) or done.stderr
+        raise _NoAnswer((printed.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return done.stdout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedRow:
+    """The result of `areal.trainer.first_row`."""
+
+    prompt: str = ""
+    num_tokens: int = 0
+    problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+    warnings: list[str] = field(default_factory=list[str])
+    notice: str = ""
+
+
+def tried_row(config: PPOConfig) -> TriedRow:
+    """Try row 0 of train_dataset: prompt, workflow and reward functions."""
+    with tempfile.TemporaryDirectory(prefix="areal-") as folder:
+        path = Path(folder, "config.yaml")
+        env = save_config(config, path)
+        try:
+            answer = _answer_of("areal.trainer.first_row", "--config", str(path), env=env, limit_s=_ROW_LIMIT_S)
+            if not answer:
+                raise _NoAnswer("it printed no result")  # the user's code ended the process
+        except subprocess.TimeoutExpired:
+            text = f"the trial of row 0 did not end within {_ROW_LIMIT_S:g} s, and the run starts without it"
+            return TriedRow(warnings=[f"{text}: look for an endless loop in the map_fn, the workflow or the reward"])
+        except _NoAnswer as error:
+            return TriedRow(problems=[ConfigProblem("row 0", f"its trial ended: {error}", "launch.first_row")])
+    facts = json.loads(answer)
+    return TriedRow(**facts | {"problems": [ConfigProblem(**problem) for problem in facts["problems"]]})
+
+
+def sandbox_problems(config: PPOConfig, say: Callable[[str], None]) -> list[str]:
+    """One sentence when the sandbox of programs in answers cannot be used; says what programs can reach beyond its
+    promises. Nothing is checked unless a reward of the configuration is `code`."""
     functions = {config.reward_fn, *(name for _, fns in config.reward.tables() for name in fns)}
     if "code" not in functions:
         return []
-    settings = {"config": dataclasses.asdict(config.reward.sandbox)}
-    env = os.environ | {"AREAL_SANDBOX": json.dumps(settings), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "areal.reward.sandbox"]
+    env = {"AREAL_SANDBOX": json.dumps({"config": dataclasses.asdict(config.reward.sandbox)})}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=_SANDBOX_LIMIT_S)
+        warning = _answer_of("areal.reward.sandbox", env=env, limit_s=_SANDBOX_LIMIT_S, reads_output=True)
     except subprocess.TimeoutExpired:
         return [f"reward.sandbox: its check did not end within {_SANDBOX_LIMIT_S:g} s"]
-    if done.returncode:
-        last = (done.stdout or done.stderr).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return [f"reward.sandbox: {last[0]}"]
-    if done.stdout:
-        say(f"areal: warning: {done.stdout}")
+    except _NoAnswer as error:
+        return [f"reward.sandbox: {error}"]
+    if warning:
+        say(f"areal: warning: {warning}")
     return []
 
 
@@ -182,7 +225,7 @@ def tracker_problems(config: BaseExperimentConfig, plan: LaunchPlan) -> list[str
     Packages are checked in this environment, unless the trainers have an image. Folders, keys and servers are checked
     only when rank 0 runs on this machine.
     """
-    rank = next((one for one in plan.processes if (one.role, one.index) == ("trainer", 0)), None)
+    rank = next((process for process in plan.processes if (process.role, process.index) == ("trainer", 0)), None)
     if rank is None or config.launcher.slurm.trainer_image is not None or not keys_on(config):
         return []
     is_here = rank.host.node.partition(".")[0] == socket.gethostname().partition(".")[0]
@@ -220,19 +263,14 @@ def _package_problems(config: BaseExperimentConfig, environ: Mapping[str, str], 
     `asks`: it looks for keys, and asks MLflow.
     """
     dashboards, base_url = _settings(config, environ, asks=asks), config.stats_logger.wandb.wandb_base_url
-    own = {"WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    env = {**FIRST_REQUEST, **environ, **own, **({"WANDB_BASE_URL": base_url} if base_url else {})}
-    command, names = [sys.executable, "-m", "areal.observe.tracker_probe"], ", ".join(dashboards)
+    env = {**FIRST_REQUEST, **environ, "WANDB_SILENT": "true"} | ({"WANDB_BASE_URL": base_url} if base_url else {})
+    names, text = ", ".join(dashboards), json.dumps(dashboards)
     try:
-        done = subprocess.run(
-            command, input=json.dumps(dashboards), capture_output=True, text=True, env=env, timeout=_TRACKERS_LIMIT_S
-        )
+        return json.loads(_answer_of("areal.observe.tracker_probe", env=env, limit_s=_TRACKERS_LIMIT_S, text=text))
     except subprocess.TimeoutExpired:
         return [f"stats_logger: the check of {names} did not end within {_TRACKERS_LIMIT_S:g} s"]
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return [f"stats_logger: the check of {names} failed: {last[0]}"]
-    return json.loads(done.stdout)
+    except _NoAnswer as error:
+        return [f"stats_logger: the check of {names} failed: {error}"]
 
 
 def _settings(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks: bool) -> dict[str, dict[str, Any]]:
@@ -335,13 +373,13 @@ def notices(config: PPOConfig) -> list[str]:
     backend = backend_named(config.server_backend)
     if backend.flags is None:
         return []
-    found: list[str] = []
+    result: list[str] = []
     if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, config.server_flags)]:
         reason = f"areal sets its own value or {backend.title} has no such flag"
-        found.append(f"areal: ignored, because {reason}: {', '.join(ignored)}")
+        result.append(f"areal: ignored, because {reason}: {', '.join(ignored)}")
     if config.rollout.server_addrs and config.server_flags:
-        found.append(f"areal: {backend.name}: this section has no effect on servers that already run")
-    return found
+        result.append(f"areal: {backend.name}: this section has no effect on servers that already run")
+    return result
 
 
 def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool) -> str:
@@ -482,28 +520,28 @@ def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iter
 
     A script may use these options in its own way, so with one only files and `should_accept_fn` are checked.
     """
-    given: list[tuple[str, str, Mapping[str, FunctionRef], CallForm | None]] = [
-        (f"{name}.map_fn", data.map_fn, MAP_FUNCTIONS, MAP_CALL)
+    given: list[tuple[str, str, str, CallForm | None]] = [
+        (f"{name}.map_fn", data.map_fn, "datasets", MAP_CALL)
         for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset))
         if data is not None
     ]
-    given += [(key, path, {}, ROWS_CALL) for key, path in dataset_paths(config) if is_row_function(path)]
-    given.append(("train_dataset.curriculum", config.train_dataset.curriculum, {}, CURRICULUM_CALL))
+    given += [(key, path, "", ROWS_CALL) for key, path in dataset_paths(config) if is_row_function(path)]
+    given.append(("train_dataset.curriculum", config.train_dataset.curriculum, "", CURRICULUM_CALL))
     if isinstance(config, PPOConfig):
         names = [("reward_fn", config.reward_fn)]
         names += [(f"reward.{path}", name) for path, functions in config.reward.tables() for name in functions]
-        given += [(key, name, REWARD_FUNCTIONS, REWARD_CALL) for key, name in names]
-        given.append(("workflow", config.workflow, WORKFLOWS, None))
-        given.append(("evaluator.answer_fn", config.evaluator.answer_fn, ANSWER_FUNCTIONS, ANSWER_CALL))
-        given.append(("rollout.should_accept_fn", config.rollout.should_accept_fn, ACCEPT_FUNCTIONS, ACCEPT_CALL))
-    for key, text, registered, call in given:
+        given += [(key, name, "rewards", REWARD_CALL) for key, name in names]
+        given.append(("workflow", config.workflow, "workflows", None))
+        given.append(("evaluator.answer_fn", config.evaluator.answer_fn, "answers", ANSWER_CALL))
+        given.append(("rollout.should_accept_fn", config.rollout.should_accept_fn, "filters", ACCEPT_CALL))
+    for key, text, kind, call in given:
         is_file, is_path = text.rpartition(":")[0].endswith(".py"), ":" in text
-        is_own = has_script and registered is not ACCEPT_FUNCTIONS
+        is_own = has_script and kind != "filters"
         if not text or (is_own and not is_file) or (has_script and is_path and not is_file):
             continue
         try:
-            ref = resolve_function(text, registered, key=key, call=None if is_own else call)
-            if isinstance(config, PPOConfig) and registered is WORKFLOWS and not is_own:
+            ref = resolve_function(text, kind, key=key, call=None if is_own else call)
+            if isinstance(config, PPOConfig) and kind == "workflows" and not is_own:
                 signature = source_signature(ref)
                 yield from () if signature is None else constructor_problems(config, signature.parameters)
         except ConfigError as error:
@@ -549,7 +587,7 @@ def _adapter_problems(key: str, model: TrainEngineConfig) -> Iterator[str]:
     if not _errors_of(partial(stored_weights, folder)):
         stored = {name.rpartition(".")[0]: weight for name, weight in stored_weights(folder).items()}
         names = [name for name, weight in stored.items() if len(weight.shape) == 2 and not name.endswith(_NOT_ADAPTED)]
-        around = sorted({one for name in stored for one in prefixes(name)})
+        around = sorted({prefix for name in stored for prefix in prefixes(name)})
         for text in _errors_of(partial(require_targets, lora, names, [*around, "lm_head"])):
             yield f"{key}.{text}"
         if lora.path:

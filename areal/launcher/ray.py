@@ -1,23 +1,27 @@
-"""The Ray launcher of `areal run`: runs a configuration in the actors of a Ray cluster."""
+"""The Ray launcher of `areal run`: runs a configuration in the actors of a Ray cluster. No other module imports ray."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import itertools
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
-from areal.api.errors import LaunchError
+from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.job import LaunchPlan, PlannedProcess, moved
 from areal.launcher.local import launch, read_command_line
 from areal.launcher.node_agent import NodeAgent
@@ -31,8 +35,52 @@ from areal.launcher.result import help_if_asked
 from areal.launcher.status import StatusLine
 from areal.system.network import TRAINERS_VARIABLE, Host
 from areal.system.process import run_main, tied_to_this_process
-from areal.system.ray_registry import connect_ray
 from areal.system.run_paths import RunPaths
+
+_CONNECT_S = 5.0
+
+
+def connect_ray() -> Any:
+    """Connect to the Ray cluster at RAY_ADDRESS. Returns the package. LaunchError when there is none."""
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        message = "the Ray launcher needs the package ray: pip install -e '.[ray]'"
+        raise ConfigError(message, code="launch.package_missing") from error
+    if ray.is_initialized():
+        return ray
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    advice = "start one (ray start --head), set RAY_ADDRESS, or use ray job submit"
+    if "://" in address:
+        message = f"RAY_ADDRESS={address}: a launcher outside of the cluster is not supported: use ray job submit"
+        raise LaunchError(message, code="launch.no_ray")
+    try:
+        if address != "auto":  # Ray itself tries for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        with _kept_handlers():
+            ray.init(address, log_to_driver=False, configure_logging=True, logging_level="ERROR")
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        cause = " ".join(str(error).split())
+        raise LaunchError(
+            f"no Ray cluster at RAY_ADDRESS={address}: {cause}: {advice}", code="launch.no_ray"
+        ) from error
+    return ray
+
+
+@contextlib.contextmanager
+def _kept_handlers() -> Iterator[None]:
+    """Ray sets a handler of SIGTERM when it connects."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The nodes of a Ray cluster that a run may use, and what it reserves there for each process.
@@ -292,13 +340,13 @@ class RayCluster:
         bundles = [
             _Bundle(
                 node_id=node_id,
-                place=self._planned_place(one),
-                role=one.role,
+                place=self._planned_place(process),
+                role=process.role,
                 resources=resources,
                 group=group,
                 index=index,
             )
-            for index, (one, (node_id, resources)) in enumerate(zip(plan.processes, wanted, strict=True))
+            for index, (process, (node_id, resources)) in enumerate(zip(plan.processes, wanted, strict=True))
         ]
         actors = [self._actor(bundle) for bundle in bundles]
         for planned, bundle, actor in zip(plan.processes, bundles, actors, strict=True):

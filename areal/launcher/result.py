@@ -93,13 +93,13 @@ def goal_text(record: Mapping[str, Any], config: EvaluatorConfig, total_steps: i
 
 def main_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Means of the first and of the last tenth of the values of each main metric; `rows`: the lines of the metrics."""
-    found: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for key in matching(dict.fromkeys(key for row in rows for key in row), MAIN_METRICS):
         values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
         tenth = max(1, len(values) // 10)
         if values:
-            found[key] = {"first": sum(values[:tenth]) / tenth, "last": sum(values[-tenth:]) / tenth}
-    return found
+            metrics[key] = {"first": sum(values[:tenth]) / tenth, "last": sum(values[-tenth:]) / tenth}
+    return metrics
 
 
 def metrics_text(metrics: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -206,8 +206,8 @@ class SlurmClient:
 
     def kill_wait_s(self) -> float | None:
         """Seconds from SIGTERM to SIGKILL at the end of a job (KillWait); None when Slurm does not say so."""
-        found = re.search(r"^KillWait\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
-        return None if found is None else float(found[1])
+        match = re.search(r"^KillWait\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
+        return None if match is None else float(match[1])
 
     def requeue(self, job: str) -> None:
         """Put a running job back into the queue, which ends its processes. LaunchError when Slurm refuses it."""
@@ -392,7 +392,11 @@ def machines_of(config: BaseExperimentConfig) -> list[Machine]:
     count, each = config.cluster.n_nodes, config.cluster.n_gpus_per_node
     wanted: list[tuple[str, int, Role | None]] = [(f"node{index + 1}", each, None) for index in range(count)]
     if config.launcher.slurm.separate_jobs:
-        wanted = [(name, one.needs.gpus, one.role) for one in components_of(config) for name in one.node_names]
+        wanted = [
+            (name, component.needs.gpus, component.role)
+            for component in components_of(config)
+            for name in component.node_names
+        ]
     return [
         Machine(cores=_ENOUGH_CORES, gpus=tuple(map(str, range(gpus))), host=Host(node=name), role=role)
         for name, gpus, role in wanted
@@ -602,7 +606,7 @@ class JobsCluster:
         self._main_job, self._main_node = main_job, main_node
         self._environ = environ
         self._say = say
-        self._components = {name: one for one in components_of(config) for name in one.node_names}
+        self._components = {name: component for component in components_of(config) for name in component.node_names}
         self._jobs: dict[str, str] = {}
         """Component -> job."""
         self._nodes: NodeCluster | None = None

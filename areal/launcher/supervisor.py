@@ -280,7 +280,7 @@ class ReplicaChanges:
         leaving_s = now_s - self._since[unit.name]
         if not unit.is_running:
             self._drop(unit)
-            others = ", ".join(one.name for one in self._servers)
+            others = ", ".join(server.name for server in self._servers)
             self._finish(unit, f"{unit.name} is removed; its requests continue on {others}")
         elif leaving_s >= _UNREGISTERED_S + self._config.stop_grace_s:
             unit.kill()

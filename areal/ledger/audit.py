@@ -251,7 +251,10 @@ def _trained_spans(columns: TokenTable) -> Iterator[_Generated]:
 
 def _num_overwritten(record: str, turns: Sequence[str]) -> int | None:
     """None: a workflow of the user, or an earlier version, did not record it for all sessions of these turns."""
-    counts = {one.get("session"): one.get("overwritten") for one in recorded_sessions(record)}
+    counts = {
+        recorded_session.get("session"): recorded_session.get("overwritten")
+        for recorded_session in recorded_sessions(record)
+    }
     found = [counts.get(session) for session in {turn.rpartition(".")[0] for turn in turns}]
     return None if None in found else sum(count for count in found if count is not None)
 

@@ -83,7 +83,11 @@ def prunable(state: LedgerState, first_kept_step: int, segments: Collection[int]
     if first_kept_step <= 0:
         return []
     needed = state.needed_segments(first_kept_step)
-    return sorted(one for one in segments if one < state.last_segment and one not in needed | state.pruned_segments)
+    return sorted(
+        segment
+        for segment in segments
+        if segment < state.last_segment and segment not in needed | state.pruned_segments
+    )
 
 
 def delete_segments(folder: Path, segments: Collection[int]) -> None:

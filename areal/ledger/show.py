@@ -99,13 +99,13 @@ class Samples:
     @classmethod
     def read(cls, folder: Path) -> Samples:
         """One pass over the events. Raises LedgerError when there are none, or lines are damaged."""
-        found, rows = cls(folder), None
+        result, rows = cls(folder), None
         for event in open_reader(folder).events():
             if event["event"] == "started":
-                rows, found.num_rows = row_stream(event), event["num_rows"]
+                rows, result.num_rows = row_stream(event), event["num_rows"]
             else:
-                found._take(event, rows)
-        return found
+                result._take(event, rows)
+        return result
 
     def _take(self, event: Event, rows: PromptStream[int] | None) -> None:
         kind = event["event"]
@@ -133,11 +133,11 @@ class Samples:
 
     def episode(self, episode_id: int) -> EpisodeRecord:
         """LedgerError when there is no such episode."""
-        if (found := self.records.get(episode_id)) is None:
+        if (result := self.records.get(episode_id)) is None:
             known = f"its ids are 0 to {max(self.records)}" if self.records else "it has no episodes"
             message = f"there is no episode {episode_id} in {self.folder}: {known}"
             raise LedgerError(message, code="ledger.not_found")
-        return found
+        return result
 
     def of_step(self, step: int) -> list[EpisodeRecord]:
         """The episodes of a batch. LedgerError when there is no batch of this step."""

@@ -251,12 +251,12 @@ class LedgerState:
             self.first_open += 1
         if in_order and (first_running := states.find(RUNNING, self.first_open)) >= 0:
             end = first_running
-        found: list[int] = []
+        result: list[int] = []
         position = states.find(WAITING, self.first_open, end)
-        while position >= 0 and len(found) < limit:
-            found.append(position)
+        while position >= 0 and len(result) < limit:
+            result.append(position)
             position = states.find(WAITING, position + 1, end)
-        return found
+        return result
 
     def _move_all(self, episode_ids: Sequence[int], source: int, target: int) -> None:
         states = self.states

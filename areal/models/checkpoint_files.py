@@ -68,10 +68,10 @@ class StoredWeight:
 def weight_files(folder: Path) -> list[Path]:
     """The weight files of a checkpoint: those in its index, else all. InputError when there are none."""
     places = _index_of(folder)
-    found = [folder / name for name in sorted(set(places.values()))] if places else sorted(folder.glob("*.safetensors"))
-    if not found:
+    files = [folder / name for name in sorted(set(places.values()))] if places else sorted(folder.glob("*.safetensors"))
+    if not files:
         raise InputError(f"checkpoint folder {folder} has no .safetensors file", code="checkpoint.incomplete")
-    return found
+    return files
 
 
 def stored_weights(folder: Path) -> dict[str, StoredWeight]:
@@ -101,20 +101,20 @@ def folder_problem(folder: Path, like: Path | None) -> str:
         return f"checkpoint folder {folder} is incomplete: its {COMPLETE} marker does not match its files"
     try:
         is_tied = _is_tied(folder)
-        found = stored_weights(folder)
-        needed = stored_weights(like) if like is not None and any(like.glob("*.safetensors")) else found
+        weights = stored_weights(folder)
+        needed = stored_weights(like) if like is not None and any(like.glob("*.safetensors")) else weights
     except InputError as error:
         return str(error)
 
     def is_optional(name: str) -> bool:
         return (is_tied and name.endswith(_HEAD)) or name.endswith(_BUFFERS)
 
-    if missing := [name for name in needed if name not in found and not is_optional(name)]:
+    if missing := [name for name in needed if name not in weights and not is_optional(name)]:
         return f"checkpoint folder {folder} lacks {_listed(missing)}"
-    if unknown := [name for name in found if name not in needed and not is_optional(name)]:
+    if unknown := [name for name in weights if name not in needed and not is_optional(name)]:
         return f"checkpoint folder {folder} contains {_listed(unknown)}, which the model does not have"
-    for name in found.keys() & needed.keys():
-        own, model = found[name], needed[name]
+    for name in weights.keys() & needed.keys():
+        own, model = weights[name], needed[name]
         if own.shape != model.shape:
             return f"checkpoint folder {folder}: {name} has shape {own.shape}, the model's has {model.shape}"
         if own.dtype != model.dtype and not {own.dtype, model.dtype} <= _CONVERTIBLE:

@@ -168,7 +168,7 @@ def _latents(found: dict[str, Any]) -> int:
 def context_length(folder: str) -> int | None:
     """Maximum sequence length of a local checkpoint in tokens; None when its config.json does not state it."""
     try:
-        found = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
+        result = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if isinstance(found, int) else None
+    return result if isinstance(result, int) else None

@@ -83,12 +83,12 @@ class AlarmRules:
         """The alarms that the metrics after train step `step` raise."""
         self._rows.append(row)
         rows = tuple(self._rows)
-        found: list[Alarm] = []
+        result: list[Alarm] = []
         for chosen in self._chosen:
             value = MEASURES[chosen.rule.name](rows)
             if value is not None and self._raises(chosen, value):
-                found.append(_alarm(step, chosen, value))
-        return found
+                result.append(_alarm(step, chosen, value))
+        return result
 
     def _raises(self, chosen: ChosenAlarm, value: float) -> bool:
         name = chosen.rule.name

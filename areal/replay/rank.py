@@ -32,7 +32,6 @@ from areal.trainer.process_setup import join_run, prepare_process
 from areal.trainer.progress import Progress
 from areal.trainer.recover import RecoverStore
 from areal.trainer.roles import PPORoles, build_roles
-from areal.weights.fast_products import fast_products
 from areal.weights.weight_files import checksum_of
 
 
@@ -113,7 +112,6 @@ def replay_on(context: ProcessContext, folder: Path) -> None:
     clock = PhaseClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(clock.active())
-        stack.enter_context(fast_products())
         parallel = config.allocation.train[0].parallel
         mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=parallel)
         stack.callback(mesh.close)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from areal.api.allocation import INFERENCE_BACKENDS
+from areal.api.config.experiment import SERVER_SECTIONS
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.backend import LocalBackend
 from areal.launcher.job import PlannedProcess
@@ -34,7 +34,7 @@ _IN_MODELS = {
 _OTHERS = {
     "gconfig": "the answers are recorded: sampling has no effect",
     **dict.fromkeys(("rollout", "workflow", "workflow_args"), "the rollouts are recorded"),
-    **dict.fromkeys((*INFERENCE_BACKENDS, "server_python", "server_defaults"), "a replay has no servers"),
+    **dict.fromkeys(SERVER_SECTIONS, "a replay has no servers"),
     "agent": f"the sessions are recorded, except for {', '.join(_OF_SESSIONS)}",
     "train_dataset": "the batches are recorded with rows, order and size",
     **dict.fromkeys(("eval_gconfig", "valid_dataset", "evaluator"), "a replay evaluates nothing"),

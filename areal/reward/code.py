@@ -73,18 +73,18 @@ def code_reward(
 
 def last_code_block(text: str) -> str | None:
     """The content of the last closed fence marked as Python or unmarked; None when there is none."""
-    found, opened, is_python = None, "", False
+    result, opened, is_python = None, "", False
     lines: list[str] = []
     for line in text.splitlines():
         match = _FENCE.fullmatch(line)
         if not opened and match:
             opened, is_python, lines = match[1], match[2].lower() in _PYTHON, []
         elif match and not match[2] and match[1].startswith(opened):
-            found = "\n".join(lines) + "\n" if is_python else found
+            result = "\n".join(lines) + "\n" if is_python else result
             opened = ""
         else:
             lines.append(line)
-    return found
+    return result
 
 
 class Trial:

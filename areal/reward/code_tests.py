@@ -79,22 +79,22 @@ def parse_tests(tests: Any, entry_points: list[str]) -> list[CodeTest]:
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError):  # Python source may also start with these characters
             tests = json.loads(tests)
-    found: list[CodeTest] = []
+    result: list[CodeTest] = []
     entry_point = entry_points[0] if entry_points else ""
     if isinstance(tests, dict) and "inputs" in tests and "outputs" in tests:
-        found = _pairs(tests["inputs"], tests["outputs"], str(tests.get("fn_name") or ""))
+        result = _pairs(tests["inputs"], tests["outputs"], str(tests.get("fn_name") or ""))
     elif isinstance(tests, list) and tests and all(isinstance(item, dict) for item in tests):
         for item in tests:
             if "input" not in item or "output" not in item:
                 raise _bad_tests(f"a test lacks `input` or `output`: it has {sorted(item)}")
             function = str(item.get("fn_name") or entry_point) if item.get("testtype") == "functional" else ""
-            found += _pairs([item["input"]], [item["output"]], function)
+            result += _pairs([item["input"]], [item["output"]], function)
     elif isinstance(tests, str) or (isinstance(tests, list) and all(isinstance(item, str) for item in tests)):
-        found = _assertions([tests] if isinstance(tests, str) else tests, entry_points)
-    if not found:
+        result = _assertions([tests] if isinstance(tests, str) else tests, entry_points)
+    if not result:
         shown = f"a {type(tests).__name__}: {str(tests)[:100]!r}"
         raise _bad_tests(f"they are empty or have an unknown form (docs/rewards.md lists the forms): {shown}")
-    return found
+    return result
 
 
 def _bad_tests(problem: str) -> InputError:

@@ -63,16 +63,16 @@ def symbolic_math_reward(
 def gold_answer(answer: Any) -> str:
     r"""The final answer in a row's `answer`: its last \boxed{}, what follows `####`, or all of it."""
     text = str(answer)
-    found = last_boxed(text)
-    if found is None and "####" in text:
-        found = text.rpartition("####")[2].strip().partition("\n")[0]
-    found = _readable(text if found is None else found)
-    if not found or len(found) > _MAX_ANSWER_CHARS:
+    result = last_boxed(text)
+    if result is None and "####" in text:
+        result = text.rpartition("####")[2].strip().partition("\n")[0]
+    result = _readable(text if result is None else result)
+    if not result or len(result) > _MAX_ANSWER_CHARS:
         message = f"the row's answer {text[:200]!r} is not a formula of 1 to {_MAX_ANSWER_CHARS} characters"
         raise InputError(message, code="reward.bad_row")
-    if parse_number(found) is None:
-        _require_readable(found)
-    return found
+    if parse_number(result) is None:
+        _require_readable(result)
+    return result
 
 
 @functools.lru_cache(maxsize=1024)

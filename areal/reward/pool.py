@@ -20,7 +20,7 @@ import orjson
 
 from areal.api.config import RewardConfig
 from areal.api.errors import RewardError
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 from areal.api.row_json import row_json
 from areal.observe.log import get_logger
 from areal.reward import sandbox as sandbox_backends

@@ -513,10 +513,10 @@ def program_runner(source: str, limits: CodeLimits) -> ProgramRunner:
 @functools.cache
 def _of_this_process() -> Isolation | SandboxService:
     settings = orjson.loads(os.environ.get(SANDBOX_VARIABLE) or b"{}")
-    found, warning = checked(SandboxConfig(**settings.get("config", {})), sends=False)
+    result, warning = checked(SandboxConfig(**settings.get("config", {})), sends=False)
     if warning and not settings.get("announced"):
         get_logger(__name__).warning("%s", warning)
-    return found
+    return result
 
 
 def log_reach(config: SandboxConfig) -> None:

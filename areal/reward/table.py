@@ -8,7 +8,7 @@ from areal.api.config import RewardConfig
 from areal.api.config.rollout import selection_problems, short_names
 from areal.api.config.schema import below
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, function_ref, resolve_function
+from areal.api.registry import FunctionRef, function_ref, resolve_function
 from areal.api.workflow import RewardFn
 
 
@@ -18,7 +18,7 @@ def resolve_reward_fn(reward_fn: RewardFn | str, *, key: str = "reward_fn") -> F
     `key` is the option to name in errors.
     """
     if isinstance(reward_fn, str):
-        return resolve_function(reward_fn, REWARD_FUNCTIONS, key=key)
+        return resolve_function(reward_fn, "rewards", key=key)
     return function_ref(reward_fn)
 
 
@@ -57,14 +57,14 @@ class RewardTable:
 
     def of(self, row: Mapping[str, Any]) -> tuple[WeightedReward, ...]:
         """The functions that score answers to `row`. InputError when its source has none."""
-        found = self.by_source.get(self.source(row), self.default) if self.by_source else self.default
-        if not found:
+        result = self.by_source.get(self.source(row), self.default) if self.by_source else self.default
+        if not result:
             raise InputError(
                 f"a row's {self.source_key} is {row[self.source_key]!r}, which reward.by_source does not contain "
                 f"({', '.join(self.by_source)}): add it there, or set reward.fns for all other sources",
                 code="reward.unknown_source",
             )
-        return found
+        return result
 
 
 def reward_table(reward_fn: RewardFn | str, config: RewardConfig) -> RewardTable:

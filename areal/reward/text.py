@@ -6,7 +6,7 @@ from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.errors import InputError
-from areal.api.functions import ANSWER_CALL, ANSWER_FUNCTIONS, load_function, resolve_function
+from areal.api.registry import ANSWER_CALL, load_function, resolve_function
 from areal.reward.math_answer import last_boxed
 
 # The final answer of a completion, which decides a majority vote.
@@ -24,7 +24,7 @@ def answer_function(config: PPOConfig) -> AnswerFn:
     if not name:
         used = {config.reward_fn, *(each for _, fns in config.reward.tables() for each in fns)}
         name = "number" if used & _NUMBERS else "choice" if "choice" in used else "text"
-    return load_function(resolve_function(name, ANSWER_FUNCTIONS, key="evaluator.answer_fn"), ANSWER_CALL)
+    return load_function(resolve_function(name, "answers", key="evaluator.answer_fn"), ANSWER_CALL)
 
 
 _TAGS = re.compile(r"</?(?:think|answer)>")

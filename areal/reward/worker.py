@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from areal.api.errors import ArealError, InputError
-from areal.api.functions import REWARD_CALL, FunctionRef, load_function
+from areal.api.registry import REWARD_CALL, FunctionRef, load_function
 from areal.observe.step_files import logged_metrics
 from areal.system.worker_process import enter_worker
 

@@ -102,11 +102,11 @@ def answer_metrics(
         **{f"pass@{k}": (k, _PassAt(k, correct_reward)) for k in ks or default_ks(num_samples)},
         **({f"majority@{num_samples}": (1, lambda row: majority_vote(row, correct_reward))} if num_samples > 1 else {}),
     }
-    found: dict[str, Estimate] = {}
+    metrics: dict[str, Estimate] = {}
     for name, (at_least, measure) in measures.items():
         if values := [measure(row) for row in rows if len(row) >= at_least]:
-            found[name] = estimate(values)
-    return found
+            metrics[name] = estimate(values)
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ async def evaluate_episode(
     sessions = first_of_sessions(group.trajectories)
     return EvaluatedEpisode(
         group=group,
-        reward=sum(one.reward for one in sessions) / len(sessions),
-        num_generated=sum(total(one.loss_mask) for one in group.trajectories) / len(sessions),
+        reward=sum(session.reward for session in sessions) / len(sessions),
+        num_generated=sum(total(trajectory.loss_mask) for trajectory in group.trajectories) / len(sessions),
         stats={name: float(value) for name, value in (logged.means() | group.stats).items()},
     )
 
@@ -221,8 +221,8 @@ class _Results:
             for row, sample in sorted(self._scored):
                 rows.setdefault(row, []).append(self._scored[row, sample][1])
             metrics = answer_metrics([*rows.values()], num_samples=num_samples, correct_reward=correct_reward)
-            for name, one in metrics.items():
-                means |= {name: one.mean} | ({} if one.stderr is None else {f"{name}/stderr": one.stderr})
+            for name, metric in metrics.items():
+                means |= {name: metric.mean} | ({} if metric.stderr is None else {f"{name}/stderr": metric.stderr})
         return means
 
     def fail(self, reason: str, *, is_transient: bool = False) -> None:

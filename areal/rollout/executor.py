@@ -110,84 +110,135 @@ class ProducerStats:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Counts rejected groups: when to warn, and when a run that only rejects must end. Pure.
+# When episodes that only fail, or are only rejected, end the run. Pure; the time is an argument.
 
 REJECTED_BATCHES_IN_A_ROW = 100
 """Consecutive rejections that end the run, in batches; at least one epoch."""
 LOW_ACCEPTANCE_ONE_IN = 10
 """A train step for which fewer groups than one in this number are accepted causes a warning."""
+MIN_FAILURES_IN_A_ROW = 50
+"""Consecutive failures that end the run, or three batches of them if that is more."""
+FIRST_FAILURES = 3
+"""The run ends when the episodes with this number of lowest ids all fail with one error and none was accepted."""
+SLOW_FAILURES_IN_A_ROW = 8
+SLOW_FAILURES_S = 120.0
+"""Slow failures (a reward that hangs until its time limit) end the run after fewer: at least this many consecutive
+failures, over at least this time."""
+
+_log = get_logger(__name__)
 
 
-class Rejections:
-    """Counts the rejected groups per train step, and since the last accepted group.
+class ProducerStopped(ArealError, RuntimeError):
+    """Episodes only fail or are only rejected, so no further batch can be composed."""
 
-    Groups dropped as stale are not counted: their staleness says nothing about the prompts.
+
+class FailurePolicy:
+    """Counts failed and rejected episodes, warns, and returns the error that ends the run once there are too many.
+
+    Groups dropped as stale are not counted as rejected: their staleness says nothing about the prompts.
     """
 
-    def __init__(self, *, batch_size: int, rows_per_epoch: int, limit: int | None, filter_name: str) -> None:
-        """`limit`: rollout.max_rejected_per_step; `filter_name`: rollout.should_accept_fn, for the messages."""
+    def __init__(
+        self, *, batch_size: int, rows_per_epoch: int, max_rejected: int | None, filter_name: str, has_results: bool
+    ) -> None:
+        """`max_rejected`: rollout.max_rejected_per_step; `filter_name`: rollout.should_accept_fn, for the messages.
+
+        `has_results`: episodes of the run have ended without failing.
+        """
         self._batch_size = batch_size
-        self._limit = limit
+        self._max_rejected = max_rejected
         self._filter_name = filter_name
-        self._max_in_a_row = max(rows_per_epoch, REJECTED_BATCHES_IN_A_ROW * batch_size)
-        self._in_a_row = 0
-        self._accepted = 0
-        self._reasons: Counter[str] = Counter()
+        self._has_results = has_results
+        self._max_rejected_in_a_row = max(rows_per_epoch, REJECTED_BATCHES_IN_A_ROW * batch_size)
+        self._rejected_in_a_row = 0
+        self._accepted_of_step = 0
+        self._rejected_of_step: Counter[str] = Counter()
+        self._max_failed_in_a_row = max(MIN_FAILURES_IN_A_ROW, 3 * batch_size)
+        self.failed_in_a_row = 0
+        self._failing_since_s = 0.0
+        self._first_causes: dict[int, str] = {}
 
-    @property
-    def summary(self) -> str:
-        """Accepted and rejected groups of the current train step, the rejected ones by reason."""
-        reasons = ", ".join(f"{count} {self._described(reason)}" for reason, count in self._reasons.most_common())
-        total = self._reasons.total()
-        return f"{self._accepted} of {self._batch_size} groups were accepted, {total} were rejected ({reasons})"
+    def ended(self) -> None:
+        """An episode ended without failing, whatever the verdict on it."""
+        self.failed_in_a_row = 0
+        self._has_results = True
 
-    def count_accepted(self) -> None:
-        """A group is accepted. The last group of a train step resets the counts."""
-        self._in_a_row = 0
-        self._accepted += 1
-        if self._accepted == self._batch_size:
-            self._accepted = 0
-            self._reasons.clear()
+    def accepted(self) -> None:
+        """A group is accepted. The last group of a train step resets the counts of the step."""
+        self._rejected_in_a_row = 0
+        self._accepted_of_step += 1
+        if self._accepted_of_step == self._batch_size:
+            self._accepted_of_step = 0
+            self._rejected_of_step.clear()
 
-    def count_rejected(self, reason: str) -> str:
-        """A group is rejected. Returns a warning once per train step when few groups are accepted, else ""."""
-        self._in_a_row += 1
-        self._reasons[reason] += 1
+    def rejected(self, reason: str) -> ProducerStopped | None:
+        """A group is rejected. Warns once per train step when few groups are accepted."""
+        self._rejected_in_a_row += 1
+        self._rejected_of_step[reason] += 1
+        total = self._rejected_of_step.total()
         # The first count at which the step stays below this share even if all its other groups are accepted.
-        if self._reasons.total() != (LOW_ACCEPTANCE_ONE_IN - 1) * self._batch_size + 1:
-            return ""
-        share = f"less than one group in {LOW_ACCEPTANCE_ONE_IN} is accepted for a train step"
-        return f"{share}: {self.summary}. {self._advice}"
-
-    def exceeded_limit(self) -> str:
-        """Why the run must end; empty while it may continue."""
-        total = self._reasons.total()
-        if self._limit is not None and total > self._limit:
-            why = f"{total} groups were rejected for one train step (rollout.max_rejected_per_step={self._limit})"
-        elif self._in_a_row >= self._max_in_a_row:
-            why = f"the last {self._in_a_row} episodes were all rejected"
-        else:
-            return ""
-        return f"{why}: {self.summary}. {self._advice}"
-
-    @property
-    def _advice(self) -> str:
-        agent_errors = sum(count for reason, count in self._reasons.items() if reason.startswith("agent_error"))
-        if 2 * agent_errors > self._reasons.total():
-            return (
-                "To fix this, correct the agent: `areal show RUN --reason agent_error` has its errors and their lines."
+        if total == (LOW_ACCEPTANCE_ONE_IN - 1) * self._batch_size + 1:
+            share = f"less than one group in {LOW_ACCEPTANCE_ONE_IN} is accepted for a train step"
+            _log.warning("%s: %s", share, self._rejections_text())
+        if self._max_rejected is not None and total > self._max_rejected:
+            why = (
+                f"{total} groups were rejected for one train step (rollout.max_rejected_per_step={self._max_rejected})"
             )
+        elif self._rejected_in_a_row >= self._max_rejected_in_a_row:
+            why = f"the last {self._rejected_in_a_row} episodes were all rejected"
+        else:
+            return None
+        return ProducerStopped(f"{why}: {self._rejections_text()}", code="rollout.all_rejected")
+
+    def failed(
+        self, episode_id: int, error: Exception, reason: str, *, now_s: float, was_held: bool
+    ) -> ProducerStopped | None:
+        """An episode failed. `was_held`: requests waited for the trainer, so a time limit may have expired by that."""
+        if self._fails_from_the_start(episode_id, error):
+            why = f"the first {FIRST_FAILURES} episodes all failed with the same error: {reason}"
+            return ProducerStopped(why, code="rollout.first_failed")
+        if was_held:
+            return None
+        if self.failed_in_a_row == 0:
+            self._failing_since_s = now_s
+        self.failed_in_a_row += 1
+        is_slow = self.failed_in_a_row >= SLOW_FAILURES_IN_A_ROW and now_s - self._failing_since_s >= SLOW_FAILURES_S
+        if not is_slow and self.failed_in_a_row < self._max_failed_in_a_row:
+            return None
+        why = f"the last {self.failed_in_a_row} episodes all failed, the last one with {reason}"
+        return ProducerStopped(why, code="rollout.all_failed")
+
+    def _fails_from_the_start(self, episode_id: int, error: Exception) -> bool:
+        """Lost servers and time limits do not count. Ids are compared, because rows without the error may take
+        longer to end."""
+        if self._has_results or episode_id >= FIRST_FAILURES or isinstance(error, ConnectionError | TimeoutError):
+            return False
+        self._first_causes[episode_id] = _cause(error)
+        return len(self._first_causes) == FIRST_FAILURES and len(set(self._first_causes.values())) == 1
+
+    def _rejections_text(self) -> str:
+        """Accepted and rejected groups of the train step, the rejected ones by reason, and what the user can do."""
+        reasons, total = self._rejected_of_step, self._rejected_of_step.total()
+        texts = {"workflow": "by the workflow, which returned None", "filter": f"by the filter {self._filter_name}"}
+        named = ", ".join(f"{count} {texts.get(reason, reason).rstrip()}" for reason, count in reasons.most_common())
+        counts = f"{self._accepted_of_step} of {self._batch_size} groups were accepted, {total} were rejected ({named})"
+        agent_errors = sum(count for reason, count in reasons.items() if reason.startswith("agent_error"))
+        if 2 * agent_errors > total:
+            show = "`areal show RUN --reason agent_error` has its errors and their lines"
+            return f"{counts}. To fix this, correct the agent: {show}."
         changes = ["use prompts that the policy solves sometimes, neither always nor never"]
         if self._filter_name:
             changes.append(f"choose a rollout.should_accept_fn that accepts more (now {self._filter_name})")
-        if self._limit is not None:
+        if self._max_rejected is not None:
             changes.append("increase rollout.max_rejected_per_step")
-        return f"To fix this, {', or '.join(changes)}."
+        return f"{counts}. To fix this, {', or '.join(changes)}."
 
-    def _described(self, reason: str) -> str:
-        if reason == "workflow":
-            return "by the workflow, which returned None"
-        return f"by the filter {self._filter_name}".rstrip() if reason == "filter" else reason
+
+def _cause(error: Exception) -> str:
+    """Equal for two errors of the same kind: numbers and names of rows in a message do not count."""
+    code = error.code if isinstance(error, ArealError) else ""
+    places = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} {code} {places[-1].filename}:{places[-1].lineno}" if places else code
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,15 +286,15 @@ class EpisodeEngine:
         return (await self.agenerate_group([request]))[0]
 
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
-        found: dict[int, GenerationResponse] = {}
-        while missing := [number for number in range(len(requests)) if number not in found]:
+        answers: dict[int, GenerationResponse] = {}
+        while missing := [number for number in range(len(requests)) if number not in answers]:
             sent_at = await self._may_send_at()
             with span("generate"):
                 responses = await self._engine.agenerate_group([requests[number] for number in missing])
             for number, response in zip(missing, responses, strict=True):
                 if self._is_current(response, sent_at):
-                    found[number] = self._recorded(requests[number], response)
-        return [found[number] for number in range(len(requests))]
+                    answers[number] = self._recorded(requests[number], response)
+        return [answers[number] for number in range(len(requests))]
 
     async def _may_send_at(self) -> int:
         """Waits until a request may be sent. Returns the version that is served then."""
@@ -259,9 +310,9 @@ class EpisodeEngine:
         return self._may_send is None or min(to_runs(response.output_versions).values, default=sent_at) >= sent_at
 
     def _recorded(self, request: GenerationRequest, response: GenerationResponse) -> GenerationResponse:
-        own = request.gconfig.temperature
-        if self._temperature not in (None, own) and not request.gconfig.greedy:
-            response = replace(response, temperature=own)
+        temperature = request.gconfig.temperature
+        if self._temperature not in (None, temperature) and not request.gconfig.greedy:
+            response = replace(response, temperature=temperature)
         self.answers.append(response)
         self.num_interruptions += response.num_interruptions
         for name in response.replicas:
@@ -349,22 +400,8 @@ def check_trajectory(trajectory: Trajectory) -> None:
             raise TrajectoryError(message, code="workflow.output_versions")
 
 
-_log = get_logger(__name__)
-
 STARTS_PER_TURN = 64
 """Episodes that one turn of the event loop starts; each costs about 0.1 ms until its first request."""
-MIN_FAILURES_IN_A_ROW = 50
-"""Consecutive failures that end the run, or three batches of them if that is more."""
-FIRST_FAILURES = 3
-"""The run ends when the episodes with this number of lowest ids all fail with one error and none was accepted."""
-SLOW_FAILURES_IN_A_ROW = 8
-SLOW_FAILURES_S = 120.0
-"""Slow failures (a reward that hangs until its time limit) end the run after fewer: at least this many consecutive
-failures, over at least this time."""
-
-
-class ProducerStopped(ArealError, RuntimeError):
-    """Episodes only fail or are only rejected, so no further batch can be composed."""
 
 
 class Executor:
@@ -396,11 +433,13 @@ class Executor:
         self._options = options
         self._temperature = temperature
         self._producer = producer
-        self._rejections = Rejections(
+        state = ledger.state
+        self._failures = FailurePolicy(
             batch_size=limits.batch_size,
             rows_per_epoch=rows.rows_per_epoch,
-            limit=options.max_rejected_per_step,
+            max_rejected=options.max_rejected_per_step,
             filter_name=options.should_accept_fn,
+            has_results=bool(state.num_accepted or state.counts[REJECTED]),
         )
         self._on_decided = on_decided
         self._on_fatal = on_fatal
@@ -408,15 +447,11 @@ class Executor:
         self._may_send.set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._dropped: list[asyncio.Task[None]] = []  # cancelled; their episodes run again
-        self._to_restart = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
+        self._to_restart = deque(state.running)  # same ids, next attempt; they wait for room like new ones
         self.first_failure = ""
         """Id and cause of the first episode in this process that failed, or in which an agent failed; empty = none."""
-        self._first_failures: dict[int, str] = {}
         self._admits_more = False
         """The next turn of the loop starts more episodes."""
-        self._failed_in_a_row = 0
-        self._failing_since_s = 0.0
-        self._max_failed = max(MIN_FAILURES_IN_A_ROW, 3 * limits.batch_size)
 
     def why_closed(self) -> str:
         """Why no episode may start; empty while one may."""
@@ -494,64 +529,59 @@ class Executor:
     async def _run(self, episode_id: int) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        start_s = loop.time()
+        start_s, options = loop.time(), self._options
         engine = EpisodeEngine(
             self._engine,
             self._producer.count_answer,
             may_send=self._may_send,
-            keep_answers=self._options.keep_rejected > 0,
+            keep_answers=options.keep_rejected > 0,
             temperature=self._temperature,
         )
+        result: tuple[TrajectoryGroup | None, EncodedEpisode | Rejected, dict[str, float]] | Exception
         try:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
                 with track("episode", str(episode_id)), logged_metrics() as logged:
                     group = await self._workflow.arun_episode(engine, row)
-                check_format = self._options.check_trajectory_format
+                check_format = options.check_trajectory_format
                 verdict = verdict_on(episode_id, group, accept=self._accept, check_format=check_format)
-            except asyncio.CancelledError:
-                if task.cancelling():
-                    raise  # the controller stops; the ledger keeps the episode as running
-                self._failed(episode_id, RuntimeError("the workflow cancelled itself"), engine)
-            except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
-                if task.cancelling():
-                    return  # the workflow replaced the cancellation by an error
-                self._failed(episode_id, error, engine)
-            else:
-                if task.cancelling():
-                    return  # the workflow ignored the cancellation; the episode runs again
-                if group is not None and group.agent_error:
-                    self._producer.num_agent_errors += 1
-                    failure = f"the agent failed in episode {episode_id}: {group.agent_error}"
-                    _log.warning("%s", failure)
-                    self.first_failure = self.first_failure or failure
                 stats = logged.means() | ({} if group is None else group.stats)
-                stats = {name: float(value) for name, value in stats.items()}
-                self._ended(episode_id, verdict, stats, engine, loop.time() - start_s)
+                result = group, verdict, {name: float(value) for name, value in stats.items()}
+            except asyncio.CancelledError:
+                result = RuntimeError("the workflow cancelled itself")
+            except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
+                result = error
+            if task.cancelling():  # whatever the workflow made of it
+                return  # the controller stops or runs the episode again; the ledger keeps it as running
+            if isinstance(result, Exception):
+                self._failed(episode_id, result, engine)
+            else:
+                self._ended(episode_id, *result, engine, loop.time() - start_s)
             del self._tasks[episode_id]
             self.admit()
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # noqa: BLE001 - an error of ours, for example of the ledger: it ends the run
             self._on_fatal(error)
 
     def _ended(
         self,
         episode_id: int,
+        group: TrajectoryGroup | None,
         verdict: EncodedEpisode | Rejected,
         stats: dict[str, float],
         engine: EpisodeEngine,
         seconds: float,
     ) -> None:
-        self._failed_in_a_row = 0
+        if group is not None and group.agent_error:
+            self._producer.num_agent_errors += 1
+            failure = f"the agent failed in episode {episode_id}: {group.agent_error}"
+            _log.warning("%s", failure)
+            self.first_failure = self.first_failure or failure
+        self._failures.ended()
         self._producer.count_ended(stats)
         if isinstance(verdict, Rejected):
             self._producer.num_rejected += 1
             self._reject(episode_id, verdict.reason, verdict.payload or _answers_of(episode_id, engine))
-            if warning := self._rejections.count_rejected(verdict.reason):
-                _log.warning("%s", warning)
-            if why := self._rejections.exceeded_limit():
-                self._stop(why, code="rollout.all_rejected")
+            self._stop(self._failures.rejected(verdict.reason))
             self._on_decided()
             return
         if self._is_dropped(verdict.min_version):
@@ -568,7 +598,7 @@ class Executor:
         )
         self._producer.num_accepted += 1
         episode_ended(episode_id, "accepted")
-        self._rejections.count_accepted()
+        self._failures.accepted()
         self._trace(episode_id, f"accepted, reward {verdict.reward:.4g}")
         self._on_decided()
 
@@ -579,7 +609,7 @@ class Executor:
 
     def _failed(self, episode_id: int, error: Exception, engine: EpisodeEngine) -> None:
         reason = _described(error)
-        without_traceback = isinstance(error, ArealError) or self._failed_in_a_row > 0
+        without_traceback = isinstance(error, ArealError) or self._failures.failed_in_a_row > 0
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if without_traceback else error)
         self._producer.num_failed += 1
         self._producer.num_agent_errors += isinstance(error, ArealError) and error.code == "agent.failed"
@@ -587,41 +617,14 @@ class Executor:
         self._trace(episode_id, "failed")
         episode_ended(episode_id, "failed", reason)
         self.first_failure = self.first_failure or f"episode {episode_id} failed: {reason}"
-        if why := self._repeated(episode_id, error):
-            self._stop(f"{why}: {reason}", code="rollout.first_failed")
-            return
-        if not self._may_send.is_set():
-            return  # perhaps a time limit of the workflow expired while its request was held
-        now_s = asyncio.get_running_loop().time()
-        if self._failed_in_a_row == 0:
-            self._failing_since_s = now_s
-        self._failed_in_a_row += 1
-        slow = self._failed_in_a_row >= SLOW_FAILURES_IN_A_ROW and now_s - self._failing_since_s >= SLOW_FAILURES_S
-        if slow or self._failed_in_a_row >= self._max_failed:
-            self._stop(
-                f"the last {self._failed_in_a_row} episodes all failed, the last one with {reason}",
-                code="rollout.all_failed",
-            )
+        now_s, was_held = asyncio.get_running_loop().time(), not self._may_send.is_set()
+        self._stop(self._failures.failed(episode_id, error, reason, now_s=now_s, was_held=was_held))
 
-    def _repeated(self, episode_id: int, error: Exception) -> str:
-        """Why the run ends: its first episodes all failed with one error. Empty otherwise.
-
-        Lost servers and time limits are not counted. Ids are compared, because rows without the error may
-        take longer to end.
-        """
-        counts = self._ledger.state.counts
-        if episode_id >= FIRST_FAILURES or isinstance(error, ConnectionError | TimeoutError) or counts[REJECTED]:
-            return ""
-        self._first_failures[episode_id] = _cause(error)
-        causes = set(self._first_failures.values())
-        if self._ledger.state.num_accepted or len(self._first_failures) < FIRST_FAILURES or len(causes) > 1:
-            return ""
-        return f"the first {FIRST_FAILURES} episodes all failed with the same error"
-
-    def _stop(self, why: str, *, code: str) -> None:
-        if self.is_open:
+    def _stop(self, error: ProducerStopped | None) -> None:
+        """End the run with the error, if there is one."""
+        if error is not None and self.is_open:
             self.is_open = False
-            self._on_fatal(ProducerStopped(why, code=code))
+            self._on_fatal(error)
 
     def restart_running(self) -> None:
         """Cancel the running episodes; each runs again when the gate has room."""
@@ -646,13 +649,6 @@ def _answers_of(episode_id: int, engine: EpisodeEngine) -> bytes:
         return encode_answers(episode_id, engine.answers)
     except TrajectoryError:
         return b""
-
-
-def _cause(error: Exception) -> str:
-    """Equal for two errors of the same kind: numbers and names of rows in a message do not count."""
-    code = error.code if isinstance(error, ArealError) else ""
-    places = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__} {code} {places[-1].filename}:{places[-1].lineno}" if places else code
 
 
 def _described(error: Exception) -> str:

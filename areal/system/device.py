@@ -42,11 +42,11 @@ def bind_to_gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> None:
 
 def _cores_in(text: str) -> set[int]:
     """The cores of a list such as 0-3,8."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
 
 
 class CudaClock:

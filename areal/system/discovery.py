@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 from areal.api.config import BaseExperimentConfig
 from areal.system.etcd import EtcdRegistry
 from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
-from areal.system.ray_registry import RayRegistry
 from areal.system.run_paths import RunPaths
 
 
@@ -52,10 +50,7 @@ class NameRegistry(Protocol):
 def registry_of(config: BaseExperimentConfig) -> NameRegistry:
     """The registry of the configured run."""
     options = config.cluster.name_resolve
-    if options.type == "ray":
-        is_launcher = ProcessContext.from_env(os.environ) is None
-        return RayRegistry(f"{config.experiment_name}/{config.trial_name}", makes_actor=is_launcher)
-    if options.type != "nfs":
+    if options.type.startswith("etcd"):
         return EtcdRegistry(
             options.etcd3_addr,
             f"{config.experiment_name}/{config.trial_name}",

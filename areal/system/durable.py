@@ -92,11 +92,11 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
 
 def checksum_of(path: Path) -> int:
     """CRC-32 of a file."""
-    found, buffer = 0, memoryview(bytearray(2**20))
+    result, buffer = 0, memoryview(bytearray(2**20))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
-            found = zlib.crc32(buffer[:size], found)
-    return found
+            result = zlib.crc32(buffer[:size], result)
+    return result
 
 
 def seal_folder(folder: Path, checksums: Mapping[Path, int] | None = None, *, sum_up: bool = True) -> None:
@@ -197,10 +197,10 @@ def _hidden(folder: Path, ending: str) -> Path:
 def _manifest(folder: Path) -> dict[str, Any]:
     """The marker's content. ValueError when it is malformed."""
     with open_regular(folder / COMPLETE) as file:
-        found = json.loads(file.read())
-    if not isinstance(found, dict) or not isinstance(found["files"], dict):
+        result = json.loads(file.read())
+    if not isinstance(result, dict) or not isinstance(result["files"], dict):
         raise ValueError("it has no list of files")
-    return found
+    return result
 
 
 def is_complete(folder: Path) -> bool:

@@ -33,11 +33,11 @@ def run_folder(text: str) -> Path:
 
 def existing_run(text: str) -> Path:
     """`run_folder`, which must exist. Raises LaunchError: argparse would replace the message of a ValueError."""
-    found = run_folder(text)
-    if not found.exists():
+    result = run_folder(text)
+    if not result.exists():
         text = f"there is no folder {text}, and no run of this name below {DEFAULT_FILEROOT} or runs"
         raise LaunchError(text, code="launch.no_run_folder")
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,17 +102,17 @@ def _place(task: asyncio.Task[Any]) -> str:
 
 def _frames(awaited: Any) -> list[tuple[CodeType, str]]:
     """(code, place) from the outermost frame of a task to the innermost visible one."""
-    found: list[tuple[CodeType, str]] = []
+    frames: list[tuple[CodeType, str]] = []
     while awaited is not None:
         for prefix in ("cr", "gi", "ag"):  # coroutine, generator, asynchronous generator
             frame = getattr(awaited, f"{prefix}_frame", None)
             if frame is not None:
-                found.append((frame.f_code, f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"))
+                frames.append((frame.f_code, f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"))
                 awaited = getattr(awaited, "gi_yieldfrom" if prefix == "gi" else f"{prefix}_await", None)
                 break
         else:
             break
-    return found
+    return frames
 
 
 def place_of_thread(thread_id: int) -> str:

@@ -120,7 +120,7 @@ def with_advantages(
     arXiv 2504.05118, section 4.1); None = that of the advantages.
     """
     view = session_view(batch)
-    found = _with_advantages(
+    result = _with_advantages(
         batch if view is None else view.batch,
         config,
         kl_coef=kl_coef,
@@ -129,9 +129,9 @@ def with_advantages(
         critic_lambda=critic_lambda,
     )
     if view is None:
-        return found
-    size, returns = batch.num_tokens, found.returns
-    advantages = view.scattered(required(found.advantages, "advantages"), size)
+        return result
+    size, returns = batch.num_tokens, result.returns
+    advantages = view.scattered(required(result.advantages, "advantages"), size)
     return replace(batch, advantages=advantages, returns=None if returns is None else view.scattered(returns, size))
 
 

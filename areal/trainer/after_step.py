@@ -70,12 +70,12 @@ class RunAlarms:
 
     def look(self, step: int, values: dict[str, float]) -> list[Alarm]:
         """Record the alarms that the metrics after train step `step` raise, and return them."""
-        found = self._rules.step(step, _row(values))
-        for alarm in found:
+        result = self._rules.step(step, _row(values))
+        for alarm in result:
             self._lines.append(step, asdict(alarm))
-        for group in by_meaning(found):
+        for group in by_meaning(result):
             get_logger("trainer").warning("%s", alarms_text(group))
-        return found
+        return result
 
     def flush(self) -> None:
         self._lines.flush()

@@ -20,7 +20,7 @@ from areal.agent.tool_calls import tool_schema
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigProblem, InputError
-from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, load_function
+from areal.api.registry import FunctionRef, entries, load_function
 from areal.api.row_json import row_json
 from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt, has_images
@@ -117,26 +117,26 @@ class Trial:
 
 def try_first_row(config: PPOConfig) -> FirstRow:
     """Try row 0. Every failure is a problem or a warning of the result."""
-    found = FirstRow()
+    result = FirstRow()
     try:
         _require_models(config)
         trial = Trial.of(config, 0)
-        found.notice = trial.workflow.notice()
+        result.notice = trial.workflow.notice()
         prompt = trial.prompt() or EncodedPrompt("", [])
-        found.prompt, found.num_tokens = prompt.text, len(prompt.token_ids)
-        _check_context(config, found)
+        result.prompt, result.num_tokens = prompt.text, len(prompt.token_ids)
+        _check_context(config, result)
         if config.workflow == "rlvr" and has_images(trial.row, config.vision.image_key):
             text = "row 0 has images, and with workflow=rlvr the model gets the text alone"
-            found.warnings.append(f"{text}: use vision_rlvr and a model for images, or drop them")
+            result.warnings.append(f"{text}: use vision_rlvr and a model for images, or drop them")
         has_rewards = bool(config.reward_fn or config.reward.names_functions)
         if has_rewards:
-            _try_rewards(trial, prompt, found)
-        _try_held_out(trial, found, has_rewards=has_rewards)
+            _try_rewards(trial, prompt, result)
+        _try_held_out(trial, result, has_rewards=has_rewards)
     except ArealError as error:
-        found.problems += list(getattr(error, "problems", ())) or [ConfigProblem("row 0", str(error), error.code)]
+        result.problems += list(getattr(error, "problems", ())) or [ConfigProblem("row 0", str(error), error.code)]
     except Exception as error:  # noqa: BLE001 - the user's code: the run would end with the same error
-        found.problems.append(ConfigProblem("row 0", _described(error), "launch.first_row"))
-    return found
+        result.problems.append(ConfigProblem("row 0", _described(error), "launch.first_row"))
+    return result
 
 
 def _require_models(config: PPOConfig) -> None:
@@ -174,7 +174,7 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
             found.problems.append(ConfigProblem(str(term.function), problem, "reward.cannot_load"))
             continue
         columns = loaded.keywords(row)
-        if term.function in REWARD_FUNCTIONS.values():
+        if any(term.function == entry.target for entry in entries("rewards").values()):
             continue
         try:
             value = loaded.function(prompt.text, DUMMY_ANSWER, prompt.token_ids, answer_ids, **columns)

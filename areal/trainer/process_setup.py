@@ -61,13 +61,11 @@ def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iter
     """Set up this trainer rank and connect it to the other ranks, until the block ends."""
     from areal.engine.mesh import TrainerMesh
     from areal.trainer.profiler import open_profiler
-    from areal.weights.fast_products import fast_products
 
     prepare_process(context, config.seed)
     tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
     with contextlib.ExitStack() as stack:
         stack.callback(tracer.flush if tracer else lambda: None)
-        stack.enter_context(fast_products())
         heartbeat = stack.enter_context(beating_thread(launched_heartbeat()))
         has_cuda = context.device.startswith("cuda")
         paths = RunPaths.of(config)

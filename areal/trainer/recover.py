@@ -188,8 +188,6 @@ def _verify(sealed: Path, ranks: Ranks) -> None:
 
 _NAME = re.compile(r"step-(\d{6,})")
 _FORMAT = 3
-_OLD_FORMAT = 2
-"""Has no `RecoverPoint.actor`: adaptive coefficients start with their configured values."""
 
 
 _PATIENCE_S = 5.0
@@ -329,7 +327,7 @@ class RecoverStore:
             place = self._ranks.rank % int(state["trainer ranks"])
             set_rng_state((path / rng_file(place)).read_bytes())
             facts = state["point"]
-            point = RecoverPoint(**facts | {"actor": ActorState(**facts.get("actor", {}))})
+            point = RecoverPoint(**facts | {"actor": ActorState(**facts["actor"])})
         except (InputError, OSError, ValueError, KeyError, TypeError) as error:
             message = f"{path} does not fit this run: {error}; use its configuration, or change trial_name"
             raise InputError(message, code="checkpoint.other_run") from error
@@ -337,8 +335,7 @@ class RecoverStore:
         return point
 
     def _check(self, state: dict[str, object]) -> None:
-        readable = _OLD_FORMAT if state.get("format") == _OLD_FORMAT else _FORMAT
-        expected = {"format": readable, "models": list(self._engines)}
+        expected = {"format": _FORMAT, "models": list(self._engines)}
         for name, value in expected.items():
             if state.get(name) != value:
                 raise ValueError(f"its {name} is {state.get(name)}, not {value}")

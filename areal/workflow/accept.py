@@ -1,7 +1,7 @@
 """Filters that decide after scoring whether a group is trained on."""
 
 from areal.api.data import TrajectoryGroup
-from areal.api.functions import ACCEPT_CALL, ACCEPT_FUNCTIONS, load_function, resolve_function
+from areal.api.registry import ACCEPT_CALL, load_function, resolve_function
 from areal.api.workflow import AcceptFn
 
 
@@ -18,4 +18,4 @@ def resolve_accept_fn(name: str) -> AcceptFn | None:
     """The filter of rollout.should_accept_fn, a registered name or the path of a function; None when empty."""
     if not name:
         return None
-    return load_function(resolve_function(name, ACCEPT_FUNCTIONS, key="rollout.should_accept_fn"), ACCEPT_CALL)
+    return load_function(resolve_function(name, "filters", key="rollout.should_accept_fn"), ACCEPT_CALL)

@@ -6,7 +6,7 @@ from typing import Any
 from areal.api.config import PPOConfig
 from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError
-from areal.api.functions import WORKFLOWS, load_function, resolve_function
+from areal.api.registry import load_function, resolve_function
 from areal.api.workflow import CONSTRUCTOR_ARGUMENTS, RolloutWorkflow, constructor_problems
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
@@ -15,7 +15,7 @@ from areal.data.tokenizer import Tokenizer
 def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
     """The workflow of a configuration. Its constructor receives `workflow_args` and those of `CONSTRUCTOR_ARGUMENTS`
     that it has a parameter for. Raises ConfigError."""
-    made = load_function(resolve_function(config.workflow, WORKFLOWS, key="workflow"))
+    made = load_function(resolve_function(config.workflow, "workflows", key="workflow"))
     parameters = inspect.signature(made).parameters
     raise_problems(list(constructor_problems(config, parameters)))
     names_none = not config.reward_fn and not config.reward.names_functions

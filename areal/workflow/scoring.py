@@ -24,9 +24,9 @@ from areal.api.data import (
     reward_columns,
 )
 from areal.api.errors import InputError, RewardError
-from areal.api.functions import FunctionRef
 from areal.api.gather import gather_or_cancel
 from areal.api.images import ImageRef
+from areal.api.registry import FunctionRef, registered
 from areal.api.routed_experts import ROUTED_EXPERTS, RoutedExperts
 from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt
@@ -37,7 +37,7 @@ from areal.observe.log import get_logger
 from areal.observe.spans import span
 from areal.reward.pool import RewardPool, RewardResult
 from areal.reward.sandbox import log_reach
-from areal.reward.table import REWARD_FUNCTIONS, RewardTable, WeightedReward, reward_table
+from areal.reward.table import RewardTable, WeightedReward, reward_table
 
 # Functions that the workflows share: sampling settings, requests, statistics.
 
@@ -180,13 +180,18 @@ class Scorer:
         self._pool: RewardPool | None = None
         self._errors_logged: set[tuple[FunctionRef, str]] = set()
         tables = (self._table.default, *self._table.by_source.values())
-        self._runs_programs = any(term.function == REWARD_FUNCTIONS["code"] for terms in tables for term in terms)
+        self._code = registered("rewards", "code").target
+        self._runs_programs = any(
+            term.function == registered("rewards", "code").target for terms in tables for term in terms
+        )
         self._is_sandbox_checked = False
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """InputError when `row` has no reward function, or reward.timeout_s is too short for its tests."""
         terms = self._table.of(row)
-        if self._config.on_error == "fail" and any(term.function == REWARD_FUNCTIONS["code"] for term in terms):
+        if self._config.on_error == "fail" and any(
+            term.function == registered("rewards", "code").target for term in terms
+        ):
             tests_s, limit_s = row.get("total_time_limit_s"), self._config.timeout_s
             tests_s = CODE_TESTS_S if tests_s is None else tests_s
             if isinstance(tests_s, int | float) and tests_s + CODE_STARTS_S > limit_s:

@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from areal.agent.agent_run import AgentJob, run_command, with_columns
 from areal.agent.processes import AgentPool
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 
 FILE = str(Path(__file__).parent / "pool_agents.py")
 

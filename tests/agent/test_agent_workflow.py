@@ -55,93 +55,104 @@ async def make():
         await workflow.aclose()
 
 
-async def test_a_session_with_a_tool_call_is_one_trajectory_with_both_answers(make) -> None:
-    group = await make("run").arun_episode(ScriptedEngine(use_tool), dict(ROW))
+@pytest.fixture
+def play(make):
+    """One episode of an agent. `policy`: each answer, one after another; or a function of the prompt."""
+
+    async def episode(agent: str = "", policy="1", *, row=ROW, **options):
+        answers = itertools.cycle(policy) if isinstance(policy, list) else itertools.repeat(policy)
+        engine = ScriptedEngine(policy if callable(policy) else lambda prompt: next(answers))
+        return await make(agent, **options).arun_episode(engine, dict(row))
+
+    return episode
+
+
+async def test_a_session_with_a_tool_call_is_one_trajectory_with_both_answers(play) -> None:
+    group = await play("run", use_tool)
     assert [one.reward for one in group.trajectories] == [1.0, 1.0]
     (first, _) = group.trajectories
     trained = tool_tokenizer().decode([t for t, m in zip(first.token_ids, first.loss_mask, strict=True) if m])
     assert trained == f"{CALL}<|im_end|>42<|im_end|>"
-    assert group.stats["num_turns"] == 2
-    assert group.stats["tool_calls"] == 1
-    assert group.stats["forks"] == 0
-    assert len(group.turn_ids) == 4
-    assert not group.rejected
+    assert [group.stats[name] for name in ("num_turns", "tool_calls", "forks")] == [2, 1, 0]
+    assert (len(group.turn_ids), group.rejected) == (4, "")
     session, _ = json.loads(group.record)["sessions"]
     assert [len(turn["calls"]) for turn in session["turns"]] == [1, 0]
     assert [one["role"] for one in session["messages"]] == ["user", "assistant", "tool", "assistant"]
 
 
-async def test_rewards_of_turns_and_parts_become_metrics(make) -> None:
-    group = await make("WithParts").arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
-    assert group.stats["reward/format"] == 0.5
-    assert group.stats["reward"] == 1.5 or group.stats["reward"] == 1.75
+TOOLS = {"tools": [f"{AGENTS}:calculator"]}
+GUESSING = {"environment": f"{AGENTS}:Guessing", "n_samples": 1}
+SCORED = {"reward_fn": "exact", "n_samples": 1}
+TASK = {"messages": [{"role": "user", "content": "6*7"}], "answer": "42"}
+EPISODES = {  # agent, policy, options -> rewards of the trajectories, why the group is rejected, metrics
+    "rewards of turns and parts": ("WithParts", "1", {}, None, "", {"reward/format": 0.5}),
+    "a missing reward is no zero": ("without_reward", "1", {}, [], "no_reward", {"no_reward": 1}),
+    "sessions without reward are left out": (
+        "sometimes_without_reward", ["1", "2", "1"], {"n_samples": 3, "missing_reward": "leave_out"},
+        [1.0, 1.0], "", {"no_reward": pytest.approx(1 / 3)}),
+    "an agent that hangs": ("hangs", "1", {"timeout_s": 0.3}, [], "no_reward", {"agent_timeouts": 1}),
+    "the reward function scores the last answer": ("without_reward", "42", SCORED, [1.0], "", {}),
+    "a used-up budget is scored": (
+        "too_many_turns", "42", SCORED | {"max_turns": 2}, [1.0] * 2, "", {"budget_stops": 1, "num_turns": 2}),
+    "tools alone need no agent": ("", use_tool, SCORED | TOOLS | {"row": TASK}, [1.0], "", {"num_turns": 2}),
+    "an environment gives rewards of turns": ("", ["1", "42"], GUESSING, None, "", {"num_turns": 2, "reward": 1.0}),
+    "an environment that no answer reached gives 0 when the budget ends": (
+        "", CALL, GUESSING | TOOLS | {"max_turns": 2}, [0.0], "", {"budget_stops": 1, "num_turns": 2}),
+}  # fmt: skip
 
 
-async def test_a_reward_of_a_tool_call_belongs_to_its_turn_and_is_discounted_for_earlier_ones(make) -> None:
-    workflow = make("rewards_each_call", n_samples=1, turn_discount=0.5)
-    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: CALL), dict(ROW))
-    (row,) = group.trajectories
-    values = {
-        turn: value for turn, value in zip(row.columns[TURNS], row.columns[TURN_REWARDS], strict=True) if turn >= 0
-    }
+@pytest.mark.parametrize("name", EPISODES)
+async def test_the_rewards_and_metrics_of_an_episode(play, name) -> None:
+    agent, policy, options, rewards, rejected, stats = EPISODES[name]
+    group = await play(agent, policy, **options)
+    assert rewards is None or [one.reward for one in group.trajectories] == rewards
+    assert group.rejected == rejected
+    assert {metric: group.stats[metric] for metric in stats} == stats
+    assert not rejected or "zero_reward" not in group.stats
+    if agent == "WithParts":
+        assert group.stats["reward"] in (1.5, 1.75)
+    if agent == "sometimes_without_reward":
+        assert [one["reward"] for one in json.loads(group.record)["sessions"]] == [1.0, 1.0, None]
+
+
+async def test_a_reward_of_a_tool_call_belongs_to_its_turn_and_is_discounted_for_earlier_ones(play) -> None:
+    (row,) = (await play("rewards_each_call", CALL, n_samples=1, turn_discount=0.5)).trajectories
+    pairs = zip(row.columns[TURNS], row.columns[TURN_REWARDS], strict=True)
+    values = {turn: value for turn, value in pairs if turn >= 0}
     assert values == {0: 0.5 + 0.5 * (0.5 + 1.0), 1: 0.5 + 1.0}, "the reward of the session belongs to its last turn"
     assert row.reward == 2.0
 
 
-async def test_a_missing_reward_rejects_the_episode_and_is_no_zero(make) -> None:
-    group = await make("without_reward").arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
-    assert group.rejected == "no_reward"
-    assert not group.trajectories
-    assert group.stats["no_reward"] == 1
-    assert "zero_reward" not in group.stats
-
-
-async def test_sessions_without_reward_can_be_left_out_of_the_group(make) -> None:
-    answers = iter(["1", "2", "1"])
-    workflow = make("sometimes_without_reward", n_samples=3, missing_reward="leave_out")
-    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: next(answers)), dict(ROW))
-    assert not group.rejected
-    assert [one.reward for one in group.trajectories] == [1.0, 1.0]
-    assert group.stats["no_reward"] == pytest.approx(1 / 3)
-    assert [one["reward"] for one in json.loads(group.record)["sessions"]] == [1.0, 1.0, None]
-
-
-async def test_an_agent_that_always_fails_fails_its_episode_with_its_line(make) -> None:
-    with raises_code("agent.failed") as caught:
-        await make("raises").arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
+async def test_an_agent_that_always_fails_fails_its_episode_with_its_line(play) -> None:
+    with raises_code("agent.failed", "calculator_agents.py") as caught:
+        await play("raises")
     assert str(caught.value).startswith("agent_error")  # `areal show --reason agent_error` finds the episode
-    assert "calculator_agents.py" in str(caught.value)
 
 
-async def test_sessions_that_the_servers_failed_are_no_error_of_the_agent(make, monkeypatch) -> None:
+async def test_sessions_that_the_servers_failed_are_no_error_of_the_agent(play, monkeypatch) -> None:
     monkeypatch.setattr(session, "RETRY_AFTER_S", 0.01)
 
     def fails(prompt: str) -> str:
         raise ServerUnavailable("no server", code="fleet.no_live_replica")
 
     with raises_code("agent.no_server"):
-        await make("run").arun_episode(ScriptedEngine(fails), dict(ROW))
+        await play("run", fails)
 
 
 @pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_seconds": 1e-9}])
-async def test_a_used_up_budget_without_a_reward_is_no_error_of_the_agent(make, limit) -> None:
-    group = await make("too_many_turns", **limit).arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
+async def test_a_used_up_budget_without_a_reward_is_no_error_of_the_agent(play, limit) -> None:
+    group = await play("too_many_turns", "42", **limit)
     assert (group.rejected, group.agent_error) == ("no_reward", "")
 
 
 @pytest.mark.parametrize(
     ("kind", "is_own"), [("wrapped", False), ("in a group", False), ("while handling it", False), ("own", True)]
 )
-async def test_an_error_after_a_refusal_is_of_the_budget_only_if_it_comes_from_the_refusal(make, kind, is_own) -> None:
+async def test_an_error_after_a_refusal_is_of_the_budget_only_if_it_comes_from_the_refusal(play, kind, is_own) -> None:
     """An error that the agent raises later is its own: the reward function does not score its session."""
-    workflow = make("fails_beyond_budget", reward_fn="exact", n_samples=1, max_turns=1)
-    episode = workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), {**ROW, "kind": kind})
-    if not is_own:
-        group = await episode
+    with raises_code("agent.failed") if is_own else contextlib.nullcontext():
+        group = await play("fails_beyond_budget", "42", **SCORED, max_turns=1, row={**ROW, "kind": kind})
         assert (group.rejected, [one.reward for one in group.trajectories]) == ("", [1.0])
-        return
-    with raises_code("agent.failed"):
-        await episode
 
 
 @pytest.mark.parametrize("in_all", [False, True])
@@ -156,89 +167,36 @@ async def test_sessions_whose_agent_failed_count_in_no_rate_under_load(make, in_
 
 
 @pytest.mark.parametrize(("missing_reward", "rejected"), [("reject", "agent_error: LookupError"), ("leave_out", "")])
-async def test_an_agent_that_fails_in_one_session_is_named_as_the_cause(make, missing_reward, rejected) -> None:
-    answers = iter(["1", "2", "1"])
-    workflow = make("raises_after_two", n_samples=3, missing_reward=missing_reward)
-    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: next(answers)), dict(ROW))
+async def test_an_agent_that_fails_in_one_session_is_named_as_the_cause(play, missing_reward, rejected) -> None:
+    group = await play("raises_after_two", ["1", "2", "1"], n_samples=3, missing_reward=missing_reward)
     assert group.rejected == rejected
     assert "LookupError: no such page" in group.agent_error
     assert "calculator_agents.py:" in group.agent_error
 
 
-async def test_a_row_without_messages_names_the_option_that_adds_them(make) -> None:
-    workflow = make(tools=[f"{AGENTS}:calculator"], reward_fn="exact", n_samples=1)
-    with pytest.raises(RewardError, match=r"train_dataset\.map_fn") as caught:
-        await workflow.arun_episode(ScriptedEngine(use_tool), dict(ROW))
-    assert caught.value.code == "agent.failed"
+async def test_a_row_without_messages_names_the_option_that_adds_them(play) -> None:
+    with raises_code("agent.failed", "train_dataset.map_fn") as caught:
+        await play("", use_tool, **TOOLS, **SCORED)
     assert "the agent" not in str(caught.value)
 
 
-async def test_an_agent_that_hangs_is_cancelled_and_has_no_reward(make) -> None:
-    group = await make("hangs", timeout_s=0.3).arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
-    assert group.rejected == "no_reward"
-    assert group.stats["agent_timeouts"] == 1
-
-
-async def test_the_reward_function_scores_the_last_answer(make) -> None:
-    workflow = make("without_reward", reward_fn="exact", n_samples=1)
-    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
-    assert [one.reward for one in group.trajectories] == [1.0]
-
-
-async def test_no_text_of_a_session_needs_torch(make, monkeypatch) -> None:
+async def test_no_text_of_a_session_needs_torch(play, monkeypatch) -> None:
     """transformers imports torch for columns of another type than list; this process is a controller's."""
 
     def fail(value: object) -> bool:
         raise AssertionError(type(value))
 
     monkeypatch.setattr(generic, "is_torch_tensor", fail)
-    workflow = make("without_reward", reward_fn="exact", n_samples=1)
-    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
-    (row,) = group.trajectories
+    (row,) = (await play("without_reward", "42", **SCORED)).trajectories
     conversation = Conversation(tool_tokenizer(), EncodedPrompt("", packed_ids(row.token_ids[:4])))
     ids = packed_ids(row.token_ids[4:])
+    size = len(ids)
     answer = GenerationResponse(
-        request_id="r",
-        input_ids=[],
-        output_ids=ids,
-        output_logprobs=[0.0] * len(ids),
-        output_versions=[0] * len(ids),
+        request_id="r", input_ids=[], output_ids=ids, output_logprobs=[0.0] * size, output_versions=[0] * size,
         stop_reason="stop",
-    )
+    )  # fmt: skip
     assert conversation.add_answer(answer)
     assert conversation.add_turn(packed_ids(row.token_ids))
-
-
-async def test_a_used_up_budget_is_scored_and_counted(make) -> None:
-    workflow = make("too_many_turns", reward_fn="exact", n_samples=1, max_turns=2)
-    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
-    assert group.stats["budget_stops"] == 1
-    assert group.stats["num_turns"] == 2
-    assert {one.reward for one in group.trajectories} == {1.0}
-
-
-async def test_tools_alone_need_no_agent(make) -> None:
-    workflow = make(tools=[f"{AGENTS}:calculator"], reward_fn="exact", n_samples=1)
-    row = {"messages": [{"role": "user", "content": "6*7"}], "answer": "42"}
-    group = await workflow.arun_episode(ScriptedEngine(use_tool), row)
-    assert [one.reward for one in group.trajectories] == [1.0]
-    assert group.stats["num_turns"] == 2
-
-
-async def test_an_environment_gives_rewards_of_turns(make) -> None:
-    answers = iter(["1", "42"])
-    workflow = make(environment=f"{AGENTS}:Guessing", n_samples=1)
-    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: next(answers)), dict(ROW))
-    assert group.stats["num_turns"] == 2
-    assert group.stats["reward"] == 1.0
-
-
-async def test_an_environment_that_no_answer_reached_gives_0_when_the_budget_ends(make) -> None:
-    """The policy calls tools until its budget is used. Without a reward the episode would be rejected, not punished."""
-    workflow = make(environment=f"{AGENTS}:Guessing", tools=[f"{AGENTS}:calculator"], n_samples=1, max_turns=2)
-    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: CALL), dict(ROW))
-    assert (group.rejected, group.stats["budget_stops"], group.stats["num_turns"]) == ("", 1, 2)
-    assert [one.reward for one in group.trajectories] == [0.0]
 
 
 async def test_a_program_from_outside_takes_the_place_of_an_episode_and_reports_its_reward(make, monkeypatch) -> None:

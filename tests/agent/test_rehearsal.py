@@ -9,8 +9,8 @@ import pytest_asyncio
 
 from areal.agent.agent_run import AgentJob, AgentOutcome
 from areal.agent.processes import AgentPool
-from areal.agent.rehearsal import SCENARIOS, Scenario, Script, chosen, problems_of
-from areal.api.functions import FunctionRef
+from areal.agent.rehearsal import SCENARIOS, Script, chosen, problems_of
+from areal.api.registry import FunctionRef
 from areal.cli.main import run_command
 from areal.cli.rehearse import Target, play
 from tests.expect import raises_code
@@ -57,30 +57,28 @@ def line_with(text: str) -> str:
     return f"{AGENTS}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
-def scenario(name: str) -> Scenario:
-    return next(one for one in SCENARIOS if one.name == name)
+ZERO, ERROR = AgentOutcome(status="ok", reward=0.0), AgentOutcome(status="error", message="x")
+LEAK = AgentOutcome(status="ok", reward=1.0, leaks=["a"])
 
 
-def found(name: str, outcome: AgentOutcome, *, good: float | None = 1.0, lost: int = 0):
-    return problems_of(scenario(name), outcome, reward=outcome.reward, good_reward=good, num_lost=lost)
-
-
-def test_a_zero_counts_where_the_policy_is_not_at_fault():
-    zero = AgentOutcome(status="ok", reward=0.0)
-    assert found("busy", zero) == found("outage", zero) == ["zero reward"]
-    assert found("busy", zero, good=0.0) == found("cut_answer", zero) == []
-    assert found("cut_answer", AgentOutcome(status="ok")) == ["no reward"]
-
-
-def test_an_error_is_right_only_in_an_outage():
-    error = AgentOutcome(status="error", message="x")
-    assert (found("outage", error), found("busy", error)) == ([], ["crashed"])
-    assert found("outage", AgentOutcome(status="died")) == ["crashed"]
-    assert found("outage", AgentOutcome(status="timeout")) == ["hung"]
-
-
-def test_leaks_and_lost_turns_count_next_to_a_reward():
-    assert found("answers", AgentOutcome(status="ok", reward=1.0, leaks=["a"]), lost=1) == ["leaked", "lost turns"]
+@pytest.mark.parametrize(
+    ("name", "outcome", "good", "lost", "problems"),
+    [  # a zero counts where the policy is not at fault, and an error is right in an outage only
+        ("busy", ZERO, 1.0, 0, ["zero reward"]),
+        ("outage", ZERO, 1.0, 0, ["zero reward"]),
+        ("busy", ZERO, 0.0, 0, []),
+        ("cut_answer", ZERO, 1.0, 0, []),
+        ("cut_answer", AgentOutcome(status="ok"), 1.0, 0, ["no reward"]),
+        ("outage", ERROR, 1.0, 0, []),
+        ("busy", ERROR, 1.0, 0, ["crashed"]),
+        ("outage", AgentOutcome(status="died"), 1.0, 0, ["crashed"]),
+        ("outage", AgentOutcome(status="timeout"), 1.0, 0, ["hung"]),
+        ("answers", LEAK, 1.0, 1, ["leaked", "lost turns"]),
+    ],
+)
+def test_problems_of_an_outcome(name, outcome, good, lost, problems):
+    scenario = next(one for one in SCENARIOS if one.name == name)
+    assert problems_of(scenario, outcome, reward=outcome.reward, good_reward=good, num_lost=lost) == problems
 
 
 def test_the_first_scenario_is_always_played():
@@ -100,27 +98,35 @@ async def test_a_good_agent_loses_nothing_in_any_scenario(pool):
     assert [report[name]["num_turns"] for name in ("dropped", "retries", "overflow")] == [2, 2, 1]
 
 
-@module_loop
-async def test_an_agent_that_trusts_arguments_crashes_at_its_line(pool):
-    report = await rehearsed(pool, "trusts_arguments", "wrong_arguments")
-    assert report["wrong_arguments"]["problems"] == ["crashed"]
-    assert line_with("# crashes here") in report["wrong_arguments"]["message"]
+LOSSES = [  # agent, scenarios, seconds -> problems of each scenario, and where the line of its code stands
+    ("trusts_arguments", ["wrong_arguments"], 60, {"wrong_arguments": ["crashed"]},
+     ["wrong_arguments message crashes"]),
+    ("swallows", ["busy", "dropped"], 60,
+     {"answers": [], "busy": ["zero reward"], "dropped": ["lost turns", "zero reward"]}, ["busy last_error swallowed"]),
+    ("hangs", ["empty_answer"], 2, {"empty_answer": ["hung"]}, ["empty_answer message hangs"]),
+    ("repeats_without_mark", ["dropped"], 60, {"answers": [], "dropped": ["lost turns"]}, []),
+    ("streams", ["slow", "dropped", "parallel_calls"], 60, {"slow": [], "dropped": ["crashed", "lost turns"]}, []),
+    ("good", ["malformed_call"], 60, {"malformed_call": []}, []),
+    ("OneAnswer", ["overflow"], 60, {"answers": [], "overflow": []}, []),
+    ("Unprepared", ["empty_answer"], 60, {"empty_answer": ["crashed"]},
+     ["empty_answer message fails", "empty_answer last_error fails"]),
+]  # fmt: skip
 
 
 @module_loop
-async def test_a_swallowed_error_is_a_zero_reward_and_a_lost_turn(pool):
-    report = await rehearsed(pool, "swallows", "busy", "dropped")
-    assert report["answers"]["problems"] == []
-    assert report["busy"]["problems"] == ["zero reward"]
-    assert line_with("# swallowed here") in report["busy"]["last_error"]
-    assert report["dropped"]["problems"] == ["lost turns", "zero reward"]
-
-
-@module_loop
-async def test_an_agent_that_waits_hangs_at_its_line(pool):
-    report = await rehearsed(pool, "hangs", "empty_answer", timeout_s=2.0)
-    assert report["empty_answer"]["problems"] == ["hung"]
-    assert line_with("# hangs here") in report["empty_answer"]["message"]
+@pytest.mark.parametrize(("name", "scenarios", "timeout_s", "problems", "lines"), LOSSES, ids=lambda one: str(one)[:12])
+async def test_what_an_agent_loses_and_at_which_line(pool, name, scenarios, timeout_s, problems, lines):
+    way = "agent" if name.islower() else "environment"
+    report = await rehearsed(pool, name, *scenarios, timeout_s=float(timeout_s), way=way)
+    assert {key: report[key]["problems"] for key in problems} == problems
+    for key, where, mark in map(str.split, lines):
+        assert line_with(f"# {mark} here") in report[key][where]
+    if name == "repeats_without_mark":  # a repeated request without the mark of a retry is a new turn
+        assert (report["dropped"]["num_turns"], report["dropped"]["num_lost_turns"]) == (2, 1)
+    if name == "streams":
+        assert not report["parallel_calls"]["is_reached"]
+    if name == "good":
+        assert [report[key]["num_malformed_calls"] for key in ("malformed_call", "answers")] == [1, 0]
 
 
 @module_loop
@@ -132,61 +138,29 @@ async def test_tasks_and_processes_that_remain_are_leaks(pool):
     assert "input()" in process
 
 
-@module_loop
-async def test_a_repeated_request_without_the_mark_of_a_retry_loses_its_turn(pool):
-    report = await rehearsed(pool, "repeats_without_mark", "dropped")
-    assert (report["answers"]["problems"], report["dropped"]["problems"]) == ([], ["lost turns"])
-    assert (report["dropped"]["num_turns"], report["dropped"]["num_lost_turns"]) == (2, 1)
+LEAVES = "import subprocess; subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3)"
 
 
-@module_loop
-async def test_a_stream_that_ends_early_or_comes_late(pool):
-    report = await rehearsed(pool, "streams", "slow", "dropped", "parallel_calls")
-    assert report["slow"]["problems"] == []
-    assert report["dropped"]["problems"] == ["crashed", "lost turns"]
-    assert not report["parallel_calls"]["is_reached"]
-
-
-@module_loop
-async def test_an_environment_is_rehearsed_and_its_line_is_found(pool):
-    report = await rehearsed(pool, "OneAnswer", "overflow", way="environment")
-    assert [one["problems"] for one in report.values()] == [[], []]
-    report = await rehearsed(pool, "Unprepared", "empty_answer", way="environment")
-    assert report["empty_answer"]["problems"] == ["crashed"]
-    assert line_with("# fails here") in report["empty_answer"]["message"]
-    assert line_with("# fails here") in report["empty_answer"]["last_error"]
-
-
-@module_loop
-async def test_a_malformed_call_is_counted_as_in_a_run(pool):
-    report = await rehearsed(pool, "good", "malformed_call")
-    assert (report["malformed_call"]["num_malformed_calls"], report["answers"]["num_malformed_calls"]) == (1, 0)
-
-
-def test_the_exit_status_is_1_when_a_command_leaves_a_process_behind(command):
-    code = "import subprocess, sys; subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3)"
+@pytest.mark.parametrize(("code", "problems"), [(LEAVES, ["leaked"]), ("pass", [])])
+def test_the_exit_status_is_1_when_a_command_loses_something(command, code, problems):
     status, (facts,) = command("--command", f'{sys.executable} -S -c "{code}"', "--scenario", "answers")
-    assert (status, facts["problems"]) == (1, ["leaked"])
+    assert (status, facts["problems"]) == (len(problems), problems)
 
 
-def test_the_exit_status_is_0_when_nothing_is_lost(command):
-    status, (facts,) = command("--command", f"{sys.executable} -S -c pass", "--scenario", "answers")
-    assert (status, facts["problems"]) == (0, [])
-
-
-def test_an_agent_that_cannot_be_started_is_refused(command):
-    with raises_code("agent.not_startable"):
-        command("--command", "./no_such_program")
-    with raises_code("config.bad_reference"):
-        command(f"{AGENTS}:no_such_agent")
-    for words in ([], [f"{AGENTS}:good", "--command", "true"], ["--config", CALCULATOR, "--online", "true"]):
-        with raises_code("agent.no_agent"):
-            command(*words)
-    with raises_code("agent.no_agent"):
-        command("--config", CALCULATOR, "~workflow_args.agent", "workflow_args.online=true")
-    with raises_code("workflow.invalid_args"):
-        command("--config", CALCULATOR, "workflow_args.agnt=x")
-    with raises_code("data.not_found"):
-        command(f"{AGENTS}:good", "--row", "1")
-    with raises_code("config.bad_override"):
-        command(f"{AGENTS}:good", "--call", "[1]")
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("agent.not_startable", ["--command", "./no_such_program"]),
+        ("config.bad_reference", [f"{AGENTS}:no_such_agent"]),
+        ("agent.no_agent", []),
+        ("agent.no_agent", [f"{AGENTS}:good", "--command", "true"]),
+        ("agent.no_agent", ["--config", CALCULATOR, "--online", "true"]),
+        ("agent.no_agent", ["--config", CALCULATOR, "~workflow_args.agent", "workflow_args.online=true"]),
+        ("workflow.invalid_args", ["--config", CALCULATOR, "workflow_args.agnt=x"]),
+        ("data.not_found", [f"{AGENTS}:good", "--row", "1"]),
+        ("config.bad_override", [f"{AGENTS}:good", "--call", "[1]"]),
+    ],
+)
+def test_an_agent_that_cannot_be_started_is_refused(command, code, words):
+    with raises_code(code):
+        command(*words)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from areal.api.config.experiment import KINDS
 from areal.api.config.schema import fields_of, leaf_paths
-from areal.fleet.backends import BACKENDS
+from areal.api.registry import entries
 
 AREAL = Path(__file__).resolve().parents[2] / "areal"
 
@@ -34,7 +34,7 @@ def names_in_code() -> set[str]:
 def test_every_option_is_read() -> None:
     names = names_in_code()
     unread = {path for cls in KINDS for path, spec in leaf_paths(cls) if spec.name not in names}
-    assert unread - set(BACKENDS) == set()
+    assert unread - set(entries("backends")) == set()
 
 
 def test_every_option_has_one_sentence() -> None:

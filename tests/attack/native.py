@@ -90,11 +90,9 @@ def bodies(path: str) -> st.SearchStrategy[bytes]:
         sample = st.dictionaries(st.sampled_from(["rid", "sampling_seed", "unknown"]), _VALUES, max_size=3)
         right = st.fixed_dictionaries({"rid": _TEXTS}, optional={"sampling_seed": st.integers(0, 9)})
         samples = st.one_of(_VALUES, st.lists(st.one_of(right, sample), max_size=4))
-        whole = {"input_ids": _IDS, "sampling_params": _PARAMS, "samples": samples}
         prompt = st.fixed_dictionaries({"input_ids": _IDS, "samples": samples}, optional={"group_id": _TEXTS})
         several = {"sampling_params": _PARAMS, "prompts": st.lists(st.one_of(prompt, _VALUES), max_size=4)}
-        each = [st.fixed_dictionaries(body, optional={"stream": st.booleans()}) for body in (whole, several)]
-        objects = st.one_of(fields, *each)
+        objects = st.one_of(fields, st.fixed_dictionaries(several, optional={"stream": st.booleans()}))
     if path == "/init_weights_update_group":
         objects = st.one_of(_GROUP, fields)
     deep = st.integers(1, 1500).map(lambda depth: b"[" * depth + b"]" * depth)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.errors import ConfigError
 from areal.cli.compare import Curve, bars_by_step, sparkline
 from areal.cli.main import run_command
 from tests.expect import raises_code
@@ -32,39 +31,34 @@ def runs(tmp_path):
     return folders
 
 
-def test_options_that_differ_and_curves(runs, capsys):
-    assert run_command(["compare", *runs, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_options_that_differ_and_curves(runs, json_of):
+    found = json_of("compare", *runs)
     assert found["runs"] == ["slow", "fast"]
     assert found["config"] == {"actor.optimizer.lr": [4e-4, 8e-4]}
     slow, fast = found["curves"]["rollout/reward"]
     assert slow == {"steps": [1, 2], "values": [0.1, 0.2]}
     assert fast["values"] == [0.1, 0.5, 0.9]
     assert found["curves"]["eval/greedy/reward"] == [None, {"steps": [3], "values": [0.75]}]
-    assert run_command(["compare", *runs, "--metric", "eval/*", "--json"]) == 0
-    assert list(json.loads(capsys.readouterr().out)["curves"]) == ["eval/greedy/reward"]
+    assert list(json_of("compare", *runs, "--metric", "eval/*")["curves"]) == ["eval/greedy/reward"]
 
 
-def test_the_text_has_a_line_per_run_and_metric(runs, capsys):
-    assert run_command(["compare", *runs]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_text_has_a_line_per_run_and_metric(runs, text_of):
+    lines = text_of("compare", *runs).splitlines()
     assert "  actor.optimizer.lr: 0.0004 | 0.0008" in lines
     assert lines[lines.index("rollout/reward (0.1 to 0.9), steps 1 to 3") + 2].split()[:2] == ["fast", "▁▅█"]
     assert lines[-2].split() == ["slow", "not", "recorded"]
 
 
-def test_the_bars_of_all_runs_have_one_axis_of_steps(runs, capsys):
+def test_the_bars_of_all_runs_have_one_axis_of_steps(runs, text_of):
     assert bars_by_step(Curve([1, 2], [0.0, 1.0]), (0, 4), 0.0, 1.0) == " ▁█  "
     assert bars_by_step(Curve([0, 3], [0.0, 1.0]), (0, 4), 0.0, 1.0) == "▁▁▁█ "
     assert len(bars_by_step(Curve([1000], [2.0]), (1, 1000), 2.0, 2.0)) == 40
-    assert run_command(["compare", *runs]) == 0
-    assert "  slow  ▁▂   last 0.2" in capsys.readouterr().out
+    assert "  slow  ▁▂   last 0.2" in text_of("compare", *runs)
 
 
-def test_options_that_changed_during_a_run_are_marked(runs, capsys):
+def test_options_that_changed_during_a_run_are_marked(runs, text_of):
     Path(runs[0], "option_changes.jsonl").write_text('{"step": 2, "changes": ["seed: 1 -> 2"]}\n')
-    assert run_command(["compare", *runs]) == 0
-    assert "  slow: changed after step 2: seed: 1 -> 2" in capsys.readouterr().out.splitlines()
+    assert "  slow: changed after step 2: seed: 1 -> 2" in text_of("compare", *runs).splitlines()
 
 
 def test_a_long_curve_fits_the_line():
@@ -74,10 +68,9 @@ def test_a_long_curve_fits_the_line():
     assert sparkline([2.0, 2.0], 2.0, 2.0) == "▁▁"
 
 
-def test_the_page_needs_nothing_else(runs, tmp_path, capsys):
+def test_the_page_needs_nothing_else(runs, tmp_path, text_of):
     page = tmp_path / "page.html"
-    assert run_command(["compare", *runs, "--html", str(page)]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"wrote {page}"]
+    assert text_of("compare", *runs, "--html", page).splitlines() == [f"wrote {page}"]
     text = page.read_text()
     assert "http" not in text
     assert "<script" not in text
@@ -98,9 +91,8 @@ def test_the_picture_is_written_or_the_missing_package_is_named(runs, tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", without)
-        with pytest.raises(ConfigError) as error:
+        with raises_code("launch.package_missing"):
             run_command(["compare", *runs, "--png", str(picture)])
-    assert error.value.code == "launch.package_missing"
     pytest.importorskip("matplotlib")
     assert run_command(["compare", *runs, "--png", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -87,12 +87,13 @@ def image(run, tmp_path):
 
 
 @pytest.fixture
-def shown(run, capsys, tmp_path):
-    def show(*words):
-        assert run_command(["show", str(tmp_path), "--json", *words]) == 0
-        return json.loads(capsys.readouterr().out)
+def shown(run, json_of, tmp_path):
+    return lambda *words: json_of("show", tmp_path, *words)
 
-    return show
+
+@pytest.fixture
+def printed(run, text_of, tmp_path):
+    return lambda *words: text_of("show", tmp_path, *words)
 
 
 def test_a_wrong_reward_is_seen_in_one_command(shown, run, tmp_path):
@@ -135,7 +136,7 @@ def test_the_words_choose_the_answers(shown, words, found):
     assert result["more"] == ("--limit" in words or "--worst" in words or ("--best" in words and len(found) == 3))
 
 
-def test_an_answer_names_its_images_and_writes_them_on_demand(shown, image, capsys, tmp_path):
+def test_an_answer_names_its_images_and_writes_them_on_demand(shown, printed, image, tmp_path):
     first, second = shown("--episode", "6")["samples"]
     assert (first["images"], second["images"]) == ([{"sha256": image.sha256, "grid": [1, 4, 2]}], [])
     (found,) = shown("--episode", "6", "--images", str(tmp_path / "out"))["samples"][0]["images"]
@@ -144,11 +145,10 @@ def test_an_answer_names_its_images_and_writes_them_on_demand(shown, image, caps
     facts = shown("--episode", "6")["samples"][0]
     facts["spans"][0]["text"] = "a<|image_pad|><|image_pad|><|image_pad|>b<b>"
     assert "a<|image_pad|> x 3b<b>" in list(sample_lines(facts))
-    run_command(["show", str(tmp_path), "--episode", "6"])
-    assert f"image {image.sha256} (1 x 4 x 2 patches)" in capsys.readouterr().out
+    assert f"image {image.sha256} (1 x 4 x 2 patches)" in printed("--episode", "6")
 
 
-def test_images_that_cannot_be_written_are_one_error(image, capsys, tmp_path):
+def test_images_that_cannot_be_written_are_one_error(image, tmp_path):
     with raises_code("command.not_written"):
         run_command(["show", str(tmp_path), "--episode", "6", "--images", str(tmp_path / "config.yaml")])
     ImageFiles(tmp_path / "images").path(image.sha256).unlink()
@@ -156,34 +156,30 @@ def test_images_that_cannot_be_written_are_one_error(image, capsys, tmp_path):
         run_command(["show", str(tmp_path), "--episode", "6", "--images", str(tmp_path / "out")])
 
 
-def test_the_text_has_no_control_characters_and_no_colour(run, capsys, tmp_path):
-    assert run_command(["show", str(tmp_path), "--worst", "1", "--tokens"]) == 0
-    out = capsys.readouterr().out
+def test_the_text_has_no_control_characters_and_no_colour(printed):
+    out = printed("--worst", "1", "--tokens")
     assert "\x1b" not in out
     assert "reward -1;" in out
     assert "2+3=<v0>x{-0.50}\\x1b{-0.50}" in out
 
 
-def test_tokens_are_coloured_on_a_terminal_unless_no_color_is_set(run, capsys, tmp_path, monkeypatch):
+def test_tokens_are_coloured_on_a_terminal_unless_no_color_is_set(printed, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    run_command(["show", str(tmp_path), "--episode", "2", "--tokens"])
-    assert "\x1b[36m6\x1b[0m" in capsys.readouterr().out
+    assert "\x1b[36m6\x1b[0m" in printed("--episode", "2", "--tokens")
     monkeypatch.setenv("NO_COLOR", "1")
-    run_command(["show", str(tmp_path), "--episode", "2", "--tokens"])
-    assert "\x1b" not in capsys.readouterr().out
+    assert "\x1b" not in printed("--episode", "2", "--tokens")
 
 
-def test_episode_and_step_also_show_their_history(shown, run, capsys, tmp_path):
+def test_episode_and_step_also_show_their_history(shown, printed):
     assert shown("--episode", "0")["history"][0] == "episode 0: consumed"
     assert shown("--step", "1")["history"][0] == "batch of step 1"
-    run_command(["show", str(tmp_path), "--episode", "5"])
-    out = capsys.readouterr().out
+    out = printed("--episode", "5")
     assert "RewardError: the reward raised" in out
     assert "rollout.keep_rejected" in out
 
 
-def test_without_a_tokenizer_or_a_payload_the_rest_is_shown(run, capsys, tmp_path, monkeypatch):
+def test_without_a_tokenizer_or_a_payload_the_rest_is_shown(run, shown, capsys, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)  # where the tokenizer of the configuration does not exist, also after a quickstart
     assert run_command(["show", str(tmp_path), "--episode", "0", "--json"]) == 0
@@ -191,8 +187,7 @@ def test_without_a_tokenizer_or_a_payload_the_rest_is_shown(run, capsys, tmp_pat
     assert json.loads(captured.out)["samples"][0]["answer"] == "53 0"
     assert captured.err.count("\n") == 1
     payload_path(run.folder, 1).unlink()
-    assert run_command(["show", str(tmp_path), "--json"]) == 0
-    assert {sample.get("answer") for sample in json.loads(capsys.readouterr().out)["samples"]} == {None}
+    assert {sample.get("answer") for sample in shown()["samples"]} == {None}
 
 
 def test_wrong_questions_have_codes(run, tmp_path):
@@ -259,8 +254,7 @@ def test_the_session_of_an_agent_has_its_turns_calls_results_and_what_happened(a
     assert sample["values"] == {"hint": 2.5}
 
 
-def test_the_text_of_a_session_names_turns_calls_budget_stops_and_failed_sessions(agent_run, capsys, tmp_path):
-    assert run_command(["show", str(tmp_path), "--episode", "6"]) == 0
-    text = capsys.readouterr().out
+def test_the_text_of_a_session_names_turns_calls_budget_stops_and_failed_sessions(agent_run, printed):
+    text = printed("--episode", "6")
     for part in ('turn 0, reward 0.25: add({"a": 2}) = 5', "-- turn 1", "agent.turn_budget 4", "s1", "agent.py:3"):
         assert part in text

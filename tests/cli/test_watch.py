@@ -61,16 +61,15 @@ def run(tmp_path):
     return paths
 
 
-def text_of(found, width):
+def drawn(found, width):
     out = io.StringIO()
     console = Console(file=out, width=width)
     console.print(view(found, width))
     return out.getvalue()
 
 
-def test_a_dead_run_is_described_from_its_files(run, capsys):
-    assert run_command(["watch", str(run.root), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_dead_run_is_described_from_its_files(run, json_of):
+    found = json_of("watch", run.root)
     assert (found["state"], found["step"], found["total_steps"], found["eta_s"]) == ("dead", 4, 10, None)
     assert found["curves"]["reward"] == {"steps": [1, 2, 3, 4], "values": [0.1, 0.2, 0.3, 0.4]}
     assert found["curves"]["entropy"]["steps"] == [1, 2, 3]
@@ -89,7 +88,7 @@ def test_a_dead_run_is_described_from_its_files(run, capsys):
 
 @pytest.mark.parametrize("width", [60, 140])
 def test_the_picture_fits_the_terminal_and_has_no_control_characters(run, width):
-    text = text_of(Watched(run.root).look(), width)
+    text = drawn(Watched(run.root).look(), width)
     assert max(map(len, text.splitlines())) <= width
     assert "\x1b" not in text
     for part in ("exp/trial", "dead", "step 4/10", "greedy 0.4", "KL", "update", "answer 0.5", "server-0", "grad_norm"):
@@ -117,7 +116,7 @@ def test_a_dialogue_is_shown_with_what_was_inserted_and_its_last_answer(run):
     found = Watched(run.root).look()
     (sample,) = found.samples
     assert (sample["prompt"], sample["num_generated"], sample["versions"]) == ("Stock?", 12, [3, 4])
-    shown = text_of(found, 140)
+    shown = drawn(found, 140)
     assert "ask(57)<|tool|>a result" in shown
     assert "ok 57" in shown
     assert "\x1b" not in shown
@@ -143,11 +142,11 @@ def test_a_running_run_has_what_it_waits_for_and_an_eta(run, monkeypatch):
         found = watched.look()
         assert (found.state, found.waiting_for, found.tokens_per_s) == ("running", "the trainer", 70.0)
         assert found.eta_s == 18.0
-        assert "ETA 0:00:18" in text_of(found, 80).splitlines()[0]
+        assert "ETA 0:00:18" in drawn(found, 80).splitlines()[0]
         assert found.episodes["reasons"] == {"failed: KeyError": 1}
         assert found.processes[0].silent_s is not None
         assert found.processes[0].node == "node-b", "a server that moved is shown where it was planned"
-        assert "secret-token" not in text_of(found, 140)
+        assert "secret-token" not in drawn(found, 140)
         with run.metrics.open("a") as file:
             file.write(json.dumps(row(5)) + "\n" + '{"step": 6, "ti')
         assert watched.look().step == 5
@@ -178,15 +177,14 @@ def test_silence_is_measured_with_the_times_of_the_files(run, monkeypatch):
     assert silences() == {"server-0": 0.0}
 
 
-def test_without_a_terminal_the_picture_is_printed_once(run, capsys):
-    assert run_command(["watch", str(run.root)]) == 0
-    assert "exp/trial" in capsys.readouterr().out
+def test_without_a_terminal_the_picture_is_printed_once(run, text_of):
+    assert "exp/trial" in text_of("watch", run.root)
 
 
 def test_a_run_before_its_first_step_has_a_picture(run):
     run.metrics.unlink()
     run.plan.unlink()
-    assert "no train step yet" in text_of(Watched(run.root).look(), 80)
+    assert "no train step yet" in drawn(Watched(run.root).look(), 80)
 
 
 def test_wrong_words_are_refused(tmp_path):

@@ -228,7 +228,7 @@ def test_a_run_on_three_nodes_survives_a_killed_actor_a_lost_node_and_a_killed_r
     )
     subprocess.run([*quick, f"cluster.fileroot={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
     options = ("recover.mode=auto", "recover.freq_steps=1", "total_train_steps=12", "cluster.node_silence_s=6")
-    options += ("cluster.name_resolve.type=ray", "cluster.node_connect_s=90")
+    options += ("cluster.node_connect_s=90",)
     launcher = launched(three[1], tmp_path, *options)
     metrics = tmp_path / "quickstart/grpo/metrics.jsonl"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from areal.api.config import DatasetConfig, VisionConfig
-from areal.api.functions import REWARD_FUNCTIONS, load_function
+from areal.api.registry import load_function, registered
 from areal.data.chat import encode_prompt
 from areal.data.dataset import load_rows
 from areal.data.image_files import ImageFiles
@@ -59,7 +59,7 @@ def test_a_row_becomes_a_chat_with_its_images(rows, tokenizer, tmp_path, name):
     trained = encode_sft_row(row, tokenizer, images=images)
     answer = [token for token, flag in zip(trained.token_ids, trained.loss_mask, strict=True) if flag]
     assert tokenizer.decode(answer[:-1]) == ANSWERS[name]
-    reward = load_function(REWARD_FUNCTIONS[name])
+    reward = load_function(registered("rewards", name).target)
     assert reward("", f"So it is {row['answer']}.", [], [], answer=row["answer"]) == 1.0
     assert reward("", "I do not know.", [], [], answer=row["answer"]) == 0.0
 

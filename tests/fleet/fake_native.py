@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from areal.fleet.native import NativeReplica
-from areal.fleet.replica import Replica
+from areal.fleet.replica import AnswerForm, Replica
 from tests.fleet.fake_server import Asked, FakeServer, Refused, spans, tokens
 from tests.run_token import TOKEN
 
@@ -29,8 +29,8 @@ class FakeNative(FakeServer):
         """A prompt that a request for a group may not have."""
 
     @staticmethod
-    def client(name: str, address: str) -> Replica:
-        return NativeReplica(name, address, TOKEN)
+    def client(name: str, address: str, form: AnswerForm | None = None) -> Replica:
+        return NativeReplica(name, address, TOKEN, form)
 
     def routes(self) -> Iterable[web.RouteDef]:
         yield web.post("/generate", self._generate)

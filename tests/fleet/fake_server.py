@@ -25,7 +25,7 @@ from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
 from areal.data.image_files import RunImages
 from areal.fleet.fleet import Fleet
-from areal.fleet.replica import Replica
+from areal.fleet.replica import AnswerForm, Replica
 from areal.system.durable import seal_folder
 from areal.system.file_registry import FileRegistry
 from areal.system.network import bind_socket, http_address
@@ -112,7 +112,7 @@ class FakeServer(ABC):
 
     @staticmethod
     @abstractmethod
-    def client(name: str, address: str) -> Replica:
+    def client(name: str, address: str, form: AnswerForm | None = None) -> Replica:
         """The adapter under test."""
 
     @abstractmethod

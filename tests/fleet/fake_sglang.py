@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from areal.fleet.replica import Replica
+from areal.fleet.replica import AnswerForm, Replica
 from areal.fleet.sglang import SGLangReplica
 from tests.fleet.fake_server import Asked, FakeServer, spans, tokens
 
@@ -57,8 +57,8 @@ class FakeSGLang(FakeServer):
         """Streams are refused after their head was sent."""
 
     @staticmethod
-    def client(name: str, address: str) -> Replica:
-        return SGLangReplica(name, address)
+    def client(name: str, address: str, form: AnswerForm | None = None) -> Replica:
+        return SGLangReplica(name, address, form=form)
 
     def routes(self) -> Iterable[web.RouteDef]:
         yield web.post("/generate", self._generate)

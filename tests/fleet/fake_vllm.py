@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from areal.fleet.replica import Replica
+from areal.fleet.replica import AnswerForm, Replica
 from areal.fleet.vllm import VLLMReplica
 from tests.fleet.fake_server import Asked, FakeServer, Refused, spans, tokens
 
@@ -43,8 +43,8 @@ class FakeVLLM(FakeServer):
         """From the start of a collective update to its finish the weights count as a mixture."""
 
     @staticmethod
-    def client(name: str, address: str) -> Replica:
-        return VLLMReplica(name, address)
+    def client(name: str, address: str, form: AnswerForm | None = None) -> Replica:
+        return VLLMReplica(name, address, form=form)
 
     def routes(self) -> Iterable[web.RouteDef]:
         yield web.post("/inference/v1/generate", self._generate)

@@ -42,7 +42,7 @@ class SlowReplica(Replica):
     """Answers each call after two seconds. During the call `blocked_in` something blocks the loop."""
 
     blocked_in = ""
-    has_second_copy = False
+    has_second_copy = takes_groups = False
     version = 0
     num_closed = 0
 
@@ -54,9 +54,13 @@ class SlowReplica(Replica):
         loop.call_later(2.0, answered.set_result, None)
         await answered
 
-    async def generate(self, part, on_chunk):
+    async def generate(self, requests):
         await self._answer("generate")
-        on_chunk(PartChunk([7] * part.max_new_tokens, [-1.0] * part.max_new_tokens, [self.version] * 4, "length"))
+        count = requests[0].gconfig.max_new_tokens
+        yield 0, PartChunk([7] * count, [-1.0] * count, [self.version] * 4, "length")
+
+    async def abort(self, request_id):
+        raise NotImplementedError
 
     async def pause(self, mode):
         await self._answer("pause")
@@ -97,7 +101,7 @@ def test_a_replica_that_answers_in_time_keeps_its_place(tmp_path, call):
     registry.add("servers/0", json.dumps({"address": "http://fake:1", "pid": 1}))
 
     async def main():
-        fleet = Fleet(registry, 1, CONFIG, lambda name, address: replica)
+        fleet = Fleet(registry, 1, CONFIG, lambda name, address, form: replica)
         await fleet.start()
         replica.blocked_in = call
         if call == "generate":
@@ -126,8 +130,7 @@ async def test_a_connection_that_is_made_meanwhile_counts():
             client = ServerClient("server-0", address)
             loop.call_soon(block)
             ticking = asyncio.create_task(asyncio.sleep(2 * BLOCKED_S))  # a virtual loop needs a timer
-            connection = await client._acquire()
-            assert connection.is_reusable
+            assert await client._connect("/") in client.connections
             client.close()
             ticking.cancel()
 

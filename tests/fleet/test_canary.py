@@ -38,8 +38,7 @@ def test_the_probe_depends_on_seed_and_vocabulary_only() -> None:
     assert prompts[0] != prompts[2]
     assert prompts[0] != prompts[3]
     assert max(prompts[0]) < 50
-    assert parts[0].max_new_tokens == PROBE_TOKENS
-    assert not parts[0].is_streamed
+    assert parts[0].gconfig.max_new_tokens == PROBE_TOKENS
 
 
 def test_the_difference_ends_at_the_first_other_token() -> None:

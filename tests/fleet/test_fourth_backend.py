@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from areal.api import allocation
-from areal.api import allocation as allocation_grammar
 from areal.api.config import GenerationHyperparameters, GRPOConfig, OptimizerConfig, PPOActorConfig, TrainDatasetConfig
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, WeightUpdate
 from areal.api.errors import ConfigError
-from areal.fleet.backends import BACKENDS, backend_named, replica_factory
+from areal.api.registry import Entry, FunctionRef, entries
+from areal.fleet.backends import backend_named, replica_factory
 from areal.fleet.fleet import Fleet
-from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import AnswerForm, Chunks, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import FlagRules, ServerBackend, ServerCommand, foreign_command
 from areal.fleet.server_client import ServerClient
 from areal.launcher.job import make_plan
@@ -32,14 +32,17 @@ AREAL = Path(__file__).resolve().parents[2] / "areal"
 class EchoReplica(Replica):
     """The client of a server that answers with the prompt, again and again."""
 
-    has_second_copy = False
+    has_second_copy = takes_groups = False
 
-    def __init__(self, name: str, address: str, token: str) -> None:
+    def __init__(self, name: str, address: str, token: str, form: AnswerForm) -> None:
         self._client = ServerClient(name, address, token=token)
 
-    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        body = {"prompt": part.input_ids, "count": part.max_new_tokens}
-        on_chunk(self._client.parsed(await self._client.post("/echo", body), lambda found: PartChunk(**found)))
+    async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
+        [part] = requests
+        body = {"prompt": part.input_ids, "count": part.gconfig.max_new_tokens}
+        yield 0, self._client.parsed(await self._client.post("/echo", body), lambda found: PartChunk(**found))
+
+    async def abort(self, request_id: str) -> None: ...
 
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
@@ -84,18 +87,17 @@ ECHO = ServerBackend(
 
 @dataclass(frozen=True, kw_only=True)
 class EchoConfig(GRPOConfig):
-    """What a fourth backend adds to the experiment configuration: one section."""
+    """A script may give a fourth backend a section of its own."""
 
     echo: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @pytest.fixture(autouse=True)
 def fourth_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two lines outside of the backend's own module and section."""
-    monkeypatch.setitem(BACKENDS, "echo", ECHO)
-    names = (*allocation_grammar.INFERENCE_BACKENDS, "echo")
-    for module in (allocation_grammar, allocation):  # the second one imports the tuple
-        monkeypatch.setattr(module, "INFERENCE_BACKENDS", names)
+    """What the package of a backend registers."""
+    monkeypatch.setitem(
+        entries("backends"), "echo", Entry(name="echo", target=FunctionRef(name="ECHO", module=__name__))
+    )
 
 
 def config_of(**changes: Any) -> EchoConfig:
@@ -155,13 +157,13 @@ async def test_the_fleet_generates_with_it(tmp_path: Path) -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match="'none'") as error:
         backend_named("none")
-    assert error.value.code == "fleet.unknown_backend"
+    assert error.value.code == "config.bad_reference"
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_few_modules_know_a_backend_by_name(name: str) -> None:
-    """A backend is its own modules, its row of the table, its name in the allocation grammar and its section."""
-    shared = {"fleet/backends.py", "api/allocation.py", "api/config/experiment.py"}
+    """A backend is its own modules, its registration and its section."""
+    shared = {"fleet/registered.py", "api/config/experiment.py"}
     legacy = {"api/config/legacy.py"}  # keys of AReaL's files
     found: set[str] = set()
     for path in AREAL.rglob("*.py"):

@@ -8,38 +8,45 @@ from dataclasses import replace
 import pytest
 
 from areal.api.config.rollout import GenerationHyperparameters
-from areal.api.errors import ServerUnavailable
-from areal.fleet.native import MAX_MERGED_PARTS, MAX_MERGED_TOKENS
-from areal.fleet.replica import GenerationPart, PartChunk
+from areal.api.data import GenerationRequest
+from areal.fleet.fleet import MAX_MERGED_PARTS, MAX_MERGED_TOKENS, Answer, Calls, Round
+from areal.fleet.replica import AnswerForm, PartChunk
 from tests.expect import raises_code
 from tests.fleet.fake_native import FakeNative
 from tests.fleet.fake_server import until
 
-PART = GenerationPart(
-    part_id="a", input_ids=[1, 2, 3], num_prior_output_tokens=0, max_new_tokens=6, min_new_tokens=0,
-    gconfig=GenerationHyperparameters(max_new_tokens=6), adapter="", group_id="g", seed=None, stream_interval=32,
-)  # fmt: skip
-STREAMED = replace(PART, stream_interval=2)
+SHORT, STREAMED = AnswerForm(stream_interval=32), AnswerForm(stream_interval=2)
+PART = GenerationRequest(
+    request_id="a", input_ids=[1, 2, 3], gconfig=GenerationHyperparameters(max_new_tokens=6), group_id="g"
+)
 
 
-def parts(first: GenerationPart, names: str) -> list[GenerationPart]:
-    return [replace(first, part_id=name, seed=number) for number, name in enumerate(names)]
+def parts(names: str, first: GenerationRequest = PART) -> list[GenerationRequest]:
+    return [replace(first, request_id=name, seed=number) for number, name in enumerate(names)]
 
 
-class Calls:
-    """Generates parts with one client, and keeps the tokens of each."""
+class Requests:
+    """Requests parts of one client, and keeps the tokens of each."""
 
-    def __init__(self, server: FakeNative) -> None:
-        self.client = server.client("server-0", server.address)
-        self.found: dict[str, list[int]] = {}
+    def __init__(self, server: FakeNative, form: AnswerForm) -> None:
+        self.client = server.client("server-0", server.address, form)
+        self.tokens: dict[str, list[int]] = {}
+        self._calls, self._form = Calls(form), form
 
-    def start(self, part: GenerationPart) -> asyncio.Task[None]:
-        tokens = self.found.setdefault(part.part_id, [])
+    async def _run(self, answer: Answer) -> None:
+        waiter = Round(1)
+        self._calls.request(answer, waiter, self.client)
+        try:
+            await waiter.ended
+        finally:
+            self._calls.drop(answer)
+            self.tokens[answer.request.request_id] = list(answer.response().output_ids)
 
-        def add(chunk: PartChunk) -> None:
-            tokens.extend(chunk.token_ids)
-
-        return asyncio.create_task(self.client.generate(part, add))
+    def start(self, part: GenerationRequest) -> asyncio.Task[None]:
+        answer = Answer(part, self._form)
+        answer.next_part("server-0")
+        answer.part = part  # the id without a number
+        return asyncio.create_task(self._run(answer))
 
 
 @pytest.fixture
@@ -52,48 +59,67 @@ async def server():
 
 @pytest.fixture
 async def calls(server):
-    found = Calls(server)
-    yield found
-    await found.client.close()
+    made = Requests(server, SHORT)
+    yield made
+    await made.client.close()
 
 
-def of_several_prompts(first: GenerationPart) -> list[GenerationPart]:
-    each = [*parts(first, "abc"), *parts(replace(first, group_id="h"), "xy"), replace(first, group_id="", part_id="s")]
-    return [*each, replace(first, group_id="", part_id="t"), replace(first, part_id="d", input_ids=[5, 6])]
+@pytest.fixture
+async def streamed(server):
+    made = Requests(server, STREAMED)
+    yield made
+    await made.client.close()
 
 
-def check_answers(calls: Calls, each: list[GenerationPart]) -> None:
+@pytest.fixture(params=[SHORT, STREAMED], ids=["short", "streamed"])
+async def either(server, request):
+    made = Requests(server, request.param)
+    yield made
+    await made.client.close()
+
+
+def of_several_prompts() -> list[GenerationRequest]:
+    alone = [replace(PART, group_id="", request_id=name) for name in "st"]
+    return [
+        *parts("abc"),
+        *parts("xy", replace(PART, group_id="h")),
+        *alone,
+        replace(PART, request_id="d", input_ids=[5, 6]),
+    ]
+
+
+def check_answers(calls: Requests, each: list[GenerationRequest]) -> None:
     for part in each:
         start = 1000 + len(part.input_ids)
-        assert calls.found[part.part_id] == list(range(start, start + 6))
+        assert calls.tokens[part.request_id] == list(range(start, start + 6))
 
 
-async def test_streamed_parts_of_one_prompt_and_turn_are_one_request(server, calls):
-    each = of_several_prompts(STREAMED)
-    await asyncio.gather(*map(calls.start, each))
+async def test_streamed_parts_of_one_prompt_and_turn_are_one_request(server, streamed):
+    each = of_several_prompts()
+    await asyncio.gather(*map(streamed.start, each))
     assert sorted(server.groups) == [["a", "b", "c"], ["x", "y"]]
     assert [asked.body.get("sampling_seed") for asked in server.requests if asked.request_id in "abc"] == [0, 1, 2]
-    check_answers(calls, each)
-    await calls.start(parts(STREAMED, "e")[0])
+    check_answers(streamed, each)
+    await streamed.start(parts("e")[0])
     assert len(server.groups) == 2
 
 
 async def test_short_parts_of_one_turn_are_one_request(server, calls):
-    each = of_several_prompts(PART)
-    other = replace(PART, part_id="o", max_new_tokens=5)
+    each = of_several_prompts()
+    other = replace(PART, request_id="o", gconfig=GenerationHyperparameters(max_new_tokens=5))
     await asyncio.gather(*map(calls.start, [*each, other]))
-    assert server.groups == [[part.part_id for part in each]]
+    assert server.groups == [[part.request_id for part in each]]
     given = {asked.request_id: asked.body for asked in server.requests}
     assert [given[name].get("sampling_seed") for name in "abcxysd"] == [0, 1, 2, 0, 1, None, None]
     assert [given[name]["group_id"] for name in "axsd"] == ["g", "h", "", "g"]
     check_answers(calls, each)
-    await calls.start(parts(PART, "e")[0])
+    await calls.start(parts("e")[0])
     assert len(server.groups) == 1
 
 
 async def test_a_request_for_several_prompts_is_limited(server, calls):
-    each = [replace(PART, part_id=f"p{number}", group_id=f"g{number}") for number in range(MAX_MERGED_PARTS + 2)]
-    long = replace(PART, part_id="long", group_id="long", input_ids=list(range(MAX_MERGED_TOKENS)))
+    each = [replace(PART, request_id=f"p{number}", group_id=f"g{number}") for number in range(MAX_MERGED_PARTS + 2)]
+    long = replace(PART, request_id="long", group_id="long", input_ids=list(range(MAX_MERGED_TOKENS)))
     await asyncio.gather(*map(calls.start, [*each, long]))
     assert [len(group) for group in server.groups] == [MAX_MERGED_PARTS, 2]
     check_answers(calls, [*each, long])
@@ -101,29 +127,28 @@ async def test_a_request_for_several_prompts_is_limited(server, calls):
 
 async def test_a_refused_prompt_is_an_error_of_its_parts_alone(server, calls):
     server.refused_ids = [7]
-    each = [*parts(PART, "abc"), *parts(replace(PART, group_id="h", input_ids=[7]), "xy")]
+    each = [*parts("abc"), *parts("xy", replace(PART, group_id="h", input_ids=[7]))]
     found = await asyncio.gather(*map(calls.start, each), return_exceptions=True)
     assert [getattr(one, "code", "") for one in found] == [""] * 3 + ["server.request_refused"] * 2
     assert server.groups == [list("abcxy"), list("abc"), list("xy")]
     check_answers(calls, each[:3])
 
 
-@pytest.mark.parametrize("first", [PART, STREAMED])
-async def test_a_cancelled_part_is_aborted_and_the_others_end(server, calls, first):
+async def test_a_cancelled_part_is_aborted_and_the_others_end(server, either):
     server.hold_at = 3
-    tasks = [calls.start(part) for part in parts(first, "abc")]
+    tasks = [either.start(part) for part in parts("abc")]
     await until(lambda: server.num_held == 3)
     tasks[1].cancel()
     await until(lambda: server.details("abort") == [{"rid": "b"}])
     server.release()
     await asyncio.gather(tasks[0], tasks[2])
     assert tasks[1].cancelled()
-    assert len(calls.found["a"]) == len(calls.found["c"]) == 6
+    assert len(either.tokens["a"]) == len(either.tokens["c"]) == 6
 
 
-async def test_when_all_parts_are_cancelled_the_request_ends(server, calls):
+async def test_when_all_parts_are_cancelled_the_request_ends(server, streamed):
     server.hold_at = 3
-    tasks = [calls.start(part) for part in parts(STREAMED, "abc")]
+    tasks = [streamed.start(part) for part in parts("abc")]
     await until(lambda: server.num_held == 3)
     for task in tasks:
         task.cancel()
@@ -131,21 +156,20 @@ async def test_when_all_parts_are_cancelled_the_request_ends(server, calls):
 
 
 async def test_parts_cancelled_before_they_are_sent_are_not_sent(server, calls):
-    tasks = [calls.start(part) for part in parts(PART, "abc")]
+    tasks = [calls.start(part) for part in parts("abc")]
     await asyncio.sleep(0)
     tasks[0].cancel()
     await asyncio.gather(tasks[1], tasks[2])
     assert server.groups == [["b", "c"]]
 
 
-@pytest.mark.parametrize("first", [PART, STREAMED])
-async def test_a_lost_server_and_a_refusal_are_errors_of_every_part(server, calls, first):
+async def test_a_lost_server_and_a_refusal_are_errors_of_every_part(server, either):
     server.fail_generate = 400
-    for found in await asyncio.gather(*map(calls.start, parts(first, "abc")), return_exceptions=True):
+    for found in await asyncio.gather(*map(either.start, parts("abc")), return_exceptions=True):
         assert getattr(found, "code", "") == "server.request_refused"
     server.fail_generate = None
     server.hold_at = 3
-    tasks = [calls.start(part) for part in parts(first, "abc")]
+    tasks = [either.start(part) for part in parts("abc")]
     await until(lambda: server.num_held == 3)
     await server.die()
     for task in tasks:
@@ -153,14 +177,16 @@ async def test_a_lost_server_and_a_refusal_are_errors_of_every_part(server, call
             await task
 
 
-async def test_an_error_of_one_caller_ends_its_part_alone(server, calls):
-    def refuse(chunk: PartChunk) -> None:
-        raise ServerUnavailable("too many tokens", code="server.unreadable_answer")
+async def test_a_chunk_that_breaks_the_protocol_ends_its_part_alone(server, streamed, monkeypatch):
+    add = Answer.add
 
-    first, *others = parts(STREAMED, "abc")
-    broken = asyncio.create_task(calls.client.generate(first, refuse))
-    await asyncio.gather(*map(calls.start, others))
-    await until(lambda: server.details("abort") == [{"rid": "a"}])
+    def add_more(answer: Answer, chunk: PartChunk) -> None:
+        add(answer, chunk._replace(logprobs=[]) if answer.part.request_id == "a" else chunk)
+
+    monkeypatch.setattr(Answer, "add", add_more)
+    tasks = [streamed.start(part) for part in parts("abc")]
     with raises_code("server.unreadable_answer"):
-        await broken
-    assert len(calls.found["b"]) == len(calls.found["c"]) == 6
+        await tasks[0]
+    await asyncio.gather(*tasks[1:])
+    await until(lambda: server.details("abort") == [{"rid": "a"}])
+    assert len(streamed.tokens["b"]) == len(streamed.tokens["c"]) == 6

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -69,14 +71,14 @@ async def raw() -> AsyncIterator[tuple[RawServer, ServerClient]]:
 async def test_answers_and_their_connection_are_used_again(raw: tuple[RawServer, ServerClient]) -> None:
     server, client = raw
     server.answers = [PLAIN, CHUNKED, REFUSED, EMPTY]
-    assert await client.exchange("POST", "/a", b"body") == (200, b"hello")
+    assert await client.exchange("POST", "/a", {"a": 1}) == (200, b"hello")
     assert await client.exchange("GET", "/b") == (200, b"hello")
-    assert await client.exchange("GET", "/c", b"", lambda data: None) == (400, b"bad")
+    assert await client.exchange("GET", "/c") == (400, b"bad")
     assert await client.exchange("GET", "/d") == (200, b"")
     assert server.num_connections == 1
     assert server.requests[0].startswith(b"POST /a HTTP/1.1\r\nHost: 127.0.0.1:")
     assert b"\r\nAuthorization: Bearer secret\r\n" in server.requests[0]
-    assert server.requests[0].endswith(b"\r\nContent-Length: 4\r\n\r\nbody")
+    assert server.requests[0].endswith(b'\r\nContent-Length: 7\r\n\r\n{"a":1}')
 
 
 async def test_a_connection_is_not_used_again_after_a_failure_of_the_server(
@@ -90,20 +92,21 @@ async def test_a_connection_is_not_used_again_after_a_failure_of_the_server(
     assert server.num_connections == 2
 
 
+def fed(connection: Connection, answer: bytes, cuts: list[int]) -> None:
+    connection.connection_made(Mock())
+    connection.send("/", b"")
+    for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True):
+        connection.data_received(answer[start:end])
+
+
 @given(st.data())
 def test_an_answer_may_come_in_any_pieces(data: st.DataObject) -> None:
     async def run() -> None:
         answer = data.draw(st.sampled_from([PLAIN, CHUNKED, EMPTY]))
-        cuts = sorted(data.draw(st.sets(st.integers(1, len(answer) - 1))))
-        connection = Connection(set())
-        connection._answer = asyncio.get_running_loop().create_future()
-        pieces: list[bytes] = []
-        connection._on_data = pieces.append
-        for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True):
-            assert not connection._finished
-            connection.data_received(answer[start:end])
-        assert connection._answer.result() == (200, b"")
-        assert b"".join(pieces) == (b"" if answer == EMPTY else b"hello")
+        connection = Connection(ServerClient("server-0", "http://127.0.0.1:1"))
+        fed(connection, answer, sorted(data.draw(st.sets(st.integers(1, len(answer) - 1)))))
+        assert await connection.read(to_end=True) == (b"" if answer == EMPTY else b"hello")
+        assert connection.status == 200
 
     asyncio.run(run())
 
@@ -114,16 +117,25 @@ def test_the_events_of_a_stream_may_come_in_any_pieces(data: st.DataObject) -> N
     stream = b": a comment\n\n" + b"".join(b"data: %s\n\n" % event for event in events) + b"data: [DONE]\n\n"
     ends = [place + 2 for place in range(len(stream)) if stream.startswith(b"\n\n", place)]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1)) | st.sets(st.sampled_from(ends[:-1]))))
-    client, found = ServerClient("server-0", "http://127.0.0.1:1"), list[bytes]()
 
-    async def request(method: str, path: str, body: bytes, on_data: Callable[[bytes], None]) -> bytes:
-        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-            on_data(stream[start:end])
-        return b""
+    async def run() -> None:
+        client = ServerClient("server-0", "http://127.0.0.1:1")
+        connection = Connection(client)
+        connection.connection_made(Mock())
+        pieces = iter([stream[start:end] for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)])
 
-    client.request = request  # pyright: ignore[reportAttributeAccessIssue] - of the real one only this call is used
-    asyncio.run(client.stream("/generate", b"", found.append))
-    assert found == events
+        async def read(*, to_end: bool = False) -> bytes:
+            return next(pieces, b"")
+
+        async def send(method: str, path: str, body: object) -> Connection:
+            connection.send(path, b"")
+            connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            return connection
+
+        client._send, connection.read = send, read  # pyright: ignore[reportAttributeAccessIssue]
+        assert [event async for event in client.answers("/generate", {}, is_streamed=True)] == events
+
+    asyncio.run(run())
 
 
 async def test_a_lost_connection_fails_the_call(raw: tuple[RawServer, ServerClient]) -> None:
@@ -136,13 +148,12 @@ async def test_a_lost_connection_fails_the_call(raw: tuple[RawServer, ServerClie
 
 
 async def test_a_body_without_a_length_ends_with_its_connection() -> None:
-    connection = Connection(set())
-    connection._answer = asyncio.get_running_loop().create_future()
-    connection.data_received(b"HTTP/1.0 200 OK\r\n\r\nhel")
-    connection.data_received(b"lo")
+    connection, idle = Connection(ServerClient("server-0", "http://127.0.0.1:1")), list[Connection]()
+    fed(connection, b"HTTP/1.0 200 OK\r\n\r\nhello", [24])
     connection.connection_lost(None)
-    assert connection._answer.result() == (200, b"hello")
-    assert not connection._keep_alive
+    assert await connection.read(to_end=True) == b"hello"
+    connection.release(idle)
+    assert idle == []
 
 
 @pytest.mark.parametrize(
@@ -162,16 +173,11 @@ async def test_an_answer_that_is_not_http_fails_the_call(raw: tuple[RawServer, S
     assert error.value.code == "server.unreadable_answer"
 
 
-async def test_an_error_of_the_reader_is_the_callers(raw: tuple[RawServer, ServerClient]) -> None:
+async def test_a_caller_that_leaves_a_stream_drops_the_connection(raw: tuple[RawServer, ServerClient]) -> None:
     server, client = raw
-    server.answers = [PLAIN]
-
-    def refuse(data: bytes) -> None:
-        raise ServerUnavailable("refused by the reader", code="test.refused")
-
-    with pytest.raises(ServerUnavailable) as error:
-        await client.exchange("GET", "/", b"", refuse)
-    assert error.value.code == "test.refused"
+    server.answers = [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n"]
+    async with aclosing(client.answers("/generate", {}, is_streamed=True)) as answers:
+        assert await anext(answers) == b"1"
     await until(lambda: server.num_open == 0)
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from areal.fleet.replica import PartChunk
 from tests.fleet.fake_server import FakeServer, FleetKit
 from tests.fleet.fake_sglang import FakeSGLang
 from tests.fleet.fake_vllm import FakeVLLM
-from tests.fleet.generation_parts import a_part
+from tests.fleet.generation_parts import Chunks, a_part
 
 
 @pytest.fixture(params=[FakeSGLang, FakeVLLM], ids=lambda fake: fake.dialect)
@@ -25,8 +24,7 @@ async def kit(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[F
 
 async def first_versions(server: FakeServer, replica: Any) -> list[int]:
     """Of the tokens that come before the server tells."""
-    chunks: list[PartChunk] = []
-    await replica.generate(a_part(9, seed=None, stream_interval=2), chunks.append)
+    chunks = await Chunks().collect(replica, a_part(9, seed=None), 2)
     return [version for chunk in chunks[:-1] for version in chunk.versions]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from areal.api.errors import ServerUnavailable, WeightSyncError
 from areal.fleet.fleet import Fleet
-from areal.fleet.replica import Replica
+from areal.fleet.replica import AnswerForm, Replica
 from tests.fleet.fake_native import FakeNative
 from tests.fleet.fake_server import FakeServer, FleetKit, until
 from tests.fleet.fake_sglang import FakeSGLang
@@ -305,8 +305,8 @@ class NativeOrSGLang(FakeNative):
     """The client of server-1 is that of SGLang."""
 
     @staticmethod
-    def client(name: str, address: str) -> Replica:
-        return (FakeSGLang if name == "server-1" else FakeNative).client(name, address)
+    def client(name: str, address: str, form: AnswerForm | None = None) -> Replica:
+        return (FakeSGLang if name == "server-1" else FakeNative).client(name, address, form)
 
 
 def receives_with(peers: asyncio.Barrier, server: FakeServer) -> None:

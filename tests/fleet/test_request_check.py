@@ -7,8 +7,8 @@ import pytest
 from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError
-from areal.fleet.continuation import Answer
-from areal.fleet.replica import RequestLimits
+from areal.fleet.fleet import Answer
+from areal.fleet.replica import AnswerForm, RequestLimits
 
 LIMITS = RequestLimits(vocab_size=100, context_length=20)
 
@@ -34,7 +34,7 @@ def a_request(input_ids: list[int], **gconfig: object) -> GenerationRequest:
 )
 def test_a_refused_request_names_the_limit(request_: GenerationRequest, code: str, values: str) -> None:
     with pytest.raises(RequestError, match=values) as error:
-        Answer(request_, stream_interval=1).check(LIMITS)
+        Answer(request_, AnswerForm(stream_interval=1)).check(LIMITS)
     assert error.value.code == code
 
 
@@ -48,4 +48,4 @@ def test_a_refused_request_names_the_limit(request_: GenerationRequest, code: st
     ids=["ids", "length", "max_tokens"],
 )
 def test_a_request_within_the_limits_passes(request_: GenerationRequest) -> None:
-    Answer(request_, stream_interval=1).check(LIMITS)
+    Answer(request_, AnswerForm(stream_interval=1)).check(LIMITS)

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from areal.api.config.rollout import InferenceEngineConfig
+from areal.api.data import GenerationRequest
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica
-from areal.fleet.replica import GenerationPart, PartChunk
+from areal.fleet.replica import AnswerForm, Chunks, PartChunk
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS
 from areal.fleet.server_client import ServerClient
 from areal.weights.collective import SETTLE_S, CollectiveChannel
@@ -97,17 +98,16 @@ class Servers:
 class Struck(NativeReplica):
     """A client that counts what it gets, and may strike its server before a call."""
 
-    def __init__(self, servers: Servers, name: str, address: str) -> None:
-        super().__init__(name, address, TOKEN)
+    def __init__(self, servers: Servers, name: str, address: str, form: AnswerForm) -> None:
+        super().__init__(name, address, TOKEN, form)
         self._servers = servers
         self._client = StrikingClient(servers, name, address)
 
-    async def generate(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
-        def count(chunk: PartChunk) -> None:
-            self._servers.received[self.name] += len(chunk.token_ids)
-            on_chunk(chunk)
-
-        await super().generate(part, count)
+    async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
+        async for number, chunk in super().generate(requests):
+            if isinstance(chunk, PartChunk):
+                self._servers.received[self.name] += len(chunk.token_ids)
+            yield number, chunk
 
     async def num_generated(self) -> int:
         return (await self.load()).generated_tokens

@@ -12,16 +12,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from areal.api.config.rollout import GenerationHyperparameters
-from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.data import GenerationRequest, WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.replica import GenerationPart, PartChunk
+from areal.fleet.replica import AnswerForm
 from areal.fleet.server_host import gateway
 from areal.fleet.sglang import PartReader, ServerFacts, SGLangReplica, generate_body
 from areal.system.folders import FolderServer
 from areal.system.network import Host
 from tests.fleet.fake_server import FleetKit, until
 from tests.fleet.fake_sglang import RECORDING, FakeSGLang
+from tests.fleet.generation_parts import Chunks
+from tests.fleet.generation_parts import a_part as kit_part
 from tests.run_token import TOKEN
 
 PROMPT = [5, 9, 11, 30]
@@ -45,29 +46,13 @@ async def replica(server: FakeSGLang) -> AsyncIterator[SGLangReplica]:
     await made.close()
 
 
-def a_part(num_tokens: int = 20, interval: int = 8, *, prior: int = 0, seed: int | None = None, **gconfig: Any) -> Any:
-    return GenerationPart(
-        part_id="part-001",
-        input_ids=PROMPT + [1000 + len(PROMPT) + index for index in range(prior)],
-        num_prior_output_tokens=prior,
-        max_new_tokens=num_tokens,
-        min_new_tokens=0,
-        gconfig=GenerationHyperparameters(**({"max_new_tokens": num_tokens} | gconfig)),
-        adapter="",
-        group_id="",
-        seed=seed,
-        stream_interval=interval,
-    )
+def a_part(num_tokens: int = 20, *, prior: int = 0, **changes: Any) -> GenerationRequest:
+    ids = PROMPT + [1000 + len(PROMPT) + index for index in range(prior)]
+    return kit_part(num_tokens, input_ids=ids, num_prior_output_tokens=prior, **({"seed": None} | changes))
 
 
-async def chunks_of(replica: SGLangReplica, part: GenerationPart) -> list[PartChunk]:
-    chunks: list[PartChunk] = []
-    await replica.generate(part, chunks.append)
-    return chunks
-
-
-def ids_of(chunks: list[PartChunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
+async def chunks_of(replica: SGLangReplica, part: GenerationRequest, interval: int = 8) -> Chunks:
+    return await Chunks().collect(replica, part, interval)
 
 
 def update(version: int, group: str = "g1", num_buckets: int = 3) -> WeightUpdate:
@@ -157,13 +142,13 @@ async def test_incremental_and_cumulative_streams_bring_the_same_tokens(
     server: FakeSGLang, replica: SGLangReplica, incremental: bool
 ) -> None:
     server.settings["incremental_streaming_output"] = incremental
-    chunks = await chunks_of(replica, a_part(20, interval=8))
+    chunks = await chunks_of(replica, a_part(20), 8)
     assert [len(chunk.token_ids) for chunk in chunks] == [1, 8, 8, 3]
-    assert ids_of(chunks) == [1004 + index for index in range(20)]
+    assert chunks.ids == [1004 + index for index in range(20)]
     assert chunks[-1].finish_reason == "length"
     assert chunks[-1].part_versions == [0] * 20
-    [plain] = await chunks_of(replica, a_part(20, interval=20))
-    assert plain.token_ids == ids_of(chunks)
+    [plain] = await chunks_of(replica, a_part(20), 20)
+    assert plain.token_ids == chunks.ids
 
 
 async def test_versions_come_from_the_server_or_else_are_the_last_known(
@@ -185,8 +170,8 @@ async def test_tokens_of_a_stream_never_get_a_newer_version_than_their_own(
     server: FakeSGLang, replica: SGLangReplica
 ) -> None:
     server.hold_at = 6
-    chunks: list[PartChunk] = []
-    running = asyncio.create_task(replica.generate(a_part(20, interval=4), chunks.append))
+    chunks = Chunks()
+    running = asyncio.create_task(chunks.collect(replica, a_part(20), 4))
     await until(lambda: server.num_held == 1)
     await replica.pause("retract")
     await replica.update_weights(update(1), rank=1, mode="abort")
@@ -221,11 +206,11 @@ async def test_an_aborted_request_keeps_its_tokens_and_a_queued_one_has_none(
     server: FakeSGLang, replica: SGLangReplica
 ) -> None:
     server.hold_at = 10
-    running = asyncio.create_task(chunks_of(replica, a_part(20, interval=4)))
+    running = asyncio.create_task(chunks_of(replica, a_part(20), 4))
     await until(lambda: server.num_held == 1)
     await replica.pause("abort")
     chunks = await running
-    assert (len(ids_of(chunks)), chunks[-1].finish_reason) == (10, "abort")
+    assert (len(chunks.ids), chunks[-1].finish_reason) == (10, "abort")
     server.empty_aborts = True
     [queued] = await chunks_of(replica, a_part(5))
     assert (queued.token_ids, queued.finish_reason, queued.part_versions) == ([], "abort", None)
@@ -233,7 +218,7 @@ async def test_an_aborted_request_keeps_its_tokens_and_a_queued_one_has_none(
 
 async def test_a_pause_waits_until_running_requests_have_returned(server: FakeSGLang, replica: SGLangReplica) -> None:
     server.hold_at = 3
-    running = asyncio.create_task(chunks_of(replica, a_part(20, interval=4)))
+    running = asyncio.create_task(chunks_of(replica, a_part(20), 4))
     await until(lambda: server.num_held == 1)
     pausing = asyncio.create_task(replica.pause("abort"))
     await until(lambda: "/pause_generation" in server.paths)
@@ -255,7 +240,7 @@ async def test_a_pause_waits_until_running_requests_have_returned(server: FakeSG
 def test_greedy_answers_keep_the_temperature_of_their_log_probabilities(
     changes: dict[str, Any], asked: dict[str, Any]
 ) -> None:
-    sampling = generate_body(a_part(**changes), FACTS, stream=False)["sampling_params"]
+    sampling = generate_body(a_part(**changes), AnswerForm(), FACTS)["sampling_params"]
     assert {name: sampling[name] for name in asked} == asked
 
 
@@ -271,8 +256,8 @@ async def test_unsupported_settings_are_not_sent(server: FakeSGLang, replica: SG
 
 def test_requests_to_a_deterministic_server_differ_in_their_seeds() -> None:
     facts = dataclasses.replace(FACTS, is_deterministic=True)
-    parts = [a_part(seed=3), a_part(), dataclasses.replace(a_part(), part_id="part-002")]
-    seeds = [generate_body(part, facts, stream=False)["sampling_params"]["sampling_seed"] for part in parts]
+    parts = [a_part(seed=3), a_part(), dataclasses.replace(a_part(), request_id="r-002")]
+    seeds = [generate_body(part, AnswerForm(), facts)["sampling_params"]["sampling_seed"] for part in parts]
     assert seeds[0] == 3
     assert len(set(seeds)) == 3
 
@@ -280,7 +265,7 @@ def test_requests_to_a_deterministic_server_differ_in_their_seeds() -> None:
 async def test_a_refusal_inside_a_stream_is_a_request_error(server: FakeSGLang, replica: SGLangReplica) -> None:
     server.error_in_stream = True
     with pytest.raises(RequestError) as error:
-        await chunks_of(replica, a_part(20, interval=4))
+        await chunks_of(replica, a_part(20), 4)
     assert error.value.code == "server.request_refused"
 
 
@@ -290,10 +275,10 @@ async def test_a_stop_string_across_an_interruption_ends_the_answer(
     server: FakeSGLang, replica: SGLangReplica, interval: int, stop: str, num_tokens: int
 ) -> None:
     """Token 1004 is the letter e; four of them, efgh, were made before."""
-    chunks = await chunks_of(replica, a_part(20, interval, prior=4, stop=[stop]))
-    assert ids_of(chunks) == [1008 + index for index in range(num_tokens)]
+    chunks = await chunks_of(replica, a_part(20, prior=4, stop=[stop]), interval)
+    assert chunks.ids == [1008 + index for index in range(num_tokens)]
     assert chunks[-1].finish_reason == ("length" if num_tokens == 20 else "stop")
-    assert [version for chunk in chunks for version in chunk.versions] == [0] * num_tokens
+    assert chunks.versions == [0] * num_tokens
 
 
 # Control

@@ -13,25 +13,14 @@ import pytest
 
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.replica import PartChunk
 from areal.fleet.server_host import gateway
 from areal.fleet.vllm import VLLMReplica
 from areal.system.folders import FolderServer
 from areal.system.network import Host
 from tests.fleet.fake_server import FleetKit, until
 from tests.fleet.fake_vllm import RECORDING, FakeVLLM
-from tests.fleet.generation_parts import PROMPT, a_part
+from tests.fleet.generation_parts import FORM, PROMPT, Chunks, a_part
 from tests.run_token import TOKEN
-
-
-class Chunks(list[PartChunk]):
-    @property
-    def ids(self) -> list[int]:
-        return [token for chunk in self for token in chunk.token_ids]
-
-    @property
-    def versions(self) -> list[int]:
-        return [version for chunk in self for version in chunk.versions]
 
 
 @pytest.fixture
@@ -44,7 +33,7 @@ async def server() -> AsyncIterator[FakeVLLM]:
 
 @pytest.fixture
 async def replica(server: FakeVLLM) -> AsyncIterator[VLLMReplica]:
-    made = VLLMReplica("server-0", server.address)
+    made = VLLMReplica("server-0", server.address, form=FORM)
     yield made
     await made.close()
 
@@ -107,8 +96,7 @@ def same_keys(made: Any, model: Any, where: str = "") -> None:
 async def test_the_fake_answers_as_was_recorded(server: FakeVLLM, replica: VLLMReplica, name: str) -> None:
     entry = RECORDING[name]
     request = entry["request"]
-    body = b"" if request["body"] is None else orjson.dumps(request["body"])
-    status, answer = await replica._client.exchange(request["method"], request["path"], body)
+    status, answer = await replica._client.exchange(request["method"], request["path"], request["body"])
     assert status == entry["status"]
     if entry["content_type"] == "application/json":
         same_keys(orjson.loads(answer), entry["body"])
@@ -124,7 +112,7 @@ async def test_tokens_come_with_versions_and_one_reason(
     server.version = 4
     await replica.info()
     chunks = Chunks()
-    await replica.generate(a_part(num_tokens), chunks.append)
+    await chunks.collect(replica, a_part(num_tokens))
     assert chunks.ids == [1004 + i for i in range(num_tokens)]
     assert chunks.versions == [4] * num_tokens
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
@@ -139,7 +127,7 @@ async def test_tokens_of_an_uncertain_version_wait_for_the_end(
     server.hold_at = 3
     await replica.info()
     chunks = Chunks()
-    running = asyncio.create_task(replica.generate(a_part(9), chunks.append))
+    running = asyncio.create_task(chunks.collect(replica, a_part(9)))
     await until(lambda: server.num_held == 1)
     await until(lambda: len(chunks.ids) == 3)
     await replica.update_weights(disk(1), rank=1, mode="abort")
@@ -154,14 +142,14 @@ async def test_tokens_of_an_uncertain_version_wait_for_the_end(
 async def test_a_stream_that_ends_with_an_error_fails(server: FakeVLLM, replica: VLLMReplica) -> None:
     server.error_in_stream = True
     with pytest.raises(ServerUnavailable, match="500") as error:
-        await replica.generate(a_part(), Chunks().append)
+        await Chunks().collect(replica, a_part())
     assert error.value.code == "server.request_failed"
 
 
 async def test_a_cancelled_call_ends_the_request(server: FakeVLLM, replica: VLLMReplica) -> None:
     server.hold_at = 1
     for num_tokens in (2, 9):  # in one piece, and streamed
-        running = asyncio.create_task(replica.generate(a_part(num_tokens), Chunks().append))
+        running = asyncio.create_task(Chunks().collect(replica, a_part(num_tokens)))
         await until(lambda: server.num_held == 1)
         running.cancel()
         await until(lambda: server.num_running == 0)
@@ -174,9 +162,8 @@ async def test_a_stop_string_may_span_an_interruption(
 ) -> None:
     """Token 1004 is "e", and so on; the fake finds no stop string, as vLLM finds none that began before."""
     prior = [1004 + i for i in range(cut)]
-    part = a_part(20, input_ids=PROMPT + prior, num_prior_output_tokens=cut, stop=["efgh"], stream_interval=interval)
-    chunks = Chunks()
-    await replica.generate(part, chunks.append)
+    part = a_part(20, input_ids=PROMPT + prior, num_prior_output_tokens=cut, stop=["efgh"])
+    chunks = await Chunks().collect(replica, part, interval)
     assert prior + chunks.ids == [1004, 1005, 1006, 1007]
     assert chunks[-1].finish_reason == "stop"
     assert chunks.versions == [0] * (4 - cut)
@@ -188,7 +175,7 @@ async def test_without_a_stop_string_across_it_an_interruption_changes_nothing(
 ) -> None:
     part = a_part(8, input_ids=[*PROMPT, 1004, 1005], num_prior_output_tokens=2, stop=["efx"])
     chunks = Chunks()
-    await replica.generate(part, chunks.append)
+    await chunks.collect(replica, part)
     assert chunks.ids == [1006 + i for i in range(8)]
     assert chunks[-1].finish_reason == "length"
 
@@ -276,16 +263,16 @@ async def test_an_adapter_is_loaded_used_and_unloaded_by_name(
     (tmp_path / "adapter_config.json").write_text("{}")
     await replica.load_adapter("policy-1", str(tmp_path))
     chunks = Chunks()
-    await replica.generate(a_part(adapter="policy-1"), chunks.append)
+    await chunks.collect(replica, a_part(adapter="policy-1"))
     assert server.requests[-1].body["model"] == "policy-1"
     with pytest.raises(RequestError) as error:
         await replica.load_adapter("policy-1", str(tmp_path))
     assert error.value.code == "server.request_refused"
     await replica.unload_adapter("policy-1")
     with pytest.raises(RequestError) as error:
-        await replica.generate(a_part(adapter="policy-1"), chunks.append)
+        await chunks.collect(replica, a_part(adapter="policy-1"))
     assert error.value.code == "server.request_refused"
-    await replica.generate(a_part(), chunks.append)
+    await chunks.collect(replica, a_part())
     assert "model" not in server.requests[-1].body
 
 

@@ -7,22 +7,23 @@ from typing import Any
 
 import pytest
 
+from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError
-from areal.fleet.replica import GenerationPart, ReplicaLoad
+from areal.fleet.replica import AnswerForm, ReplicaLoad
 from areal.fleet.vllm import generate_body, parse_load, parse_piece, parse_worker_state, part_seed, version_number
 from tests.fleet.fake_vllm import RECORDING
-from tests.fleet.generation_parts import a_part
+from tests.fleet.generation_parts import FORM, a_part
 
 
-def sampling(part: GenerationPart, *, stream: bool = True) -> dict[str, Any]:
-    return generate_body(part, stream=stream)["sampling_params"]
+def sampling(part: GenerationRequest, form: AnswerForm = FORM) -> dict[str, Any]:
+    return generate_body(part, form)["sampling_params"]
 
 
 def test_a_request_is_the_one_that_was_recorded() -> None:
     """The recording was made with this very code: a change here wants a new one."""
     asked = RECORDING["generate_stream"]["request"]["body"]
-    part = a_part(5, part_id="recorded-001", input_ids=[5, 9, 11, 30], ignore_eos=True)
-    assert generate_body(part, stream=True) == asked
+    part = a_part(5, request_id="recorded-001", input_ids=[5, 9, 11, 30], ignore_eos=True)
+    assert generate_body(part, FORM) == asked
 
 
 def test_greedy_and_unlimited_sampling_use_the_values_of_vllm() -> None:
@@ -30,7 +31,7 @@ def test_greedy_and_unlimited_sampling_use_the_values_of_vllm() -> None:
     assert (told["temperature"], told["top_p"], told["top_k"]) == (0.0, 1.0, 0)
     assert sampling(a_part())["top_k"] == 0
     assert sampling(a_part(top_k=3))["top_k"] == 3
-    assert "stream_interval" not in sampling(a_part(), stream=False)
+    assert "stream_interval" not in sampling(a_part(), AnswerForm(stream_interval=6))
 
 
 def test_ignore_eos_ignores_every_stop_token_and_masks_none() -> None:

@@ -158,8 +158,10 @@ def dry_run(path: Path, monkeypatch, tries_row: bool):
     cluster = request.config.cluster
     gpus = tuple(map(str, range(cluster.n_gpus_per_node)))
     machines = [Machine(cores=64, gpus=gpus, host=Host(node=f"n{n}")) for n in range(cluster.n_nodes)]
-    monkeypatch.setattr(local, "_nccl_of", lambda *given: None)
-    return checked_plan(request, machines, StatusLine(), tries_row=tries_row)
+    monkeypatch.setattr(local, "nccl_versions", lambda config: None)
+    if not tries_row:  # it starts a process
+        monkeypatch.setattr(local, "tried_row", lambda config: local.TriedRow())
+    return checked_plan(request, machines, StatusLine())
 
 
 OF_EXAMPLES = {

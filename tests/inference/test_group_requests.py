@@ -13,14 +13,15 @@ from tests.inference.test_server import refused
 
 
 async def test_a_group_answers_as_its_samples_alone(served):
-    common = {"input_ids": PROMPT, "return_logprob": True, "group_id": "g"}
+    common = {"return_logprob": True}
     samples = [{"rid": f"g{n}", "sampling_seed": n} for n in range(5)]
     sampling = {"temperature": 1.0, "max_new_tokens": 40}
     alone = [
         await served.generate(sampling_params={**sampling, "sampling_seed": sample["sampling_seed"]})
         for sample in samples
     ]
-    body = {**common, "sampling_params": sampling, "samples": samples}
+    prompt = {"input_ids": PROMPT, "group_id": "g", "samples": samples}
+    body = {**common, "sampling_params": sampling, "prompts": [prompt]}
     whole = await served.post("/generate_group", body)
     assert [one["meta_info"]["id"] for one in whole] == [sample["rid"] for sample in samples]
     columns: list[list[Any]] = [[] for _ in samples]
@@ -44,7 +45,8 @@ async def test_the_seed_of_a_sample_replaces_that_of_the_request_also_when_it_is
     sampling = {"temperature": 1.0, "max_new_tokens": 20}
     alone = [await served.generate(sampling_params={**sampling, "sampling_seed": seed}) for seed in (0, 7)]
     samples = [{"rid": "a", "sampling_seed": 0}, {"rid": "b"}]
-    body = {"input_ids": PROMPT, "sampling_params": {**sampling, "sampling_seed": 7}, "samples": samples}
+    prompt = {"input_ids": PROMPT, "samples": samples}
+    body = {"sampling_params": {**sampling, "sampling_seed": 7}, "prompts": [prompt]}
     whole = await served.post("/generate_group", body)
     assert [one["output_ids"] for one in whole] == [one["output_ids"] for one in alone]
     assert whole[0]["output_ids"] != whole[1]["output_ids"]
@@ -56,7 +58,7 @@ async def test_several_prompts_answer_as_each_alone(served):
         {"input_ids": PROMPT, "group_id": "g", "samples": [{"rid": "a", "sampling_seed": 1}, {"rid": "b"}]},
         {"input_ids": PROMPT[:3], "samples": [{"rid": "c", "sampling_seed": 2}]},
     ]
-    alone = [await served.post("/generate_group", {**common, **prompt}) for prompt in prompts]
+    alone = [await served.post("/generate_group", {**common, "prompts": [prompt]}) for prompt in prompts]
     whole = await served.post("/generate_group", {**common, "prompts": prompts})
     assert [one["meta_info"]["id"] for one in whole] == ["a", "b", "c"]
     assert [one["meta_info"]["prompt_tokens"] for one in whole] == [len(PROMPT)] * 2 + [3]
@@ -70,20 +72,22 @@ async def test_several_prompts_answer_as_each_alone(served):
     for one in wrong:
         code = "request.duplicate_id" if one == wrong[5] else "request.invalid_field"
         assert (await refused(served.post("/generate_group", {**common, "prompts": one}, 400)))[0] == code
-    for more in ({"input_ids": PROMPT}, {"samples": [{"rid": "a"}]}, {"group_id": "g"}, {"image_data": []}):
+    for more in ({"input_ids": PROMPT}, {"samples": [{"rid": "a"}]}, {"group_id": "g"}, {"image_data": ["x"]}):
         body = {**common, "prompts": prompts, **more}
         assert (await refused(served.post("/generate_group", body, 400)))[0] == "request.invalid_field"
     assert not served.engine.scheduler.running
 
 
 async def test_a_group_of_a_lost_client_is_aborted_and_a_bad_one_leaves_nothing(served):
-    common = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 100}}
+    common = {"sampling_params": {"max_new_tokens": 100}}
     for samples in ([], "x", [{}], [{"rid": "a", "seed": 1}], [{"rid": "a", "sampling_seed": -1}], [{"rid": "a"}] * 2):
         code = "request.duplicate_id" if samples == [{"rid": "a"}] * 2 else "request.invalid_field"
-        assert (await refused(served.post("/generate_group", {**common, "samples": samples}, 400)))[0] == code
+        body = {**common, "prompts": [{"input_ids": PROMPT, "samples": samples}]}
+        assert (await refused(served.post("/generate_group", body, 400)))[0] == code
     await served.post("/pause_generation", {"mode": "in_place"})
     for stream in (False, True):
-        body = {**common, "stream": stream, "samples": [{"rid": name} for name in "abc"]}
+        prompt = {"input_ids": PROMPT, "samples": [{"rid": name} for name in "abc"]}
+        body = {**common, "stream": stream, "prompts": [prompt]}
         task = asyncio.create_task(served.post("/generate_group", body))
         await served.until(lambda: len(served.engine.scheduler.waiting) == 3)
         task.cancel()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import orjson
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from areal.inference import engine as sampler
 from areal.inference.engine import sample, uniform_numbers
-from areal.inference.request_parser import RequestLimits, parse_sampling_params
+from areal.inference.generate_route import BodyParser
+from areal.inference.request_parser import GenerateBody, RequestLimits
 from areal.inference.scheduler import SamplingParams, Sequence
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
@@ -184,7 +187,8 @@ LIMITS = RequestLimits(vocab_size=5, context_length=64, default_stop_ids=frozens
     ),
 )
 def test_accepted_parameters_give_finite_logprobs(logits, answer, seed, body):
-    params = parse_sampling_params(body, LIMITS)
+    whole = TypeAdapter(GenerateBody).validate_json(orjson.dumps({"input_ids": [0], "sampling_params": body}))
+    params = BodyParser(LIMITS, lambda: 0, records_experts=False)._params(whole)
     row = sequence(seed, [0])
     row.params = params
     for token in answer:

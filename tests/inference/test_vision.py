@@ -180,9 +180,9 @@ def test_a_canary_probe_with_an_image_shows_a_tower_that_was_not_updated(build, 
         answers = []
         for model in (trained, stale):
             driver = drive(model, layout=LAYOUT)
-            found = driver.add(part.input_ids, images=images, max_new_tokens=part.max_new_tokens)
+            found = driver.add(part.input_ids, images=images, max_new_tokens=part.gconfig.max_new_tokens)
             driver.run()
-            expect_logprobs(found, reference(model, found.token_ids, images), 0, part.max_new_tokens)
+            expect_logprobs(found, reference(model, found.token_ids, images), 0, part.gconfig.max_new_tokens)
             answers.append(ProbeAnswer(tuple(found.answer_ids), tuple(found.logprobs)))
         gaps.append(difference(*answers))
     assert gaps[0] < 1e-5

@@ -286,7 +286,8 @@ actor: {{path: org/model, optimizer: {{lr: 1e-4}}}}
 reward_fn: exact
 """
     )
+    monkeypatch.setattr(local, "tried_row", lambda config: local.TriedRow())
     request = local.read_command_line(["--config", str(tmp_path / "x.yaml")])
-    plan = local.checked_plan(request, [Machine(cores=2)], StatusLine(), tries_row=False)
+    plan = local.checked_plan(request, [Machine(cores=2)], StatusLine())
     (server,) = (process for process in plan.processes if process.role == "server")
     assert server.env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"

@@ -4,12 +4,13 @@ import pytest
 
 from areal.api.config import RewardConfig
 from areal.api.errors import InputError
+from areal.api.registry import registered
 from areal.reward import sandbox
 from areal.reward.code import Trial, code_reward, last_code_block
 from areal.reward.code_tests import AssertTest, CodeLimits, Output
 from areal.reward.pool import RewardPool
 from areal.reward.sandbox import Isolation, LocalRunner
-from areal.reward.table import REWARD_FUNCTIONS
+from tests.attack.sandbox import PROGRAMS
 from tests.expect import raises_code
 
 ADD = "def add(a, b):\n    return a + b"
@@ -89,33 +90,22 @@ def test_the_fraction_of_passed_tests_counts_only_with_continuous():
     assert score(dies, tests, continuous=True) == 0.5  # later tests have a new process
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "import os\ndef add(a, b): os._exit(0)",
-        "def add(a, b): raise SystemExit(0)",
-        "class Equal:\n    def __eq__(self, other): return True\ndef add(a, b): return Equal()",
-        "class Equal(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Equal(9)",
-        "class Equal(float):\n    def __sub__(self, x): return 0\n    __rsub__ = __abs__ = __sub__\n"
-        "def add(a, b): return Equal(9)",
-        "import builtins\nbuiltins.AssertionError = builtins.abs = lambda *a: 0\ndef add(a, b): return 9",
-        "def abs(x): return 0\ndef add(a, b): return 9",
-        "candidate = lambda a, b: a + b\ndef add(a, b): return 9",
-        "import areal.reward.sandbox_inside as r\nr.AssertionChecker = r.Functions = None\ndef add(a, b): return 9",
-        "def add(a, b):\n    import inspect\n    for frame in inspect.stack():\n"
-        "        frame.frame.f_globals['encoded'] = lambda *a: {'passed': True}\n    return 9",
-        "import os\nfor fd in range(3, 60):\n"
-        "    for line in (b'{\"passed\": true}', b'{\"value\": 3}', b'{\"value\": {}}'):\n"
-        "        try: os.write(fd, line + b'\\n')\n        except OSError: pass\ndef add(a, b): return 9",
-        "def add(a, b",
-        "",
-        "def sub(a, b): return a - b",
-        "def add(a, b): return float('nan')",
-        "def add(a, b): return lambda: 3",
-    ],
-)
+TRIED = (
+    "exits with SystemExit", "exits at its start", "exits in the call", "raises SystemExit in the call",
+    "object equal to all", "int equal to all", "float that subtracts to 0", "patches builtins",
+    "fake candidate and check", "patches the roles", "patches the frames above", "forges messages",
+    "does not compile", "defines nothing", "not a number",
+)  # fmt: skip
+"""Hostile programs of the fast tier; tests/reward/test_hostile_programs.py has all."""
+WRONG = [
+    "def abs(x): return 0\ndef add(a, b): return 9",
+    "import areal.reward.sandbox_inside as r\nr.AssertionChecker = r.Functions = None\ndef add(a, b): return 9",
+    "def sub(a, b): return a - b",
+    "def add(a, b): return lambda: 3",
+]
+
+
+@pytest.mark.parametrize("source", [*map(PROGRAMS.get, TRIED), *WRONG])
 def test_programs_cannot_pass_tests_by_manipulation(source):
     for tests, row in ((ASSERTS[:1], {}), (CHECK, {"entry_point": "add"}), (CALLS, {})):
         assert score(source, tests, **row) == 0.0
@@ -259,16 +249,8 @@ def test_an_endless_program_fails_and_the_next_test_runs():
     assert score(loop, tests, continuous=True, time_limit_s=3.0) == 0.5
     began_s = time.monotonic()
     assert score("while True: pass", PAIRS, time_limit_s=0.2) == 0.0
-    assert (
-        score(
-            "while True: pass",
-            {"inputs": [""] * 500, "outputs": [""] * 500},
-            continuous=True,
-            time_limit_s=0.2,
-            total_time_limit_s=0.3,
-        )
-        == 0
-    )
+    many, limits = {"inputs": [""] * 500, "outputs": [""] * 500}, {"time_limit_s": 0.2, "total_time_limit_s": 0.3}
+    assert score("while True: pass", many, continuous=True, **limits) == 0
     assert score("while True: pass", ASSERTS * 100, continuous=True, time_limit_s=0.2) == 0
     assert time.monotonic() - began_s < 60
 
@@ -306,6 +288,6 @@ async def test_it_works_in_a_reward_worker():
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
     answers = [(f"```python\n{source}\n```", []) for source in (ADD, "exit()", ADD)]
     row = {"tests": ASSERTS, "total_time_limit_s": 100, "time_limit_s": 60}
-    results = await pool.score_many(REWARD_FUNCTIONS["code"], "", [], answers, row)
+    results = await pool.score_many(registered("rewards", "code").target, "", [], answers, row)
     assert [(r.status, r.value) for r in results] == [("ok", 1.0), ("ok", 0.0), ("ok", 1.0)]
     await pool.aclose()

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from areal.api.config import RewardConfig
 from areal.api.config.rollout import CODE_STARTS_S, CODE_TESTS_S, MATH_NEEDS_S
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef, registered
 from areal.reward import math_symbolic
 from areal.reward.code_tests import CodeLimits
 from areal.reward.math_answer import last_boxed
 from areal.reward.math_symbolic import gold_answer, symbolic_math_reward
 from areal.reward.pool import RewardPool
-from areal.reward.table import REWARD_FUNCTIONS
 from tests.expect import raises_code
 
 WALL_LIMIT_S = math_symbolic._WALL_LIMIT_S
@@ -199,8 +198,10 @@ async def test_it_works_in_a_reward_worker():
     function = FunctionRef(name="math_within_a_second", file=str(Path(__file__).with_name("reward_functions.py")))
     results = await pool.score_many(function, "", [], answers, {"answer": r"\sqrt{8}"})
     assert [(r.status, r.value) for r in results] == [("ok", 1.0), ("ok", 0.0), ("ok", 0.0), ("ok", 1.0)]
-    assert REWARD_FUNCTIONS["math"].module == math_symbolic.__name__
-    (bad,) = await pool.score_many(REWARD_FUNCTIONS["math"], "", [], [(r"\boxed{1}", [])], {"answer": "{{{"})
+    assert registered("rewards", "math").target.module == math_symbolic.__name__
+    (bad,) = await pool.score_many(
+        registered("rewards", "math").target, "", [], [(r"\boxed{1}", [])], {"answer": "{{{"}
+    )
     assert (bad.status, "the row's answer '{{{'" in bad.message) == ("error", True)
     await pool.aclose()
 

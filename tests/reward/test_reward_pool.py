@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from areal.api.config import RewardConfig
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 from areal.reward.pool import RewardPool, _Worker
 from areal.reward.worker import Worker
 from tests.expect import raises_code
@@ -32,18 +32,32 @@ def patient(monkeypatch):
 
 
 @pytest.fixture
-async def pool():
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
-    yield pool
-    await pool.aclose()
+async def pool_of():
+    made = []
+
+    def make(workers=1, timeout_s=200.0):
+        made.append(RewardPool(RewardConfig(workers=workers, timeout_s=timeout_s)))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        await pool.aclose()
 
 
 @pytest.fixture
-async def quick_pool():
+async def pool(pool_of):
+    return pool_of()
+
+
+@pytest.fixture
+async def quick_pool(pool_of):
     """For calls that hang: the limit is long enough for other calls on a busy machine."""
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=3.0))
-    yield pool
-    await pool.aclose()
+    return pool_of(timeout_s=3.0)
+
+
+async def has_started(folder, *names):
+    while not all((folder / f"started-{name}").exists() for name in names):
+        await asyncio.sleep(0.01)
 
 
 async def until_gone(pid):
@@ -82,22 +96,19 @@ async def test_a_mapping_has_a_score_and_other_numbers(pool):
 
 
 async def test_every_failure_has_its_status_and_the_next_call_works(pool):
-    raised = await score(pool, "raises")
-    assert raised.status == "error"
-    assert "ValueError: cannot read 'yes'" in raised.message
-    assert "reward_functions.py" in raised.message
-    nan = await score(pool, "returns_nan")
-    assert (nan.status, nan.value) == ("not_finite", 0.0)
-    nothing = await score(pool, "returns_none")
-    assert (nothing.status, nothing.message) == ("error", "returned None instead of a number")
-    assert (await score(pool, "returns_text")).status == "error"
-    assert (await score(pool, "exits")).status == "error"
-    unknown = await score(pool, "lenght")
-    assert unknown.status == "unusable"
-    assert "'length'" in unknown.message
-    missing = await score(pool, "echo_row", other=1)
-    assert missing.message.endswith("echo_row needs the column 'weight', a row has only ['other']")
-    assert "async function" in (await score(pool, "is_async")).message
+    for name, row, status, parts in [
+        ("raises", {}, "error", ["ValueError: cannot read 'yes'", "reward_functions.py"]),
+        ("returns_nan", {}, "not_finite", []),
+        ("returns_none", {}, "error", ["returned None instead of a number"]),
+        ("returns_text", {}, "error", []),
+        ("exits", {}, "error", []),
+        ("lenght", {}, "unusable", ["'length'"]),
+        ("echo_row", {"other": 1}, "error", ["echo_row needs the column 'weight', a row has only ['other']"]),
+        ("is_async", {}, "unusable", ["async function"]),
+    ]:
+        found = await score(pool, name, **row)
+        assert (found.status, found.value) == (status, 0.0), found
+        assert all(part in found.message for part in parts), found
     assert (await score(pool, "length")).status == "ok"
 
 
@@ -174,53 +185,41 @@ async def test_prints_do_not_reach_the_channel(pool, capfd):
     assert "hello from a user" in capfd.readouterr().err
 
 
-async def test_calls_run_at_once_on_all_workers(tmp_path):
-    pool = RewardPool(RewardConfig(workers=2, timeout_s=200))
-    row = {"folder": str(tmp_path)}
-    calls = [asyncio.create_task(score(pool, "waits_for_file", str(k), **row)) for k in range(5)]
-    while len(list(tmp_path.glob("started-*"))) < 2:
-        await asyncio.sleep(0.01)
+async def test_calls_run_at_once_on_all_workers(pool_of, tmp_path):
+    pool = pool_of(workers=2)
+    calls = [asyncio.create_task(score(pool, "waits_for_file", str(k), folder=str(tmp_path))) for k in range(5)]
+    await has_started(tmp_path, 0, 1)
     assert {p.name for p in tmp_path.glob("started-*")} == {"started-0", "started-1"}
     assert pool.num_workers == 2
     (tmp_path / "go").touch()
     assert {result.status for result in await asyncio.gather(*calls)} == {"ok"}
-    await pool.aclose()
 
 
-async def test_calls_run_in_the_order_of_their_requests(tmp_path):
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
-    row = {"folder": str(tmp_path)}
+async def test_calls_run_in_the_order_of_their_requests(pool, tmp_path):
     (tmp_path / "go").touch()
-    results = await asyncio.gather(*(score(pool, "waits_for_file", "", **row) for _ in range(8)))
+    results = await asyncio.gather(*(score(pool, "waits_for_file", "", folder=str(tmp_path)) for _ in range(8)))
     ends = [result.value for result in results]
     assert ends == sorted(ends)
-    await pool.aclose()
 
 
-async def test_slow_calls_of_a_group_run_on_several_workers(tmp_path):
-    pool = RewardPool(RewardConfig(workers=2, timeout_s=200))
-    row = {"folder": str(tmp_path)}
-    task = asyncio.create_task(pool.score_many(ref("waits_for_file"), "", [], [("0", []), ("1", [])], row))
-    while len(list(tmp_path.glob("started-*"))) < 2:
-        await asyncio.sleep(0.01)
+async def test_slow_calls_of_a_group_run_on_several_workers(pool_of, tmp_path):
+    calls, row = [("0", []), ("1", [])], {"folder": str(tmp_path)}
+    task = asyncio.create_task(pool_of(workers=2).score_many(ref("waits_for_file"), "", [], calls, row))
+    await has_started(tmp_path, 0, 1)
     (tmp_path / "go").touch()
     assert [r.status for r in await task] == ["ok", "ok"]
-    await pool.aclose()
 
 
-async def test_a_cancelled_call_is_not_run(tmp_path):
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
-    row = {"folder": str(tmp_path)}
-    first = asyncio.create_task(score(pool, "waits_for_file", "first", **row))
-    second = asyncio.create_task(score(pool, "waits_for_file", "second", **row))
-    third = asyncio.create_task(score(pool, "waits_for_file", "third", **row))
-    while not (tmp_path / "started-first").exists():
-        await asyncio.sleep(0.01)
+async def test_a_cancelled_call_is_not_run(pool, tmp_path):
+    first, second, third = (
+        asyncio.create_task(score(pool, "waits_for_file", name, folder=str(tmp_path)))
+        for name in ("first", "second", "third")
+    )
+    await has_started(tmp_path, "first")
     second.cancel()
     (tmp_path / "go").touch()
     await asyncio.gather(first, third)
     assert not (tmp_path / "started-second").exists()
-    await pool.aclose()
 
 
 async def test_large_rows_are_sent_and_rows_that_are_not_json_are_errors(pool):
@@ -230,8 +229,7 @@ async def test_large_rows_are_sent_and_rows_that_are_not_json_are_errors(pool):
         await score(pool, "length", when=datetime.timedelta(1))
 
 
-async def test_closing_ends_the_workers_and_fails_waiting_calls(tmp_path):
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
+async def test_closing_ends_the_workers_and_fails_waiting_calls(pool, tmp_path):
     pid = int((await score(pool, "process_id")).value)
     waiting = asyncio.create_task(score(pool, "waits_for_file", folder=str(tmp_path)))
     while not list(tmp_path.glob("started-*")):
@@ -262,7 +260,7 @@ async def test_an_idle_worker_that_dies_is_replaced(pool):
 HANGING_PARENT = """
 import asyncio, sys
 from areal.api.config import RewardConfig
-from areal.api.functions import FunctionRef
+from areal.api.registry import FunctionRef
 from areal.reward.pool import RewardPool, _Worker
 
 async def main():
@@ -293,24 +291,20 @@ def test_a_busy_worker_dies_with_its_parent():
         pytest.fail("the worker still runs after its parent ended")
 
 
-async def test_a_module_that_hangs_at_import_is_killed(tmp_path, monkeypatch):
+async def test_a_module_that_hangs_at_import_is_killed(pool, tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\ndef f(*a, **k): return 1.0\n")
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
     await score(pool, "length")  # a worker has started
     monkeypatch.setattr("areal.reward.pool._LOAD_LIMIT_S", 1.5)
     monkeypatch.setattr(pool, "_timeout_s", 0.1)
     (result,) = await pool.score_many(FunctionRef(name="f", file=str(tmp_path / "slow.py")), "", [], [("", [])], {})
     assert (result.status, result.message) == ("timeout", "took over 1.5 s to import")
-    await pool.aclose()
 
 
-async def test_workers_that_cannot_start_are_replaced_a_limited_number_of_times(monkeypatch):
+async def test_workers_that_cannot_start_are_replaced_a_limited_number_of_times(pool, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    pool = RewardPool(RewardConfig(workers=1))
     result = await score(pool, "length")
     assert result.status == "died"
     assert "no reward worker could be started: the last ended with exit code 1" in result.message
-    await pool.aclose()
 
 
 async def test_the_children_of_a_killed_call_are_killed(quick_pool, tmp_path):

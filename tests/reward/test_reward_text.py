@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.functions import load_function
-from areal.reward.table import REWARD_FUNCTIONS, resolve_reward_fn
+from areal.api.registry import entries, load_function, registered
+from areal.reward.table import resolve_reward_fn
 from areal.reward.text import exact_reward, format_reward
 from tests.expect import raises_code
 
@@ -53,14 +53,15 @@ def test_any_text_has_the_format_or_not(text):
 
 
 def test_every_registered_function_exists():
-    for name, ref in REWARD_FUNCTIONS.items():
+    for name, entry in entries("rewards").items():
+        ref = entry.target
         assert callable(load_function(ref)), name
 
 
 def test_names_functions_and_paths_are_resolved(tmp_path):
     assert resolve_reward_fn("gsm8k").name == "math_reward"
-    assert resolve_reward_fn(exact_reward) == REWARD_FUNCTIONS["exact"]
-    assert resolve_reward_fn("areal.reward.text:exact_reward") == REWARD_FUNCTIONS["exact"]
+    assert resolve_reward_fn(exact_reward) == registered("rewards", "exact").target
+    assert resolve_reward_fn("areal.reward.text:exact_reward") == registered("rewards", "exact").target
     file = tmp_path / "mine.py"
     file.write_text("def score(*a, **k): return 1.0")
     assert resolve_reward_fn(f"{file}:score").file == str(file)

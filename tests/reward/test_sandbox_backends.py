@@ -8,11 +8,11 @@ import pytest
 
 from areal.api.config import RewardConfig
 from areal.api.config.rollout import SandboxConfig
+from areal.api.registry import registered
 from areal.reward import sandbox as sandbox_backends
 from areal.reward.code import code_reward
 from areal.reward.pool import RewardPool
 from areal.reward.sandbox import Isolation, IsolationMissing, checked
-from areal.reward.table import REWARD_FUNCTIONS
 from tests.expect import raises_code
 from tests.reward.backends import BACKENDS, use_backend
 from tests.reward.fake_sandbox_fusion import FakeSandboxFusion
@@ -32,7 +32,7 @@ async def test_the_workers_of_a_pool_use_the_configured_backend():
         sandbox = SandboxConfig(backend="remote", url=server.url)
         pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0, sandbox=sandbox))
         row = {"tests": ["assert add(1, 2) == 3"], "time_limit_s": 60, "total_time_limit_s": 100}
-        (result,) = await pool.score_many(REWARD_FUNCTIONS["code"], "", [], [(ADD, [])], row)
+        (result,) = await pool.score_many(registered("rewards", "code").target, "", [], [(ADD, [])], row)
         await pool.aclose()
     assert (result.status, result.value) == ("ok", 1.0)
     assert len(server.requests) == 1

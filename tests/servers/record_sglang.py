@@ -22,15 +22,14 @@ import aiohttp
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal.api.data import WeightSpec
-from areal.fleet.replica import GenerationPart
+from areal.api.data import GenerationRequest, WeightSpec
 from areal.fleet.sglang import ServerFacts, bucket_body, generate_body, parse_facts, vocabulary_probe
 from areal.server_side.areal_transfer import group, layout
 from areal.system.network import Host
 from areal.weights.update_group import serve_store
 from tests.servers.checkpoints import build_model, build_tokenizer
 from tests.servers.real_server import RealServer
-from tests.servers.record_vllm import FOLDER, PROMPT, Recorder, a_part
+from tests.servers.record_vllm import FOLDER, PROMPT, Recorder, a_form, a_part
 
 _LIMIT_S = 120.0
 _KEPT_METRICS = ("sglang:generation_tokens_total{", "sglang:num_running_reqs{")
@@ -59,8 +58,8 @@ def calm(found: Any) -> Any:
     return {key: 0.0 if key.endswith(_TIMES) and value is not None else calm(value) for key, value in found.items()}
 
 
-def body_of(facts: ServerFacts, part: GenerationPart, *, stream: bool = False) -> dict[str, Any]:
-    return generate_body(dataclasses.replace(part, seed=None), facts, stream=stream)
+def body_of(facts: ServerFacts, part: GenerationRequest, interval: int = 1000) -> dict[str, Any]:
+    return generate_body(dataclasses.replace(part, seed=None), a_form(interval), facts)
 
 
 async def record_description(recorder: Recorder) -> ServerFacts:
@@ -89,26 +88,26 @@ def _folder_in(line: str) -> str:
 
 
 async def record_generation(recorder: Recorder, facts: ServerFacts) -> None:
-    await recorder.ask("generate", "POST", GENERATE, body_of(facts, a_part(3, 16)))
-    await recorder.ask("generate_stream", "POST", GENERATE, body_of(facts, a_part(5, 2), stream=True))
-    ending = dataclasses.replace(a_part(60, 100).gconfig, ignore_eos=False, stop_token_ids=list(range(3, 60)))
-    await recorder.ask("generate_stop", "POST", GENERATE, body_of(facts, a_part(60, 100, gconfig=ending)))
-    too_long = a_part(3, 16, input_ids=[5] * 3000)
+    await recorder.ask("generate", "POST", GENERATE, body_of(facts, a_part(3)))
+    await recorder.ask("generate_stream", "POST", GENERATE, body_of(facts, a_part(5), 2))
+    ending = dataclasses.replace(a_part(60).gconfig, ignore_eos=False, stop_token_ids=list(range(3, 60)))
+    await recorder.ask("generate_stop", "POST", GENERATE, body_of(facts, a_part(60, gconfig=ending)))
+    too_long = a_part(3, input_ids=[5] * 3000)
     await recorder.ask("generate_refused", "POST", GENERATE, body_of(facts, too_long))
-    await recorder.ask("generate_stream_refused", "POST", GENERATE, body_of(facts, too_long, stream=True))
+    await recorder.ask("generate_stream_refused", "POST", GENERATE, body_of(facts, too_long, 2))
     for name in ("generate_refused", "generate_stream_refused"):
         recorder.entries[name]["request"]["body"]["input_ids"] = ["..."]
-    await recorder.ask("generate_unknown_adapter", "POST", GENERATE, body_of(facts, a_part(3, 16, adapter="x")))
+    await recorder.ask("generate_unknown_adapter", "POST", GENERATE, body_of(facts, a_part(3, adapter="x")))
     await recorder.ask("detokenize", "POST", "/detokenize", {"tokens": [PROMPT], "skip_special_tokens": False})
 
 
 async def record_pauses(recorder: Recorder, facts: ServerFacts) -> None:
     """The server takes one request at a time, so that the second is in its queue."""
     running = asyncio.create_task(
-        recorder.ask("generate_stream_aborted", "POST", GENERATE, body_of(facts, a_part(900, 4), stream=True))
+        recorder.ask("generate_stream_aborted", "POST", GENERATE, body_of(facts, a_part(900), 4))
     )
     queued = asyncio.create_task(
-        recorder.ask("generate_queued", "POST", GENERATE, body_of(facts, a_part(3, 16, part_id="recorded-002")))
+        recorder.ask("generate_queued", "POST", GENERATE, body_of(facts, a_part(3, request_id="recorded-002")))
     )
     while True:
         loads = await recorder.ask("loads", "GET", "/v1/loads")

@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal.api.config.rollout import GenerationHyperparameters
-from areal.fleet.replica import GenerationPart
+from areal.api.data import GenerationRequest
+from areal.fleet.replica import AnswerForm
 from areal.fleet.vllm import generate_body
 from areal.server_side.areal_transfer import group, layout
 from areal.system.network import Host
@@ -42,21 +43,14 @@ _KEPT_METRICS = (
 )
 
 
-def a_part(num_tokens: int, interval: int, **changes: Any) -> GenerationPart:
+def a_part(num_tokens: int, **changes: Any) -> GenerationRequest:
     gconfig = GenerationHyperparameters(max_new_tokens=num_tokens, ignore_eos=True)
-    part = GenerationPart(
-        part_id="recorded-001",
-        input_ids=PROMPT,
-        num_prior_output_tokens=0,
-        max_new_tokens=num_tokens,
-        min_new_tokens=0,
-        gconfig=gconfig,
-        adapter="",
-        group_id="",
-        seed=7,
-        stream_interval=interval,
-    )
+    part = GenerationRequest(request_id="recorded-001", input_ids=PROMPT, gconfig=gconfig, seed=7)
     return dataclasses.replace(part, **changes)
+
+
+def a_form(interval: int) -> AnswerForm:
+    return AnswerForm(stream_interval=interval)
 
 
 class Recorder:
@@ -94,16 +88,16 @@ class Recorder:
 
 async def record_generation(recorder: Recorder) -> None:
     path = "/inference/v1/generate"
-    await recorder.ask("generate", "POST", path, generate_body(a_part(3, 16), stream=False))
-    while len(await recorder.ask("generate_stream", "POST", path, generate_body(a_part(5, 2), stream=True))) < 3:
+    await recorder.ask("generate", "POST", path, generate_body(a_part(3), a_form(16)))
+    while len(await recorder.ask("generate_stream", "POST", path, generate_body(a_part(5), a_form(2)))) < 3:
         pass  # a busy server puts what it could not send in time into one event
-    stopping = dataclasses.replace(a_part(60, 100).gconfig, ignore_eos=False, stop_token_ids=list(range(3, 60)))
-    await recorder.ask("generate_stop", "POST", path, generate_body(a_part(60, 100, gconfig=stopping), stream=False))
-    odd = a_part(3, 16, input_ids=[10_000])
+    stopping = dataclasses.replace(a_part(60).gconfig, ignore_eos=False, stop_token_ids=list(range(3, 60)))
+    await recorder.ask("generate_stop", "POST", path, generate_body(a_part(60, gconfig=stopping), a_form(100)))
+    odd = a_part(3, input_ids=[10_000])
     await recorder.ask("generate_refused", "POST", path, generate_body(odd, stream=False))
-    await recorder.ask("generate_unknown_model", "POST", path, generate_body(a_part(3, 16, adapter="x"), stream=False))
+    await recorder.ask("generate_unknown_model", "POST", path, generate_body(a_part(3, adapter="x"), a_form(16)))
     running = asyncio.create_task(
-        recorder.ask("generate_stream_aborted", "POST", path, generate_body(a_part(800, 4), stream=True))
+        recorder.ask("generate_stream_aborted", "POST", path, generate_body(a_part(800), a_form(4)))
     )
     while True:  # until it runs
         metrics = await recorder.ask("metrics", "GET", "/metrics")

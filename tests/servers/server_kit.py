@@ -19,7 +19,7 @@ from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, We
 from areal.data.image_files import RunImages
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
-from areal.fleet.replica import GenerationPart, PartChunk, Replica
+from areal.fleet.replica import AnswerForm, Replica
 from areal.system.file_registry import FileRegistry
 from areal.system.network import Host
 from areal.weights.collective import CollectiveChannel
@@ -100,7 +100,7 @@ class Kit:
 
     def replica(self, server: RealServer) -> Replica:
         """A client of one server, without a fleet."""
-        made = replica_factory(self.backend)("server-0", server.address)
+        made = replica_factory(self.backend)("server-0", server.address, AnswerForm())
         self._closing.append(made)
         return made
 
@@ -184,13 +184,6 @@ def a_request(
     return GenerationRequest(
         request_id=uuid.uuid4().hex, input_ids=prompt, gconfig=GenerationHyperparameters(**settings), seed=seed
     )
-
-
-async def one_part(replica: Replica, part: GenerationPart) -> list[PartChunk]:
-    """All chunks of one part."""
-    chunks: list[PartChunk] = []
-    await replica.generate(part, chunks.append)
-    return chunks
 
 
 def gap(response: GenerationResponse, scorer: Scorer) -> float:

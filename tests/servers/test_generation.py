@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from areal.api.errors import RequestError
-from areal.fleet.continuation import Answer
 from tests.expect import raises_code
+from tests.fleet.generation_parts import Chunks
 from tests.servers.checkpoints import CHARACTERS, EOS, VOCAB_SIZE, Scorer, build_model, token_id
 from tests.servers.real_server import CONTEXT_LENGTH, RealServer
-from tests.servers.server_kit import PROMPT, SGLANG_ONLY, TOLERANCE, VLLM_ONLY, Kit, a_request, gap, one_part
+from tests.servers.server_kit import PROMPT, SGLANG_ONLY, TOLERANCE, VLLM_ONLY, Kit, a_request, gap
 
 VOWELS = {token_id(character) for character in "aeiou"}
 PROMPTS = [[token_id(c) for c in text] for text in ("a", "12+34=", "abc, def. GHI; jkl: mno", "0" * 60)]
@@ -109,12 +109,11 @@ async def test_penalties_are_obeyed(server: RealServer, kit: Kit, greedy: list[i
 
 async def test_tokens_come_in_chunks_while_they_are_made(server: RealServer, kit: Kit, greedy: list[int]) -> None:
     replica = kit.replica(server)
-    part = Answer(a_request(60, greedy=True), stream_interval=8).next_part("server-0")
-    chunks = await one_part(replica, part)
-    assert [token for chunk in chunks for token in chunk.token_ids] == greedy[:60]
+    chunks = await Chunks().collect(replica, a_request(60, greedy=True), 8)
+    assert chunks.ids == greedy[:60]
     assert len(chunks) >= 5
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-    whole = await one_part(replica, Answer(a_request(60, greedy=True), stream_interval=60).next_part("server-0"))
+    whole = await Chunks().collect(replica, a_request(60, greedy=True), 60)
     assert [chunk.token_ids for chunk in whole] == [greedy[:60]]
 
 

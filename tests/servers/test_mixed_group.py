@@ -18,7 +18,7 @@ from areal.api.config.rollout import InferenceEngineConfig
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica
-from areal.fleet.replica import Replica
+from areal.fleet.replica import AnswerForm, Replica
 from areal.fleet.server_client import ServerClient
 from areal.system.file_registry import FileRegistry
 from areal.weights.collective import CollectiveChannel
@@ -73,10 +73,10 @@ class Mixed:
         record = json.dumps({"address": address, "pid": pid})
         self._registry.add(f"servers/{index}", record, replace=True)
 
-    def _replica(self, name: str, address: str) -> Replica:
+    def _replica(self, name: str, address: str, form: AnswerForm) -> Replica:
         if name == REAL:
-            return replica_factory(self._kit.backend)(name, address)
-        made = NativeReplica(name, address, TOKEN)
+            return replica_factory(self._kit.backend)(name, address, form)
+        made = NativeReplica(name, address, TOKEN, form)
         if name == STRUCK:
             made._client = Striking(self, name, address)
         return made

@@ -14,9 +14,11 @@ from areal.api.routed_experts import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.data.pack import rows_to_train_batch
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.fleet.continuation import Answer
+from areal.fleet.fleet import Answer
+from areal.fleet.replica import AnswerForm
 from areal.fleet.sglang import SGLangReplica
 from areal.ledger.payload import encode_unscored, table_of
+from tests.fleet.generation_parts import Chunks
 from tests.servers.checkpoints import EOS, VOCAB_SIZE, build_tokenizer
 from tests.servers.real_server import RealServer
 from tests.servers.server_kit import PROMPT, TOLERANCE, a_request
@@ -42,15 +44,17 @@ async def test_the_trainer_replays_what_sglang_chose(tmp_path: Path) -> None:
     model = write_sparse(tmp_path / "model")
     server = RealServer("sglang", model, tmp_path, flags={"enable_return_routed_experts": True})
     try:
-        replica = SGLangReplica("server-0", server.wait_ready().address)
-        answer = Answer(a_request(20), stream_interval=8, experts=SHAPE)
-        while not answer.finished:
-            await replica.generate(answer.next_part("server-0"), answer.add)
-            answer.interrupted()
+        form = AnswerForm(stream_interval=8, experts=SHAPE)
+        replica = SGLangReplica("server-0", server.wait_ready().address, form=form)
+        answer = Answer(a_request(20), form)
+        while answer.stop_reason is None:
+            for chunk in await Chunks().collect(replica, answer.next_part("server-0")):
+                answer.add(chunk)
+            answer.end_part()
         await replica.close()
     finally:
         server.kill_all()
-    response = answer.response(latency_s=0.0, ttft_s=0.0)
+    response = answer.response()
     row = [*PROMPT, *response.output_ids]
     record = response.routed_experts
     assert record is not None

@@ -95,14 +95,6 @@ def test_coefficients_that_adapt_are_loaded_to_the_bit(make_store, tmp_path):
     assert make_store(tmp_path).load(make_store(tmp_path).save(saved)) == saved
 
 
-def test_a_checkpoint_from_before_there_were_coefficients_loads_without_any(make_store, tmp_path):
-    path = make_store(tmp_path).save(replace(point(1), actor=ActorState(coefficients={"kl_ctl": 1.0})))
-    state = json.loads((path / "state.json").read_bytes())
-    del state["point"]["actor"]
-    (path / "state.json").write_text(json.dumps(state | {"format": 2}))
-    assert make_store(tmp_path).load(path) == point(1)
-
-
 def draws() -> list[float]:
     numbers = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
     return [*numbers, torch.randn(3).sum().item()]

@@ -3,8 +3,8 @@ import itertools
 import pytest
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
-from areal.api.errors import ConfigError, InputError
 from areal.workflow.multi_turn import MultiTurnWorkflow
+from tests.expect import raises_code
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 FIRST = "<s>user\n2+2?<e>\n<s>assistant\n"
@@ -85,15 +85,12 @@ async def test_each_sample_is_a_separate_dialogue(workflow_of, engine_of, tokeni
 
 
 async def test_wrong_arguments_and_rows(workflow_of, engine_of):
-    with pytest.raises(ConfigError, match="max_turns=0") as error:
+    with raises_code("workflow.invalid_args", "max_turns=0"):
         workflow_of(max_turns=0)
-    assert error.value.code == "workflow.invalid_args"
-    with pytest.raises(ConfigError, match=r"turn_discount=1\.5") as error:
+    with raises_code("workflow.invalid_args", "turn_discount=1.5"):
         workflow_of(turn_discount=1.5)
-    assert error.value.code == "workflow.invalid_args"
-    with pytest.raises(InputError, match=r"'messages'.*\['prompt'\]") as error:
+    with raises_code("workflow.missing_column", "'messages'", "['prompt']"):
         await workflow_of().arun_episode(engine_of([]), {"prompt": "2+2="})
-    assert error.value.code == "workflow.missing_column"
 
 
 async def test_several_functions_score_the_last_attempt_and_the_filter_sees_its_part_discounted(workflow_of, engine_of):
@@ -104,9 +101,8 @@ async def test_several_functions_score_the_last_attempt_and_the_filter_sees_its_
     assert group.filter_rewards == [0.5]
     assert (group.stats["reward/exact"], group.stats["reward/format"], group.stats["num_turns"]) == (1.0, 0.0, 2.0)
     assert group.stats["reward_by_source/sums"] == 0.5
-    with pytest.raises(InputError, match=r"row 0 .*poems") as unknown:
+    with raises_code("reward.unknown_source", "row 0 ", "poems"):
         workflow_of(reward=reward).check_rows([ROW | {"data_source": "poems"}])
-    assert unknown.value.code == "reward.unknown_source"
 
 
 async def test_a_wrong_answer_with_a_format_reward_is_retried(workflow_of, engine_of, tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, policy_ratio, ratio_stats
 from areal.api.config import PolicyLossOptions
 from areal.api.errors import ConfigError
-from areal.api.functions import LOSS_CALL, load_function, parse_function_path
+from areal.api.registry import LOSS_CALL, load_function, parse_function_path
 
 
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:

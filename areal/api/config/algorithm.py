@@ -26,7 +26,7 @@ from areal.api.config.schema import (
     when,
 )
 from areal.api.config.train import NO_ADAPTERS, TrainEngineConfig
-from areal.api.functions import ADVANTAGE_CALL
+from areal.api.registry import ADVANTAGE_CALL
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Options of rewards and advantages: shaping, baselines, normalisation, GAE.

@@ -436,6 +436,10 @@ class BaseExperimentConfig:
                 yield f"{key}.fsdp.shard_size", text
 
 
+SERVER_SECTIONS = ("native", "sglang", "vllm", "server_flags_of", "server_defaults", "server_python")
+"""The options of servers."""
+
+
 def _servers(*backends: str) -> Condition:
     uses = f"allocation_mode has {' or '.join(backends)} servers"
     return satisfies("/", lambda config: config.server_backend in ("", *backends), uses)
@@ -467,6 +471,8 @@ class PPOConfig(BaseExperimentConfig):
     """Flags of the SGLang servers, under the names that SGLang uses."""
     vllm: dict[str, Any] = section(dict[str, Any], relevant=_servers("vllm"))
     """Flags of the vLLM servers, under the names that vLLM uses."""
+    server_flags_of: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Flags of the servers of backends that other packages register: name of the backend -> flags."""
     server_defaults: str = choice("server", "server", "areal", relevant=_servers("sglang", "vllm"))
     """Flags of the servers that are not given: server = their defaults, areal = AReaL's (docs/servers.md)."""
     server_python: str = option("", relevant=_servers("sglang", "vllm") & when("rollout.server_addrs", []))
@@ -553,8 +559,12 @@ class PPOConfig(BaseExperimentConfig):
     @property
     def server_flags(self) -> dict[str, Any]:
         """The flags of the servers that allocation_mode starts; empty when their section is a dataclass."""
-        section: Any = getattr(self, self.server_backend, None)
+        section = self.server_section(self.server_backend)
         return cast("dict[str, Any]", section) if isinstance(section, dict) else {}
+
+    def server_section(self, backend: str) -> Any:
+        """The section of a backend; that of one which another package registers is in `server_flags_of`."""
+        return vars(self)[backend] if backend in vars(self) else self.server_flags_of.get(backend, {})
 
     def problems(self) -> Problems:
         yield from super().problems()

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 from areal.api.config.redaction import has_secret
-from areal.api.config.schema import Condition, Problems, choice, given, number, option, satisfies, when
+from areal.api.config.schema import Condition, Problems, choice, choice_of, given, number, option, satisfies, when
 
 
 def _with(*launchers: str) -> Condition:
@@ -24,8 +24,8 @@ class NameResolveConfig:
     """How processes find each other."""
 
     type: str = choice("nfs", "nfs", "etcd", "etcd3", "ray")
-    """Discovery backend; nfs = files in a shared folder, etcd (or etcd3) = an etcd cluster, ray = an actor in Ray."""
-    nfs_record_root: str = option("", relevant=when("type", "nfs"))
+    """Discovery backend; nfs (or ray, a value of AReaL) = files in a shared folder, etcd (or etcd3) = an etcd."""
+    nfs_record_root: str = option("", relevant=when("type", "nfs", "ray"))
     """Folder of the discovery files; empty = inside the run folder."""
     etcd3_addr: str = option("localhost:2379", relevant=_ETCD)
     """HOST:PORT of each etcd member, separated by commas; https://HOST:PORT for TLS."""
@@ -149,7 +149,7 @@ class ElasticConfig:
 class LauncherConfig:
     """How processes are started and monitored."""
 
-    type: str = choice("auto", "auto", "local", "ray", "slurm", "ssh")
+    type: str = choice_of("launchers", "auto", "auto")
     """Launcher of `areal run`; auto = local, or ssh if the command line has --hosts."""
     inference_server_cpus_per_gpu: int = number(4, low=1)
     """Maximum CPU threads for each GPU of a server, which Slurm and Ray reserve; without GPUs all share the cores."""

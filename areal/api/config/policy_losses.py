@@ -10,7 +10,7 @@ from typing import Any
 from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.config.schema import Problem, Problems, above, choice, given, number, option, satisfies, section, when
 from areal.api.errors import ConfigError
-from areal.api.functions import LOSS_CALL, CallForm, parse_function_path
+from areal.api.registry import LOSS_CALL, CallForm, parse_function_path
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A function that the user names by path in place of a named choice.

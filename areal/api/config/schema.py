@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from areal.api.errors import ConfigProblem as Problem
+from areal.api.registry import entries
 
 # ----------------------------------------------------------------------------------------------------------------------
 # When an option has an effect: conditions declared with the field, and the one check over a finished config.
@@ -211,6 +212,11 @@ def choice(default: Any, *choices: str, relevant: Condition | None = None, also:
     return field(default=default, metadata=metadata)
 
 
+def choice_of(kind: str, default: Any, *more: str, relevant: Condition | None = None, also: str = "") -> Any:
+    """A text field that takes a registered name of `kind`, or one of `more`."""
+    return field(default=default, metadata={"kind": kind, "choices": more, "relevant": relevant, "also": also})
+
+
 def number(
     default: Any,
     *,
@@ -317,7 +323,7 @@ def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
             is_section=is_section,
             item_section=of_item if dataclasses.is_dataclass(of_item) else None,  # pyright: ignore[reportArgumentType]
             needs_values=needs_values,
-            choices=limits.get("choices", ()),
+            choices=(*limits.get("choices", ()), *(entries(limits["kind"]) if "kind" in limits else ())),
             bounds=tuple(bounds),
         )
     return specs

@@ -8,6 +8,7 @@ from areal.api.config.schema import (
     Problem,
     Problems,
     choice,
+    choice_of,
     given,
     number,
     option,
@@ -16,6 +17,7 @@ from areal.api.config.schema import (
     unless,
     when,
 )
+from areal.api.registry import registered
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Options of LoRA adapters, under the names of peft.
@@ -228,14 +230,29 @@ class MicroBatchSpec:
     """The number of micro-batches is rounded up to a multiple of this."""
 
 
-_ADAM, _DECAYS = when("type", "adam", "adam_bf16", "adam_8bit"), when("lr_scheduler_type", "linear", "cosine")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFacts:
+    """What the checks before a start know of an optimiser."""
+
+    state_bytes: float
+    """Bytes of the state of a parameter."""
+    has_moments: bool = False
+    """Whether it reads beta1, beta2 and eps."""
+
+
+def _has_moments(name: str) -> bool:
+    return registered("optimizers", name, key="optimizer.type").facts.has_moments
+
+
+_ADAM = satisfies("type", _has_moments, "is an optimiser with moments")
+_DECAYS = when("lr_scheduler_type", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Optimiser and learning-rate schedule."""
 
-    type: str = choice("adam", "adam", "adam_bf16", "adam_8bit", "sgd")
+    type: str = choice_of("optimizers", "adam")
     """Optimiser: AdamW with moments in float32, bfloat16 or 8 bits, or sgd = gradient descent without momentum."""
     lr: float = number(1e-3, above=0, also="verl: actor.optim.lr; ROLL: training_args.learning_rate")
     """Peak learning rate."""
@@ -261,7 +278,7 @@ class OptimizerConfig:
     @property
     def state_bytes(self) -> float:
         """Bytes of the optimiser state of a parameter."""
-        return {"adam": 8, "adam_bf16": 4, "adam_8bit": 2.25, "sgd": 0}[self.type]
+        return registered("optimizers", self.type, key="optimizer.type").facts.state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,7 +171,7 @@ def _wrapped(
 ) -> list[DistributedDataParallel]:
     """The chunks with Megatron's data parallelism, and what the schedules call of it."""
     is_whole = config.megatron.overlap_param_gather_with_optimizer_step
-    found = [
+    result = [
         DistributedDataParallel(
             config=model_config,
             ddp_config=ddp_config(config),
@@ -182,7 +182,7 @@ def _wrapped(
         for place, chunk in enumerate(chunks)
     ]
     if config.megatron.ddp.overlap_grad_reduce:  # in the backward pass of the last micro-batch
-        model_config.no_sync_func = [chunk.no_sync for chunk in found] if len(found) > 1 else found[0].no_sync
-    if config.megatron.ddp.align_param_gather and len(found) > 1:
-        model_config.param_sync_func = [chunk.start_param_sync for chunk in found]
-    return found
+        model_config.no_sync_func = [chunk.no_sync for chunk in result] if len(result) > 1 else result[0].no_sync
+    if config.megatron.ddp.align_param_gather and len(result) > 1:
+        model_config.param_sync_func = [chunk.start_param_sync for chunk in result]
+    return result

@@ -79,12 +79,12 @@ def staged_pieces(own: RankWeights, optimizer: MegatronOptimizer | None, mesh: T
 
 def _pieces_of(own: RankWeights, weight: MappedWeight, state: Mapping[str, Tensor]) -> dict[str, Piece]:
     group = own.tensor_group(weight)
-    found: dict[str, Piece] = {}
+    pieces: dict[str, Piece] = {}
     for kind, value in state.items():
         for part, tensor in zip(weight.parts, weight.divided(value), strict=True):
             region = weight.region(part, group.rank(), group.size())
-            found[_name(kind, part.state_name)] = Piece(tensor.contiguous(), part.state_offsets(region))
-    return found
+            pieces[_name(kind, part.state_name)] = Piece(tensor.contiguous(), part.state_offsets(region))
+    return pieces
 
 
 def _joined_experts(
@@ -94,17 +94,17 @@ def _joined_experts(
 
     `state`: the whole parts by kind. `pieces`: with those of the experts before it.
     """
-    found: dict[str, Piece] = {}
+    experts: dict[str, Piece] = {}
     for kind, parts in state.items():
         for part, value in zip(weight.parts, parts, strict=True):
             name, (expert, row, _) = _name(kind, part.state_name), part.state_offsets([slice(0, 0)] * value.dim())
-            piece = found.get(name) or pieces.get(name)
+            piece = experts.get(name) or pieces.get(name)
             if piece is None:
                 whole = value.new_empty(own.num_experts, *part.state_shape[1:])
                 piece = Piece(whole, (expert, 0, 0))
-            found[name] = piece
+            experts[name] = piece
             piece.values[expert - piece.offsets[0], row : row + len(value)] = value
-    return found
+    return experts
 
 
 def _name(kind: str, weight: str) -> str:
@@ -381,9 +381,9 @@ class MegatronEngine:
         """Tokens of the whole batch on all ranks, divided by what the collective of the gradients divides."""
         if self._routing is None or not self._routing.has_loss:
             return 0.0
-        found = self.all_reduce(torch.tensor([float(batch.num_tokens)], dtype=torch.float64)).item()
+        total = self.all_reduce(torch.tensor([float(batch.num_tokens)], dtype=torch.float64)).item()
         is_sum = get_model_config(self._chunks[0]).calculate_per_token_loss
-        return found if is_sum else found / (self._mesh.dp_size * self._mesh.context.size)
+        return total if is_sum else total / (self._mesh.dp_size * self._mesh.context.size)
 
     def _valid(self, work: _Work) -> Tensor:
         """Which of the tokens that the layers of this rank see are of sequences of the batch: [T] bool."""
@@ -413,13 +413,13 @@ class MegatronEngine:
         shapes = [[*value.shape] for value in whole]
         dtypes = [str(value.dtype)[len("torch.") :] for value in whole]
         facts = self._text_from_last(json.dumps([shapes, dtypes]))
-        found: list[Tensor] = []
+        result: list[Tensor] = []
         for place, (shape, dtype) in enumerate(zip(*json.loads(facts), strict=True)):
             value = whole[place] if self._is_last else torch.empty(shape, dtype=getattr(torch, dtype))
             value = value.to(self._mesh.device).contiguous()
             dist.broadcast(value, group_src=group.size() - 1, group=group)
-            found.append(value.cpu())
-        return found
+            result.append(value.cpu())
+        return result
 
     def _metrics_from_last(self, metrics: Metrics) -> Metrics:
         if self._groups.pp.size() == 1:

@@ -53,8 +53,8 @@ class MegatronOptimizer:
                 optimizer_config(config, dtype), list(chunks), config_overrides={}, use_gloo_process_groups=False
             )
         if config.megatron.offload_optimizer:
-            for one in self._parts():
-                one.optimizer.step = partial(step_one_by_one, one.optimizer, one.optimizer.step)
+            for part in self._parts():
+                part.optimizer.step = partial(step_one_by_one, part.optimizer, part.optimizer.step)
         self._state_device = torch.device("cpu") if config.megatron.offload_optimizer else None
         self._is_shared = shares_state(config)
         self._is_late = self._is_shared and config.megatron.ddp.overlap_param_gather
@@ -98,21 +98,25 @@ class MegatronOptimizer:
 
     def clear_state(self) -> None:
         """Reset to the state after construction; the schedule continues."""
-        for one in self._parts():
-            for group in one.optimizer.param_groups:
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
                 group.pop("step", None)
                 for weight in group["params"]:
-                    state = one.optimizer.state.pop(weight, {})
+                    state = part.optimizer.state.pop(weight, {})
                     if _MASTER in state:  # the moments are new, the weight is not
-                        found = _Main(one.optimizer, group, weight, 0, weight.numel())
-                        one.optimizer.state[weight] = state
-                        found.put({kind: torch.zeros_like(weight, dtype=torch.float32) for kind in MOMENTS}, 0.0)
+                        main = _Main(part.optimizer, group, weight, 0, weight.numel())
+                        part.optimizer.state[weight] = state
+                        main.put({kind: torch.zeros_like(weight, dtype=torch.float32) for kind in MOMENTS}, 0.0)
 
     def _parts(self) -> list[Any]:
-        return [one for one in self._inner.chained_optimizers if getattr(one, "optimizer", None) is not None]
+        return [
+            chained_optimizer
+            for chained_optimizer in self._inner.chained_optimizers
+            if getattr(chained_optimizer, "optimizer", None) is not None
+        ]
 
     def _gradients(self) -> list[Tensor]:
-        found = [p for one in self._parts() for p in one.get_parameters()]
+        found = [p for part in self._parts() for p in part.get_parameters()]
         grads = [getattr(p, "decoupled_grad", None) if p.grad is None else p.grad for p in found]
         return [grad for grad in grads if grad is not None]
 
@@ -145,15 +149,15 @@ class MegatronOptimizer:
 
         A collective over the ranks that hold the same part of the weight.
         """
-        found = self._main_of(parameter)
+        main = self._main_of(parameter)
         if not isinstance(parameter, nn.Parameter):  # a buffer, which all ranks have
             return {"value": parameter.detach().float()}
         group = self._own.data_group(weight)
         whole: dict[str, Tensor] = {}
         for kind in ("value", *kinds):
             joined = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if found is not None:
-                joined[found.first : found.end] = found.get(kind).float().flatten()
+            if main is not None:
+                joined[main.first : main.end] = main.get(kind).float().flatten()
             if self._is_shared and group.size() > 1:
                 dist.all_reduce(joined, group=group)
             whole[kind] = joined.view(parameter.shape)
@@ -166,13 +170,13 @@ class MegatronOptimizer:
         """
         with torch.no_grad():
             parameter.copy_(state["value"])
-            found = self._main_of(parameter)
-            if found is None:
+            main = self._main_of(parameter)
+            if main is None:
                 return
-            cut = {kind: value.flatten()[found.first : found.end] for kind, value in state.items()}
-            found.put_value(cut.pop("value"))
+            cut = {kind: value.flatten()[main.first : main.end] for kind, value in state.items()}
+            main.put_value(cut.pop("value"))
             if step is not None:
-                found.put(cut, step, self._state_device)
+                main.put(cut, step, self._state_device)
 
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
         """Continue with other weights and the same moments; local."""
@@ -180,13 +184,15 @@ class MegatronOptimizer:
 
     def num_updates(self) -> float:
         """Updates that the moments contain; a collective."""
-        steps = [float(state.get("step", 0.0)) for one in self._parts() for state in one.optimizer.state.values()]
-        steps += [float(group.get("step", 0.0)) for one in self._parts() for group in one.optimizer.param_groups]
+        steps = [float(state.get("step", 0.0)) for part in self._parts() for state in part.optimizer.state.values()]
+        steps += [float(group.get("step", 0.0)) for part in self._parts() for group in part.optimizer.param_groups]
         return float(self._mesh.all_reduce(torch.tensor([max(steps, default=0.0)], dtype=torch.float64), "max").item())
 
     def kinds(self) -> tuple[str, ...]:
         """The moments that exist; none before the first step. A collective."""
-        here = any(state.get("exp_avg") is not None for one in self._parts() for state in one.optimizer.state.values())
+        here = any(
+            state.get("exp_avg") is not None for part in self._parts() for state in part.optimizer.state.values()
+        )
         flag = torch.tensor([float(here)], dtype=torch.float64)
         return MOMENTS if self._mesh.all_reduce(flag, "max").item() else ()
 

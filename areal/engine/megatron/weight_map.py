@@ -190,7 +190,7 @@ class _Layer:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
         rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        found = [
+        result = [
             self.weight(
                 "self_attention.linear_qkv.weight",
                 *((f"self_attn.{name}.weight", (count, config.hidden_size)) for name, count in rows.items()),
@@ -200,16 +200,16 @@ class _Layer:
         ]
         if qkv_bias:
             biases = [(f"self_attn.{name}.bias", (count,)) for name, count in rows.items()]
-            found.append(self.weight("self_attention.linear_qkv.bias", *biases, split=0, head_dim=dim))
+            result.append(self.weight("self_attention.linear_qkv.bias", *biases, split=0, head_dim=dim))
         out = ("self_attn.o_proj.weight", (config.hidden_size, queries))
-        found.append(self.weight("self_attention.linear_proj.weight", out, split=1))
+        result.append(self.weight("self_attention.linear_proj.weight", out, split=1))
         if out_bias:
             bias = ("self_attn.o_proj.bias", (config.hidden_size,))
-            found.append(self.weight("self_attention.linear_proj.bias", bias))
+            result.append(self.weight("self_attention.linear_proj.bias", bias))
         for name in ("q", "k") if norms else ():
             norm = (f"self_attn.{name}_norm.weight", (dim,))
-            found.append(self.weight(f"self_attention.{name}_layernorm.weight", norm))
-        return found
+            result.append(self.weight(f"self_attention.{name}_layernorm.weight", norm))
+        return result
 
     def latent_attention(self) -> list[MappedWeight]:
         """Queries, keys and values through latents, as DeepSeek-V2 (arXiv 2405.04434, 2.1) has them."""
@@ -244,7 +244,7 @@ class _Layer:
         ours = ours or block
         hidden, size = int(self.config.hidden_size), int(size or self.config.intermediate_size)
         wide, out = [f"mlp.{block}{name}_proj" for name in ("gate", "up")], f"mlp.{block}down_proj"
-        found = [
+        result = [
             self.weight(
                 f"mlp.{ours}linear_fc1.weight", *((f"{name}.weight", (size, hidden)) for name in wide), split=0
             ),
@@ -252,9 +252,9 @@ class _Layer:
         ]
         if bias:
             biases = [(f"{name}.bias", (size,)) for name in wide]
-            found.append(self.weight(f"mlp.{ours}linear_fc1.bias", *biases, split=0))
-            found.append(self.weight(f"mlp.{ours}linear_fc2.bias", (f"{out}.bias", (hidden,))))
-        return found
+            result.append(self.weight(f"mlp.{ours}linear_fc1.bias", *biases, split=0))
+            result.append(self.weight(f"mlp.{ours}linear_fc2.bias", (f"{out}.bias", (hidden,))))
+        return result
 
     def experts(
         self, size: int, block: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -265,9 +265,9 @@ class _Layer:
         router = Part(f"{self._theirs}{block}gate.weight", (count, hidden))
         if block != "mlp.":
             router = Part(router.name, router.shape, Inside(f"{inside}gate.weight", router.shape, (0, 0)))
-        found = [MappedWeight(name=f"{self._ours}mlp.router.gate.weight", parts=(router,), layer=self.layer)]
+        result = [MappedWeight(name=f"{self._ours}mlp.router.gate.weight", parts=(router,), layer=self.layer)]
         if self.config.model_type in ("deepseek_v3", "glm4_moe"):
-            found.append(self.weight(f"mlp.router.gate.{EXPERT_BIAS}", (f"mlp.gate.{EXPERT_BIAS}", (count,))))
+            result.append(self.weight(f"mlp.router.gate.{EXPERT_BIAS}", (f"mlp.gate.{EXPERT_BIAS}", (count,))))
         wide, deep = (count, 2 * size, hidden), (count, hidden, size)
         for expert in range(count):
             gate, up, down = (f"{self._theirs}{block}experts.{expert}.{name}.weight" for name in names)
@@ -279,8 +279,8 @@ class _Layer:
             last = Part(down, (hidden, size), Inside(f"{inside}experts.down_proj", deep, (expert, 0, 0)))
             for number, own, split in ((1, parts, 0), (2, (last,), 1)):
                 name = self._ours + "mlp.experts.local_experts.{expert}." + f"linear_fc{number}.weight"
-                found.append(MappedWeight(name=name, parts=own, split=split, layer=self.layer, expert=expert))
-        return found
+                result.append(MappedWeight(name=name, parts=own, split=split, layer=self.layer, expert=expert))
+        return result
 
 
 def _llama(layer: _Layer) -> list[MappedWeight]:

@@ -64,9 +64,9 @@ class RankWeights:
 
     def without(self, name: str) -> "RankWeights":
         """The same without the weight `name`."""
-        found = copy(self)
-        found.weights = [weight for weight in self.weights if key_of(weight) != name]
-        return found
+        result = copy(self)
+        result.weights = [weight for weight in self.weights if key_of(weight) != name]
+        return result
 
     def tensor_group(self, weight: MappedWeight) -> dist.ProcessGroup:
         """The ranks that hold the other parts of a weight of this rank."""
@@ -136,10 +136,10 @@ class RankWeights:
             place = Place(self._stages.size - 1, self._stages.chunks - 1, 0)
         expert = 0 if weight.expert is None else weight.expert % self.num_experts
         names = list(names_on_rank(weight, place, expert))
-        found = next((named[place.chunk][name] for name in names if name in named[place.chunk]), None)
-        if found is None:
+        result = next((named[place.chunk][name] for name in names if name in named[place.chunk]), None)
+        if result is None:
             raise RuntimeError(f"the model has no weight {names[0]}")
-        return found
+        return result
 
 
 def key_of(weight: MappedWeight) -> str:

@@ -1,22 +1,87 @@
-"""References to functions and classes: how a name in a configuration or an object becomes one, and back.
+"""What a configuration names: the registry of named things, and references to functions and classes as text.
 
-A reference crosses process borders as text, so that no code is ever pickled.
+A package of areal registers what it has in its module `registered`; a package of others has a module for it, which its
+entry point of the group `areal.plugins` names. These modules run in every process, also in the launcher, so they load
+no torch: the target of an entry is text, `module:name`, which is imported when the thing itself is needed. A reference
+crosses process borders as text too, so that no code is ever pickled.
 """
+
+from __future__ import annotations
 
 import ast
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import areal
 from areal.api.errors import ConfigError, ConfigProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One registered thing."""
+
+    name: str
+    target: FunctionRef
+    options: type[Any] | None = None
+    """The dataclass of its own options, a subclass of `areal.api.config.schema.Named`; None = it has none."""
+    facts: Any = None
+    """What the checks before a start need to know of it; each kind has a class for it, or none."""
+
+    def load(self) -> Any:
+        """The thing itself; imports its module."""
+        return load_object(self.target)
+
+
+_ENTRIES: dict[str, dict[str, Entry]] = {}
+"""Kind -> name -> entry; `register` alone adds to it."""
+
+
+def register(kind: str, name: str, target: str, *, options: type[Any] | None = None, facts: Any = None) -> None:
+    """Add `target`, the text `module:name`, under a name. ConfigError when another target has it.
+
+    Kinds: losses, estimators, optimizers, rewards, answers, datasets, workflows, filters, backends, launchers and
+    trackers.
+    """
+    module, _, thing = target.partition(":")
+    entry = Entry(name=name, target=FunctionRef(name=thing, module=module), options=options, facts=facts)
+    if _ENTRIES.setdefault(kind, {}).setdefault(name, entry).target != entry.target:
+        message = f"{kind}: {name} is registered as {_ENTRIES[kind][name].target} and as {target}: rename one of them"
+        raise ConfigError(message, code="config.registered_twice")
+
+
+@cache
+def _load_registrations() -> None:
+    """Import the modules that register: those of areal, found by their file name, then those of entry points."""
+    for path in sorted(Path(areal.__path__[0]).glob("*/registered.py")):
+        importlib.import_module(f"areal.{path.parent.name}.registered")
+    for point in entry_points(group="areal.plugins"):
+        point.load()
+
+
+def entries(kind: str) -> dict[str, Entry]:
+    """Everything of a kind by name."""
+    _load_registrations()
+    return _ENTRIES.get(kind, {})
+
+
+def registered(kind: str, name: str, *, key: str = "") -> Entry:
+    """The entry of that name. ConfigError, about the option `key`, when there is none."""
+    known = entries(kind)
+    if name not in known:
+        text = f"is not known: {_did_you_mean(name, known)}registered are {', '.join(sorted(known))}"
+        raise _bad_reference(key or kind, name, text)
+    return known[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,42 +96,6 @@ class FunctionRef:
 
     def __str__(self) -> str:
         return f"{self.file or self.module}:{self.name}"
-
-
-REWARD_FUNCTIONS: dict[str, FunctionRef] = {
-    "none": FunctionRef(name="no_reward", module="areal.reward.text"),
-    "exact": FunctionRef(name="exact_reward", module="areal.reward.text"),
-    "format": FunctionRef(name="format_reward", module="areal.reward.text"),
-    "choice": FunctionRef(name="choice_reward", module="areal.reward.text"),
-    "gsm8k": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
-    "math": FunctionRef(name="symbolic_math_reward", module="areal.reward.math_symbolic"),
-    "code": FunctionRef(name="code_reward", module="areal.reward.code"),
-    "clevr_count_70k": FunctionRef(name="count_reward", module="areal.reward.math_symbolic"),
-    "geometry3k": FunctionRef(name="vision_math_reward", module="areal.reward.math_symbolic"),
-    "virl39k": FunctionRef(name="vision_math_reward", module="areal.reward.math_symbolic"),
-}
-WORKFLOWS: dict[str, FunctionRef] = {
-    "rlvr": FunctionRef(name="RLVRWorkflow", module="areal.workflow.rlvr"),
-    "vision_rlvr": FunctionRef(name="VisionRLVRWorkflow", module="areal.workflow.rlvr"),
-    "multi_turn": FunctionRef(name="MultiTurnWorkflow", module="areal.workflow.multi_turn"),
-    "agent": FunctionRef(name="AgentWorkflow", module="areal.workflow.agent"),
-    "synthetic": FunctionRef(name="SyntheticWorkflow", module="areal.workflow.synthetic"),
-}
-ACCEPT_FUNCTIONS: dict[str, FunctionRef] = {
-    "mixed_rewards": FunctionRef(name="mixed_rewards", module="areal.workflow.accept"),
-}
-MAP_FUNCTIONS: dict[str, FunctionRef] = {
-    "gsm8k": FunctionRef(name="gsm8k_row", module="areal.data.dataset"),
-    "clevr_count_70k": FunctionRef(name="clevr_count_row", module="areal.data.dataset"),
-    "geometry3k": FunctionRef(name="geometry3k_row", module="areal.data.dataset"),
-    "virl39k": FunctionRef(name="virl39k_row", module="areal.data.dataset"),
-}
-ANSWER_FUNCTIONS: dict[str, FunctionRef] = {
-    "number": FunctionRef(name="canonical_answer", module="areal.reward.math_answer"),
-    "choice": FunctionRef(name="extract_choice", module="areal.reward.text"),
-    "text": FunctionRef(name="stripped", module="areal.reward.text"),
-}
-"""The tables of registered names are here, so that the launcher checks names without importing the functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +156,14 @@ def function_ref(function: Callable[..., Any]) -> FunctionRef:
     return FunctionRef(name=name, file=str(Path(file).resolve()))
 
 
-def resolve_function(
-    text: str, registered: Mapping[str, FunctionRef], *, key: str, call: CallForm | None = None
-) -> FunctionRef:
-    """The registered function of that name, or what `parse_function_path` finds."""
-    if text in registered:
-        return registered[text]
+def resolve_function(text: str, kind: str = "", *, key: str, call: CallForm | None = None) -> FunctionRef:
+    """The registered function of that name, or what `parse_function_path` finds. Empty `kind`: a path only."""
+    known = entries(kind) if kind else {}
+    if text in known:
+        return known[text].target
     if ":" not in text:
-        known = f"{_did_you_mean(text, registered)}registered are {', '.join(sorted(registered))}"
-        raise _bad_reference(key, text, f"is not known: {known}; give your own as module:function or file.py:function")
+        names = f"{_did_you_mean(text, known)}registered are {', '.join(sorted(known))}"
+        raise _bad_reference(key, text, f"is not known: {names}; give your own as module:function or file.py:function")
     return parse_function_path(text, key=key, call=call)
 
 
@@ -281,19 +309,24 @@ def _signature(args: ast.arguments) -> inspect.Signature:
     return inspect.Signature(found)
 
 
-def load_function(ref: FunctionRef, call: CallForm | None = None) -> Callable[..., Any]:
-    """Import the function or class of a reference. Exceptions of the module at its import are not caught.
-
-    ConfigError when it is missing, or cannot be called as `call`.
-    """
+def load_object(ref: FunctionRef) -> Any:
+    """Import what a reference names. Exceptions of the module at its import are not caught."""
     module = _load_file(Path(ref.file)) if ref.file else importlib.import_module(ref.module)
-    function = module.__dict__.get(ref.name)
-    if function is None and hasattr(module, "__getattr__"):
-        function = getattr(module, ref.name, None)
-    if not callable(function):
+    found = module.__dict__.get(ref.name)
+    if found is None and hasattr(module, "__getattr__"):
+        found = getattr(module, ref.name, None)
+    if found is None:
         known = [name for name, value in module.__dict__.items() if callable(value) and not name.startswith("_")]
-        message = f"{ref.file or ref.module} defines no function {ref.name}: {_did_you_mean(ref.name, known)}"
+        message = f"{ref.file or ref.module} defines no {ref.name}: {_did_you_mean(ref.name, known)}"
         raise ConfigError(message.rstrip(": "), code="config.bad_reference")
+    return found
+
+
+def load_function(ref: FunctionRef, call: CallForm | None = None) -> Callable[..., Any]:
+    """Import the function or class of a reference. ConfigError when it is missing, or cannot be called as `call`."""
+    function = load_object(ref)
+    if not callable(function):
+        raise ConfigError(f"{ref} is no function", code="config.bad_reference")
     if call is not None:
         try:
             signature = inspect.signature(function)

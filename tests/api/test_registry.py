@@ -5,22 +5,23 @@ from pathlib import Path
 import pytest
 
 from areal.api.errors import ConfigError
-from areal.api.functions import (
+from areal.api.registry import (
     ACCEPT_CALL,
-    ACCEPT_FUNCTIONS,
-    MAP_FUNCTIONS,
     REWARD_CALL,
-    REWARD_FUNCTIONS,
-    WORKFLOWS,
     FunctionRef,
+    entries,
     function_ref,
     load_function,
     parse_function_path,
+    register,
+    registered,
     resolve_function,
     source_signature,
 )
+from tests.expect import raises_code
 
 ROOT = Path(__file__).parents[2]
+KINDS = ("optimizers", "rewards", "answers", "datasets", "workflows", "filters", "backends", "launchers")
 
 
 def top_level():
@@ -29,7 +30,7 @@ def top_level():
 
 def test_a_function_is_found_again_by_its_reference():
     ref = function_ref(parse_function_path)
-    assert str(ref) == "areal.api.functions:parse_function_path"
+    assert str(ref) == "areal.api.registry:parse_function_path"
     assert load_function(ref) is parse_function_path
     assert function_ref(top_level).name == "top_level"
 
@@ -48,7 +49,7 @@ def test_functions_that_other_processes_cannot_import_are_refused():
 
 
 def test_paths_of_modules_and_files(tmp_path):
-    assert parse_function_path("areal.api.functions:load_function", key="k") == function_ref(load_function)
+    assert parse_function_path("areal.api.registry:load_function", key="k") == function_ref(load_function)
     file = tmp_path / "mine.py"
     file.write_text("import neighbour\ndef score():\n    return neighbour.VALUE\nVALUE = 3\n")
     (tmp_path / "neighbour.py").write_text("VALUE = 5\n")
@@ -77,15 +78,28 @@ def test_a_file_that_fails_at_import_is_run_again(tmp_path):
 @pytest.mark.parametrize("text", ["unknown", "a:b:", ":f", "f:", "nowhere.at.all:f", "missing.py:f", "areal.nothing:f"])
 def test_bad_names_name_their_key(text):
     with pytest.raises(ConfigError) as caught:
-        resolve_function(text, {"known": function_ref(load_function)}, key="the_key")
+        resolve_function(text, "rewards", key="the_key")
     assert [(problem.path, problem.code) for problem in caught.value.problems] == [("the_key", "config.bad_reference")]
 
 
-@pytest.mark.parametrize("table", [REWARD_FUNCTIONS, WORKFLOWS, ACCEPT_FUNCTIONS, MAP_FUNCTIONS])
-def test_every_registered_name_can_be_loaded(table):
-    for name, ref in table.items():
-        assert resolve_function(str(ref), {}, key=name) == ref
-        assert callable(load_function(ref))
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_registered_name_can_be_loaded(kind):
+    assert len(entries(kind)) > 0
+    for name, entry in entries(kind).items():
+        assert entry.load() is not None
+        assert registered(kind, name) == entry
+
+
+def test_a_name_is_registered_once():
+    with raises_code("config.registered_twice"):
+        register("rewards", "gsm8k", "other.module:reward")
+    with raises_code("config.bad_reference"):
+        registered("rewards", "gsm9k")
+
+
+def test_registrations_load_no_torch():
+    code = "import sys; from areal.api.registry import entries; entries('losses'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_a_path_is_looked_up_without_importing_anything(tmp_path, monkeypatch):
@@ -158,7 +172,7 @@ def test_a_loaded_function_with_another_signature_is_refused():
 
 
 def test_the_signature_of_a_workflow_is_read_from_its_source(tmp_path):
-    rlvr = source_signature(WORKFLOWS["rlvr"])
+    rlvr = source_signature(registered("workflows", "rlvr").target)
     assert rlvr is not None
     assert {"reward_fn", "gconfig", "tokenizer"} <= rlvr.parameters.keys()
     file = tmp_path / "own.py"
@@ -174,7 +188,7 @@ def test_the_signature_of_a_workflow_is_read_from_its_source(tmp_path):
 SCRIPT = """
 import asyncio, sys
 from areal.api.config import RewardConfig
-from areal.api.functions import function_ref
+from areal.api.registry import function_ref
 from areal.reward.pool import RewardPool
 
 def reward(prompt, completion, prompt_ids, completion_ids, **row):

@@ -15,8 +15,9 @@ from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.routed_experts import ExpertShape, RoutedExperts
-from areal.fleet.continuation import Answer, experts_of, prior_output_bias, token_budget, versions_of
-from areal.fleet.replica import GenerationPart, PartChunk
+from areal.fleet.fleet import Answer, token_budget
+from areal.fleet.replica import AnswerForm, PartChunk
+from areal.fleet.server_client import experts_of, prior_output_bias, versions_of
 from areal.inference.engine import _adjusted, sample
 from areal.inference.scheduler import ALL_TOKENS, SamplingParams, Sequence
 
@@ -40,22 +41,22 @@ def chunk(*token_ids: int, version: int = 0, finish: str | None = None) -> PartC
     cuts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=40),
 )
 def test_parts_add_up_to_the_whole_budget(budget: int, minimum: int, cuts: list[tuple[int, int]]) -> None:
-    answer = Answer(a_request(max_new_tokens=budget, min_new_tokens=minimum), stream_interval=8)
+    answer = Answer(a_request(max_new_tokens=budget, min_new_tokens=minimum), AnswerForm(stream_interval=8))
     expected: list[int] = []
     for part_index, (size, replica) in enumerate([*cuts, (budget, 0)]):
-        if answer.finished:
+        if answer.stop_reason is not None:
             break
         part = answer.next_part(f"server-{replica}")
         assert part.input_ids == [0, 1, 2, *expected]
         assert part.num_prior_output_tokens == len(expected)
-        assert part.max_new_tokens == budget - len(expected) > 0
-        assert part.min_new_tokens <= part.max_new_tokens
-        assert part.min_new_tokens == max(0, min(minimum, budget) - len(expected))
+        assert part.gconfig.max_new_tokens == budget - len(expected) > 0
+        assert part.gconfig.min_new_tokens <= part.gconfig.max_new_tokens
+        assert part.gconfig.min_new_tokens == max(0, min(minimum, budget) - len(expected))
         made = list(range(len(expected), min(len(expected) + size, budget)))
         answer.add(chunk(*made, version=part_index, finish=None if len(expected) + size < budget else "length"))
-        answer.interrupted()
+        answer.end_part()
         expected += made
-    response = answer.response(latency_s=1.0, ttft_s=0.5)
+    response = answer.response()
     assert response.output_ids == expected == list(range(budget))
     assert response.output_versions == sorted(response.output_versions)
     assert response.stop_reason == "length"
@@ -80,15 +81,15 @@ def test_the_bound_on_prompt_and_answer_together_counts() -> None:
     ],
 )
 def test_a_stop_token_ends_an_answer_without_its_last_chunk(gconfig: dict, finished: bool) -> None:
-    answer = Answer(a_request(**gconfig), stream_interval=8)
+    answer = Answer(a_request(**gconfig), AnswerForm(stream_interval=8))
     answer.next_part("server-0")
     answer.add(chunk(5, 9))
-    answer.interrupted()
-    assert answer.finished == finished
+    answer.end_part()
+    assert (answer.stop_reason is not None) == finished
 
 
 def test_a_replica_that_breaks_the_protocol_is_noticed() -> None:
-    answer = Answer(a_request(max_new_tokens=2), stream_interval=8)
+    answer = Answer(a_request(max_new_tokens=2), AnswerForm(stream_interval=8))
     answer.next_part("server-0")
     with pytest.raises(ServerUnavailable, match="server-0") as error:
         answer.add(chunk(1, 2, 3))
@@ -99,7 +100,7 @@ def test_a_replica_that_breaks_the_protocol_is_noticed() -> None:
 
 
 def test_of_a_chunk_with_unusable_numbers_nothing_is_kept() -> None:
-    answer = Answer(a_request(max_new_tokens=8), stream_interval=8)
+    answer = Answer(a_request(max_new_tokens=8), AnswerForm(stream_interval=8))
     answer.next_part("server-0")
     answer.add(chunk(1))
     for wrong in (PartChunk([2, 2**31], [0.0, 0.0], [0, 0], None), PartChunk([2, 3], [0.0, None], [0, 0], None)):  # pyright: ignore[reportArgumentType]
@@ -107,7 +108,7 @@ def test_of_a_chunk_with_unusable_numbers_nothing_is_kept() -> None:
             answer.add(wrong)
         assert error.value.code == "server.unreadable_answer"
     answer.add(chunk(4))
-    found = answer.response(latency_s=0.0, ttft_s=0.0)
+    found = answer.response()
     assert (found.output_ids, len(found.output_logprobs), len(found.output_versions)) == ([1, 4], 2, 2)
 
 
@@ -124,7 +125,7 @@ def told(chunk: PartChunk, part_versions: list[int]) -> PartChunk:
 
 
 def test_final_versions_replace_estimated_ones() -> None:
-    answer = Answer(a_request(max_new_tokens=8), stream_interval=2)
+    answer = Answer(a_request(max_new_tokens=8), AnswerForm(stream_interval=2))
     answer.next_part("server-0")
     answer.add(chunk(1, 2, version=3))
     answer.add(told(chunk(3, finish="abort"), [3, 3, 4]))
@@ -133,23 +134,23 @@ def test_final_versions_replace_estimated_ones() -> None:
     answer.add(chunk(4, 5, version=4))
     answer.add(chunk(6, 7, version=4))
     answer.add(told(chunk(8, version=4, finish="length"), [4, 5, 5, 6, 6]))
-    response = answer.response(latency_s=0.0, ttft_s=0.0)
+    response = answer.response()
     assert response.output_ids == [1, 2, 3, 4, 5, 6, 7, 8]
     assert response.output_versions == [3, 3, 4, 4, 5, 5, 6, 6]
     assert response.stop_reason == "length"
 
 
 def test_estimated_versions_that_are_too_new_are_corrected() -> None:
-    answer = Answer(a_request(), stream_interval=2)
+    answer = Answer(a_request(), AnswerForm(stream_interval=2))
     answer.next_part("server-0")
     answer.add(chunk(1, 2, version=9))
     answer.add(told(chunk(finish="stop"), [7, 8]))
-    assert answer.response(latency_s=0.0, ttft_s=0.0).output_versions == [7, 8]
+    assert answer.response().output_versions == [7, 8]
 
 
 @pytest.mark.parametrize("wrong", [[0], [0, 0, 0, 0], []])
 def test_a_part_with_a_wrong_number_of_versions_is_discarded(wrong: list[int]) -> None:
-    answer = Answer(a_request(), stream_interval=2)
+    answer = Answer(a_request(), AnswerForm(stream_interval=2))
     answer.next_part("server-0")
     answer.add(told(chunk(1, finish="abort"), [0]))
     answer.next_part("server-1")
@@ -157,12 +158,12 @@ def test_a_part_with_a_wrong_number_of_versions_is_discarded(wrong: list[int]) -
     with pytest.raises(ServerUnavailable, match=rf"server-1 .*\b{len(wrong)} .*\b3 ") as error:
         answer.add(told(chunk(4, finish="stop"), wrong))
     assert error.value.code == "server.unreadable_answer"
-    assert not answer.finished
+    assert answer.stop_reason is None
     assert answer.next_part("server-2").input_ids == [0, 1, 2, 1]
 
 
 def test_final_versions_below_earlier_parts_are_an_error() -> None:
-    answer = Answer(a_request(), stream_interval=2)
+    answer = Answer(a_request(), AnswerForm(stream_interval=2))
     answer.next_part("server-0")
     answer.add(told(chunk(1, 2, finish="abort"), [4, 5]))
     answer.next_part("server-1")
@@ -170,7 +171,7 @@ def test_final_versions_below_earlier_parts_are_an_error() -> None:
     with pytest.raises(ServerUnavailable, match=r"server-1 .*\b4, .*\b5") as error:
         answer.add(told(chunk(5, version=5, finish="length"), [5, 4, 5]))
     assert error.value.code == "server.unreadable_answer"
-    assert not answer.finished
+    assert answer.stop_reason is None
     assert answer.next_part("server-2").input_ids == [0, 1, 2, 1, 2, 3]
     assert answer.newest_version == 5
 
@@ -192,7 +193,7 @@ def test_a_server_that_counts_prior_output_as_prompt_keeps_the_distribution(gcon
     output = torch.randint(0, 12, (7,), generator=generator).tolist()
     logits = torch.randn(64, 12, generator=generator) * 3
     for cut in (0, 1, 4, 7):
-        answer = Answer(a_request(**gconfig), stream_interval=8)
+        answer = Answer(a_request(**gconfig), AnswerForm(stream_interval=8))
         answer.next_part("server-0")
         answer.add(chunk(*output[:cut], finish="abort"))
         part = answer.next_part("server-1")
@@ -200,19 +201,17 @@ def test_a_server_that_counts_prior_output_as_prompt_keeps_the_distribution(gcon
         for token, value in prior_output_bias(part).items():
             bias[token] = value
         foreign = [a_sequence(part.input_ids + output[cut:], len(part.input_ids), row, part) for row in range(64)]
-        unbroken = [a_sequence([0, 1, 2, *output], 3, row, part, whole=True) for row in range(64)]
+        unbroken = [a_sequence([0, 1, 2, *output], 3, row, answer.request) for row in range(64)]
         adjusted = _adjusted(logits + bias, foreign), _adjusted(logits, unbroken)
         torch.testing.assert_close(adjusted[0].softmax(-1), adjusted[1].softmax(-1), rtol=1e-5, atol=1e-7)
         assert sample(logits + bias, foreign)[0] == sample(logits, unbroken)[0]
 
 
-def a_sequence(
-    token_ids: list[int], num_prompt: int, seed: int, part: GenerationPart, *, whole: bool = False
-) -> Sequence:
-    """As an engine sees it that was asked for `part`, or for the whole answer at once."""
+def a_sequence(token_ids: list[int], num_prompt: int, seed: int, part: GenerationRequest) -> Sequence:
+    """As an engine sees it that was asked for `part`."""
     gconfig = part.gconfig
     params = SamplingParams(
-        min_new_tokens=gconfig.min_new_tokens if whole else part.min_new_tokens,
+        min_new_tokens=gconfig.min_new_tokens,
         temperature=0.0 if gconfig.greedy else gconfig.temperature,
         top_p=gconfig.top_p,
         top_k=ALL_TOKENS if gconfig.top_k > 100 else gconfig.top_k,
@@ -225,11 +224,11 @@ def a_sequence(
 
 
 def test_without_penalty_or_prior_output_there_is_no_bias() -> None:
-    answer = Answer(a_request(frequency_penalty=1.0), stream_interval=8)
+    answer = Answer(a_request(frequency_penalty=1.0), AnswerForm(stream_interval=8))
     assert prior_output_bias(answer.next_part("server-0")) == {}
     answer.add(chunk(5, 5, 6, finish="abort"))
     assert prior_output_bias(answer.next_part("server-0")) == {5: -2.0, 6: -1.0}
-    answer = Answer(a_request(), stream_interval=8)
+    answer = Answer(a_request(), AnswerForm(stream_interval=8))
     answer.next_part("server-0")
     answer.add(chunk(5, finish="abort"))
     assert prior_output_bias(answer.next_part("server-0")) == {}
@@ -272,10 +271,10 @@ class World:
         self.told_all = False
         """Its last chunk came, from a server that tells the truth about versions."""
 
-    def play(self, plan: PartPlan, part: GenerationPart, answer: Answer) -> None:
+    def play(self, plan: PartPlan, part: GenerationRequest, answer: Answer) -> None:
         """What a replica of the plan's kind sends for a part."""
         start, tracked = part.num_prior_output_tokens, self.version
-        count = min(plan.num_tokens, part.max_new_tokens)
+        count = min(plan.num_tokens, part.gconfig.max_new_tokens)
         true = self.true_versions = []
         self.told_all = False
         for index in range(count):
@@ -285,7 +284,7 @@ class World:
             true[-1] = 1
         size = plan.interval or max(count, 1)
         cuts = [true[place : place + size] for place in range(0, count, size)]
-        if count < part.max_new_tokens:
+        if count < part.gconfig.max_new_tokens:
             cuts.append([])  # the last chunk says that it was aborted
         for number, versions in enumerate(cuts):
             places = range(start, start + len(versions))
@@ -302,29 +301,29 @@ class World:
                 self.told_all = plan.tells != "never"
             answer.add(piece)
         if plan.end == "too many":
-            answer.add(chunk(*[-1] * (part.max_new_tokens - count + 1), version=self.version))
+            answer.add(chunk(*[-1] * (part.gconfig.max_new_tokens - count + 1), version=self.version))
 
 
 @given(budget=st.integers(1, 40), plans=st.lists(PLANS, max_size=25))
 def test_an_answer_is_complete_with_correct_versions_after_any_failures(budget: int, plans: list[PartPlan]) -> None:
-    answer, world = Answer(a_request(max_new_tokens=budget), stream_interval=8), World()
+    answer, world = Answer(a_request(max_new_tokens=budget), AnswerForm(stream_interval=8)), World()
     settled: list[int] = []
     """Versions of earlier parts: nothing may change them."""
     the_rest = PartPlan("chunk", 3, budget, budget, "abort", 0)
     for plan in [*plans, the_rest]:
-        if answer.finished:
+        if answer.stop_reason is not None:
             break
         part = answer.next_part("server-0")
         assert part.input_ids == [0, 1, 2, *range(len(settled))]
         assert part.num_prior_output_tokens == len(settled)
-        assert part.max_new_tokens == budget - len(settled) > 0
+        assert part.gconfig.max_new_tokens == budget - len(settled) > 0
         failed = False
         try:
             world.play(plan, part, answer)
         except ServerUnavailable:
             failed = True
-        answer.interrupted()
-        now = answer.response(latency_s=0.0, ttft_s=0.0)
+        answer.end_part()
+        now = answer.response()
         assert now.output_ids == list(range(len(now.output_ids)))
         assert now.output_logprobs == [-float(token) for token in now.output_ids]
         versions = now.output_versions
@@ -340,8 +339,8 @@ def test_an_answer_is_complete_with_correct_versions_after_any_failures(budget: 
             assert of_part == []
         settled = list(versions)
         world.version = max(world.version - plan.goes_back_by, answer.newest_version or 0)  # the fleet waits for it
-    assert answer.finished
-    assert answer.response(latency_s=0.0, ttft_s=0.0).output_ids == list(range(budget))
+    assert answer.stop_reason is not None
+    assert answer.response().output_ids == list(range(budget))
 
 
 SHAPE = ExpertShape(1, 1, 8)
@@ -352,9 +351,9 @@ def rows(*numbers: int) -> RoutedExperts:
 
 
 def test_routed_experts_are_those_of_the_pass_that_generated_the_next_token() -> None:
-    answer = Answer(a_request(max_new_tokens=6), stream_interval=8, experts=SHAPE)
+    answer = Answer(a_request(max_new_tokens=6), AnswerForm(stream_interval=8, experts=SHAPE))
     part = answer.next_part("server-0")
-    assert (part.experts, part.num_known_experts) == (SHAPE, 0)
+    assert part.num_known_experts == 0
     answer.add(chunk(5, 6))
     answer.add(chunk(7, finish="abort")._replace(routed_experts=rows(1, 1, 1, 1, 1)))
     assert answer.next_part("server-1").num_known_experts == 5
@@ -362,28 +361,28 @@ def test_routed_experts_are_those_of_the_pass_that_generated_the_next_token() ->
     part = answer.next_part("server-2")
     assert (part.num_known_experts, len(part.input_ids)) == (5, 8)
     answer.add(chunk(4, version=1, finish="length")._replace(routed_experts=rows(2, 2, 2)))
-    response = answer.response(latency_s=1.0, ttft_s=0.5)
+    response = answer.response()
     assert response.routed_experts == rows(1, 1, 1, 1, 1, 2, 2, 2)
     assert len(response.routed_experts) == len(response.input_ids) + len(response.output_ids) - 1
 
 
 def test_an_answer_whose_last_part_has_no_record_is_unknown_there() -> None:
-    answer = Answer(a_request(max_new_tokens=2), stream_interval=8, experts=SHAPE)
+    answer = Answer(a_request(max_new_tokens=2), AnswerForm(stream_interval=8, experts=SHAPE))
     answer.next_part("server-0")
     answer.add(chunk(5, 6))
-    answer.interrupted()
-    assert answer.finished
-    assert answer.response(latency_s=1.0, ttft_s=0.5).routed_experts == rows(255, 255, 255, 255)
+    answer.end_part()
+    assert answer.stop_reason is not None
+    assert answer.response().routed_experts == rows(255, 255, 255, 255)
 
 
 @pytest.mark.parametrize("found", [None, rows(1, 1, 1), RoutedExperts(ExpertShape(1, 1, 9), bytes(4))])
 def test_a_finished_part_has_the_experts_of_all_its_tokens(found: RoutedExperts | None) -> None:
-    answer = Answer(a_request(max_new_tokens=2), stream_interval=8, experts=SHAPE)
+    answer = Answer(a_request(max_new_tokens=2), AnswerForm(stream_interval=8, experts=SHAPE))
     answer.next_part("server-0")
     with pytest.raises(ServerUnavailable) as caught:
         answer.add(chunk(5, 6, finish="length")._replace(routed_experts=found))
     assert caught.value.code == "server.unreadable_answer"
-    assert not answer.finished
+    assert answer.stop_reason is None
 
 
 def test_routed_experts_are_read_from_both_dialects() -> None:
