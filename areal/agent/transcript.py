@@ -762,7 +762,7 @@ def _turn_rewards(
 ) -> dict[ColumnSpec, Any]:
     if rewards is None or all(value == reward for value in rewards.values()):
         return {}
-    return {TURN_REWARDS: _column(path, trained, math.nan, lambda node: rewards.get(node.turn_id, reward))}
+    return {TURN_REWARDS: _column(path, trained, reward, lambda node: rewards.get(node.turn_id, reward))}
 
 
 def tree_of_rows(rows: Sequence[Trajectory]) -> TokenTree:

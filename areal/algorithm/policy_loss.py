@@ -181,12 +181,14 @@ class PolicyTokens:
         )
 
     def column(self, spec: ColumnSpec) -> Tensor:
-        """A further column; empty without tokens. Raises StageError when the workflow or the stage did not add it."""
-        if spec not in self.columns and not self.mask.numel():
-            return self.logprobs.new_zeros(0)
-        if spec not in self.columns:
+        """A further column. Where no trajectory of the batch has it, its `fill`; StageError, which names it and the
+        stage that adds it, if it has none and there are tokens."""
+        if spec in self.columns:
+            return self.columns[spec]
+        if spec.fill is None and self.mask.numel():
             raise StageError(spec.name, spec.made_by)
-        return self.columns[spec]
+        size = self.num_sequences if spec.per == "sequence" else self.mask.numel()
+        return self.logprobs.new_full((size,), spec.fill or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

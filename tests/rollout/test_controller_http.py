@@ -120,8 +120,8 @@ async def test_ranks_of_one_data_parallel_rank_get_the_same_share(tmp_path):
         late = await asyncio.to_thread(ask, address, 1)
     groups = [share.group_index.tolist() for share in (first, late, second, third)]
     assert groups[0] == groups[1] != groups[2] == groups[3]
-    assert first.token_ids.tolist() == late.token_ids.tolist()
-    assert second.token_ids.tolist() == third.token_ids.tolist()
+    assert first.table.token_ids.tolist() == late.table.token_ids.tolist()
+    assert second.table.token_ids.tolist() == third.table.token_ids.tolist()
     assert not set(groups[0]) & set(groups[2])
 
 
