@@ -79,7 +79,7 @@ async def run_environment(
 
 
 def first_messages(row: dict[str, Any]) -> list[Message]:
-    """Where no environment gives the first messages: those of the row. ConfigError when it has none."""
+    """The messages of a row, which begin a session without an environment. ConfigError when it has none."""
     if isinstance(row.get("messages"), list):
         return list(row["messages"])
     if isinstance(row.get("prompt"), str):
@@ -237,7 +237,7 @@ class AgentOutcome:
     message: str = ""  # Why the status is not ok, with the line of the agent's code.
     reward: float | None = None  # None: the agent gave none for the whole session.
     rewards: dict[str, float] = field(default_factory=dict[str, float])
-    """Of turns: by the id of a completion, the id of a tool call, or the number of the turn from 0."""
+    """Rewards of turns, by the id of a completion, the id of a tool call, or the number of the turn from 0."""
     parts: dict[str, float] = field(default_factory=dict[str, float])  # Further named numbers.
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # What the agent logged with log_metric.
     refusal: str = ""  # One of END_CODES, if its error comes from this refusal of a request.

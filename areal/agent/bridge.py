@@ -266,7 +266,7 @@ def _refusal(template: ChatTemplate) -> str:
 
 
 def _reasoning_form(template: ChatTemplate) -> MessageForms | None:
-    """Where the template reads the reasoning of an answer. None: it shows none, not even of the last answer."""
+    """The form in which the template reads reasoning. None: it shows none, not even of the last answer."""
     thought = {**answer(content=True), "reasoning_content": "areal5thought"}
     last = [user(), thought]
     called = answer(content=False, num_calls=1)

@@ -11,7 +11,7 @@ from aiohttp import web
 from areal.agent.agent_run import AgentOutcome
 from areal.agent.directory import OpenedSession, OpenRequest, SessionReward
 from areal.agent.tool_calls import split_answer, style_of
-from areal.agent.turns import FinishReason, Message, ToolCall, TurnAnswer, TurnRefused, TurnRequest
+from areal.agent.turns import Message, ToolCall, TurnAnswer, TurnRefused, TurnRequest
 
 StepKind = Literal[
     "call", "calls", "wrong", "unknown", "malformed", "answer", "cut", "empty", "busy", "down", "overflow"
@@ -38,7 +38,7 @@ class Step:
         return self.kind in ("call", "answer") and not self.faults and not self.delay_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Scenario:
     name: str
     text: str
@@ -52,57 +52,25 @@ class Scenario:
 
 _CALL, _ANSWER = Step("call"), Step("answer")
 SCENARIOS = (
-    Scenario(name="answers", text="a valid tool call, then the answer", steps=(_CALL, _ANSWER)),
-    Scenario(name="parallel_calls", text="two tool calls in one answer", steps=(Step("calls"), _ANSWER)),
-    Scenario(
-        name="wrong_arguments",
-        text="a call with arguments that the tool does not have",
-        steps=(Step("wrong"), _CALL, _ANSWER),
-        keeps_reward=False,
-    ),
-    Scenario(
-        name="unknown_tool",
-        text="a call of a tool that does not exist",
-        steps=(Step("unknown"), _CALL, _ANSWER),
-        keeps_reward=False,
-    ),
-    Scenario(
-        name="malformed_call",
-        text="a tool call that is no JSON, delivered as text",
-        steps=(Step("malformed"), _CALL, _ANSWER),
-        keeps_reward=False,
-    ),
-    Scenario(
-        name="cut_answer", text="an answer cut by its limit", steps=(Step("cut"), _CALL, _ANSWER), keeps_reward=False
-    ),
-    Scenario(
-        name="empty_answer", text="an answer without text", steps=(Step("empty"), _CALL, _ANSWER), keeps_reward=False
-    ),
-    Scenario(
-        name="busy",
-        text="429 with Retry-After, twice",
-        steps=(Step("busy"), Step("busy"), _CALL, _ANSWER),
-        num_refused=1,
-    ),
-    Scenario(name="slow", text="slow answers", steps=(Step("call", delay_s=SLOW_S), Step("answer", delay_s=SLOW_S))),
-    Scenario(
-        name="dropped",
-        text="the connection ends in the middle of the first replies",
-        steps=(Step("call", ("dropped",)), Step("answer", ("dropped",)), _ANSWER),
-    ),
-    Scenario(
-        name="retries",
-        text="the connection ends before the first reply, twice",
-        steps=(Step("call", ("closed", "closed")), Step("answer", ("closed", "closed")), _ANSWER),
-    ),
-    Scenario(
-        name="overflow",
-        text="400: the prompt leaves no room for an answer",
-        steps=(_CALL, Step("overflow")),
-        keeps_reward=False,
-    ),
-    Scenario(name="outage", text="503 for every request", steps=(Step("down"),), keeps_reward=False, may_fail=True),
-)
+    Scenario("answers", "a valid tool call, then the answer", (_CALL, _ANSWER)),
+    Scenario("parallel_calls", "two tool calls in one answer", (Step("calls"), _ANSWER)),
+    Scenario("wrong_arguments", "a call with arguments that the tool does not have", (Step("wrong"), _CALL, _ANSWER),
+             keeps_reward=False),
+    Scenario("unknown_tool", "a call of a tool that does not exist", (Step("unknown"), _CALL, _ANSWER),
+             keeps_reward=False),
+    Scenario("malformed_call", "a tool call that is no JSON, delivered as text", (Step("malformed"), _CALL, _ANSWER),
+             keeps_reward=False),
+    Scenario("cut_answer", "an answer cut by its limit", (Step("cut"), _CALL, _ANSWER), keeps_reward=False),
+    Scenario("empty_answer", "an answer without text", (Step("empty"), _CALL, _ANSWER), keeps_reward=False),
+    Scenario("busy", "429 with Retry-After, twice", (Step("busy"), Step("busy"), _CALL, _ANSWER), num_refused=1),
+    Scenario("slow", "slow answers", (Step("call", delay_s=SLOW_S), Step("answer", delay_s=SLOW_S))),
+    Scenario("dropped", "the connection ends in the middle of the first replies",
+             (Step("call", ("dropped",)), Step("answer", ("dropped",)), _ANSWER)),
+    Scenario("retries", "the connection ends before the first reply, twice",
+             (Step("call", ("closed", "closed")), Step("answer", ("closed", "closed")), _ANSWER)),
+    Scenario("overflow", "400: the prompt leaves no room for an answer", (_CALL, Step("overflow")), keeps_reward=False),
+    Scenario("outage", "503 for every request", (Step("down"),), keeps_reward=False, may_fail=True),
+)  # fmt: skip
 """The first one gives the reward to which the others are compared."""
 
 
@@ -195,7 +163,8 @@ class RehearsedSession:
         if turn is None:
             step = self._next_step(request)
             await asyncio.sleep(step.delay_s)
-            turn = _Turn(self._answers(step, request), list(step.faults))
+            answers = tuple(self._answer(step, request, number) for number in range(request.num_answers))
+            turn = _Turn(answers, list(step.faults))
             self._turns.append(turn)
             self._by_fingerprint[request.fingerprint] = turn
             self.last_text, self.messages = turn.answers[-1].text, request.messages
@@ -226,41 +195,33 @@ class RehearsedSession:
             case _:
                 return step
 
-    def _answers(self, step: Step, request: TurnRequest) -> tuple[TurnAnswer, ...]:
-        return tuple(self._answer(step, request, number) for number in range(request.num_answers))
-
     def _answer(self, step: Step, request: TurnRequest, number: int) -> TurnAnswer:
         turn_id = f"rehearsal-{len(self._turns)}.{number}"
-        text, calls, finish = self._script.answer, list[ToolCall](), "stop"
-        match step.kind:
-            case "call" | "calls" if request.tools:
-                arguments = [self._script.arguments or _arguments(request.tools[0])] * (1 + (step.kind == "calls"))
-                text, calls = "", _calls(request, turn_id, arguments)
-            case "wrong" if request.tools:
-                text, calls = "", _calls(request, turn_id, ['{"no_such_argument": 1}'])
-            case "unknown" if request.tools:
-                text, calls = "", _calls(request, turn_id, ["{}"], name="no_such_tool")
-            case "malformed" if request.tools:
+        text, calls, reason = self._script.answer, tuple[ToolCall, ...](), "stop"
+        kind = step.kind if request.tools or step.kind not in _NEED_TOOLS else "answer"
+        match kind:
+            case "call" | "calls":
+                arguments = [self._script.arguments or _arguments(request.tools[0])] * (1 + (kind == "calls"))
+                calls = _calls(request, turn_id, arguments)
+            case "wrong":
+                calls = _calls(request, turn_id, ['{"no_such_argument": 1}'])
+            case "unknown":
+                calls = _calls(request, turn_id, ["{}"], name="no_such_tool")
+            case "malformed":
                 raw = _MALFORMED % request.tools[0]["function"]["name"]
                 found = split_answer(raw, (), _STYLE, tools=request.tools, turn_id=turn_id)
-                text, calls = found.text, list(found.tool_calls)
+                text, calls = found.text, found.tool_calls
                 self.num_malformed += found.num_malformed
             case "cut":
-                text, finish = text[: len(text) // 2], "length"
+                text, reason = text[: len(text) // 2], "length"
             case "empty":
                 text = ""
             case _:
                 pass
-        reason: FinishReason = "tool_calls" if calls else "length" if finish == "length" else "stop"
         return TurnAnswer(
-            turn_id=turn_id,
-            text=text,
-            tool_calls=tuple(calls),
-            finish_reason=reason,
-            num_prompt_tokens=_num_tokens(request),
-            token_ids=(1,),
-            logprobs=(-0.5,),
-        )
+            turn_id=turn_id, text="" if calls else text, tool_calls=calls, token_ids=(1,), logprobs=(-0.5,),
+            finish_reason="tool_calls" if calls else reason, num_prompt_tokens=_num_tokens(request),
+        )  # fmt: skip
 
 
 def _num_tokens(request: TurnRequest) -> int:
@@ -268,11 +229,10 @@ def _num_tokens(request: TurnRequest) -> int:
     return 1 + len(str(request.messages or request.prompt)) // 4
 
 
-def _calls(request: TurnRequest, turn_id: str, arguments: Sequence[str], name: str = "") -> list[ToolCall]:
+def _calls(request: TurnRequest, turn_id: str, arguments: Sequence[str], name: str = "") -> tuple[ToolCall, ...]:
     name = name or request.tools[0]["function"]["name"]
-    return [
-        ToolCall(call_id=f"call-{turn_id}-{number}", name=name, arguments=text) for number, text in enumerate(arguments)
-    ]
+    ids = (f"call-{turn_id}-{number}" for number in range(len(arguments)))
+    return tuple(ToolCall(call_id=one, name=name, arguments=text) for one, text in zip(ids, arguments, strict=False))
 
 
 def _arguments(tool: dict[str, Any]) -> str:
@@ -314,7 +274,7 @@ class RehearsalDirectory:
             session.is_final.set()
 
     async def end_connection(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For `on_response_prepare` of the server: end the connection where the scenario says so."""
+        """End the connection where the scenario says so; for `on_response_prepare` of the server."""
         session, transport = self.session, request.transport
         if session is None or transport is None or response.status != 200 or not session.next_fault:
             return

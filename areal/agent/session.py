@@ -83,7 +83,7 @@ class SessionCounts:
 
 
 class TurnEvents(Protocol):
-    """Where the stages of turns are recorded: intent, generated, delivered."""
+    """The record of the stages of turns: intent, generated, delivered."""
 
     def intent(self, turn_ids: Sequence[str]) -> None: ...
     def generated(self, turn_id: str, token_ids: Sequence[int]) -> None: ...
@@ -361,6 +361,6 @@ def _has_failed(task: asyncio.Task[tuple[TurnAnswer, ...]]) -> bool:
 
 
 def _request_id(turn_id: str) -> str:
-    """Of fixed length: servers may match ids by prefix."""
+    """An id of fixed length: servers may match ids by prefix."""
     session, _, number = turn_id.rpartition(".")
     return f"{session}-{int(number):06d}"

@@ -46,11 +46,11 @@ class TokenNode:
     token_ids: Packed[int]
     turn_id: str = ""  # The answer that generated the tokens; empty for fixed tokens.
     logprobs: Packed[float] = field(default_factory=lambda: _NO_LOGPROBS)
-    """Of generated tokens; empty for fixed tokens."""
+    """Log-probabilities of generated tokens; empty for fixed tokens."""
     versions: Runs[int] = field(default_factory=lambda: _NO_VERSIONS)
     temperature: float | None = None  # Sampling temperature of generated tokens where it differs from that of the run.
     experts: RoutedExperts | None = None
-    """Of a generated node: of the tokens up to the last but one of the node, as far as no node before has them."""
+    """Experts of the tokens up to the last but one of a generated node, as far as no node before has them."""
     children: list[TokenNode] = field(default_factory=lambda: [])
 
     @property
@@ -304,7 +304,7 @@ def _split(node: TokenNode, length: int) -> TokenNode:
 
 
 def _experts_of(node: TokenNode, low: int, high: int) -> RoutedExperts | None:
-    """Those that a part of a node keeps: of its tokens but the last, and of tokens before if it begins the node."""
+    """Experts that a part of a node keeps: of its tokens but the last, and of tokens before if it begins the node."""
     if node.experts is None:
         return None
     first = node.end - 1 - len(node.experts)

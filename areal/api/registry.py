@@ -86,7 +86,7 @@ def registered(kind: str, name: str, *, key: str = "") -> Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionRef:
-    """Where a function or class is found: `name` at the top level of an importable module or of a file."""
+    """The place of a function or class: `name` at the top level of an importable module or of a file."""
 
     name: str
     module: str = ""

@@ -26,7 +26,7 @@ from areal.system.run_paths import RunPaths
 
 _GENERATION_BOUND = 0.1  # Share of the time that trainers wait for batches from which on generation limits the run.
 _FLOPS_PER_PARAMETER = 6.0
-"""Of a trained token: 2 forward, 4 backward (Kaplan et al. 2020, arXiv 2001.08361, without attention)."""
+"""Operations for a trained token: 2 forward, 4 backward (Kaplan et al. 2020, arXiv 2001.08361, without attention)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

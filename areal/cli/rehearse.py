@@ -41,7 +41,7 @@ _KEEP_ALIVE_S = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     job: AgentJob
-    """Without its session. For a program from outside, the command that starts it; {run} is the folder of a run."""
+    """The job without its session; of a program from outside the command that starts it. {run} is a run folder."""
     script: Script
     is_online: bool = False
     scorer: Scorer | None = None  # The reward functions for sessions without another reward.
@@ -214,7 +214,7 @@ async def _served(directory: RehearsalDirectory) -> AsyncIterator[tuple[str, Pat
 
 
 async def _reward(target: Target, session: RehearsedSession, outcome: AgentOutcome) -> float | None:
-    """Of the whole session, as in a run: by POST, else returned, with the rewards of turns, else by functions."""
+    """Reward of the whole session, as in a run: by POST, else returned with those of turns, else by functions."""
     given = outcome.reward if session.reported.reward is None else session.reported.reward
     turns = outcome.rewards | session.reported.turns
     if turns:

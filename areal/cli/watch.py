@@ -83,7 +83,7 @@ class RunView:
     first_failure: str
     alarms: Sequence[Alarm]
     restarts: Mapping[str, Sequence[str]]
-    """Of an ended run: server, or all trainer ranks -> the causes of its restarts."""
+    """Server, or all trainer ranks, of an ended run -> the causes of its restarts."""
     samples: Sequence[Mapping[str, Any]]
     """Rows of the newest table of samples: the highest reward, one between, the lowest."""
     samples_step: int | None

@@ -17,7 +17,7 @@ Fate = Literal["kept", "computed", "server", "dropped", "missing"]
 dropped: safe to leave out. missing: there is no counterpart."""
 UNKNOWN = "no counterpart is known"
 TENSORBOARD = "${cluster.fileroot}/${experiment_name}/${trial_name}/tensorboard"
-"""In the run folder, so that every run has its own."""
+"""A folder in the run folder, so that every run has another one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class FinishedSession:
 
     @property
     def turn_rewards(self) -> dict[str, float]:
-        """By turn id. What was reported by POST replaces what the agent returned."""
+        """Turn id -> reward. What was reported by POST replaces what the agent returned."""
         given = self.outcome.rewards | self.reported.turns
         return {self.session.turn_of(name): value for name, value in given.items()}
 
@@ -72,7 +72,7 @@ class FinishedSession:
 
     @property
     def reward(self) -> float | None:
-        """Of the whole session, with the rewards of its turns; None: there is none."""
+        """Reward of the whole session, with those of its turns; None: there is none."""
         if self.given_reward is not None or self.turn_rewards:
             return (self.given_reward or 0.0) + sum(self.turn_rewards.values())
         return None if self.score is None else self.score.reward
@@ -110,7 +110,7 @@ class FinishedSession:
         return "" if self.session.counts.failures else " ".join(self.outcome.message.split())
 
     def recorded(self) -> dict[str, Any]:
-        """For readers of the episode, JSON-ready: what is known besides the tokens. `turns` is in the order of time."""
+        """What is known besides the tokens, JSON-ready, for readers of the episode. `turns` is in the order of time."""
         counts, transcript, rewards = self.session.counts, self.session.transcript, self.turn_rewards
         turns = [
             {"reward": rewards.get(turn_id), "calls": turn.message.get("tool_calls") or []}
@@ -325,8 +325,8 @@ class AgentWorkflow(RolloutWorkflow):
         return group
 
     def _blamed(self, finished: Sequence[FinishedSession]) -> dict[str, float]:
-        """By how much zero rewards are more frequent under load, over the newest sessions; 0 = not beyond chance. And
-        the differences for each kind of load. A session whose agent failed has no reward, so it is in no rate."""
+        """The difference of zero rewards under load, over the newest sessions, and that for each kind of load; 0 = not
+        beyond chance. A session whose agent failed has no reward, so it is in no rate."""
         for one in (one for one in finished if not one.agent_error):
             self._blame.add(is_zero=one.is_zero, reward=one.reward, version=one.session.version, loads=one.loads)
         gaps = self._blame.gaps()

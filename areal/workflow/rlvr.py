@@ -101,7 +101,7 @@ class RLVRWorkflow(ScoredWorkflow):
 
 
 class VisionRLVRWorkflow(RLVRWorkflow):
-    """As `RLVRWorkflow`, with the images of a row (docs/vision.md). Rows without images may be mixed in.
+    """RLVR with the images of a row (docs/vision.md). Rows without images may be mixed in.
 
     Reward functions get all columns except that of the images.
     """

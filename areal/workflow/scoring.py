@@ -163,7 +163,7 @@ class Score:
     metrics: Mapping[str, float]  # The same, also of a scaled score.
 
     def scaled(self, factor: float) -> Score:
-        """With rewards and parts times `factor`, for example a discount over turns. The metrics stay."""
+        """The score with rewards and parts times `factor`, for example a discount over turns. The metrics stay."""
         parts = {name: part * factor for name, part in self.parts.items()}
         return replace(self, reward=self.reward * factor, filter_reward=self.filter_reward * factor, parts=parts)
 

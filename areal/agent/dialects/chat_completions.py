@@ -69,7 +69,7 @@ def part_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str:
 
 
 def joined_content(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str | list[Json] | None:
-    """As `joined_text`, and with image parts: a list in the form of `turns.Message`."""
+    """The text of content; with image parts a list in the form of `turns.Message`."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or len(value) > MAX_ITEMS:

@@ -297,7 +297,7 @@ def _item_events(index: int, item: Json) -> Iterator[Json]:
 
 
 def error_event(refused: TurnRefused) -> bytes:
-    """With `error` too, at which the SDK raises."""
+    """The event of an error, with the field `error`, at which the SDK raises."""
     body = openai_error(refused)
     event = {"type": "error", "code": refused.code, "message": str(refused), "param": refused.param}
     return named_event({**event, "sequence_number": 0, **body})

@@ -49,7 +49,7 @@ class NormConfig:
     eps: float = number(1e-5, low=0, relevant=given("std_level"))
     """Added to the standard deviation."""
     group_size: int = number(1, low=1)
-    """For AReaL files: 1 or gconfig.n_samples; above 1, std_about=null means subtracted (as in AReaL), else own."""
+    """Group size in files of AReaL: 1 or gconfig.n_samples; above 1, std_about=null means subtracted, else own."""
 
     @property
     def is_of_areal(self) -> bool:
@@ -98,7 +98,7 @@ _TRUNCATED_COUNT = (
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageOptions:
-    """From the reward of a sequence to the advantage of a token."""
+    """The steps from the reward of a sequence to the advantage of a token."""
 
     adv_estimator: str = choice(
         "gae", *ADV_ESTIMATORS, relevant=REWARDS, also="verl: algorithm.adv_estimator; ROLL: adv_estimator"

@@ -486,7 +486,7 @@ class PPOConfig(BaseExperimentConfig):
     ref_reset_optimizer: bool = option(
         False, relevant=given("ref_reset_steps"), also="cosmos-rl: reset_optimizer_with_reference"
     )
-    """Also clear the moments of the policy's optimiser at each reset; the learning-rate schedule continues."""
+    """Clear the moments of the policy's optimiser at each reset; the learning-rate schedule continues."""
     critic: PPOCriticConfig | None = option(None, relevant=REWARDS)
     """Value model; null = none (GRPO)."""
     teacher: TeacherConfig | None = None

@@ -1,4 +1,4 @@
-"""From a command line to a config: YAML files, dotted overrides, interpolation; and from a config back to YAML."""
+"""Load a configuration from a command line: YAML files, dotted overrides, interpolation; and write it as YAML."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class CispoOptions:
     """CISPO: a clipped importance weight of the log-probability."""
 
     unified_mask: bool = False
-    """Also exclude tokens whose ratio is outside the clip range in the direction of the advantage, as PPO does."""
+    """Exclude tokens whose ratio is outside the clip range in the direction of the advantage, as PPO does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +272,7 @@ class ResamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AssemblyOptions:
-    """From token losses to optimiser steps."""
+    """The steps from token losses to optimiser steps."""
 
     ppo_n_minibatches: int = number(4, low=1, also="verl: actor.ppo_mini_batch_size (a size, not a count)")
     """Optimiser steps per pass over a train batch."""

@@ -104,7 +104,7 @@ _REMOTE = when("backend", "remote")
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxConfig:
-    """Where the reward `code` runs the programs of completions."""
+    """The sandbox in which the reward `code` runs the programs of completions."""
 
     backend: str = choice("local", "local", "bubblewrap", "remote")
     """local = areal's own sandbox (x86-64); bubblewrap = the command bwrap; remote = a SandboxFusion service."""
@@ -145,7 +145,7 @@ class RewardConfig:
     """After an exception, a time-out or a non-finite value: fail = the episode fails, zero = the value is 0."""
 
     sandbox: SandboxConfig = section(SandboxConfig)
-    """Where the reward `code` runs the programs of completions."""
+    """The sandbox in which the reward `code` runs the programs of completions."""
 
     def problems(self) -> Problems:
         for path, fns in self.tables():
@@ -262,7 +262,7 @@ class InferenceEngineConfig:
     max_head_offpolicyness: int = number(0, low=0, also="ROLL: async_generation_ratio")
     """Maximum staleness, in policy versions, that the admission gate allows; 0 = synchronous RL."""
     on_stale: str = choice("train", "train", "mask", "drop", "wait")
-    """Above max_head_offpolicyness: train, mask = exclude old tokens, drop = reject; wait = in admission order."""
+    """Use of answers above max_head_offpolicyness: train, mask their old tokens, drop; wait = in admission order."""
     weight_update: str = choice("interrupt", "interrupt", "keep", "keep_cache")
     """Requests at a weight update: interrupt = sent again, keep = KV cache recomputed, keep_cache = KV cache kept."""
     canary: str = choice("on", "on", "off")

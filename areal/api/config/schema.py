@@ -96,7 +96,7 @@ def given(path: str) -> Condition:
 
 
 def satisfies(path: str, test: Callable[[Any], bool], text: str) -> Condition:
-    """For the rare complex case: `test` of the section at `path` ('.' = the field's own, '/' = all); `text` says it."""
+    """Condition of a rare complex case: `test` of the section at `path` ('.' = its own, '/' = all); `text` says it."""
     return Condition(path, test, text)
 
 

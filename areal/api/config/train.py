@@ -130,7 +130,7 @@ class MegatronEngineConfig:
     virtual_pipeline_parallel_size: int = number(1, low=1)
     """Parts of the layers on each pipeline stage (interleaved schedule); needs p of at least 2."""
     use_deterministic_algorithms: bool = False
-    """Only kernels with equal results in each run, in all models; slower on a GPU, an error where torch has none."""
+    """Use kernels with equal results in each run, in all models; slower on a GPU, an error where torch has none."""
     recompute_granularity: str | None = choice("full", "full", "selective", relevant=_RECOMPUTES)
     """Recompute whole layers (full) or parts of them (selective); null = nothing."""
     recompute_method: str | None = choice("uniform", "uniform", "block", relevant=_WHOLE_LAYERS)
@@ -336,7 +336,7 @@ class TrainEngineConfig:
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How batches are split into forward passes."""
     shared_prompts: bool = True
-    """On the CPU in float32, compute a prompt once per micro-batch for all its answers; not with experts or dropout."""
+    """Compute a prompt once for all its answers in a micro-batch; on the CPU in float32, without experts or dropout."""
     disable_dropout: bool = False
     """Set all dropout probabilities to 0."""
     gradient_checkpointing: bool = option(

@@ -189,7 +189,7 @@ def _number(value: Any) -> float | None:
 
 
 def _read_other(value: Any, hint: Any, path: str) -> Any:
-    """As `_read`, for lists, mappings, unions and the types of users' own classes."""
+    """Read lists, mappings, unions and the types of users' classes, as `_read` reads others."""
     origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is list and isinstance(value, list | tuple):
         try:
