@@ -202,10 +202,15 @@ class RunsBuilder(Generic[T]):
             self.values.append(value)
 
     def extend_last(self, runs: Runs[T]) -> bool:
-        """Append `runs` if they repeat the last number only, as nearly all chunks of an answer do."""
-        if not self.values or runs.values != (self.values[-1],):
+        """Append `runs` if they are one number, and the last one, as in nearly all chunks of an answer."""
+        values, ends = runs.values, runs.ends
+        if len(values) != 1 or (self.values and values[0] != self.values[-1]):
             return False
-        self.ends[-1] += runs.ends[0]
+        if self.values:
+            self.ends[-1] += ends[0]
+        else:
+            self.values.append(values[0])
+            self.ends.append(ends[0])
         return True
 
     def cut(self, size: int) -> None:

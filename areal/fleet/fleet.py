@@ -397,9 +397,9 @@ class Calls:
 
     async def _send(self, call: Call, asked: list[tuple[Answer, Round]]) -> None:
         """Request parts; an error ends those that have not ended."""
-        error: ArealError = ServerUnavailable(
-            "the server ended an answer without a finish reason", code="server.unreadable_answer"
-        )
+        kind: type[ArealError] = ServerUnavailable
+        code = "server.unreadable_answer"
+        text = "the server ended an answer without a finish reason"
         try:
             async with aclosing(call.replica.generate([answer.part for answer, _ in asked])) as chunks:
                 async for number, chunk in chunks:
@@ -411,12 +411,12 @@ class Calls:
             if isinstance(failure, RequestError) and len(prompts) > 1:  # perhaps of one prompt only
                 await asyncio.gather(*(self._send(call, prompt) for prompt in prompts))
                 return
-            error = failure
+            kind, text, code = type(failure), str(failure), failure.code
         except Exception as failure:  # noqa: BLE001 - of one call: its callers get it
-            error = ServerUnavailable(f"an answer cannot be read: {failure!r}", code="server.unreadable_answer")
+            text = f"an answer cannot be read: {failure!r}"
         for answer, waiter in asked:
             if answer.call is call:
-                call.end(answer, waiter, type(error)(str(error), code=error.code))
+                call.end(answer, waiter, kind(text, code=code))
 
     def _take(self, call: Call, answer: Answer, waiter: Round, chunk: PartChunk | ArealError) -> None:
         if answer.call is not call:
@@ -606,7 +606,7 @@ class Fleet:
         limit_s, lateness = self._config.request_timeout, self._replicas.lateness
         deadline_s: float | None = None
         while True:
-            newest = answer.newest_version
+            newest = answer.newest_version if answer.num_parts else None
             awaited = [] if newest is None or newest <= self.version else [newest]
             is_switching = self._replicas.is_switching
             if not awaited and not is_switching and len(self._replicas.router.serving):

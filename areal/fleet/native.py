@@ -46,7 +46,7 @@ class NativeReplica(HttpReplica):
         """See the protocol."""
         if requests[0].adapter:
             raise _no_adapters()
-        is_group, is_streamed = len(requests) > 1, self.form.streams(requests[0])
+        is_group, is_streamed = len(requests) > 1, requests[0].gconfig.max_new_tokens > self.form.stream_interval
         path, body = "/generate_group" if is_group else "/generate", _body(requests, self.form, is_streamed)
         async with aclosing(self._client.answers(path, body, is_streamed=is_streamed)) as answers:
             async for data in answers:

@@ -33,9 +33,6 @@ class AnswerForm:
     vision: RunImages | None = None
     """The images of a model that takes them, also for a prompt without one."""
 
-    def streams(self, request: GenerationRequest) -> bool:
-        return request.gconfig.max_new_tokens > self.stream_interval
-
 
 class PartChunk(NamedTuple):
     """Tokens from a replica. The three columns have equal length."""

@@ -52,15 +52,12 @@ class Connection(asyncio.Protocol):
         self._waits_for_end = False
         self._error: ServerUnavailable | None = None
         self._path = ""
+        self.status = 0
+        """Of the answer, once `read` has returned."""
         self._has_ended = True
         """There is no answer, or all of it has arrived."""
         self._stays = True
         self._idle_since_s = 0.0
-
-    @property
-    def status(self) -> int:
-        """Status of the answer, once `read` has returned."""
-        return self._parser.get_status_code()
 
     def send(self, path: str, request: bytes) -> None:
         self._path = path
@@ -78,6 +75,7 @@ class Connection(asyncio.Protocol):
             await self._waiter
         if self._error is not None:
             raise self._error
+        self.status = self._parser.get_status_code()
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         return data
@@ -110,7 +108,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if self._has_ended:
             return
-        if self.status and not self._parser.should_keep_alive():  # a body without a length ends here
+        if self._parser.get_status_code() and not self._parser.should_keep_alive():  # a body without a length ends here
             self._has_ended, self._stays = True, False
         else:
             self._error = self._error or self._lost(str(exc) if exc else "the connection was lost during the answer")

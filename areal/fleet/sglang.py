@@ -136,7 +136,7 @@ def generate_body(request: GenerationRequest, form: AnswerForm, facts: ServerFac
     """The body of /generate. RequestError for settings that the server does not apply exactly."""
     if problem := next(iter(sampling_problems(request.gconfig, {})), None):
         raise RequestError(f"gconfig.{problem[0]}: {problem[1]}", code="server.unsupported_sampling")
-    vision, is_streamed = form.vision, form.streams(request)
+    vision, is_streamed = form.vision, request.gconfig.max_new_tokens > form.stream_interval
     sampling = _sampling(request.gconfig)
     if is_streamed:
         sampling["stream_interval"] = form.stream_interval
@@ -331,7 +331,10 @@ class SGLangReplica(HttpReplica):
         await self._adapters.drop_unused()
 
     async def _parts(self, request: GenerationRequest, facts: ServerFacts) -> Parts:
-        reader, is_streamed = PartReader(self._version, self.form.experts), self.form.streams(request)
+        reader, is_streamed = (
+            PartReader(self._version, self.form.experts),
+            request.gconfig.max_new_tokens > self.form.stream_interval,
+        )
         body = generate_body(request, self.form, facts)
 
         def read(answer: dict[str, Any]) -> PartChunk:

@@ -75,7 +75,7 @@ MAX_BIASED_TOKENS = 1024
 
 def generate_body(request: GenerationRequest, form: AnswerForm) -> dict[str, Any]:
     """The body of /inference/v1/generate."""
-    vision, is_streamed = form.vision, form.streams(request)
+    vision, is_streamed = form.vision, request.gconfig.max_new_tokens > form.stream_interval
     body: dict[str, Any] = {
         "request_id": request.request_id,
         # For some families the server writes the tokens around an image too.
@@ -242,7 +242,7 @@ class VLLMReplica(HttpReplica):
 
     async def _parts(self, request: GenerationRequest) -> Parts:
         """The tokens of a part as soon as their versions are known."""
-        path, is_streamed = "/inference/v1/generate", self.form.streams(request)
+        path, is_streamed = "/inference/v1/generate", request.gconfig.max_new_tokens > self.form.stream_interval
         version, num_updates = self._version, self._num_updates
         held: list[Piece] = []
         """Pieces that wait for the end of the part, because a weight update started before they arrived."""

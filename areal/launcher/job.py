@@ -109,11 +109,11 @@ def gpu_variables(role: str, gpus: Sequence[str], nccl: Mapping[str, str]) -> di
     if not gpus:
         return {}
     # The ids in CUDA_VISIBLE_DEVICES are those of nvidia-smi, which numbers by bus.
-    found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(_CONNECT_S)}
+    variables = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(_CONNECT_S)}
     if role == "trainer":
         # Packed rows differ in length from step to step; without this the allocator fragments the memory.
-        found |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **nccl}
-    return {name: os.environ.get(name, value) for name, value in found.items()}
+        variables |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **nccl}
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 def with_time_limits(config: BaseExperimentConfig, *, checkpoint_bytes: int, on_gpu: bool) -> BaseExperimentConfig:

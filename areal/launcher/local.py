@@ -399,19 +399,20 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         if request.overwrite:
             overwrite_run(paths)
         before = read_tree(paths.config)
-        if config.recover.mode in ("auto", "resume"):
-            changes = changes_text(before, saved_tree(config, request.extras, request.numbers))
-            if complete := check_not_complete(config, paths, total_steps=plan.numbers.total_steps, changes=changes):
-                line.say(f"areal: {complete}")
-                return _print_summary(request, paths, json.loads(paths.summary.read_bytes()))
+        changes = changes_text(before, saved_tree(config, request.extras, request.numbers)) if before else []
+        continues, total_steps = config.recover.mode in ("auto", "resume"), plan.numbers.total_steps
+        if continues and (text := check_not_complete(config, paths, total_steps=total_steps, changes=changes)):
+            line.say(f"areal: {text}")
+            return _print_summary(request, paths, json.loads(paths.summary.read_bytes()))
         secrets = save_config(config, paths.config, extra=request.extras, numbers=request.numbers)
         secrets[TOKEN_VARIABLE] = token
         write_atomic(paths.token, token.encode(), mode=0o600)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         with counted_interruptions() as interruptions, closing(registry_of(config)) as registry:
             try:
-                for change in keep_changes(paths, before) if config.recover.mode != "disabled" else ():
-                    line.say(change)
+                if changes and config.recover.mode != "disabled":
+                    keep_changes(paths, changes)
+                    line.say("\n".join(changes))
                 outcome = _run(request, cluster, plan, paths, line, interruptions, secrets, registry)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
@@ -420,9 +421,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
             line.end(None)
             is_complete = outcome.status == "completed"
             rows = read_step_lines(paths.metrics)
-            goal = (
-                goal_text(rows[-1] if rows else {}, config.evaluator, plan.numbers.total_steps) if is_complete else ""
-            )
+            goal = goal_text(rows[-1] if rows else {}, config.evaluator, total_steps) if is_complete else ""
             times = {"started_at": started_at, "seconds": round(time.monotonic() - began_s, 3)}
             metrics = main_metrics(rows)
             summary = _summary(outcome) | times | {"goal_reached": goal, "metrics": metrics}
@@ -433,8 +432,8 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         if outcome.status == "interrupted" and interruptions.may_wait and config.recover.mode != "disabled":
             line.say(how_to_continue(newest_checkpoint(paths), config.recover.mode, sys.orig_argv))
         _print_summary(request, paths, summary)
-        for text in metrics_text(metrics):
-            line.say(f"areal: {text}")
+        for row in metrics_text(metrics):
+            line.say(f"areal: {row}")
         return _report(outcome, paths, line, goal)
 
 

@@ -50,8 +50,8 @@ def in_order(logs: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
     def timed(name: str, lines: list[str]) -> Iterator[tuple[str, str, str]]:
         last = ""
         for line in lines:
-            found = _TIME.match(line)
-            last = max(last, found[0]) if found else last
+            match = _TIME.match(line)
+            last = max(last, match[0]) if match else last
             yield last, name, line
 
     merged = heapq.merge(*(timed(name, lines) for name, lines in logs.items()), key=lambda entry: entry[0])

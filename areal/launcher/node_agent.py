@@ -165,10 +165,10 @@ class NodeAgent:
         except ArealError as error:
             self._send(Reply(id=message.id, error=str(error), code=error.code))
             return
-        found = unreachable(message.targets, message.limit_s, lambda: self._show_life(backend))
+        failures = unreachable(message.targets, message.limit_s, lambda: self._show_life(backend))
         advice = "open all TCP ports between the nodes"
-        text = f"it cannot connect to {found}: {advice}" if found else ""
-        self._send(Reply(id=message.id, error=text, code="launch.port_closed" if found else ""))
+        text = f"it cannot connect to {failures}: {advice}" if failures else ""
+        self._send(Reply(id=message.id, error=text, code="launch.port_closed" if failures else ""))
 
     def _stop(self, stop: Stop, backend: LocalBackend) -> None:
         """End processes while messages and reports continue."""
@@ -238,11 +238,11 @@ def _folder_problem(run: Open) -> str:
     folder = Path(run.run_dir)
     advice = "cluster.fileroot must be a folder that all nodes share"
     try:
-        found = (folder / run.probe).read_text()
+        text = (folder / run.probe).read_text()
         write_atomic(folder / f"{run.probe}.{socket.gethostname()}", run.probe_text.encode())
     except OSError as error:
         return f"{socket.gethostname()}: {error.filename or folder}: {error.strerror or error}: {advice}"
-    return "" if found == run.probe_text else f"{socket.gethostname()}: {folder} is another folder there: {advice}"
+    return "" if text == run.probe_text else f"{socket.gethostname()}: {folder} is another folder there: {advice}"
 
 
 def own_address(peers: Iterable[str]) -> str:

@@ -228,8 +228,8 @@ class NodeLink:
         failed, lost = self._replies.get(wire.HELLO_ID), self.lost
         self.close()
         if self._facts is not None:
-            found, own = self._facts.areal, areal.__version__
-            message = f"node {self.node} has areal {found}, this machine {own}: install one version"
+            version, own = self._facts.areal, areal.__version__
+            message = f"node {self.node} has areal {version}, this machine {own}: install one version"
             raise LaunchError(message, code="launch.other_version")
         if failed is not None:
             raise LaunchError(f"node {self.node}: {failed.error}", code=failed.code)
@@ -297,8 +297,8 @@ class NodeLink:
         return Ended(TRANSIENT_EXIT, LogTail([error], 0))
 
     def last_lines(self, name: str) -> LogTail:
-        if (found := self.ended(name)) is not None:
-            return found.tail
+        if (ended := self.ended(name)) is not None:
+            return ended.tail
         number = next(self._ids)
         reply = self._ask(wire.Lines(id=number, name=name), number, _ANSWER_LIMIT_S)
         return LogTail([], 0) if reply is None else LogTail(list(reply.lines), reply.written_ns)

@@ -231,10 +231,10 @@ class NodeCluster:
         return NodeLink(name, CommandTransport(node.command), hello, connect_limit_s=self._limit_s, waits=waits)
 
     def _machine(self, link: NodeLink) -> Machine:
-        found = link.facts
-        host = Host(bind=found.address, advertise=found.address, node=link.node)
+        facts = link.facts
+        host = Host(bind=facts.address, advertise=facts.address, node=link.node)
         role = self._nodes[link.node].role
-        return Machine(cores=found.cores, memory_bytes=found.memory_bytes, gpus=found.gpus, host=host, role=role)
+        return Machine(cores=facts.cores, memory_bytes=facts.memory_bytes, gpus=facts.gpus, host=host, role=role)
 
 
 class NodesBackend(ProcessBackend):

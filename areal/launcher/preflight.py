@@ -282,7 +282,7 @@ def _settings(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks:
         "run_tags": chosen.wandb.tags,
     }
     uri, experiment = mlflow_uri(chosen.mlflow, environ), chosen.mlflow.experiment or config.experiment_name
-    found: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "tensorboard.path": {},
         "wandb.mode": {
             "settings": {name: value for name, value in wandb.items() if value is not None},
@@ -292,7 +292,7 @@ def _settings(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks:
         "mlflow.mode": {"uri": uri, "experiment": experiment, "asks": asks},
         "trackio.mode": {"asks": asks and chosen.trackio.mode == "online"},
     }
-    return {key: found[key] | {"module": PACKAGES[key][0]} for key in keys_on(config)}
+    return {key: settings[key] | {"module": PACKAGES[key][0]} for key in keys_on(config)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def nccl_versions(config: PPOConfig) -> NcclVersions:
         servers = environment_versions(python, packages) if python else own
     except _NoVersions:  # `server_problems` reports it
         return NcclVersions()
-    ours, theirs = (next(filter(None, map(found.get, _NCCL_PACKAGES)), "") for found in (own, servers))
+    ours, theirs = (next(filter(None, map(versions.get, _NCCL_PACKAGES)), "") for versions in (own, servers))
     return NcclVersions(trainers=ours or "", servers=theirs or "")
 
 
@@ -423,8 +423,8 @@ def environment_versions(python: str, packages: tuple[str, ...], *, limit_s: flo
 def _read_cache(path: Path) -> dict[str, Any]:
     """Interpreter -> {"times": {path: nanoseconds}, "versions": {package: version}}."""
     try:
-        found = json.loads(path.read_text())
-        return {python: entry for python, entry in found.items() if entry["times"] and entry["versions"]}
+        entries = json.loads(path.read_text())
+        return {python: entry for python, entry in entries.items() if entry["times"] and entry["versions"]}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
@@ -639,11 +639,11 @@ def check_run_folder(config: BaseExperimentConfig, paths: RunPaths, *, overwrite
         raise ConfigError(message, code="checkpoint.none_to_resume")
     if mode in ("auto", "resume") or overwrites:
         return
-    found = [name for name in ("metrics.jsonl", "checkpoints", "recover") if _holds_data(paths.root / name)]
-    found += ["ledger"] if _has_episodes(paths.ledger) else []
-    if found:
+    earlier = [name for name in ("metrics.jsonl", "checkpoints", "recover") if _holds_data(paths.root / name)]
+    earlier += ["ledger"] if _has_episodes(paths.ledger) else []
+    if earlier:
         raise ConfigError(
-            f"{paths.root} contains an earlier run ({', '.join(found)}), which recover.mode={mode} would overwrite: "
+            f"{paths.root} contains an earlier run ({', '.join(earlier)}), which recover.mode={mode} would overwrite: "
             f"recover.mode=auto continues it, {_OTHER_WAYS}",
             code="launch.earlier_run",
         )
@@ -791,7 +791,7 @@ def has_launcher(paths: RunPaths) -> bool:
 
 def _holder(text: str) -> str:
     try:
-        found = json.loads(text)
-        return f"the launcher with pid {found['pid']} on host {found['host']}"
+        holder = json.loads(text)
+        return f"the launcher with pid {holder['pid']} on host {holder['host']}"
     except (ValueError, KeyError, TypeError):
         return "another launcher"

@@ -113,24 +113,24 @@ def demands(
 
 def resources_of(cpus: float, gpus: int, memory: int = 0) -> dict[str, float]:
     """Resources of a bundle, with at least some of a CPU."""
-    found = {"CPU": max(0.001, int(cpus * 1000) / 1000), "GPU": float(gpus), "memory": float(memory)}
-    return {name: amount for name, amount in found.items() if amount}
+    resources = {"CPU": max(0.001, int(cpus * 1000) / 1000), "GPU": float(gpus), "memory": float(memory)}
+    return {name: amount for name, amount in resources.items() if amount}
 
 
 def living_nodes(ray: Any, nodelist: str = "", exclude: str = "") -> dict[str, Machine]:
     """Nodes that run processes, by their ids: those with GPUs first, then by address. The lists have names or addresses
     (`launcher.nodelist`, `launcher.exclude`)."""
-    found = [
+    living = [
         node
         for node in ray.nodes()
         if node["Alive"]
         and node["Resources"].get("CPU", 0) >= 1
         and is_chosen((node["NodeManagerHostname"], node["NodeManagerAddress"]), nodelist, exclude)
     ]
-    found.sort(key=lambda node: (-node["Resources"].get("GPU", 0), node["NodeManagerAddress"], node["NodeID"]))
-    names = Counter(node["NodeManagerHostname"] for node in found)
+    living.sort(key=lambda node: (-node["Resources"].get("GPU", 0), node["NodeManagerAddress"], node["NodeID"]))
+    names = Counter(node["NodeManagerHostname"] for node in living)
     nodes: dict[str, Machine] = {}
-    for node in found:
+    for node in living:
         name, address, has = node["NodeManagerHostname"], node["NodeManagerAddress"], node["Resources"]
         host = Host(bind=address, advertise=address, node=name if names[name] == 1 else f"{name}-{node['NodeID'][:6]}")
         gpus = tuple(str(index) for index in range(int(has.get("GPU", 0))))

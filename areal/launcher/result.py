@@ -57,9 +57,9 @@ class RunAlarmLines:
         if size == self._size:
             return
         self._size = size
-        found = [alarm for alarm in self.all() if (alarm.step, alarm.name) not in self._shown]
-        self._shown |= {(alarm.step, alarm.name) for alarm in found}
-        yield from map(alarms_text, by_meaning(found))
+        alarms = [alarm for alarm in self.all() if (alarm.step, alarm.name) not in self._shown]
+        self._shown |= {(alarm.step, alarm.name) for alarm in alarms}
+        yield from map(alarms_text, by_meaning(alarms))
 
 
 def recorded_alarms(path: Path) -> list[Alarm]:
@@ -71,12 +71,12 @@ def recorded_alarms(path: Path) -> list[Alarm]:
 def episodes_of(paths: RunPaths, last_status: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The episodes of a run: what the controller wrote at its end, else its last status; None without a ledger."""
     try:
-        found = json.loads(paths.episodes.read_bytes())
+        episodes = json.loads(paths.episodes.read_bytes())
     except (OSError, ValueError):  # it was killed
-        found = last_status
-    if found is None or "admitted" not in found:  # an evaluation without training admits none
+        episodes = last_status
+    if episodes is None or "admitted" not in episodes:  # an evaluation without training admits none
         return None
-    return {name: found[name] for name in EPISODES if name in found}
+    return {name: episodes[name] for name in EPISODES if name in episodes}
 
 
 def goal_text(record: Mapping[str, Any], config: EvaluatorConfig, total_steps: int | None) -> str:

@@ -246,17 +246,17 @@ class SlurmClient:
 
 def facts_of(line: str) -> JobFacts:
     """The facts in a line of `scontrol show job --oneliner`."""
-    found = dict(re.findall(r"(?:^| )(JobState|Reason|Restarts|ExitCode|Requeue|NodeList|PreemptTime)=(\S*)", line))
-    code, signal = _status(found.get("ExitCode", ""))
+    fields = dict(re.findall(r"(?:^| )(JobState|Reason|Restarts|ExitCode|Requeue|NodeList|PreemptTime)=(\S*)", line))
+    code, signal = _status(fields.get("ExitCode", ""))
     return JobFacts(
-        state=found.get("JobState", ""),
-        reason=found.get("Reason", ""),
-        restarts=int(found.get("Restarts") or 0),
+        state=fields.get("JobState", ""),
+        reason=fields.get("Reason", ""),
+        restarts=int(fields.get("Restarts") or 0),
         exit_code=code,
         signal=signal,
-        requeue=found.get("Requeue") == "1",
-        is_preempted=found.get("PreemptTime", "None") != "None",
-        nodes="" if found.get("NodeList") == "(null)" else found.get("NodeList", ""),
+        requeue=fields.get("Requeue") == "1",
+        is_preempted=fields.get("PreemptTime", "None") != "None",
+        nodes="" if fields.get("NodeList") == "(null)" else fields.get("NodeList", ""),
     )
 
 

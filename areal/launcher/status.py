@@ -90,10 +90,10 @@ class LivenessWatch:
             return []
         self._looked_s = now_s
         self.beats, self.silent_s = {}, {}
-        found = list(self._hung(children, since_s))
+        hung = list(self._hung(children, since_s))
         with contextlib.suppress(OSError):  # a full disk ends the run elsewhere
             write_beats(self._paths.alive, self.beats)
-        return found + list(self._rejected(children, status))
+        return hung + list(self._rejected(children, status))
 
     @property
     def step(self) -> int | None:
@@ -181,8 +181,8 @@ def explain(run: RunSnapshot) -> list[str]:
 def _missing(run: RunSnapshot) -> list[str]:
     dead = [name for name in run.known - run.running if not name.startswith("server")]  # the fleet reports those
     starting = run.running - run.beats.keys()
-    found = [(dead, "not running"), (starting, "starting or ending, without a heartbeat")]
-    return [f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {state}" for names, state in found if names]
+    states = [(dead, "not running"), (starting, "starting or ending, without a heartbeat")]
+    return [f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {state}" for names, state in states if names]
 
 
 def _silent(run: RunSnapshot) -> list[str]:
@@ -205,14 +205,14 @@ class _Group:
 
 def _trainer_groups(run: RunSnapshot) -> list[_Group]:
     """The ranks that are behind come first: at the smaller step, or in the phase that was entered first."""
-    found: dict[tuple[str, int | None], list[tuple[float, str]]] = {}
+    groups_of: dict[tuple[str, int | None], list[tuple[float, str]]] = {}
     for name, beat in run.beats.items():
         if name.startswith("trainer"):
             for_s = beat.for_s + run.silent_s.get(name, 0.0)
-            found.setdefault((beat.doing, beat.step), []).append((for_s, name))
+            groups_of.setdefault((beat.doing, beat.step), []).append((for_s, name))
     groups = [
         _Group(doing, step, max(seconds for seconds, _ in members), sorted(name for _, name in members))
-        for (doing, step), members in found.items()
+        for (doing, step), members in groups_of.items()
     ]
     return sorted(groups, key=lambda group: (-1 if group.step is None else group.step, -group.for_s))
 
@@ -508,11 +508,11 @@ class StatusSource:
 
     def status(self) -> dict[str, Any] | None:
         """The controller's answer to one request; None without a controller or without an answer."""
-        found = self._registry.get("controller") if self._has_controller else None
-        if found is None:
+        entry = self._registry.get("controller") if self._has_controller else None
+        if entry is None:
             return None
         try:
-            request = urllib.request.Request(f"{json.loads(found)['address']}/status", headers=self._headers)
+            request = urllib.request.Request(f"{json.loads(entry)['address']}/status", headers=self._headers)
             with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
                 status = json.loads(answer.read())
             return status if isinstance(status, dict) else None
@@ -721,22 +721,21 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def changes_text(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """One line per option that differs from the earlier run. Nothing when there was none.
+    """One line per option that differs from the earlier run.
 
     `recover.mode` is not shown, because it is how a run is continued.
     """
     missing = object()
-    names = [name for name in dict.fromkeys([*before, *after]) if name != "recover.mode"] if before else []
+    names = [name for name in dict.fromkeys([*before, *after]) if name != "recover.mode"]
     changed = [name for name in names if before.get(name, missing) != after.get(name, missing)]
     return [f"{_CHANGED}{name}: {before.get(name, 'unset')} -> {after.get(name, 'unset')}" for name in changed]
 
 
-def keep_changes(paths: RunPaths, before: Mapping[str, Any]) -> list[str]:
-    """The lines for options that differ from the earlier run. Where it has trained, a file keeps them with its step."""
-    lines, last = changes_text(before, read_tree(paths.config)), last_record(paths.metrics)
-    if lines and last is not None:
-        newest = newest_checkpoint(paths)
-        row = {"step": step_of(newest) if newest else 0, "changes": [line.removeprefix(_CHANGED) for line in lines]}
-        with open(paths.option_changes, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    return lines
+def keep_changes(paths: RunPaths, changes: Sequence[str]) -> None:
+    """Where the earlier run has trained, add the lines for changed options to a file, with its train step."""
+    if last_record(paths.metrics) is None:
+        return
+    newest = newest_checkpoint(paths)
+    row = {"step": step_of(newest) if newest else 0, "changes": [line.removeprefix(_CHANGED) for line in changes]}
+    with open(paths.option_changes, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")

@@ -248,10 +248,10 @@ class ReplicaChanges:
         For a server on the CPU it is the machine with the fewest servers.
         """
         if num_gpus:
-            found = [
+            places = [
                 (host, tuple(gpus[:num_gpus])) for host, gpus in self._free_gpus().items() if len(gpus) >= num_gpus
             ]
-            return found[:num_parts] if len(found) >= num_parts else []
+            return places[:num_parts] if len(places) >= num_parts else []
         hosts = dict.fromkeys(
             self._backend.place_of(child.planned)[0] for unit in self._units for child in unit.children
         )

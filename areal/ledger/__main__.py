@@ -36,13 +36,13 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     """The output and the exit status."""
     folder = ledger_folder(arguments.run)
     if arguments.command == "audit":
-        found = audit(folder)
-        status = 0 if found.is_clean else 1
+        report = audit(folder)
+        status = 0 if report.is_clean else 1
     else:
-        found, status = ledger_stats(folder), 0
+        report, status = ledger_stats(folder), 0
     if arguments.json:
-        return orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2).decode(), status
-    return "\n".join(found.lines()), status
+        return orjson.dumps(report.to_json(), option=orjson.OPT_INDENT_2).decode(), status
+    return "\n".join(report.lines()), status
 
 
 def main(argv: Sequence[str], *, prog: str = "python -m areal.ledger") -> int:

@@ -49,9 +49,9 @@ class Violation:
 
 def listed(ids: Iterable[int]) -> str:
     """The first MAX_IDS ids, and the number of the others."""
-    found = list(ids)
-    rest = len(found) - MAX_IDS
-    return ", ".join(map(str, found[:MAX_IDS])) + (f" ... and {rest} more" if rest > 0 else "")
+    numbers = list(ids)
+    rest = len(numbers) - MAX_IDS
+    return ", ".join(map(str, numbers[:MAX_IDS])) + (f" ... and {rest} more" if rest > 0 else "")
 
 
 @dataclass(slots=True)
@@ -220,11 +220,11 @@ class TurnRules:
             if other != episode or adoption.turns.count(turn) > 1:
                 text = f"turn {turn} is adopted by episode {other} and by episode {episode}"
                 report.violate("turn trained twice", text, episodes=sorted({other, episode}))
-            if (found := self._generated.get(turn)) is None:
+            if (generated := self._generated.get(turn)) is None:
                 text = f"episode {episode} adopts turn {turn}, which was never generated"
                 report.violate("turn never generated", text, episodes=[episode])
             else:
-                known.append(found)
+                known.append(generated)
         if adoption.spans is None:
             return
         wanted, trained = Counter(known), Counter(adoption.spans)
@@ -255,8 +255,8 @@ def _num_overwritten(record: str, turns: Sequence[str]) -> int | None:
         recorded_session.get("session"): recorded_session.get("overwritten")
         for recorded_session in recorded_sessions(record)
     }
-    found = [counts.get(session) for session in {turn.rpartition(".")[0] for turn in turns}]
-    return None if None in found else sum(count for count in found if count is not None)
+    numbers = [counts.get(session) for session in {turn.rpartition(".")[0] for turn in turns}]
+    return None if None in numbers else sum(count for count in numbers if count is not None)
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -328,8 +328,8 @@ class AuditRules:
 
     def counts(self) -> dict[str, int]:
         """Episodes per state."""
-        found = Counter(episode.state for episode in self._episodes.values())
-        return {name: found[name] for name in STATE_NAMES}
+        by_state = Counter(episode.state for episode in self._episodes.values())
+        return {name: by_state[name] for name in STATE_NAMES}
 
     @property
     def num_interrupted(self) -> int:
@@ -801,14 +801,14 @@ class _Audit:
             self.state.check_integrity()
         except LedgerError as error:
             report.violate("state machine", str(error))
-        if (found := self.state.counts_by_name()) != report.counts:
-            report.violate("state machine", f"counts are {report.counts}, those of the controller {found}")
+        if (counts := self.state.counts_by_name()) != report.counts:
+            report.violate("state machine", f"counts are {report.counts}, those of the controller {counts}")
 
 
 def _differences(event: Event, columns: TokenTable) -> list[str]:
     """The fields of an `accepted` event that differ from its payload."""
     made = columns.output_versions[columns.output_versions != -1]
-    found: dict[str, Any] = {
+    differences: dict[str, Any] = {
         "trajectories": len(columns.lengths),
         "tokens": len(columns.token_ids),
         "generated": columns.loss_mask.tobytes().count(1),
@@ -817,7 +817,7 @@ def _differences(event: Event, columns: TokenTable) -> list[str]:
     }
     problems = [
         f"{name} is {event[name]} in the event, {value} in the payload"
-        for name, value in found.items()
+        for name, value in differences.items()
         if event[name] != value
     ]
     reward = sum(columns.rewards.tolist()) / len(columns.lengths)

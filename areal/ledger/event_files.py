@@ -174,8 +174,8 @@ class LedgerReader:
         `newest`: those after all others; else those before the files of a controller that started without them.
         """
         last = max(self.numbers, default=0)
-        found = [number for number in self.segments if number not in self.numbers and (number > last) == newest]
-        return [events_path(self._folder, number) for number in found if not self._is_next_segment(number)]
+        missing = [number for number in self.segments if number not in self.numbers and (number > last) == newest]
+        return [events_path(self._folder, number) for number in missing if not self._is_next_segment(number)]
 
     def _is_next_segment(self, number: int) -> bool:
         """Whether the controller with the payload file before this one has filled it."""
@@ -247,11 +247,11 @@ def open_reader(folder: Path) -> LedgerReader:
 
 def _has_group(data: bytes, offset: int) -> bool:
     """Whether a valid group starts at `offset` or later."""
-    found = data.find(_GROUP_START, offset)
-    while found >= 0:
-        if _decode_group(data, found) is not None:
+    start = data.find(_GROUP_START, offset)
+    while start >= 0:
+        if _decode_group(data, start) is not None:
             return True
-        found = data.find(_GROUP_START, found + 1)
+        start = data.find(_GROUP_START, start + 1)
     return False
 
 

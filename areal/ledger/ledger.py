@@ -92,10 +92,10 @@ def prunable(state: LedgerState, first_kept_step: int, segments: Collection[int]
 
 def delete_segments(folder: Path, segments: Collection[int]) -> None:
     """Delete the files of pruned segments that still exist. Raises OSError."""
-    found = [number for number in segment_numbers(folder) if number in segments]
-    for number in found:
+    numbers = [number for number in segment_numbers(folder) if number in segments]
+    for number in numbers:
         payload_path(folder, number).unlink(missing_ok=True)
-    if found:
+    if numbers:
         fsync_path(folder)
 
 
@@ -440,17 +440,23 @@ class Ledger:
         """
         lock = LedgerLock(folder)
         try:
-            found = recover_folder(folder)
-            delete_segments(folder, found.state.pruned_segments)
+            recovered = recover_folder(folder)
+            delete_segments(folder, recovered.state.pruned_segments)
         except (LedgerError, OSError) as error:
             lock.release()
             raise not_writable(folder, error) if isinstance(error, OSError) else error from None
-        writer = GroupWriter(folder, found.next_number, after=found.end, keep_rejected=keep_rejected)
-        log = GroupCommitLog(writer, first_segment=found.next_number)
+        writer = GroupWriter(folder, recovered.next_number, after=recovered.end, keep_rejected=keep_rejected)
+        log = GroupCommitLog(writer, first_segment=recovered.next_number)
         read = partial(read_payload, folder)
         retention = Retention.parse(keep_payloads)
         return cls(
-            log, state=found.state, read_payload=read, lock=lock, lost=found.lost, folder=folder, retention=retention
+            log,
+            state=recovered.state,
+            read_payload=read,
+            lock=lock,
+            lost=recovered.lost,
+            folder=folder,
+            retention=retention,
         )
 
     def start(self, on_failure: Callable[[LedgerError], None]) -> None:

@@ -54,13 +54,13 @@ def count_by_version(versions: np.ndarray, loss_mask: np.ndarray) -> tuple[tuple
     # without np.diff, which takes longer than everything else for a short answer
     starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
     trained = np.add.reduceat(loss_mask != 0, starts, dtype=np.int64)
-    found: dict[int, tuple[int, int]] = {}
+    counts: dict[int, tuple[int, int]] = {}
     for version, start, end, used in zip(
         versions[starts].tolist(), starts, [*starts[1:], len(versions)], trained.tolist(), strict=True
     ):
-        before = found.get(version, (0, 0))
-        found[version] = (before[0] + end - start, before[1] + used)
-    return tuple((version, *found[version]) for version in sorted(found))
+        before = counts.get(version, (0, 0))
+        counts[version] = (before[0] + end - start, before[1] + used)
+    return tuple((version, *counts[version]) for version in sorted(counts))
 
 
 class LedgerBehind(LedgerError):
@@ -269,8 +269,8 @@ class LedgerState:
         if not 0 <= episode_id < len(self.states):
             raise _broken(f"episode {episode_id} {verb}, but it was never admitted")
         if self.states[episode_id] != wanted:
-            found = STATE_NAMES[self.states[episode_id]]
-            raise _broken(f"episode {episode_id} {verb}, but it is {found}, not {STATE_NAMES[wanted]}")
+            state = STATE_NAMES[self.states[episode_id]]
+            raise _broken(f"episode {episode_id} {verb}, but it is {state}, not {STATE_NAMES[wanted]}")
 
     def _end(self, episode_id: int, target: int, verb: str) -> None:
         if episode_id not in self.running:
@@ -413,8 +413,8 @@ class LedgerState:
     def needed_segments(self, first_step: int) -> set[int]:
         """The payload segments of the waiting episodes, and of the batches from `first_step` on."""
         recorded = (batch for step, batch in self.batches.items() if step >= first_step)
-        found = {where[0] for batch in recorded for where in batch.payloads}
-        return found | {episode.payload[0] for episode in self.waiting.values()}
+        segments = {where[0] for batch in recorded for where in batch.payloads}
+        return segments | {episode.payload[0] for episode in self.waiting.values()}
 
     def _pruned(self, event: Event) -> None:
         segments: set[int] = set(event["segments"])

@@ -161,13 +161,13 @@ class RolloutClient:
 
     def start_update(self, update: WeightUpdate) -> None:
         """Return when the controller has started the update. Raises WeightSyncError when that failed."""
-        self._publish(update, waits=False)
+        self._post_update(update, waits=False)
 
     def publish(self, update: WeightUpdate) -> None:
         """Return when every serving replica holds `update.version`. Raises WeightSyncError when that failed."""
-        self._probe = update.version, self._publish(update, waits=True)
+        self._probe = update.version, self._post_update(update, waits=True)
 
-    def _publish(self, update: WeightUpdate, *, waits: bool) -> bytes:
+    def _post_update(self, update: WeightUpdate, *, waits: bool) -> bytes:
         try:
             request = PublishRequest(run_id=self._run_id, update=update, waits=waits)
             return self._call("/publish", request, f"to publish version {update.version}")
@@ -184,11 +184,11 @@ class RolloutClient:
             answer = published[1]
         else:
             answer = self._call(f"/probe?version={version}", None, "for the answer to the canary probe")
-        found = orjson.loads(answer)["probe"]
-        if not found:
+        probe = orjson.loads(answer)["probe"]
+        if not probe:
             return None
-        images = [ImageRef(image["sha256"], tuple(image["grid"])) for image in found.pop("images")]
-        return ProbeTokens(**found, images=images)
+        images = [ImageRef(image["sha256"], tuple(image["grid"])) for image in probe.pop("images")]
+        return ProbeTokens(**probe, images=images)
 
     def compare(self, score: ProbeScore) -> list[str]:
         """Names of the replicas whose answer differs from the trainer's score; they are updated again meanwhile."""

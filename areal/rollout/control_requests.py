@@ -66,8 +66,8 @@ class PublishRequest(TrainerRequest):
     """False: the answer comes when the update has started."""
 
     def problem(self) -> str:
-        found = _update_problem(self.update)
-        return found and f"update.{found}"
+        text = _update_problem(self.update)
+        return text and f"update.{text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,8 +318,8 @@ def _check_finish(steps: int, state: LedgerState, shape: RunShape) -> None:
     if state.trained_steps is not None:
         state.require_reached(steps)
     goals = shape.goals
-    found = {mode: state.evaluations.get((steps, mode), {}).get("reward") for mode in goals}
-    reached = bool(goals) and all(value is not None and value >= goals[mode] for mode, value in found.items())
+    rewards = {mode: state.evaluations.get((steps, mode), {}).get("reward") for mode in goals}
+    reached = bool(goals) and all(value is not None and value >= goals[mode] for mode, value in rewards.items())
     if steps < shape.total_steps and not reached:
         raise OutOfOrder(f"finish after {steps} of {shape.total_steps} train steps, and no goal is reached")
 

@@ -192,7 +192,7 @@ class FleetWeights:
             self._is_restoring = False
 
     async def close(self) -> None:
-        tasks = [found[1] for found in (self._task, self._comparison) if found is not None]
+        tasks = [pending[1] for pending in (self._task, self._comparison) if pending is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -221,7 +221,7 @@ class Controller:
     ) -> None:
         limits, options = GateLimits.of(config, total_steps=total_steps), config.rollout
         self._fleet, self._rows, self._ledger = fleet, rows, ledger
-        self._workflows = list({id(found): found for found in [workflow, *(eval_workflows or {}).values()]}.values())
+        self._workflows = list({id(each): each for each in [workflow, *(eval_workflows or {}).values()]}.values())
         self.shape = RunShape.of(config, total_steps=total_steps)
         self._failure: Exception | None = None
         self._ended, self._failure_reported = asyncio.Event(), asyncio.Event()

@@ -180,8 +180,8 @@ class _Handlers:
         return self._probe_of(parse_version(request.query.get("version", "")))
 
     def _probe_of(self, version: int) -> web.Response:
-        found = self._controller.weights.probe_tokens(version)
-        return _json({"version": version, "probe": None if found is None else asdict(found)})
+        probe = self._controller.weights.probe_tokens(version)
+        return _json({"version": version, "probe": None if probe is None else asdict(probe)})
 
     async def compare(self, request: web.Request) -> web.Response:
         self._controller.require_running()

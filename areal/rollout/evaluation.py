@@ -71,7 +71,7 @@ def majority_vote(samples: Sequence[Graded], correct_reward: float) -> float:
         if sample.answer is not None:
             votes[sample.answer].append(float(sample.reward >= correct_reward))
     most = max(map(len, votes.values()), default=0)
-    return fmean([fmean(found) for found in votes.values() if len(found) == most]) if votes else 0.0
+    return fmean([fmean(rewards) for rewards in votes.values() if len(rewards) == most]) if votes else 0.0
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -212,10 +212,10 @@ class _Results:
 
     def summary(self, num_samples: int, correct_reward: float) -> dict[str, float]:
         """Mean of each statistic over the answers that have it; with several samples also pass@k and more."""
-        found = [self._scored[key] for key in sorted(self._scored)]
-        names = dict.fromkeys(name for stats, _ in found for name in stats)
-        means = {name: fmean(stats[name] for stats, _ in found if name in stats) for name in names}
-        means |= {"num": float(len(found)), "failed": float(self.num_failed)}
+        scored = [self._scored[key] for key in sorted(self._scored)]
+        names = dict.fromkeys(name for stats, _ in scored for name in stats)
+        means = {name: fmean(stats[name] for stats, _ in scored if name in stats) for name in names}
+        means |= {"num": float(len(scored)), "failed": float(self.num_failed)}
         if num_samples > 1:
             rows: dict[int, list[Graded]] = {}
             for row, sample in sorted(self._scored):
@@ -279,7 +279,7 @@ class Evaluations:
     def active(self) -> str:
         """The running evaluations and their progress, for the status; empty when none runs."""
         return ", ".join(
-            f"{mode} after step {step}, {sum(found.num_done for found in one.results.values())} of {one.num_answers} "
+            f"{mode} after step {step}, {sum(result.num_done for result in one.results.values())} of {one.num_answers} "
             "answers done"
             for (step, mode), one in self._running.items()
             if not one.task.done()
@@ -353,10 +353,10 @@ class Evaluations:
 
         await run_all(items, score, max_concurrent=self._max_concurrent)
         summary: dict[str, float] = {}
-        for name, found in results.items():
-            found.require_scored()
+        for name, result in results.items():
+            result.require_scored()
             num_samples = 1 if mode == "greedy" else self._options.num_samples
-            values = found.summary(num_samples, self._options.correct_reward)
+            values = result.summary(num_samples, self._options.correct_reward)
             summary |= {f"{name}/{key}" if name else key: value for key, value in values.items()}
         summary["seconds"] = asyncio.get_running_loop().time() - start_s
         self._ledger.evaluated(step=step, mode=mode, result=summary)

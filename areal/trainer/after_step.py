@@ -229,8 +229,8 @@ class Saver:
         if not self._config.keep_best:
             return {}
         path = self._folder / _SCORES
-        found = json.loads(path.read_bytes()) if path.exists() else {}
-        scores = {int(one): float(value) for one, value in found.items() if int(one) < step}
+        known = json.loads(path.read_bytes()) if path.exists() else {}
+        scores = {int(one): float(value) for one, value in known.items() if int(one) < step}
         if self._config.keep_best in metrics:
             scores[step] = metrics[self._config.keep_best]
         else:
@@ -356,7 +356,7 @@ class AfterStep:
         trackers: list[Tracker] = []
         if ranks.rank == 0:
             trackers = build_trackers(config, paths, first_step=first_step, after_failure=after_failure)
-        found = cls(
+        after_step = cls(
             config,
             engines,
             ranks,
@@ -367,8 +367,8 @@ class AfterStep:
             first_step=first_step,
         )
         if point is not None:
-            found.continue_from(point)
-        return found, point
+            after_step.continue_from(point)
+        return after_step, point
 
     def continue_from(self, point: RecoverPoint) -> None:
         """Continue the clocks of a recovered run."""
@@ -396,9 +396,9 @@ class AfterStep:
             )
         ends = False
         if "evaluate" in due and self._hooks.evaluate is not None:
-            found = self._hooks.evaluate(info.step + 1)
-            values |= found
-            (ends,) = self._any([self._ranks.rank == 0 and self._hooks.goal_reached(found)])
+            evaluated = self._hooks.evaluate(info.step + 1)
+            values |= evaluated
+            (ends,) = self._any([self._ranks.rank == 0 and self._hooks.goal_reached(evaluated)])
         self._track(info.step + 1, values)
         stopped_by = self._stopped_by(info.step + 1, values)
         for name in due & self._cadences.keys():
@@ -481,5 +481,5 @@ class AfterStep:
 
     def _any(self, flags: list[bool]) -> list[bool]:
         """The flags that are set on any rank."""
-        found: list[float] = self._ranks.all_reduce(torch.tensor(flags, dtype=torch.float64), "max").tolist()
-        return [bool(value) for value in found]
+        largest: list[float] = self._ranks.all_reduce(torch.tensor(flags, dtype=torch.float64), "max").tolist()
+        return [bool(value) for value in largest]

@@ -61,11 +61,11 @@ class PairTask(ABC):
         batch = self._with_reference(batch)
         num_pairs = torch.tensor([batch.num_sequences // PER_PAIR], dtype=torch.float64)
         with phase("update"):
-            found = one_step(self._engine, batch, self._loss, local_denominator=num_pairs)
+            metrics = one_step(self._engine, batch, self._loss, local_denominator=num_pairs)
         nothing = torch.zeros(0)  # a rank without pairs reports the same names
         empty = replace(self.batch_of([]), ref_logprobs=nothing)
         names = self._compare(TokenOutputs(logprobs=nothing, scores=nothing), empty, _places_of(empty))
-        return merge_metrics(_means(names), found)
+        return merge_metrics(_means(names), metrics)
 
     def measure(self, batch: TrainBatch) -> Metrics:
         """Loss and accuracy on held-out pairs; a collective."""
@@ -74,8 +74,8 @@ class PairTask(ABC):
 
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Sum of pair losses of a micro-batch; the engine divides by the number of pairs on all ranks."""
-        found = self._compare(outputs, micro.batch, _places_of(micro.batch, micro.source_index))
-        return LossOutput(loss=found["loss"].sum(), metrics=_means(found))
+        compared = self._compare(outputs, micro.batch, _places_of(micro.batch, micro.source_index))
+        return LossOutput(loss=compared["loss"].sum(), metrics=_means(compared))
 
 
 def with_whole_pairs(config: TrainEngineConfig) -> TrainEngineConfig:
@@ -85,9 +85,9 @@ def with_whole_pairs(config: TrainEngineConfig) -> TrainEngineConfig:
 
 def _places_of(batch: TrainBatch, source_index: Sequence[int] | None = None) -> PairPlaces:
     """The pairs of a micro-batch, or of a whole batch, on the batch's device."""
-    found = pair_places(list(range(batch.num_sequences)) if source_index is None else source_index)
+    places = pair_places(list(range(batch.num_sequences)) if source_index is None else source_index)
     device = batch.input_ids.device
-    return PairPlaces(chosen=found.chosen.to(device), rejected=found.rejected.to(device))
+    return PairPlaces(chosen=places.chosen.to(device), rejected=places.rejected.to(device))
 
 
 def _means(by_name: dict[str, Tensor]) -> Metrics:

@@ -258,8 +258,8 @@ class ComparedChannel:
         mask = [0] * first + [1] * (len(row) - first)
         batch = rows_to_train_batch([row], [mask], [tokens.images]).with_column(TEMPERATURES, torch.ones(len(row)))
         # Position t has the log-probability of token t + 1.
-        found = required(self._engine.forward(batch).logprobs, "logprobs")[first - 1 : len(row) - 1]
-        return [value if math.isfinite(value) else _NOT_FINITE for value in found.double().tolist()]
+        logprobs = required(self._engine.forward(batch).logprobs, "logprobs")[first - 1 : len(row) - 1]
+        return [value if math.isfinite(value) else _NOT_FINITE for value in logprobs.double().tolist()]
 
 
 def _numbers_of(tokens: ProbeTokens) -> list[int]:
@@ -329,7 +329,6 @@ class PPOLoop:
         """Train every remaining step, in order. Returns the number of train steps that are done."""
         actor, reference, critic = self._roles.actor, self._roles.reference, self._roles.critic
         reward_model, teacher = self._roles.reward_model, self._roles.teacher
-        steps_done = self._progress.start_step
         for info in self._progress.remaining_steps():
             began_s = time.monotonic()
             self._clock.begin_step(info.step)
@@ -362,16 +361,15 @@ class PPOLoop:
                 metrics |= reference.after_update(info.step + 1) if reference else {}
             with phase("publish_weights"):
                 self._publish(info.step)
-            found = merge_metrics(scored, filtered, mismatch, distilled, batch_metrics(batch))
-            metrics = merge_metrics(metrics, found, _share_metrics(share, began_s))
+            measured = merge_metrics(scored, filtered, mismatch, distilled, batch_metrics(batch))
+            metrics = merge_metrics(metrics, measured, _share_metrics(share, began_s))
             with phase("after_step"):
                 if self._add_samples is not None:
                     self._add_samples(info.step + 1, share)
                 if self._after_step(info, metrics, self._clock.end_step()):
                     self._progress.stop()
-            steps_done = info.step + 1
         self._channel.wait_served()
-        return steps_done
+        return self._progress.steps_done
 
     def _next_share(self, step: int) -> BatchShare:
         question = partial(self._batches.next_batch, step)
@@ -517,9 +515,9 @@ def _sample_tables(config: PPOConfig, after_step: AfterStep) -> Callable[[int, B
 
 def _record_initial_weights(paths: RunPaths, roles: PPORoles, ranks: Ranks) -> None:
     """Write the checksums of the initial weights, which a replay verifies; a collective."""
-    found = {role: checksum_of(engine, ranks) for role, engine in roles.engines.items()}
+    checksums = {role: checksum_of(engine, ranks) for role, engine in roles.engines.items()}
     if ranks.rank == 0:
-        write_atomic(paths.initial_weights, json.dumps(found).encode())
+        write_atomic(paths.initial_weights, json.dumps(checksums).encode())
 
 
 def published_adapter(config: PPOConfig, engine: WeightSource) -> AdapterSource | None:

@@ -52,7 +52,7 @@ class Progress:
     def __init__(self, length: TrainingLength, *, start_step: int = 0, ended: bool = False) -> None:
         """`ended`: the goal was reached before `start_step`."""
         self.length = length
-        self.start_step = start_step
+        self.start_step = self.steps_done = start_step
         self._stopped = ended
 
     @property
@@ -67,6 +67,7 @@ class Progress:
             if self._stopped:
                 return
             yield self.length.info(step)
+            self.steps_done = step + 1
 
     def stop(self) -> None:
         self._stopped = True

@@ -276,14 +276,14 @@ class RecoverStore:
         for path in reversed(self._checkpoints()):
             if path in ahead:
                 continue
-            found = damage_of(path, part=self._ranks.rank, parts=self._ranks.world_size)
-            if not self._agreed.count(bool(found)):
+            damage = damage_of(path, part=self._ranks.rank, parts=self._ranks.world_size)
+            if not self._agreed.count(bool(damage)):
                 self._set_aside(ahead)
                 self._previous = path
                 return path
             damaged.append(path.name)
-            if found:
-                get_logger("trainer").error("the recovery checkpoint %s is damaged and skipped: %s", path, found)
+            if damage:
+                get_logger("trainer").error("the recovery checkpoint %s is damaged and skipped: %s", path, damage)
         if ahead:
             raise ConfigError(
                 "the newest events of the ledger were lost, and no intact recovery checkpoint is old enough for the "
@@ -411,8 +411,8 @@ class RecoverStore:
 
     def _checkpoints(self) -> list[Path]:
         """All checkpoints by step, damaged ones included."""
-        found = {int(match[1]): path for path in self._folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
-        return [found[step] for step in sorted(found)]
+        by_step = {int(match[1]): path for path in self._folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
+        return [by_step[step] for step in sorted(by_step)]
 
 
 def _result_of(unfinished: _Unfinished) -> Path:

@@ -138,11 +138,11 @@ def evaluate(task: RowTask[RowT], rows: Sequence[RowT], *, rows_at_once: int) ->
     `rows_at_once`: rows per batch over all ranks, which bounds the memory of a forward pass.
     """
     lead = lead_of(task)
-    found: Metrics = {}
+    metrics: Metrics = {}
     for first in range(0, len(rows), rows_at_once):
         mine = rows[first : first + rows_at_once][lead.dp_rank :: lead.dp_size]
-        found = merge_metrics(found, task.measure(task.batch_of(mine)))
-    return {f"eval/{name}": value for name, value in metric_values(reduce_metrics(found, lead)).items()}
+        metrics = merge_metrics(metrics, task.measure(task.batch_of(mine)))
+    return {f"eval/{name}": value for name, value in metric_values(reduce_metrics(metrics, lead)).items()}
 
 
 def one_step(engine: TrainEngine, batch: TrainBatch, loss_fn: LossFn, *, local_denominator: Tensor) -> Metrics:

@@ -56,9 +56,9 @@ class SFTTask:
     def update(self, batch: TrainBatch) -> Metrics:
         """One optimiser step; a collective."""
         with phase("update"):
-            found = one_step(self._engine, batch, self._loss, local_denominator=self._denominator(batch))
+            metrics = one_step(self._engine, batch, self._loss, local_denominator=self._denominator(batch))
         # a rank without rows reports the same names
-        return merge_metrics({"loss": Metric(0.0, 0.0), "perplexity": Metric(0.0, 0.0)}, found)
+        return merge_metrics({"loss": Metric(0.0, 0.0), "perplexity": Metric(0.0, 0.0)}, metrics)
 
     def measure(self, batch: TrainBatch) -> Metrics:
         """The training loss as a mean over held-out rows; a collective."""

@@ -28,7 +28,7 @@ from areal.server_side.areal_transfer.layout import widest_first
 from areal.system.network import Host, is_loopback, listen, required_token
 from areal.system.process import in_daemon_thread
 from areal.system.relay import MachineRelay
-from areal.weights.control import FleetControl, publish_once, succeeded
+from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
 
 log = get_logger(__name__)
@@ -91,7 +91,7 @@ class CollectiveChannel:
         if not self._plan:  # names, shapes and dtypes never change
             self._plan = plan_buckets(self._engine.weight_specs(), self._bucket_bytes)
         self._attempts = 0
-        return self._publish(version)
+        return self._attempt(version)
 
     def wait_served(self) -> None:
         while (version := self._sent) is not None:
@@ -106,9 +106,9 @@ class CollectiveChannel:
                     error, self._has_failed = failure, True
                     self.close()
             if not succeeded(self._ranks, version, error, may_retry=self._attempts < MAX_ATTEMPTS):
-                self._publish(version)
+                self._attempt(version)
 
-    def _publish(self, version: int) -> str:
+    def _attempt(self, version: int) -> str:
         """Publish with the attempts that are left."""
         self._sent = None
         if (request := self._request) is not None:  # a server lost its weights before the version was waited for
@@ -119,7 +119,7 @@ class CollectiveChannel:
             self._attempts += 1
             may_retry = self._attempts < MAX_ATTEMPTS
             send = partial(self._send, version)
-            checksum = publish_once(self._engine, self._ranks, version, send, may_retry=may_retry)
+            checksum = send_once(self._engine, self._ranks, version, send, may_retry=may_retry)
             if checksum is not None:
                 self._sent = version
                 return checksum

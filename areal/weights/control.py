@@ -33,7 +33,7 @@ class FleetControl(Protocol):
         ...
 
 
-def publish_once(
+def send_once(
     engine: WeightSource,
     ranks: Ranks,
     version: int,
@@ -76,40 +76,3 @@ def succeeded(ranks: Ranks, version: int, error: Exception | None, *, may_retry:
     if error is not None:
         get_logger(__name__).warning("version %d could not be published, retrying: %s", version, error)
     return worst == 1.0
-
-
-class StartedUpdate:
-    """The update from a folder that the fleet has started, if it was not waited for yet. Every rank has one."""
-
-    def __init__(self, ranks: Ranks, control: FleetControl) -> None:
-        self._ranks, self._control = ranks, control
-        self._update: WeightUpdate | None = None
-        self._version: int | None = None
-
-    def publish(
-        self, engine: WeightSource, version: int, write: Callable[[Iterator[tuple[str, Tensor]]], WeightUpdate]
-    ) -> str:
-        """Start the update that `write` returns on rank 0. Returns the checksum of the weights, as a channel does."""
-
-        def send(weights: Iterator[tuple[str, Tensor]]) -> None:
-            self._update = write(weights)
-            self._control.start_update(self._update)
-
-        self._update = self._version = None
-        checksum = publish_once(engine, self._ranks, version, send)
-        self._version = version
-        return checksum or ""
-
-    def wait_served(self) -> WeightUpdate | None:
-        """Wait as the channel does. Returns what rank 0 has waited for; None elsewhere, or after an earlier wait."""
-        update, self._update = self._update, None
-        version, self._version = self._version, None
-        error: Exception | None = None
-        if update is not None:
-            try:
-                self._control.publish(update)
-            except Exception as failure:  # noqa: BLE001 - the other ranks must be notified before it is raised
-                error = failure
-        if version is not None:
-            succeeded(self._ranks, version, error)
-        return update

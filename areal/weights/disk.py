@@ -9,19 +9,19 @@ import contextlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from functools import partial
+from abc import abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
 from areal.api.data import WeightUpdate
-from areal.api.engine import AdapterSource, Ranks, WeightSource
+from areal.api.engine import AdapterSource, Ranks, WeightChannel, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.system.durable import finish_interrupted_writes, publish_folder, writing_folder
 from areal.system.folders import FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
-from areal.weights.control import FleetControl, StartedUpdate
+from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
 
 KEPT_VERSIONS = 2
@@ -30,8 +30,72 @@ _VERSION_FOLDER = re.compile(r"v(\d{6,})")
 _COPIED = ("config.json", "generation_config.json")
 
 
-class DiskChannel:
-    """Implements `areal.api.engine.WeightChannel`."""
+class FolderChannel(WeightChannel):
+    """The base of the channels whose versions are folders. The fleet loads one while the trainer continues."""
+
+    def __init__(self, source: WeightSource | AdapterSource, ranks: Ranks, control: FleetControl, folder: Path) -> None:
+        """`folder`: parent of the versions."""
+        self._source, self._ranks, self._control, self._folder = source, ranks, control, folder
+        self._update: WeightUpdate | None = None
+        """On rank 0 what the fleet has started to load, until it was waited for."""
+        self._version: int | None = None
+        """The version that was sent and not waited for yet, on every rank."""
+
+    def publish(self, version: int) -> str:
+        def send(weights: Iterator[tuple[str, Tensor]]) -> None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                finish_interrupted_writes(self._folder)
+                final = self._folder / self._name(version)
+                writing = writing_folder(final)
+                writing.mkdir()
+                self._write(writing, weights)
+                publish_folder(writing, final, sum_up=False)  # replicas load it without verifying checksums
+            except OSError as error:
+                message = f"version {version} could not be written to {self._folder}: {error}"
+                raise WeightSyncError(message, code="weights.not_written") from error
+            self._update = self._update_from(final, version)
+            self._control.start_update(self._update)
+
+        self._update = self._version = None
+        checksum = send_once(self._source, self._ranks, version, send)
+        self._version = version
+        return checksum or ""
+
+    def wait_served(self) -> None:
+        update, version, error = self._update, self._version, None
+        self._update = self._version = None
+        if update is not None:
+            try:
+                self._control.publish(update)
+            except Exception as failure:  # noqa: BLE001 - the other ranks must be notified before it is raised
+                error = failure
+        if version is not None:
+            succeeded(self._ranks, version, error)
+        if update is not None:
+            with contextlib.suppress(OSError):  # what stays is removed after the next version
+                self._prune(update.version)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    @abstractmethod
+    def _name(self, version: int) -> str:
+        """The name of the folder of a version."""
+
+    @abstractmethod
+    def _write(self, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None: ...
+
+    @abstractmethod
+    def _update_from(self, folder: Path, version: int) -> WeightUpdate: ...
+
+    @abstractmethod
+    def _prune(self, current: int) -> None:
+        """Remove the folders that no replica needs any more."""
+
+
+class DiskChannel(FolderChannel):
+    """Versions that trainer and servers read on a shared file system."""
 
     def __init__(
         self,
@@ -41,100 +105,35 @@ class DiskChannel:
         folder: Path,
         *,
         model_folder: Path | None = None,
-        address_of: Callable[[Path], str] | None = None,
     ) -> None:
-        """`folder`: parent of the versions. `model_folder`: source of config.json, which makes a version a loadable
-        checkpoint. `address_of`: serves a version over HTTP; None = the servers read the folder."""
-        self._engine = engine
-        self._started = StartedUpdate(ranks, control)
-        self._folder = folder
+        """`model_folder`: source of config.json, which makes a version a loadable checkpoint."""
+        super().__init__(engine, ranks, control, folder)
         self._model_folder = model_folder
-        self._address_of = address_of
 
-    def publish(self, version: int) -> str:
-        return self._started.publish(self._engine, version, partial(self._send, version))
+    def _name(self, version: int) -> str:
+        return f"v{version:06d}"
 
-    def wait_served(self) -> None:
-        if (update := self._started.wait_served()) is not None:
-            with contextlib.suppress(OSError):  # what stays is removed after the next version
-                self._prune(update.version)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
-        try:
-            final = self._write(version, weights)
-        except OSError as error:
-            message = f"version {version} could not be written to {self._folder}: {error}"
-            raise WeightSyncError(message, code="weights.not_written") from error
-        if self._address_of is None:
-            return WeightUpdate(version=version, kind="disk", path=str(final))
-        return WeightUpdate(version=version, kind="http", path=self._address_of(final))
-
-    def _write(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Path:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        finish_interrupted_writes(self._folder)
-        final = self._folder / f"v{version:06d}"
-        writing = writing_folder(final)
-        writing.mkdir()
-        write_weights(writing, weights, MAX_FILE_BYTES)
+    def _write(self, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+        write_weights(folder, weights, MAX_FILE_BYTES)
         for name in _COPIED:
             if self._model_folder is not None and (self._model_folder / name).is_file():
-                shutil.copyfile(self._model_folder / name, writing / name)
-        publish_folder(writing, final, sum_up=False)  # replicas load it without verifying checksums
-        return final
+                shutil.copyfile(self._model_folder / name, folder / name)
+
+    def _update_from(self, folder: Path, version: int) -> WeightUpdate:
+        return WeightUpdate(version=version, kind="disk", path=str(folder))
 
     def _prune(self, current: int) -> None:
         """Remove old versions, and versions above the current one, which were written before a recovery."""
-        found = ((path, _VERSION_FOLDER.fullmatch(path.name)) for path in self._folder.iterdir())
-        versions = {int(match[1]): path for path, match in found if match}
+        matches = ((path, _VERSION_FOLDER.fullmatch(path.name)) for path in self._folder.iterdir())
+        versions = {int(match[1]): path for path, match in matches if match}
         kept = sorted(version for version in versions if version <= current)[-KEPT_VERSIONS:]
         for version, path in versions.items():
             if version not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-class AdapterChannel:
-    """Implements `areal.api.engine.WeightChannel`: adapters alone, each in a separate folder with a new name."""
-
-    def __init__(self, adapter: AdapterSource, ranks: Ranks, control: FleetControl, folder: Path) -> None:
-        """`folder`: parent of the versions, which trainer and servers share."""
-        self._adapter = adapter
-        self._started = StartedUpdate(ranks, control)
-        self._folder = folder
-
-    def publish(self, version: int) -> str:
-        return self._started.publish(self._adapter, version, partial(self._send, version))
-
-    def wait_served(self) -> None:
-        if self._started.wait_served() is not None:
-            with contextlib.suppress(OSError):  # what stays is removed after the next version
-                folders = sorted(self._folder.glob("adapter-v*"), key=lambda path: path.stat().st_mtime)
-                for path in folders[:-KEPT_VERSIONS]:
-                    shutil.rmtree(path, ignore_errors=True)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            finish_interrupted_writes(self._folder)
-            # A version that is published again after a recovery can have other weights.
-            final = self._folder / f"adapter-v{version:06d}-{secrets.token_hex(4)}"
-            writing = writing_folder(final)
-            writing.mkdir()
-            self._adapter.write(writing, weights)
-            publish_folder(writing, final, sum_up=False)
-        except OSError as error:
-            message = f"adapter version {version} could not be written to {self._folder}: {error}"
-            raise WeightSyncError(message, code="weights.not_written") from error
-        return WeightUpdate(version=version, kind="adapter", path=str(final))
-
-
-class HttpChannel:
-    """Implements `areal.api.engine.WeightChannel`: rank 0 writes to a disk of its machine, and serves the folder."""
+class HttpChannel(DiskChannel):
+    """Versions on a disk of rank 0's machine, which serves them."""
 
     def __init__(
         self,
@@ -148,19 +147,16 @@ class HttpChannel:
         """`host`: where this process listens and how the servers reach it. `model_folder`: as in `DiskChannel`."""
         self._local: LocalFolder | None = None
         self._server: FolderServer | None = None
-        folder, address_of = Path(), None
         if ranks.rank == 0:
             token = required_token("the weights that trainer rank 0 serves")
             self._local = LocalFolder(store_prefix(token, "published weights")[:24])
             self._server = FolderServer(host, token)
-            folder, address_of = self._local.path, self._server.offer
-        self._versions = DiskChannel(engine, ranks, control, folder, model_folder=model_folder, address_of=address_of)
+        folder = Path() if self._local is None else self._local.path
+        super().__init__(engine, ranks, control, folder, model_folder=model_folder)
 
-    def publish(self, version: int) -> str:
-        return self._versions.publish(version)
-
-    def wait_served(self) -> None:
-        self._versions.wait_served()
+    def _update_from(self, folder: Path, version: int) -> WeightUpdate:
+        assert self._server is not None, "only rank 0 writes versions"
+        return WeightUpdate(version=version, kind="http", path=self._server.offer(folder))
 
     def close(self) -> None:
         """Serve no more, and remove the versions."""
@@ -168,3 +164,26 @@ class HttpChannel:
             self._server.close()
         if self._local is not None:
             self._local.close()
+
+
+class AdapterChannel(FolderChannel):
+    """Adapters alone, each in a separate folder with a new name, which trainer and servers share."""
+
+    def __init__(self, adapter: AdapterSource, ranks: Ranks, control: FleetControl, folder: Path) -> None:
+        super().__init__(adapter, ranks, control, folder)
+        self._adapter = adapter
+
+    def _name(self, version: int) -> str:
+        # A version that is published again after a recovery can have other weights.
+        return f"adapter-v{version:06d}-{secrets.token_hex(4)}"
+
+    def _write(self, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._adapter.write(folder, weights)
+
+    def _update_from(self, folder: Path, version: int) -> WeightUpdate:
+        return WeightUpdate(version=version, kind="adapter", path=str(folder))
+
+    def _prune(self, current: int) -> None:
+        folders = sorted(self._folder.glob("adapter-v*"), key=lambda path: path.stat().st_mtime)
+        for path in folders[:-KEPT_VERSIONS]:
+            shutil.rmtree(path, ignore_errors=True)

@@ -45,9 +45,10 @@ def test_runs_that_repeat_the_last_number_make_it_longer(runs, value, count):
         builder.add(one, times)
     before, more = builder.column().tolist(), Runs.of(value, count)
     assert more == [value] * count
-    assert builder.extend_last(more) == (before[-1:] == [value] and count > 0)
+    fits = not before or before[-1] == value
+    assert builder.extend_last(more) == (fits and count > 0)
     builder.extend_last(Runs([(value, 1), (value + 1, 1)]))
-    assert builder.column() == before + [value] * (count if before[-1:] == [value] else 0)
+    assert builder.column() == before + [value] * (count if fits else 0)
 
 
 def test_numbers_are_appended_or_nothing_changes():

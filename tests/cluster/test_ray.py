@@ -11,15 +11,14 @@ import psutil
 import pytest
 
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig, SlurmConfig
-from areal.api.errors import LaunchError
-from areal.launcher.job import LaunchPlan, RunNumbers
 from areal.launcher.ray import RayCluster
 from areal.system.process import TRANSIENT_EXIT, ProcessContext
 from areal.system.run_paths import RunPaths
 from tests.cluster.cluster_run import left_behind
 from tests.cluster.nodes import RAY_OPTIONS, start_ray, urgent_children, wait_for
+from tests.expect import raises_code
 from tests.launcher.fake_apptainer import path_with_apptainer
-from tests.launcher.fake_backend import planned_process
+from tests.launcher.fake_backend import plan_of, planned_process
 
 ray = pytest.importorskip("ray", reason="needs the package ray: pip install -e '.[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -29,10 +28,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parent.parent.parent
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-NUMBERS = RunNumbers(
-    episodes_per_step=1, samples_per_step=1, optimizer_steps_per_train_step=1, max_concurrent_episodes=1,
-    max_staleness=None, on_stale="train", rows=None, steps_per_epoch=None, total_steps=None,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -71,11 +66,9 @@ class Run:
         return dataclasses.replace(one, argv=argv, host=host, env=env, gpus=gpus)
 
     def open(self, *processes):
-        plan = LaunchPlan(
-            run_dir=str(self.folder), recover=False, allocation="", processes=processes, spare_gpus=(), attached=(),
-            numbers=NUMBERS,
-        )  # fmt: skip
-        self.backend = self.cluster.backend(plan, RunPaths(self.folder), {"SECRET_WORD": "hello"})
+        self.backend = self.cluster.backend(
+            plan_of(processes, self.folder), RunPaths(self.folder), {"SECRET_WORD": "hello"}
+        )
         return self.backend
 
 
@@ -152,9 +145,8 @@ def test_an_agent_in_a_container_ends_with_its_actor(apptainer, ray_cluster, tmp
 def test_an_image_that_cannot_be_started_is_one_clear_error(apptainer, ray_cluster, tmp_path):
     run = Run(tmp_path, slurm=SlurmConfig(trainer_image="absent.sif", mount="/a:/b"))
     try:
-        with pytest.raises(LaunchError) as error:
+        with raises_code("launch.node_unreachable") as error:
             run.open(run.planned("server-0", SLEEPS))
-        assert error.value.code == "launch.node_unreachable"
         assert "could not open image absent.sif" in str(error.value)
     finally:
         run.cluster.close()
@@ -197,9 +189,8 @@ def test_resources_that_others_use_are_one_clear_error(ray_cluster, tmp_path):
     try:
         taken = ray.util.placement_group([{"CPU": 4}, {"CPU": 4}])
         assert taken.wait(30)
-        with pytest.raises(LaunchError) as error:
+        with raises_code("launch.ray_busy"):
             run.open(run.planned("server-0", SLEEPS))
-        assert error.value.code == "launch.ray_busy"
     finally:
         run.cluster.close()
 

@@ -130,6 +130,7 @@ def test_the_events_of_a_stream_may_come_in_any_pieces(data: st.DataObject) -> N
         async def send(method: str, path: str, body: object) -> Connection:
             connection.send(path, b"")
             connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            connection.status = 200
             return connection
 
         client._send, connection.read = send, read  # pyright: ignore[reportAttributeAccessIssue]

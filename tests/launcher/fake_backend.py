@@ -1,38 +1,73 @@
 """A process backend without processes: a test sets exit codes and log lines."""
 
 import signal
+from pathlib import Path
 
 from areal.launcher.backend import LogTail, ProcessBackend
-from areal.launcher.job import PlannedProcess
+from areal.launcher.job import LaunchPlan, PlannedProcess, RunNumbers
 from areal.system.network import Host
 from areal.system.process import ProcessContext
 
+NUMBERS = RunNumbers(
+    episodes_per_step=1,
+    samples_per_step=1,
+    optimizer_steps_per_train_step=1,
+    max_concurrent_episodes=1,
+    max_staleness=0,
+    on_stale="train",
+    rows=None,
+    steps_per_epoch=None,
+    total_steps=None,
+)
 
-def planned_process(name, *, num_trainers=1, run_dir="/nowhere"):
-    role, _, index = name.partition("-")
-    context = ProcessContext(
+
+def context_of(name, *, run_dir="/nowhere", world_size=1, num_servers=1, device="cpu"):
+    """The context of a process by its name in a plan: `controller`, `trainer-1`, `server-0-part-1`."""
+    unit, _, part = name.partition("-part-")
+    role, _, index = unit.partition("-")
+    return ProcessContext(
         role=role,
         index=int(index or 0),
-        world_size=num_trainers,
-        num_servers=1,
+        part=int(part or 0),
+        world_size=world_size,
+        num_servers=num_servers,
         run_id=0,
         run_dir=str(run_dir),
         num_threads=1,
         recover=False,
-        device="cpu",
+        device=device,
     )
+
+
+def planned_process(name, *, num_trainers=1, num_servers=1, run_dir="/nowhere", argv=None, gpus=(), logs="."):
+    """`logs`: the folder of its log in the run folder."""
+    device = "cuda:0" if gpus else "cpu"
+    context = context_of(name, run_dir=run_dir, world_size=num_trainers, num_servers=num_servers, device=device)
     return PlannedProcess(
         name=name,
-        role=role,
+        role=context.role,
         index=context.index,
+        part=context.part,
         host=Host(),
-        argv=(name,),
+        argv=argv or (name,),
         env=context.to_env(),
-        log_path=f"{run_dir}/{name}.log",
-        device="cpu",
-        gpus=(),
+        log_path=str(Path(run_dir, logs, f"{name}.log")),
+        device=device,
+        gpus=gpus,
         num_threads=1,
         memory_bytes=None,
+    )
+
+
+def plan_of(processes, run_dir, *, spare_gpus=(), attached=()):
+    return LaunchPlan(
+        run_dir=str(run_dir),
+        recover=False,
+        allocation="",
+        processes=tuple(processes),
+        spare_gpus=spare_gpus,
+        attached=attached,
+        numbers=NUMBERS,
     )
 
 

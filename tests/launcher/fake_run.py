@@ -10,25 +10,12 @@ import psutil
 
 from areal.api.config import LauncherConfig, RecoverConfig
 from areal.launcher.backend import LocalBackend
-from areal.launcher.job import LaunchPlan, PlannedProcess, RunNumbers
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
 from areal.system.durable import publish_folder
 from areal.system.file_registry import FileRegistry
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
-
-NUMBERS = RunNumbers(
-    episodes_per_step=1,
-    samples_per_step=1,
-    optimizer_steps_per_train_step=1,
-    max_concurrent_episodes=1,
-    max_staleness=0,
-    on_stale="train",
-    rows=None,
-    steps_per_epoch=None,
-    total_steps=None,
-)
+from tests.launcher.fake_backend import plan_of, planned_process
 
 PRELUDE = """
 import json, os, pathlib, signal, subprocess, sys, time, zlib
@@ -95,15 +82,8 @@ class Run:
         """Run processes given as name=code, `server_0` meaning server-0."""
         names = [name.replace("_", "-") for name in codes]
         count = {role: sum(name.startswith(role) for name in names) for role in ("trainer", "server")}
-        plan = LaunchPlan(
-            run_dir=str(self.folder),
-            recover=False,
-            allocation="",
-            processes=tuple(self.planned(name, code, count) for name, code in zip(names, codes.values(), strict=True)),
-            spare_gpus=self.spare_gpus,
-            attached=self.attached,
-            numbers=NUMBERS,
-        )
+        processes = [self.planned(name, code, count) for name, code in zip(names, codes.values(), strict=True)]
+        plan = plan_of(processes, self.folder, spare_gpus=self.spare_gpus, attached=self.attached)
         registry = FileRegistry(self.names)
         source = StatusSource(registry, self.folder / "metrics.jsonl", has_controller=True, total_steps=None)
         supervisor = Supervisor(
@@ -121,34 +101,14 @@ class Run:
         return supervisor.run()
 
     def planned(self, name, code, count):
-        unit, _, part = name.partition("-part-")
-        role, _, index = unit.partition("-")
-        gpus = self.gpus.get(name, ())
-        context = ProcessContext(
-            role=role,
-            index=int(index or 0),
-            part=int(part or 0),
-            world_size=count["trainer"],
+        return planned_process(
+            name,
+            num_trainers=count["trainer"],
             num_servers=count["server"],
-            run_id=0,
-            run_dir=str(self.folder),
-            num_threads=1,
-            recover=False,
-            device="cuda:0" if gpus else "cpu",
-        )
-        return PlannedProcess(
-            name=name,
-            role=role,
-            index=context.index,
-            part=context.part,
-            host=context.host,
+            run_dir=self.folder,
             argv=(sys.executable, "-S", "-c", PRELUDE + code, *self.words),
-            env=context.to_env(),
-            log_path=str(self.folder / "logs" / f"{name}.log"),
-            device=context.device,
-            gpus=gpus,
-            num_threads=1,
-            memory_bytes=None,
+            gpus=self.gpus.get(name, ()),
+            logs="logs",
         )
 
     def log(self, name):

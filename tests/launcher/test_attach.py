@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal.api.errors import ConfigError, LaunchError
+from areal.api.errors import LaunchError
 from areal.launcher import attach
 from areal.launcher import supervisor as replicas
 from areal.launcher.attach import Request
@@ -16,7 +16,7 @@ from areal.launcher.backend import LocalBackend
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusLine
 from areal.system.network import Host
-from tests.expect import in_order
+from tests.expect import in_order, raises_code
 from tests.launcher.fake_run import SERVE, alive
 
 ADD = ["--add-replica"]
@@ -244,14 +244,12 @@ def test_a_restarted_controller_gets_the_current_number_of_replicas(run):
 
 
 def test_a_request_without_a_launcher_fails_at_once(run, tmp_path):
-    with pytest.raises(ConfigError) as no_folder:
+    with raises_code("launch.no_run_folder"):
         attach.read_command_line(["--attach", str(tmp_path / "none"), "--add-replica"])
-    assert no_folder.value.code == "launch.no_run_folder"
     run.paths.lock.touch()
     paths, request = attach.read_command_line(["--attach", str(run.folder), "--add-replica"])
-    with pytest.raises(LaunchError) as no_launcher:
+    with raises_code("launch.no_answer"):
         attach.ask(paths, request, StatusLine(run.screen))
-    assert no_launcher.value.code == "launch.no_answer"
 
 
 def test_a_request_without_an_answer_ends_after_its_limit(run, monkeypatch):

@@ -13,14 +13,12 @@ import pytest
 from areal.api.config import LauncherConfig, RecoverConfig
 from areal.api.errors import LaunchError
 from areal.launcher import backend, restart_rules
-from areal.launcher.job import LaunchPlan
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
 from areal.system.file_registry import FileRegistry
 from areal.system.heartbeat import Beat
 from areal.system.run_paths import RunPaths
-from tests.launcher.fake_backend import FakeBackend, planned_process
-from tests.launcher.fake_run import NUMBERS
+from tests.launcher.fake_backend import FakeBackend, plan_of, planned_process
 from tests.test_layering import PACKAGE, facts
 
 NAMES = ("controller", "server-0", "trainer-0", "trainer-1")
@@ -50,15 +48,8 @@ class FakeProcesses:
                 self.backend.exit_codes[name] = code
 
         self.backend.on_start = on_start
-        plan = LaunchPlan(
-            run_dir=str(self.paths.root),
-            recover=False,
-            allocation="",
-            processes=tuple(planned_process(name, num_trainers=2, run_dir=self.paths.root) for name in NAMES),
-            spare_gpus=(),
-            attached=(),
-            numbers=NUMBERS,
-        )
+        processes = [planned_process(name, num_trainers=2, run_dir=self.paths.root) for name in NAMES]
+        plan = plan_of(processes, self.paths.root)
         return Supervisor(
             plan,
             LauncherConfig(**({"stop_grace_s": 0.0} | self.settings)),

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import ClusterSpecConfig
-from areal.launcher.job import LaunchPlan
 from areal.launcher.nodes import Node, NodeCluster
 from areal.system.run_paths import RunPaths
 from tests.cluster.nodes import wait_for
-from tests.launcher.fake_backend import planned_process
-from tests.launcher.fake_run import NUMBERS
+from tests.launcher.fake_backend import plan_of, planned_process
 
 AHEAD_S = 7200
 AGENT = "import runpy, time\nreal = time.time\ntime.time = lambda: real() + {}\n"
@@ -31,16 +29,9 @@ def test_processes_run_on_a_node_whose_clock_differs(tmp_path: Path, capfd: pyte
         machines = {machine.host.node: machine for machine in cluster.machines()}
         warned = [line for line in capfd.readouterr().err.splitlines() if str(AHEAD_S) in line]
         assert [("ahead" in line, "right" in line) for line in warned] == [(True, False)]
-        plan = LaunchPlan(
-            run_dir=str(tmp_path),
-            recover=False,
-            allocation="",
-            processes=(),
-            spare_gpus=(),
-            attached=(),
-            numbers=NUMBERS,
-        )
-        backend = cluster.backend(plan, RunPaths(tmp_path), {})  # each node must see the other's file in the folder
+        backend = cluster.backend(
+            plan_of([], tmp_path), RunPaths(tmp_path), {}
+        )  # each node must see the other's file in the folder
         for index, machine in enumerate(machines.values()):
             planned = dataclasses.replace(planned_process(f"server-{index}", run_dir=tmp_path), host=machine.host)
             backend.start(dataclasses.replace(planned, argv=(sys.executable, "-c", "print('hello'); exit(7)")))

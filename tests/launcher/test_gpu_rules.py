@@ -7,11 +7,11 @@ import pytest
 from areal.api.config import GRPOConfig, InferenceEngineConfig, LauncherConfig, NativeServerConfig
 from areal.api.config.schema import options_without_effect
 from areal.api.config.train import LoRAConfig
-from areal.api.errors import ConfigError
 from areal.launcher.job import NcclVersions, gpu_variables, make_plan, with_time_limits
 from areal.launcher.local import plan_text
 from areal.launcher.placement import Machine
 from areal.system.process import ProcessContext
+from tests.expect import raises_code
 
 ON_CPU, ON_GPUS, ON_ONE = Machine(cores=8), Machine(cores=8, gpus=("0", "1")), Machine(cores=8, gpus=("0", "0"))
 SAME, OTHER = NcclVersions(trainers="2.28.9", servers="2.28.9.1"), NcclVersions(trainers="2.28.9", servers="2.27.5")
@@ -41,9 +41,8 @@ def plan_of(config, machine, nccl=None):
 def test_weights_travel_in_a_collective_where_both_ends_can(backend, machine, nccl, expected):
     for mode, transport in {**expected, "disk": "disk"}.items():
         if transport is None:
-            with pytest.raises(ConfigError) as refused:
+            with raises_code("launch.no_common_transport"):
                 plan_of(config_of(mode, backend), machine, nccl)
-            assert refused.value.code == "launch.no_common_transport"
             continue
         plan = plan_of(config_of(mode, backend), machine, nccl)
         assert plan.weight_path.transport == transport

@@ -16,9 +16,9 @@ from areal.launcher.local import read_command_line
 from areal.launcher.placement import Machine
 from areal.system.durable import publish_folder
 from areal.system.heartbeat import Beat, read_beats, write_beats
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from tests.expect import raises_code
+from tests.launcher.fake_backend import context_of
 
 CONFIG = """
 experiment_name: e
@@ -190,17 +190,7 @@ def test_children_of_a_killed_launcher_end_and_the_run_folder_is_free(folder):
 def test_launch_is_refused_while_a_child_of_a_dead_launcher_lives(folder, monkeypatch):
     monkeypatch.setattr(local, "_ORPHANS_LIMIT_S", 0.2)
     run = folder / "runs" / "e" / "t"
-    context = ProcessContext(
-        role="trainer",
-        index=0,
-        world_size=1,
-        num_servers=0,
-        run_id=0,
-        run_dir=str(run),
-        num_threads=1,
-        recover=False,
-        device="cpu",
-    )
+    context = context_of("trainer-0", run_dir=run, num_servers=0)
     (folder / "sleep.py").write_text("import time; print('up', flush=True); time.sleep(600)")
     argv = [sys.executable, "-m", "areal.trainer", str(folder / "sleep.py")]
     with subprocess.Popen(argv, env=os.environ | context.to_env(), stdout=subprocess.PIPE) as left:

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from areal.api.errors import ConfigError
 from areal.launcher import logs
 from areal.launcher.preflight import run_lock
 from areal.system.run_paths import RunPaths
+from tests.expect import raises_code
 
 
 @pytest.fixture
@@ -70,6 +70,5 @@ def test_following_ends_with_the_launcher_of_the_run(paths):
 def test_a_folder_or_process_without_logs_is_refused(paths, monkeypatch, words):
     monkeypatch.chdir(paths.root.parent)
     monkeypatch.setattr(sys, "argv", ["logs", *words])
-    with pytest.raises(ConfigError) as error:
+    with raises_code("launch.no_run_folder"):
         logs.main()
-    assert error.value.code == "launch.no_run_folder"

@@ -23,6 +23,7 @@ from areal.system.network import Host
 from areal.system.process import ProcessContext, is_alive
 from areal.system.run_paths import RunPaths
 from tests.cluster.nodes import wait_for
+from tests.expect import raises_code
 from tests.launcher.fake_apptainer import path_with_apptainer
 from tests.launcher.fake_backend import planned_process
 
@@ -99,10 +100,8 @@ def test_an_agent_reports_the_facts_of_its_node(link, tmp_path):
 def test_a_run_folder_that_is_another_one_there_is_refused(link, tmp_path):
     """Each node has a private /dev/shm, as folders that only look shared."""
     private = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{tmp_path}" && exec {" ".join(AGENT)}')
-    with pytest.raises(LaunchError) as error:
+    with raises_code("launch.folder_not_shared", "node2"):
         link("node2", private)
-    assert error.value.code == "launch.folder_not_shared"
-    assert "node2" in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,23 +213,19 @@ def test_an_agent_ends_its_processes_when_the_launcher_is_silent(tmp_path):
 
 def test_a_transport_that_fails_names_the_node_and_its_last_error(link):
     failing = ("sh", "-c", "echo 'Permission denied (publickey)' >&2; exit 255")
-    with pytest.raises(LaunchError) as error:
+    with raises_code("launch.node_unreachable", "far") as error:
         link("far", failing)
-    assert error.value.code == "launch.node_unreachable"
-    assert "far" in str(error.value)
     assert "Permission denied (publickey)" in str(error.value)
 
 
 def test_a_node_without_the_folder_is_refused(link):
-    with pytest.raises(LaunchError) as error:
+    with raises_code("launch.folder_not_shared"):
         link(folder="/nowhere/at/all")
-    assert error.value.code == "launch.folder_not_shared"
 
 
 def test_a_node_that_cannot_resolve_its_peers_is_refused(link):
-    with pytest.raises(LaunchError) as error:
+    with raises_code("launch.node_unreachable"):
         link(peers=("no-such-host.invalid",))
-    assert error.value.code == "launch.node_unreachable"
 
 
 def test_lines_that_a_login_script_prints_do_not_disturb(link):

@@ -8,8 +8,8 @@ import pytest
 
 from areal.api.errors import LaunchError
 from areal.launcher.local import find_orphans, wait_for_orphans
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
+from tests.launcher.fake_backend import context_of
 
 SLEEP = "import sys, time; print('up', flush=True); time.sleep(600)"
 
@@ -20,17 +20,7 @@ def start(tmp_path):
     started = []
 
     def make(run_dir, *, module="areal.trainer"):
-        context = ProcessContext(
-            role="trainer",
-            index=1,
-            world_size=2,
-            num_servers=0,
-            run_id=0,
-            run_dir=str(run_dir),
-            num_threads=1,
-            recover=False,
-            device="cpu",
-        )
+        context = context_of("trainer-1", run_dir=run_dir, world_size=2, num_servers=0)
         (tmp_path / "sleep.py").write_text(SLEEP)
         argv = [sys.executable, "-m", module, str(tmp_path / "sleep.py")]
         if not module.startswith("areal."):

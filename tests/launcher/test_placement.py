@@ -12,6 +12,7 @@ from areal.api.errors import ConfigError
 from areal.launcher import placement
 from areal.launcher.placement import Demand, Machine, Place, place_again
 from areal.system.network import Host
+from tests.expect import raises_code
 
 NONE = Demand(count=0, gpus=0)
 
@@ -63,9 +64,8 @@ def test_a_server_that_needs_more_than_a_machine_takes_whole_machines():
     ],
 )
 def test_what_does_not_fit_is_refused(sizes, servers, trainers):
-    with pytest.raises(ConfigError) as error:
+    with raises_code("launch.too_few_gpus"):
         place(machines(*sizes), servers, trainers)
-    assert error.value.code == "launch.too_few_gpus"
 
 
 def test_gpus_beyond_the_limit_are_not_used():

@@ -6,6 +6,7 @@ from areal.api.errors import LaunchError
 from areal.launcher import preflight as port_check
 from areal.launcher.preflight import PortProbe, check_ports, unreachable
 from areal.system.network import LOOPBACK, bind_socket
+from tests.expect import raises_code
 from tests.launcher.test_nodes import connections
 
 
@@ -52,9 +53,8 @@ def test_a_node_whose_port_accepts_nothing_is_named(nodes, monkeypatch):
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on(nodes):
-    with pytest.raises(LaunchError) as error:
+    with raises_code("process.cannot_listen"):
         check_ports({"node1": (nodes["node1"][0], "192.0.2.1")})
-    assert error.value.code == "process.cannot_listen"
 
 
 def test_a_port_that_does_not_answer_is_named_after_the_limit(monkeypatch):

@@ -39,6 +39,7 @@ from areal.launcher.preflight import (
 )
 from areal.system.durable import publish_folder
 from areal.system.run_paths import RunPaths
+from tests.expect import raises_code
 
 
 def sft_config(tmp_path, model="org/model", data="org/data", **recover):
@@ -153,16 +154,14 @@ def write_weights(file, name):
 
 def test_a_run_folder_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cluster.fileroot") as error:
+    with raises_code("launch.cannot_write", "cluster.fileroot"):
         make_run_folder(RunPaths(tmp_path / "file" / "run"))
-    assert error.value.code == "launch.cannot_write"
 
 
 def test_full_disk_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: _Usage)
-    with pytest.raises(ConfigError, match=r" 1 MiB .* 64 MiB") as error:
+    with raises_code("launch.disk_full", "1 MiB", "64 MiB"):
         check_run_folder(sft_config(tmp_path), RunPaths(tmp_path))
-    assert error.value.code == "launch.disk_full"
 
 
 class _Usage:
@@ -196,9 +195,8 @@ def test_a_complete_run_is_not_trained_again_and_other_options_are_refused(tmp_p
     paths.summary.write_text('{"status": "completed"}')
     assert "--overwrite" in check_not_complete(config, paths, total_steps=8, changes=[])
     assert check_not_complete(config, paths, total_steps=9, changes=["seed: 1 -> 2"]) == ""
-    with pytest.raises(ConfigError) as error:
+    with raises_code("launch.earlier_run"):
         check_not_complete(config, paths, total_steps=8, changes=["seed: 1 -> 2"])
-    assert error.value.code == "launch.earlier_run"
 
 
 @pytest.mark.parametrize(("goal", "continues"), [(0.97, False), (0.88, False), (0.98, True), (None, True)])
@@ -232,9 +230,8 @@ def test_resume_needs_a_complete_checkpoint(tmp_path):
     paths = RunPaths(tmp_path / "run")
     config = sft_config(tmp_path, mode="resume", freq_steps=1)
     (paths.recover / "step-000009").mkdir(parents=True)
-    with pytest.raises(ConfigError) as error:
+    with raises_code("checkpoint.none_to_resume"):
         check_run_folder(config, paths)
-    assert error.value.code == "checkpoint.none_to_resume"
     for step in (3, 7):
         (paths.recover / "next").mkdir()
         publish_folder(paths.recover / "next", paths.recover / f"step-{step:06d}")
@@ -320,9 +317,8 @@ def test_overwriting_deletes_a_run_and_nothing_else(tmp_path):
     make_run_folder(paths)
     preflight.overwrite_run(paths)  # an empty folder
     (paths.root / "data.jsonl").write_text("{}")
-    with pytest.raises(ConfigError) as error:
+    with raises_code("launch.not_a_run"):
         preflight.overwrite_run(paths)
-    assert error.value.code == "launch.not_a_run"
     assert (paths.root / "data.jsonl").exists()
     (tmp_path / "elsewhere").mkdir()
     (paths.root / "link").symlink_to(tmp_path / "elsewhere")

@@ -4,11 +4,11 @@ import io
 
 import pytest
 
-from areal.api.errors import ConfigError
 from areal.launcher.slurm import SweepRun, follow_sweep, read_sweep, runs_of_sweep, write_sweep
 from areal.launcher.slurm_job import JobFacts
 from areal.launcher.status import StatusLine
 from areal.system.run_paths import RunPaths
+from tests.expect import raises_code
 
 RUNS, ENDED = JobFacts(state="RUNNING", nodes="node1"), JobFacts(state="COMPLETED")
 
@@ -32,9 +32,8 @@ def test_words_without_a_sweep_are_kept() -> None:
     "words", [["--sweep"], ["--sweep", "lr"], ["--sweep", "lr="], ["--at-once"], ["--at-once", "0"], ["--at-once", "x"]]
 )
 def test_bad_words_of_a_sweep_are_refused(words) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises_code("config.bad_override"):
         read_sweep(words)
-    assert error.value.code == "config.bad_override"
 
 
 class FakeSlurm:

@@ -16,6 +16,7 @@ from areal.ledger.audit import audit
 from areal.ledger.event_files import AppendFile, LedgerReader, events_path, payload_path, recover_folder
 from areal.ledger.ledger import GroupCommitLog, GroupWriter, Ledger
 from areal.ledger.state import LedgerState
+from tests.expect import raises_code
 from tests.rollout import rollout_kit
 
 
@@ -180,9 +181,8 @@ async def test_after_a_failed_fsync_nothing_more_is_reported_durable(tmp_path):
     ledger.admit(version=0)
     waiting = [asyncio.ensure_future(ledger.durable()) for _ in range(3)]
     for waiter in waiting:
-        with pytest.raises(LedgerError, match="Input/output error") as error:
+        with raises_code("ledger.not_writable", "Input/output error"):
             await asyncio.wait_for(waiter, 200)
-        assert error.value.code == "ledger.not_writable"
     for _ in range(2):
         with pytest.raises(LedgerError, match="Input/output error"):
             await ledger.durable()
@@ -199,9 +199,8 @@ async def test_a_write_error_fails_all_waiting_callers(tmp_path):
     ledger = Ledger.open(tmp_path)
     ledger.start(lambda failure: None)
     ledger.published(version=2**70, kind="disk", path="v")
-    with pytest.raises(LedgerError) as error:
+    with raises_code("ledger.not_writable"):
         await asyncio.wait_for(ledger.durable(), 200)
-    assert error.value.code == "ledger.not_writable"
     with pytest.raises(LedgerError):
         await ledger.close()
 
@@ -214,9 +213,8 @@ async def test_a_folder_that_may_not_be_written_has_one_error_code(tmp_path, mon
     ledger = Ledger(log, read_payload=lambda where: b"")
     ledger.start(lambda failure: None)
     ledger.attached(step=0, version=0)
-    with pytest.raises(LedgerError, match="Read-only file system") as error:
+    with raises_code("ledger.not_writable", "Read-only file system"):
         await ledger.durable()
-    assert error.value.code == "ledger.not_writable"
     with pytest.raises(LedgerError):
         await ledger.close()
     file = tmp_path / "file"

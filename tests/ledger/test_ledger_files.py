@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.data import CanaryReport, Trajectory, TrajectoryGroup, WeightUpdate
-from areal.api.errors import ArealError, LedgerError, WeightSyncError
+from areal.api.errors import LedgerError, WeightSyncError
 from areal.ledger.audit import audit
 from areal.ledger.event_files import LedgerReader, payload_path
 from areal.ledger.ledger import GroupCommitLog, GroupWriter, Ledger
 from areal.ledger.payload import encode_episode
 from areal.ledger.state import LedgerState
 from areal.rollout.share_codec import decode_share
+from tests.expect import raises_code
 from tests.rollout import rollout_kit
 
 
@@ -63,9 +64,8 @@ async def test_a_damaged_payload_is_reported_and_not_served(recorded):
     ledger = Ledger.open(folder)
     batch = ledger.state.batches[0]
     first = min(batch.payloads)
-    with pytest.raises(LedgerError) as error:
+    with raises_code("ledger.bad_payload"):
         ledger.payload(batch.episode_ids[batch.payloads.index(first)], first)
-    assert error.value.code == "ledger.bad_payload"
 
 
 async def test_recorded_batches_are_served_again_byte_for_byte(recorded):
@@ -212,9 +212,8 @@ async def test_a_trainer_that_goes_back_trains_on_the_same_batches_and_then_on_n
 async def test_other_data_settings_are_refused(recorded):
     folder, _ = recorded
     controller = rollout_kit.make_controller(Ledger.open(folder), num_rows=44)
-    with pytest.raises(LedgerError, match="num_rows: 40 -> 44") as error:
+    with raises_code("ledger.other_data", "num_rows: 40 -> 44"):
         await controller.start()
-    assert error.value.code == "ledger.other_data"
     await controller.close()
 
 
@@ -269,9 +268,8 @@ async def test_a_full_disk_stops_the_run_and_loses_no_durable_event(tmp_path, ro
             await controller.weights.publish(WeightUpdate(version=step + 1, kind="disk", path="v"), timeout_s=200.0)
             await controller.consumed(step, step + 1)
 
-    with pytest.raises(ArealError, match="No space left on device") as error:
+    with raises_code("ledger.not_writable", "No space left on device"):
         await run()
-    assert error.value.code == "ledger.not_writable"
     with pytest.raises(LedgerError):
         await controller.close()
     kept = LedgerState.replay(list(LedgerReader(folder).events()))

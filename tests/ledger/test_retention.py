@@ -203,9 +203,8 @@ async def test_show_has_one_line_for_a_pruned_episode(tmp_path):
 async def test_the_state_refuses_to_prune_what_a_batch_needs(tmp_path):
     state = await train(tmp_path, "all")
     segment = state.batches[NUM_STEPS - 1].payloads[0][0]
-    with pytest.raises(LedgerError) as error:
+    with raises_code("ledger.broken_rule"):
         state.apply({"event": "pruned", "segments": [segment], "first_step": NUM_STEPS - 1, "at": 1.0})
-    assert error.value.code == "ledger.broken_rule"
 
 
 def test_the_second_newest_checkpoint_of_a_trainer_that_went_back():

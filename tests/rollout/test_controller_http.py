@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientSession
 
 from areal.api.data import ProbeTokens, WeightSpec, WeightUpdate
-from areal.api.errors import ConfigError, RequestError, ServerUnavailable, WeightSyncError
+from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
 from areal.api.images import ImageRef
 from areal.ledger.ledger import Ledger
 from areal.rollout.client import RolloutClient, WeightsNeeded
@@ -26,6 +26,7 @@ from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address, listen
 from areal.system.run_paths import RunPaths
 from tests.attack.requests import BROKEN_BODIES, REFUSED_HEADERS, send_broken, status_of
+from tests.expect import raises_code
 from tests.rollout import rollout_kit
 from tests.rollout.http_kit import running
 from tests.run_token import BEARER, TOKEN
@@ -169,9 +170,8 @@ async def test_not_ready_is_204_and_the_client_repeats_the_call(tmp_path):
 async def test_the_token_is_required(tmp_path):
     controller = rollout_kit.make_controller(Ledger.open(tmp_path))
     async with running(controller, token="secret") as address:
-        with pytest.raises(RequestError) as error:
+        with raises_code("request.unauthorized"):
             await asyncio.to_thread(RolloutClient(address, token=TOKEN).status)
-        assert error.value.code == "request.unauthorized"
         status = await asyncio.to_thread(RolloutClient(address, token="secret").status)
         assert status["waiting_for"] == "a trainer to attach"
 
@@ -223,9 +223,8 @@ async def test_a_failed_publication_is_an_error_and_may_be_tried_again(tmp_path)
     controller = rollout_kit.make_controller(Ledger.open(tmp_path), fleet=fleet)
     async with running(controller) as address:
         client = RolloutClient(address, token=TOKEN)
-        with pytest.raises(WeightSyncError, match="no replica took it") as error:
+        with raises_code("weights.none", "no replica took it"):
             await asyncio.to_thread(client.publish, update(1))
-        assert error.value.code == "weights.none"
         await asyncio.to_thread(client.publish, update(1))
         assert fleet.version == 1
         await asyncio.to_thread(client.publish, update(1))
@@ -259,9 +258,8 @@ async def test_the_client_finds_a_controller_that_moved(tmp_path):
             status = await asyncio.to_thread(RolloutClient(lambda: next(addresses), token=TOKEN).status)
             assert status["step"] == 0
         unreachable = RolloutClient(http_address(dead), token=TOKEN, reconnect_s=0.0)
-        with pytest.raises(ServerUnavailable, match=r"\b7\b") as error:
+        with raises_code("rollout.controller_unreachable", "7"):
             await asyncio.to_thread(unreachable.next_batch, 7)
-        assert error.value.code == "rollout.controller_unreachable"
 
 
 async def test_serving_registers_and_sigterm_closes_cleanly(tmp_path):
@@ -298,9 +296,8 @@ async def test_a_controller_process_requires_the_token_of_its_environment(tmp_pa
     controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"))
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     for host in (everywhere, Host()):
-        with pytest.raises(ConfigError) as error:
+        with raises_code("launch.token_missing"):
             await asyncio.to_thread(run_serving, lambda: controller, host, registry)
-        assert error.value.code == "launch.token_missing"
 
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     serving = asyncio.create_task(serve_made(lambda: controller, everywhere, registry))

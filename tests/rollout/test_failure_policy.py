@@ -16,6 +16,7 @@ from areal.rollout.executor import (
     FailurePolicy,
     ProducerStopped,
 )
+from tests.expect import raises_code
 from tests.rollout import rollout_kit
 
 LOW_ACCEPTANCE = " one group in 10 "
@@ -140,9 +141,8 @@ class Fails(rollout_kit.ScriptedWorkflow):
 
 async def test_the_first_episodes_with_one_error_end_the_run():
     controller = await started(Fails(lambda number: KeyError("answer")))
-    with pytest.raises(ProducerStopped, match="KeyError: 'answer'") as error:
+    with raises_code("rollout.first_failed", "KeyError: 'answer'"):
         await controller.ended(report_s=0.0)
-    assert error.value.code == "rollout.first_failed"
     assert controller.status()["first_failure"].startswith("episode 0 failed: KeyError: 'answer'")
     await controller.close()
     assert FIRST_FAILURES == 3
