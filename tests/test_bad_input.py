@@ -111,9 +111,9 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["rollout.should_accept_fn=FOLDER/wrong.py:short"], "config.wrong_function", ["rollout.should_accept_fn"]),
         (["train_dataset.map_fn=FOLDER/wrong.py:short"], "config.wrong_function", ["train_dataset.map_fn"]),
         (
-            ["actor.policy_loss=custom", "actor.custom.path=FOLDER/wrong.py:only"],
+            ["actor.policy_loss=custom", "actor.policy_loss.path=FOLDER/wrong.py:only"],
             "config.wrong_function",
-            ["actor.custom.path", "f(tokens, options)"],
+            ["actor.policy_loss.path", "f(tokens, options)"],
         ),
         (["FOLDER/mine.py", "rollout.should_accept_fn=FOLDER/wrong.py:short"], "config.wrong_function", ["short"]),
         (["FOLDER/mine.py", "rollout.should_accept_fn=nope"], "config.bad_reference", ["rollout.should_accept_fn"]),

@@ -3,19 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from areal.algorithm.aggregate import Reduce, identity_reduce, require_same_shape, trained_counts
+from areal.algorithm.aggregate import Reduce, TokenStat, identity_reduce, require_same_shape, trained_counts
 from areal.algorithm.correction import Spans, first_of_units
 from areal.algorithm.normalise import Scope, group_scope, normalise
 from areal.algorithm.policy_loss import log_ratio
 from areal.api.columns import ColumnSpec
 from areal.api.config import AdvantageOptions, NormConfig
+from areal.api.config.policy_losses import CustomFunctionOptions
 from areal.api.errors import ConfigError
-from areal.api.registry import ADVANTAGE_CALL, load_function, parse_function_path
+from areal.api.registry import ADVANTAGE_CALL, load_function, parse_function_path, registered
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Baselines of sequence rewards beyond plain means; per group, by id, groups of any size.
@@ -163,64 +164,7 @@ def _of_sequences(values: Tensor, first: Tensor, spans: Spans) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The advantage estimators by name: the baseline, normalisation and recursion of each.
-
-Baseline = Literal["none", "greedy", "length_weighted", "best_of_group", "decoupled"]
-TokenBaseline = Literal["none", "token", "trained_token"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageRecipe:
-    """The steps from the shaped reward r of a sequence to the advantages of its tokens, in this order."""
-
-    baseline: Baseline = "none"
-    """Subtracted from r first: nothing, the reward of the prompt's greedy answer, or one of `baselines`."""
-    reward_norm: NormConfig | None = None
-    """Centres and scales r."""
-    rescale_valid: bool = False
-    """Multiplies r by `valid_sample_scale` (GPG)."""
-    gae_lambda: float = 1.0
-    """GAE runs over the token rewards with it; 1 without a critic = the discounted sum of the rewards that follow."""
-    token_baseline: TokenBaseline = "none"
-    """Subtracts `optimal_token_baseline`, with positions by token or by trained token."""
-    adv_norm: NormConfig | None = None
-    """Last, the advantages of the tokens are centred and scaled."""
-    is_custom: bool = False
-    """All of the above is replaced by `custom_advantages`."""
-
-
-_GROUP_MEAN = NormConfig(mean_level="group", std_level=None)
-_WHITENED = NormConfig(mean_level="batch", std_level="batch")
-_RECIPES = {
-    "reinforce": AdvantageRecipe(),
-    "reinforce_plus_plus": AdvantageRecipe(adv_norm=_WHITENED),
-    "reinforce_plus_plus_baseline": AdvantageRecipe(reward_norm=_GROUP_MEAN, adv_norm=_WHITENED),
-    "grpo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", std_level="group")),
-    "dr_grpo": AdvantageRecipe(reward_norm=_GROUP_MEAN),
-    "rloo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", mean_leave1out=True, std_level=None)),
-    "lite_ppo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", std_level="batch")),
-    "gpg": AdvantageRecipe(reward_norm=_GROUP_MEAN, rescale_valid=True),
-    "opo": AdvantageRecipe(baseline="length_weighted"),
-    "gdpo": AdvantageRecipe(baseline="decoupled", adv_norm=_WHITENED),
-    "grpo_passk": AdvantageRecipe(baseline="best_of_group"),
-    "otb": AdvantageRecipe(token_baseline="token"),
-    "otb_tir": AdvantageRecipe(token_baseline="trained_token"),
-    "remax": AdvantageRecipe(baseline="greedy"),
-    "custom": AdvantageRecipe(is_custom=True),
-}
-
-
-def recipe_of(options: AdvantageOptions) -> AdvantageRecipe:
-    """The recipe of `options.adv_estimator`; "gae" is composed of reward_norm, gae_lambda and adv_norm."""
-    if options.adv_estimator == "gae":
-        return AdvantageRecipe(
-            reward_norm=options.reward_norm, gae_lambda=options.gae_lambda, adv_norm=options.adv_norm
-        )
-    return _RECIPES[options.adv_estimator]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# An advantage estimator that the user names by path.
+# Advantage estimators that are functions: of other packages, and those that the user names by path.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,38 +189,55 @@ class RewardedAnswers:
     """Sums a float64 tensor over all ranks; every rank must call it equally often, also one without answers."""
 
 
-def custom_advantages(answers: RewardedAnswers, options: AdvantageOptions) -> Tensor:
-    """Call the function at `custom_advantage.path` as estimator(answers, options) -> advantages [T].
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an estimator may return in place of advantages alone."""
+
+    advantages: Tensor  # [T]
+    stats: dict[str, TokenStat]
+    """Metrics `batch/estimator/NAME`; the same names for every batch, also without answers."""
+
+
+def estimated(answers: RewardedAnswers, options: AdvantageOptions) -> Estimate:
+    """Call the estimator of `options.adv_estimator` as estimator(answers, options) -> advantages [T], or an Estimate.
 
     The result is without gradient, in the dtype of token_rewards, 0 where the mask is off. Raises ConfigError when the
     function cannot be loaded, or does not return a floating-point tensor with one number per token.
     """
-    path = options.custom_advantage.path
-    found = _function(path)(answers, options)
+    name = options.adv_estimator.name
+    found = registered("estimators", name, key="actor.adv_estimator").load()(answers, options)
+    values, stats = (found.advantages, found.stats) if isinstance(found, Estimate) else (found, {})
     expected = tuple(answers.mask.shape)
-    if not isinstance(found, Tensor) or not found.is_floating_point() or tuple(found.shape) != expected:
-        what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(values, Tensor) or not values.is_floating_point() or tuple(values.shape) != expected:
+        what = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ConfigError(
-            f"custom_advantage.path={path!r} returned {what}: a floating-point tensor with one number per token is "
+            f"{options.adv_estimator!r} returned {what}: a floating-point tensor with one number per token is "
             f"expected, {expected}",
             code="algorithm.custom_advantage",
         )
-    return torch.where(answers.mask, found.detach().to(answers.token_rewards.dtype), 0.0)
+    values = torch.where(answers.mask, values.detach().to(answers.token_rewards.dtype), 0.0)
+    return Estimate(values, stats)
+
+
+def custom_advantages(answers: RewardedAnswers, options: AdvantageOptions) -> Any:
+    """Call the function at `adv_estimator.path`, which finds its arguments in options.adv_estimator.args."""
+    return _function(cast("CustomFunctionOptions", options.adv_estimator).path)(answers, options)
 
 
 def median_baseline(answers: RewardedAnswers, options: AdvantageOptions) -> Tensor:
-    """An example: A = scale (r - median of r in the group), scale from options.custom_advantage.args."""
+    """An example: A = scale (r - median of r in the group), scale from options.adv_estimator.args."""
     centred = torch.zeros_like(answers.rewards)
     groups = group_scope(answers.group_ids)
     for group in range(groups.size):
         members = groups.index == group
         centred[members] = answers.rewards[members] - answers.rewards[members].median()
-    return float(options.custom_advantage.args["scale"]) * centred[answers.sequence_index]
+    own = cast("CustomFunctionOptions", options.adv_estimator)
+    return float(own.args["scale"]) * centred[answers.sequence_index]
 
 
 @cache
 def _function(path: str) -> Callable[..., Any]:
-    return load_function(parse_function_path(path, key="custom_advantage.path"), ADVANTAGE_CALL)
+    return load_function(parse_function_path(path, key="adv_estimator.path"), ADVANTAGE_CALL)
 
 
 def no_answers() -> RewardedAnswers:

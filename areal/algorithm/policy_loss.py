@@ -11,7 +11,7 @@ from areal.algorithm.aggregate import Reduce, TokenStat, require_same_shape, seq
 from areal.api.batch import required
 from areal.api.columns import ColumnSpec
 from areal.api.config import AdaptiveEntropyConfig, PolicyLossOptions, ResamplingConfig
-from areal.api.config.policy_losses import WITH_SEQUENCE_RATIO
+from areal.api.config.policy_losses import loss_facts
 from areal.api.errors import StageError
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def policy_ratio(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyRati
     """
     advantages = torch.where(tokens.mask, tokens.advantages, 0.0)
     by_token = log_ratio(tokens.logprobs, tokens.old_logprobs.detach(), tokens.mask)
-    if options.importance_sampling_level == "token" or options.policy_loss not in WITH_SEQUENCE_RATIO:
+    if options.importance_sampling_level == "token" or not loss_facts(options.policy_loss).takes_sequence_ratio:
         return PolicyRatio(log=by_token, advantages=advantages, token_log=by_token.detach())
     how = options.sequence_level
     if how.advantage == "mean":

@@ -65,7 +65,7 @@ def constructor_problems(config: PPOConfig, parameters: Mapping[str, inspect.Par
     if names_functions and not takes_all and "reward" not in parameters:
         text = f"has no effect, because {name} has no parameter `reward`: add it and pass it to a Scorer"
         yield ConfigProblem("reward.fns", text, "workflow.missing_parameter")
-    if config.actor.adv_estimator == "remax" and not takes_all and "greedy_baseline" not in parameters:
+    if config.actor.base_recipe.baseline == "greedy" and not takes_all and "greedy_baseline" not in parameters:
         text = f"remax needs a greedy answer, which {name} does not generate: use workflow=rlvr"
         yield ConfigProblem("actor.adv_estimator", text, "workflow.missing_parameter")
     needs_function = "reward_fn" in parameters and parameters["reward_fn"].default is kinds.empty

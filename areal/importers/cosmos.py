@@ -610,8 +610,8 @@ def _loss(draft: Draft) -> None:
         draft.set("rollout.should_accept_fn", "mixed_rewards", "cosmos-rl: variant dapo")
     if draft.get(f"{_T}.aipo_rho"):
         draft.set("actor.policy_loss", "aipo", "cosmos-rl: aipo_rho")
-        draft.set("actor.aipo.truncation", "objective", "cosmos-rl: its form of AIPO")
-        draft.keep(f"{_T}.aipo_rho", "actor.aipo.rho")
+        draft.set("actor.policy_loss.truncation", "objective", "cosmos-rl: its form of AIPO")
+        draft.keep(f"{_T}.aipo_rho", "actor.policy_loss.rho")
         if is_gspo:
             draft.set("actor.importance_sampling_level", "sequence", "cosmos-rl: variant gspo", variant)
     elif not is_gspo:

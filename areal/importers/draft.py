@@ -280,3 +280,19 @@ def set_devices(
     if needed > nodes * per_node:
         draft.set("cluster.n_nodes", -(-needed // per_node), f"{needed} GPUs of allocation_mode", *keys_of_nodes)
     return sizes
+
+
+_NAMED = ("actor.policy_loss", "actor.adv_estimator")
+
+
+def nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by path as a tree. A name with options of its own (policy_loss, policy_loss.ratio) is their `name`."""
+    tree: dict[str, Any] = {}
+    for path, value in options.items():
+        has_own = path in _NAMED and any(other.startswith(f"{path}.") for other in options)
+        *sections, name = [*path.split("."), *(["name"] if has_own else [])]
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return tree

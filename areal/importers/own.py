@@ -10,7 +10,7 @@ from areal.api.config.legacy import LegacyRule, legacy_rule, moved_to
 from areal.api.config.load import read
 from areal.api.config.schema import find_field
 from areal.api.config.train import LoRAConfig
-from areal.importers.draft import UNKNOWN, Draft, Note, flat
+from areal.importers.draft import UNKNOWN, Draft, Note, flat, nested
 
 # Keys of AReaL 1.x that v0.5 does not have: what each becomes here. `areal.importers.own` does the rest.
 
@@ -207,11 +207,13 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
             draft.keep(key, key)
         elif wrong or rule is None:
             draft.lack(wrong or f"{UNKNOWN}: it is of a script, or of another version", key, off=())
-        elif rule.action in ("move", "rejection_sampling", "backend"):
+        elif rule.action in ("move", "rejection_sampling", "backend", "sapo"):
             section = key.rpartition(".")[0]
-            path = {"backend": "allocation_mode", "rejection_sampling": "actor.rollout_correction"}.get(
-                rule.action, f"{section}.{rule.path}" if section else rule.path
-            )
+            path = {
+                "backend": "allocation_mode",
+                "rejection_sampling": "actor.rollout_correction",
+                "sapo": "actor.policy_loss",
+            }.get(rule.action, f"{section}.{rule.path}" if section else rule.path)
             for name in [name for name in found if f"{name}.".startswith(f"{path}.")]:
                 draft.set(name, found[name], f"AReaL: {key}", key)
             draft.drop("no effect with its value", key)
@@ -256,7 +258,7 @@ def _take_rest(draft: Draft, kind: type[Any], found: Mapping[str, Any]) -> None:
 
     `found`: the configuration of the source, which the result must equal.
     """
-    config = read(kind, _tree({path: option.value for path, option in draft.options.items()})).config
+    config = read(kind, nested({path: option.value for path, option in draft.options.items()})).config
     mine = flat(asdict(config)) if config is not None else found
     kept = {key for key, note in draft.notes.items() if note.fate == "kept"}
     open_to_change = found.keys() - (draft.options.keys() - kept)
@@ -281,17 +283,6 @@ def _decides(kind: type[Any], key: str, path: str) -> bool:
             return rule is not None and path in (moved_to(key, rule.path), moved_to(key, rule.with_megatron))
         case _:
             return False
-
-
-def _tree(options: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in options.items():
-        *sections, name = path.split(".")
-        place = tree
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return tree
 
 
 def _take_script(draft: Draft) -> None:

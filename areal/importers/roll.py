@@ -129,10 +129,10 @@ def take_variant(draft: Draft) -> None:
         draft.set("actor.policy_loss", _VARIANTS[name], "ROLL: pg_variant", *keys)
     draft.lack("choose actor.policy_loss (docs/algorithms.md)", *keys)
     if name in ("topr", "kimi15"):
-        draft.set(f"actor.{name}.ratio", "token", f"ROLL's form of {name}")
+        draft.set("actor.policy_loss.ratio", "token", f"ROLL's form of {name}")
     for side in ("positive", "negative"):
         if name == "topr":
-            draft.keep(f"topr_{side}_weight", f"actor.topr.{side}_weight")
+            draft.keep(f"topr_{side}_weight", f"actor.policy_loss.{side}_weight")
         draft.drop("an option of another loss", f"topr_{side}_weight")
     key, limit = "use_rollout_importance_sampling_ratio", "rollout_importance_sampling_ratio_upper_bound"
     if draft.get(key, False):

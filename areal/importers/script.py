@@ -12,7 +12,7 @@ import yaml
 
 from areal.api.config.redaction import public
 from areal.api.errors import ConfigError
-from areal.importers.draft import Draft, Fate, Option
+from areal.importers.draft import Draft, Fate, Option, nested
 
 # A draft as a YAML file with a comment for each line, and as a report of losses.
 
@@ -27,18 +27,11 @@ _TITLES: dict[Fate, str] = {
 
 def yaml_text(draft: Draft, source: str) -> str:
     """The configuration. Each line with a value has its origin as a comment."""
-    tree: dict[str, Any] = {}
-    for path, option in draft.options.items():
-        *sections, name = path.split(".")
-        place = tree
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = option
     head = [f"# Translated from {source} ({draft.system}) by `areal config import`. Read the comments before a run."]
     missing = [
         f"# missing: {key}={_short(public(draft.values[key], key))}: {why}" for key, why in _of(draft, "missing")
     ]
-    return "\n".join([*head, *missing, *_lines(tree, "")]) + "\n"
+    return "\n".join([*head, *missing, *_lines(nested(draft.options), "")]) + "\n"
 
 
 def _lines(tree: dict[str, Any], indent: str) -> Iterator[str]:

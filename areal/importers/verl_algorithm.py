@@ -256,7 +256,7 @@ def take_advantages(draft: Draft) -> None:
         ours = _ESTIMATORS[name] or name
         draft.set("actor.adv_estimator", "dr_grpo" if ours == "grpo" and not divides else ours, why, key, by_std)
         if ours == "grpo_passk":
-            draft.set("actor.passk_std", divides, why, by_std)
+            draft.set("actor.adv_estimator.std", divides, why, by_std)
     else:
         draft.set("actor.adv_estimator", "grpo", f"{name} of verl has no counterpart")
         draft.lack("another estimator, or actor.adv_estimator: custom (docs/algorithms.md)", key, off=())
@@ -264,7 +264,7 @@ def take_advantages(draft: Draft) -> None:
         _take_critic(draft)
     else:
         draft.drop("there is no critic", "critic.*", "trainer.critic_warmup")
-    draft.lack("actor.gdpo_weights has names of reward functions", "algorithm.gdpo_*")
+    draft.lack("actor.adv_estimator.weights has names of reward functions", "algorithm.gdpo_*")
     if draft.get("algorithm.use_pf_ppo", False):
         draft.keep("algorithm.pf_ppo.reweight_method", "actor.pf_ppo.method")
         draft.keep("algorithm.pf_ppo.weight_pow", "actor.pf_ppo.power")
@@ -331,11 +331,11 @@ def take_loss(draft: Draft) -> None:
         draft.set("actor.policy_loss", _LOSSES[mode], "verl: policy_loss.loss_mode", key)
     draft.lack("choose actor.policy_loss (docs/algorithms.md)", key)
     for name, option in _OF_LOSSES.get(mode, {}).items():
-        draft.keep(f"{ACTOR}.policy_loss.{name}", f"actor.{mode}.{option}")
+        draft.keep(f"{ACTOR}.policy_loss.{name}", f"actor.policy_loss.{option}")
     for name in ("tau_pos", "tau_neg"):
         for section in (ACTOR, f"{ACTOR}.policy_loss"):
             if mode == "sapo":
-                draft.keep(f"{section}.{name}", f"actor.sapo.{name}")
+                draft.keep(f"{section}.{name}", f"actor.policy_loss.{name}")
             draft.drop("options of other policy losses", f"{section}.{name}")
     names = {name for options in _OF_LOSSES.values() for name in options}
     draft.drop("options of other policy losses", *(f"{ACTOR}.policy_loss.{name}" for name in sorted(names)))
@@ -346,7 +346,7 @@ def take_loss(draft: Draft) -> None:
         for option, value in (("advantage", "token"), ("gradient", "own"), ("max_log_ratio", 10.0)):
             draft.set(f"actor.sequence_level.{option}", value, "verl's form of GSPO")
     if mode == "dppo_kl":
-        draft.set("actor.dppo.divergence", "kl", "verl: policy_loss.loss_mode", key)
+        draft.set("actor.policy_loss.divergence", "kl", "verl: policy_loss.loss_mode", key)
     if mode in _MEAN_OF_SEQUENCES:
         why = f"verl averages {mode} over sequences"
         draft.set("actor.loss_aggregation", "seq-mean-token-mean", why, f"{ACTOR}.loss_agg_mode")

@@ -69,7 +69,7 @@ class GenerateSettings(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateBody(GenerateSettings):
-    """Of /generate."""
+    """Fields of /generate."""
 
     rid: str = ""
     input_ids: Ids
@@ -78,7 +78,7 @@ class GenerateBody(GenerateSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBody(GenerateSettings):
-    """Of /generate_group."""
+    """Fields of /generate_group."""
 
     prompts: Annotated[list[Prompt], FailFast(), Field(min_length=1, max_length=MAX_PROMPTS)]
 

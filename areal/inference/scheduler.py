@@ -72,7 +72,7 @@ ALL_TOKENS = -1
 
 MAX_SEED = 2**63 - 1
 _MAX_TEMPERATURE, _MIN_REPETITION, _MAX_REPETITION = 1e6, 1e-3, 1e3
-"""Within these limits logits of up to 1e29 stay finite in float32, in which the sampler computes."""
+"""Limits within which logits of up to 1e29 stay finite in float32, in which the sampler computes."""
 _StopString = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
 """Each new token is compared with this length of text."""
 
@@ -100,7 +100,7 @@ class SamplingParams:
     stop_token_ids: Annotated[
         frozenset[Annotated[int, Field(strict=True)]], Field(strict=False), FailFast(), BeforeValidator(_as_list)
     ] = frozenset()
-    """In a sequence all ids that end the answer, including those of the model; empty with ignore_eos."""
+    """All ids that end the answer of a sequence, including those of the model; empty with ignore_eos."""
     ignore_eos: bool = False
     sampling_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """None = chosen by the server."""

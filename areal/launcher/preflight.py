@@ -51,7 +51,7 @@ from areal.models.checkpoint_files import stored_weights
 from areal.models.mesh_rules import trainer_problem
 from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import read_vision_layout
-from areal.observe.trackers import FIRST_REQUEST, PACKAGES, keys_on, missing_packages, mlflow_uri
+from areal.observe.trackers import FIRST_REQUEST, entry_of_key, keys_on, missing_packages, mlflow_uri
 from areal.system.durable import is_complete, write_atomic, write_problem
 from areal.system.network import BACKLOG, bind_socket
 from areal.system.process import AREAL_PROCESS
@@ -292,7 +292,9 @@ def _settings(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks:
         "mlflow.mode": {"uri": uri, "experiment": experiment, "asks": asks},
         "trackio.mode": {"asks": asks and chosen.trackio.mode == "online"},
     }
-    return {key: settings[key] | {"module": PACKAGES[key][0]} for key in keys_on(config)}
+    return {
+        key: settings[key] | {"module": entry_of_key(key).facts.module} for key in keys_on(config) if key in settings
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +20,17 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 from uuid import uuid4
 
-from areal.api.config import BaseExperimentConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandBConfig
+from areal.api.config import (
+    BaseExperimentConfig,
+    MlflowConfig,
+    SwanlabConfig,
+    TensorBoardConfig,
+    TrackioConfig,
+    WandBConfig,
+)
 from areal.api.config.redaction import public, public_text
 from areal.api.errors import ConfigError
+from areal.api.registry import Entry, entries, registered
 from areal.data.image_files import ImageFiles, colours_of
 from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow
 from areal.system.durable import write_atomic
@@ -42,13 +51,24 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerRun:
+    """What a tracker gets of its run, beside its settings."""
+
+    config: BaseExperimentConfig
+    paths: RunPaths
+    images: ImageFiles
+    first_step: int
+    """The first step that will be logged."""
+
+
 class TensorBoardTracker:
-    def __init__(self, folder: Path, images: ImageFiles, *, first_step: int) -> None:
+    def __init__(self, settings: TensorBoardConfig, run: TrackerRun) -> None:
         from tensorboardX import SummaryWriter
 
-        purge_step = first_step if first_step > 1 else None
-        self._writer = SummaryWriter(logdir=str(folder), purge_step=purge_step)
-        self._images = images
+        purge_step = run.first_step if run.first_step > 1 else None
+        self._writer = SummaryWriter(logdir=settings.path or "", purge_step=purge_step)
+        self._images = run.images
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in _finite(values).items():
@@ -80,9 +100,10 @@ def _suffix(settings: WandBConfig, folder: Path) -> str | None:
 class WandBTracker:
     """A Weights & Biases run. The x axis is a metric, `train_step`, so that steps can repeat after a recovery."""
 
-    def __init__(self, settings: WandBConfig, config: BaseExperimentConfig, folder: Path, images: ImageFiles) -> None:
+    def __init__(self, settings: WandBConfig, run: TrackerRun) -> None:
         import wandb
 
+        config, folder, images = run.config, run.paths.root, run.images
         folder.mkdir(parents=True, exist_ok=True)
         given = {"base_url": settings.wandb_base_url, "api_key": settings.wandb_api_key}
         connection: dict[str, Any] = {name: value for name, value in given.items() if value}
@@ -134,17 +155,10 @@ class WandBTracker:
 class SwanLabTracker:
     """A SwanLab run. The first start creates it; a recovery continues it, without the steps that repeat."""
 
-    def __init__(
-        self,
-        settings: SwanlabConfig,
-        config: BaseExperimentConfig,
-        folder: Path,
-        images: ImageFiles,
-        *,
-        first_step: int,
-    ) -> None:
+    def __init__(self, settings: SwanlabConfig, run: TrackerRun) -> None:
         import swanlab
 
+        config, folder, images, first_step = run.config, run.paths.root, run.images, run.first_step
         record = folder / "swanlab_run"
         if first_step <= 1 or not record.exists():
             write_atomic(record, uuid4().hex.encode())
@@ -189,19 +203,12 @@ class MlflowTracker:
     answer.
     """
 
-    def __init__(
-        self,
-        settings: MlflowConfig,
-        config: BaseExperimentConfig,
-        folder: Path,
-        images: ImageFiles,
-        *,
-        first_step: int,
-    ) -> None:
+    def __init__(self, settings: MlflowConfig, run: TrackerRun) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 
+        config, folder, images, first_step = run.config, run.paths.root, run.images, run.first_step
         self._metric, self._images = Metric, images
         is_local = settings.mode == "local"
         uri = f"sqlite:///{folder.absolute()}/mlflow.db" if is_local else mlflow_uri(settings, os.environ)
@@ -335,9 +342,10 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 class TrackioTracker:
     """A Trackio run in its local database (TRACKIO_DIR), or in a Space of Hugging Face."""
 
-    def __init__(self, settings: TrackioConfig, config: BaseExperimentConfig, images: ImageFiles) -> None:
+    def __init__(self, settings: TrackioConfig, run: TrackerRun) -> None:
         import trackio
 
+        config, images = run.config, run.images
         self._run = trackio.init(
             project=settings.project or config.experiment_name,
             name=settings.name or config.trial_name,
@@ -396,15 +404,6 @@ def _finite(values: dict[str, float]) -> dict[str, float]:
 # A run does not start when a dashboard cannot start. Later errors of a dashboard, also at a restart, do not end
 # training.
 
-PACKAGES = {
-    "tensorboard.path": ("tensorboardX", "tensorboardX", "tensorboard"),
-    "wandb.mode": ("wandb", "wandb", "wandb"),
-    "swanlab.mode": ("swanlab", "swanlab", "swanlab"),
-    "mlflow.mode": ("mlflow", "mlflow-skinny", "mlflow"),
-    "trackio.mode": ("trackio", "trackio", "trackio"),
-}
-"""The module, the package and the extra of areal for each option that turns a dashboard on."""
-
 
 class GuardedTracker:
     """A dashboard whose errors do not end the training: metrics.jsonl has everything that it lacks."""
@@ -447,42 +446,41 @@ def build_trackers(
     """
     if missing := missing_packages(config):
         raise ConfigError("; ".join(missing), code="launch.package_missing")
-    chosen, images = config.stats_logger, ImageFiles(paths.images)
-    makers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard.path": partial(
-            TensorBoardTracker, Path(chosen.tensorboard.path or ""), images, first_step=first_step
-        ),
-        "wandb.mode": partial(WandBTracker, chosen.wandb, config, paths.root, images),
-        "swanlab.mode": partial(SwanLabTracker, chosen.swanlab, config, paths.root, images, first_step=first_step),
-        "mlflow.mode": partial(MlflowTracker, chosen.mlflow, config, paths.root, images, first_step=first_step),
-        "trackio.mode": partial(TrackioTracker, chosen.trackio, config, images),
+    run = TrackerRun(config=config, paths=paths, images=ImageFiles(paths.images), first_step=first_step)
+    makers = {
+        key: partial(entry_of_key(key).load(), config.stats_logger.settings(entry_of_key(key).name), run)
+        for key in keys_on(config)
     }
-    started = [_started(key, makers[key], after_failure=after_failure) for key in keys_on(config)]
+    started = [_started(key, make, after_failure=after_failure) for key, make in makers.items()]
     dashboards = [tracker for tracker in started if tracker is not None]
     return [JsonlTracker(paths.metrics, first_step=first_step), *dashboards]
 
 
 def missing_packages(config: BaseExperimentConfig) -> list[str]:
-    """Option of each dashboard that is on and has no package here, and how to install the package."""
-    return [
-        f"stats_logger.{key} needs the package {package}: pip install -e '.[{extra}]' in the repository of areal"
-        for key in keys_on(config)
-        for module, package, extra in [PACKAGES[key]]
-        if find_spec(module) is None
-    ]
+    """For each dashboard that is on and has no package here: its option and how to install the package."""
+    missing: list[str] = []
+    for key in keys_on(config):
+        entry = entry_of_key(key)
+        if entry.facts is not None and find_spec(entry.facts.module) is None:
+            how = f"pip install -e '.[{entry.name}]' in the repository of areal"
+            missing.append(f"stats_logger.{key} needs the package {entry.facts.package}: {how}")
+    return missing
 
 
 def keys_on(config: BaseExperimentConfig) -> list[str]:
     """The options that turn a dashboard on in this configuration."""
-    chosen = config.stats_logger
-    modes = {
-        "tensorboard.path": "disabled" if chosen.tensorboard.path is None else "on",
-        "wandb.mode": chosen.wandb.mode,
-        "swanlab.mode": chosen.swanlab.mode,
-        "mlflow.mode": chosen.mlflow.mode,
-        "trackio.mode": chosen.trackio.mode,
-    }
-    return [key for key, mode in modes.items() if mode not in (None, "disabled")]
+    chosen, keys = config.stats_logger, list[str]()
+    for name, entry in entries("trackers").items():
+        if entry.facts is None:
+            keys += [f"trackers.{name}"] if name in chosen.trackers else []
+        elif vars(vars(chosen)[name])[entry.facts.switch] not in (None, "disabled"):
+            keys.append(f"{name}.{entry.facts.switch}")
+    return keys
+
+
+def entry_of_key(key: str) -> Entry:
+    """The tracker that an option of `keys_on` turns on."""
+    return registered("trackers", key.removeprefix("trackers.").partition(".")[0])
 
 
 def _started(key: str, make: Callable[[], Tracker], *, after_failure: bool) -> GuardedTracker | None:

@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from areal.algorithm.advantage import (
-    AdvantageRecipe,
     RewardedAnswers,
     adaptive_lambda,
     best_of_group,
-    custom_advantages,
     decoupled_rewards,
+    estimated,
     generalised_advantages,
     last_trained,
     length_weighted,
@@ -20,7 +20,6 @@ from areal.algorithm.advantage import (
     no_answers,
     optimal_token_baseline,
     overlong_penalty,
-    recipe_of,
     score_norms,
     shape_rewards,
     token_rewards,
@@ -42,9 +41,12 @@ from areal.algorithm.policy_loss import (
     token_covariances,
     token_draws,
 )
+from areal.algorithm.registered import ClipCovOptions, KlCovOptions, PasskOptions
 from areal.algorithm.shared_prefix import contested_prefixes
 from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig, TeacherConfig
+from areal.api.config.algorithm import AdvantageRecipe, GdpoOptions
+from areal.api.config.policy_losses import loss_facts
 from areal.api.data import BASELINE, TURN_REWARDS, reward_parts
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
@@ -111,6 +113,7 @@ def with_advantages(
     reduce: Reduce,
     max_new_tokens: int | None = None,
     critic_lambda: float | None = None,
+    stats: dict[str, TokenStat] | None = None,
 ) -> TrainBatch:
     """Rewards -> shaping -> baseline -> token rewards with KL penalty -> GAE -> normalisation.
 
@@ -118,6 +121,7 @@ def with_advantages(
     `kl_coef`: weight of the KL penalty in this step. `reduce`: sum over all ranks. `max_new_tokens`: limit of an
     answer, which the overlong penalty needs. `critic_lambda`: lambda of the critic's targets (VAPO's decoupled GAE,
     arXiv 2504.05118, section 4.1); None = that of the advantages.
+    `stats` gets the statistics of the estimator.
     """
     view = session_view(batch)
     result = _with_advantages(
@@ -127,6 +131,7 @@ def with_advantages(
         reduce=reduce,
         max_new_tokens=max_new_tokens,
         critic_lambda=critic_lambda,
+        stats=stats,
     )
     if view is None:
         return result
@@ -143,8 +148,9 @@ def _with_advantages(
     reduce: Reduce,
     max_new_tokens: int | None,
     critic_lambda: float | None,
+    stats: dict[str, TokenStat] | None,
 ) -> TrainBatch:
-    recipe = recipe_of(config)
+    recipe = config.recipe
     mask, sequence_index = batch.loss_mask, batch.sequence_index
     rewards = _shape(batch.rewards + _penalty(batch, config, max_new_tokens), config)
     rewards, factors = centred(rewards, batch, config, recipe, reduce=reduce)
@@ -167,13 +173,16 @@ def _with_advantages(
         bootstrap=bootstrap_values(batch) if config.mask_no_eos_with_zero else None,
     )
     policy_lambda: float | Tensor = recipe.gae_lambda
-    if config.gae_length_alpha is not None and config.adv_estimator == "gae":
+    if config.gae_length_alpha is not None and recipe.is_composed:
         lengths = trained_counts(mask, sequence_index, batch.num_sequences)
         policy_lambda = adaptive_lambda(lengths, config.gae_length_alpha)
     result = estimate(gae_lambda=policy_lambda)
     advantages = result.advantages
-    if recipe.is_custom:
-        advantages = custom_advantages(_answers(batch, rewards, per_token, reduce=reduce), config)
+    if recipe.has_function:
+        estimate_ = estimated(_answers(batch, rewards, per_token, reduce=reduce), config)
+        advantages = estimate_.advantages
+        if stats is not None:
+            stats |= estimate_.stats
     if recipe.token_baseline != "none":
         advantages = optimal_token_baseline(
             advantages,
@@ -222,7 +231,9 @@ def centred(
             lengths = trained_counts(batch.loss_mask, batch.sequence_index, batch.num_sequences)
             rewards = length_weighted(rewards, lengths, batch.group_ids)
         case "best_of_group":
-            rewards = best_of_group(rewards, batch.group_ids, divide_by_std=config.passk_std)
+            rewards = best_of_group(
+                rewards, batch.group_ids, divide_by_std=cast("PasskOptions", config.adv_estimator).std
+            )
         case "decoupled":
             rewards = _decoupled(batch, config)
         case "greedy":
@@ -241,16 +252,17 @@ def _decoupled(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     A batch may lack some of the functions: those of the data sources that it does not contain. A run of one reward
     function records no separate scores: its rewards are that function's.
     """
+    own = cast("GdpoOptions", config.adv_estimator).weights
     parts: dict[str, Tensor] = reward_parts(batch.columns)
-    if not any("/" not in name for name in parts) and not config.gdpo_weights:  # name/key: a further result of one
+    if not any("/" not in name for name in parts) and not own:  # name/key: a further result of one
         parts = {"reward": batch.rewards}
-    if config.gdpo_weights and not config.gdpo_weights.keys() & parts.keys():
+    if own and not own.keys() & parts.keys():
         raise InputError(
-            f"actor.gdpo_weights names {', '.join(config.gdpo_weights)}, but the train batch has scores of "
+            f"actor.adv_estimator.weights names {', '.join(own)}, but the train batch has scores of "
             f"{', '.join(parts) or 'no function'}: use the names of reward functions in the metrics",
             code="algorithm.no_reward_parts",
         )
-    weights = [config.gdpo_weights.get(name, 0.0) if config.gdpo_weights else float("/" not in name) for name in parts]
+    weights = [own.get(name, 0.0) if own else float("/" not in name) for name in parts]
     return decoupled_rewards(torch.stack([*parts.values()], 1), weights, batch.group_ids)
 
 
@@ -324,12 +336,12 @@ class PPOActor:
         self._critic_lambda = critic_lambda
         self._entropy_coef = config.entropy_coef
         self._kl_control = KLController(config.kl_ctl, config.kl_control)
+        self._estimator_stats: dict[str, TokenStat] = {}  # of the last batch with advantages
         self._kl_coef = config.kl_ctl
         """Coefficient of the last batch with advantages."""
-        if config.policy_loss == "custom":
-            self._rule().names_only()  # detects an error in the user's loss before the first rollouts
-        if config.adv_estimator == "custom":
-            custom_advantages(no_answers(), config)  # as for a custom loss
+        self._rule().names_only()  # detects an error in a loss of another package before the first rollouts
+        if config.recipe.has_function:
+            estimated(no_answers(), config)  # as for a loss
 
     def state(self) -> ActorState:
         """The adaptive coefficients, which a recovery checkpoint stores."""
@@ -378,6 +390,7 @@ class PPOActor:
             self._kl_control.observe(
                 kl, seen.loss_mask, seen.sequence_index, seen.num_sequences, reduce=self._engine.all_reduce
             )
+        self._estimator_stats = {}
         return with_advantages(
             batch,
             self._config,
@@ -385,6 +398,7 @@ class PPOActor:
             reduce=self._engine.all_reduce,
             max_new_tokens=self._max_new_tokens,
             critic_lambda=self._critic_lambda,
+            stats=self._estimator_stats,
         )
 
     def with_filters(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
@@ -424,7 +438,7 @@ class PPOActor:
             metrics = train_on_minibatches(
                 self._engine, without_filtered(batch), passes, self._rule(), target_kl=config.target_kl
             )
-        metrics |= penalty_metrics(batch, config, self._max_new_tokens)
+        metrics |= penalty_metrics(batch, config, self._max_new_tokens) | to_metrics(self._estimator_stats)
         if batch.ref_logprobs is not None:
             metrics["kl_coef"] = Metric(self._kl_coef)
         if config.adaptive_entropy is not None:
@@ -473,15 +487,16 @@ def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Red
     The policy of the covariance is the one before the update: the trainer's when it was recomputed, else the
     servers'. Raises StageError when the batch has no advantages.
     """
-    if config.policy_loss not in ("clip_cov", "kl_cov"):
+    if not loss_facts(config.policy_loss).chooses_tokens:
         return batch
+    own = cast("ClipCovOptions | KlCovOptions", config.policy_loss)
     logprobs = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
     covariances = token_covariances(required(batch.advantages, "advantages"), logprobs, batch.trained, reduce=reduce)
     draws = token_draws(batch.input_ids, batch.rollout_logprobs, batch.cu_seqlens, batch.sequence_index)
-    if config.policy_loss == "kl_cov":
-        chosen = highest_covariances(covariances, draws, batch.trained, ratio=config.kl_cov.ratio, reduce=reduce)
+    if isinstance(own, KlCovOptions):
+        chosen = highest_covariances(covariances, draws, batch.trained, ratio=own.ratio, reduce=reduce)
     else:
-        box = config.clip_cov
+        box = own
         chosen = drawn_between(
             covariances, draws, batch.trained, low=box.low, high=box.high, ratio=box.ratio, reduce=reduce
         )
@@ -490,7 +505,7 @@ def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Red
 
 def _num_without_baseline(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     """Answers whose prompt has no greedy answer, where the estimator compares with it."""
-    if config.adv_estimator != "remax":
+    if config.recipe.baseline != "greedy":
         return torch.zeros((), dtype=torch.int64)
     if BASELINE not in batch.columns:
         return torch.tensor(batch.num_sequences)

@@ -24,7 +24,7 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
         "gconfig": config.gconfig,
         "tokenizer": tokenizer,
         "reward": config.reward,
-        "greedy_baseline": config.actor.adv_estimator == "remax",
+        "greedy_baseline": config.actor.base_recipe.baseline == "greedy",
         "agent_config": config.agent,
         "images": PromptImages.of(config, tokenizer) if "images" in parameters else None,
     }

@@ -9,6 +9,7 @@ import torch
 from areal.algorithm.losses import policy_loss
 from areal.algorithm.policy_loss import PolicyTokens
 from areal.api.config import PPOActorConfig
+from areal.api.registry import entries, registered
 
 STEP = 1e-6
 """Of the central finite differences."""
@@ -127,6 +128,8 @@ class Kit:
     @staticmethod
     def section(name, **values):
         """The options of one loss, as they stand in the configuration."""
+        if name in entries("losses"):
+            return registered("losses", name).options(name=name, **values)
         return type(getattr(PPOActorConfig(path="x"), name))(**values)
 
     def conforms(self, slow, **options):

@@ -68,14 +68,16 @@ LOSSES = {
         [0.0, 0.0, 2.575100659895],
     ),
     "verl dppo_kl, clip_ratio 0.02": (
-        {"policy_loss": "dppo", "eps_clip": 0.02, "dppo": {"divergence": "kl"}},
+        {"policy_loss": {"name": "dppo", "divergence": "kl"}, "eps_clip": 0.02},
         ADVANTAGES,
         [0.0, 0.0, 2.575100659895],
     ),
     "AReaL ppo": ({}, ADVANTAGES, [-1.2, 0.8, -1.6]),
     "AReaL sequence level": (SEQUENCE, ADVANTAGES, [-0.605706864277] * 3),
     "cosmos-rl aipo_rho 1.1": (
-        {"policy_loss": "aipo", "aipo": {"rho": 1.1, "truncation": "objective"}},
+        {
+            "policy_loss": {"name": "aipo", "rho": 1.1, "truncation": "objective"},
+        },
         ADVANTAGES,
         [-1.1, 0.75, -1.6],
     ),
@@ -92,22 +94,30 @@ LOSSES = {
     ),
     "ROLL vanilla": ({"policy_loss": "gpg"}, ADVANTAGES, [0.69314718056, -1.203972804326, 3.218875824868]),
     "ROLL cispo_use_unified_mask": (
-        {"policy_loss": "cispo", "cispo": {"unified_mask": True}},
+        {
+            "policy_loss": {"name": "cispo", "unified_mask": True},
+        },
         ADVANTAGES,
         [0.0, 0.0, 2.575100659895],
     ),
     "ROLL topr, score 1": (
-        {"policy_loss": "topr", "topr": {"ratio": "token"}},
+        {
+            "policy_loss": {"name": "topr", "ratio": "token"},
+        },
         GOOD,
         [1.03972077084, 1.805959206489, 2.414156868651],
     ),
     "ROLL topr, score 0": (
-        {"policy_loss": "topr", "topr": {"ratio": "token"}},
+        {
+            "policy_loss": {"name": "topr", "ratio": "token"},
+        },
         BAD,
         [-1.03972077084, -1.354469404867, -1.931325494921],
     ),
     "ROLL kimi15": (
-        {"policy_loss": "kimi15", "kimi15": {"tau": 0.1, "ratio": "token"}},
+        {
+            "policy_loss": {"name": "kimi15", "tau": 0.1, "ratio": "token"},
+        },
         ADVANTAGES,
         [0.695636832785, -1.199834755585, 3.221365477093],
     ),
@@ -116,7 +126,8 @@ LOSSES = {
 
 def losses(kit, tokens, options):
     sections = {
-        name: kit.section(name, **value) if isinstance(value, dict) else value for name, value in options.items()
+        name: kit.section(name, **value) if isinstance(value, dict) and "name" not in value else value
+        for name, value in options.items()
     }
     return kit.loss_of(tokens, **sections).losses.tolist()
 
@@ -145,7 +156,13 @@ def test_clip_cov_and_kl_cov_equal_verl(kit):
     tokens = kit.make_tokens(NEW, old=OLD, advantages=advantages, chosen=chosen)
     assert losses(kit, tokens, {"policy_loss": "clip_cov", "eps_clip": 0.9}) == pytest.approx([0.0, 0.75, -1.6])
     chosen = highest_covariances(covariances, draws, EVERY, ratio=0.34, reduce=identity_reduce)
-    found = losses(kit, replace(tokens, chosen=chosen), {"policy_loss": "kl_cov", "kl_cov": {"coef": 1.0}})
+    found = losses(
+        kit,
+        replace(tokens, chosen=chosen),
+        {
+            "policy_loss": {"name": "kl_cov", "coef": 1.0},
+        },
+    )
     assert found == pytest.approx([-1.026856448686, 0.75, -1.6])
 
 

@@ -1,14 +1,15 @@
 """Files written for AReaL v0.5 and 1.0 load unchanged; what this version lacks is refused by name."""
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from areal.api.config import GRPOConfig, SFTConfig, load_config, load_experiment
-from areal.api.config.policy_losses import POLICY_LOSSES
 from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
+from areal.api.registry import entries
 from tests.api.areal_files import GRPO, SFT
 
 HERE = "allocation_mode=native:d4+fsdp:d4"
@@ -57,14 +58,13 @@ SAPO = ("actor.eps_clip=0.2", "actor.use_decoupled_loss=false", "actor.behav_imp
 
 def test_the_keys_of_sapo_find_their_new_places(grpo) -> None:
     config = grpo(*SAPO, "actor.use_sapo_loss=true", "actor.sapo_tau_pos=1.5", "actor.sapo_tau_neg=2")
-    assert config.actor.policy_loss == "sapo"
-    assert (config.actor.sapo.tau_pos, config.actor.sapo.tau_neg) == (1.5, 2.0)
-    both = grpo(*SAPO, "actor.use_sapo_loss=true", "actor.policy_loss=sapo", "actor.sapo={tau_neg: 2}")
-    assert (both.actor.sapo.tau_pos, both.actor.sapo.tau_neg) == (1.0, 2.0)
-    equal = grpo(*SAPO, "actor.policy_loss=sapo", "actor.sapo.tau_neg=2", "actor.sapo_tau_neg=2.0")
-    assert equal.actor.sapo.tau_neg == 2.0
+    assert asdict(config.actor.policy_loss) == {"name": "sapo", "tau_pos": 1.5, "tau_neg": 2.0}
+    both = grpo(*SAPO, "actor.use_sapo_loss=true", "actor.policy_loss={name: sapo, tau_neg: 2}")
+    assert asdict(both.actor.policy_loss) == {"name": "sapo", "tau_pos": 1.0, "tau_neg": 2.0}
+    equal = grpo(*SAPO, "actor.policy_loss=sapo", "actor.policy_loss.tau_neg=2", "actor.sapo_tau_neg=2.0")
+    assert equal == grpo(*SAPO, "actor.policy_loss={name: sapo, tau_neg: 2}")
     off = grpo("actor.use_sapo_loss=false", "actor.sapo_tau_pos=1.0", "actor.sapo_tau_neg=1.05")
-    assert off.actor.policy_loss == "ppo"
+    assert off.actor.policy_loss.name == "ppo"
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,11 @@ def test_the_keys_of_sapo_find_their_new_places(grpo) -> None:
          "actor.use_sapo_loss", "config.conflict", ["true", "policy_loss='gspo'"]),
         (["actor.use_sapo_loss=false", "actor.policy_loss=sapo"],
          "actor.use_sapo_loss", "config.conflict", ["false", "policy_loss='sapo'"]),
-        (["actor.policy_loss=sapo", "actor.sapo.tau_pos=2", "actor.sapo_tau_pos=3"],
-         "actor.sapo_tau_pos", "config.conflict", ["3", "sapo.tau_pos=2"]),
-        (["actor.use_sapo_loss=maybe"], "actor.use_sapo_loss", "config.conflict", ["'maybe'", "policy_loss='ppo'"]),
-        (["actor.policy_loss=sapo", "actor.sapo_tau_pos=null"], "actor.sapo.tau_pos", "config.wrong_type", ["null"]),
+        (["actor.policy_loss=sapo", "actor.policy_loss.tau_pos=2", "actor.sapo_tau_pos=3"],
+         "actor.sapo_tau_pos", "config.conflict", ["3", "policy_loss.tau_pos=2"]),
+        (["actor.use_sapo_loss=maybe"], "actor.use_sapo_loss", "config.wrong_type", ["'maybe'"]),
+        (["actor.policy_loss=sapo", "actor.sapo_tau_pos=null"],
+         "actor.policy_loss.tau_pos", "config.wrong_type", ["null"]),
     ],
 )  # fmt: skip
 def test_an_old_key_that_contradicts_the_new_one_is_refused(grpo, overrides, path, code, values) -> None:
@@ -220,7 +221,7 @@ def unused(config: GRPOConfig) -> set[str]:
 
 def test_the_sapo_recipe_loads_with_its_clip(grpo) -> None:
     config = grpo("actor.use_sapo_loss=true", "actor.eps_clip=0.4", "actor.use_decoupled_loss=false")
-    assert config.actor.policy_loss == "sapo"
+    assert config.actor.policy_loss.name == "sapo"
     assert {"actor.eps_clip", "actor.behav_imp_weight_cap"} <= unused(config)
 
 
@@ -235,10 +236,9 @@ def test_a_switched_off_penalty_may_keep_its_length(grpo) -> None:
     assert "actor.overlong_tokens" in unused(config)
 
 
-@pytest.mark.parametrize("loss", [name for name in POLICY_LOSSES if name != "custom"])
+@pytest.mark.parametrize("loss", [name for name in entries("losses") if name != "custom"])
 def test_one_file_serves_every_policy_loss(grpo, loss: str) -> None:
-    given = ["actor.c_clip=3", "actor.eps_clip_higher=0.3", "actor.sapo.tau_pos=2", "actor.aipo.rho=4"]
+    given = ["actor.c_clip=3", "actor.eps_clip_higher=0.3"]
     config = grpo(*given, f"actor.policy_loss={loss}")
-    assert config.actor.policy_loss == loss
+    assert config.actor.policy_loss.name == loss
     assert ("actor.eps_clip" in unused(config)) == (loss in ("sapo", "aipo", "gpg", "kl_cov", "topr", "kimi15"))
-    assert ("actor.sapo.tau_pos" in unused(config)) == (loss != "sapo")

@@ -54,15 +54,15 @@ def test_the_short_form_may_be_the_default_beside_sources(load):
     assert load("reward_fn: exact\nreward: {by_source: {a: {gsm8k: 1}}, source_key: origin}").reward.names_functions
 
 
-GDPO = "actor: {adv_estimator: gdpo, gdpo_weights: {gsm8k: 1, score: 0.5}}\n"
+GDPO = "actor: {adv_estimator: {name: gdpo, weights: {gsm8k: 1, score: 0.5}}}\n"
 
 
-def test_gdpo_weights_name_functions_as_the_metrics_do(load):
+def test_weights_of_gdpo_name_functions_as_the_metrics_do(load):
     fns = "reward: {fns: {gsm8k: 1, 'my.module:score': 1, format: 1}}"
-    assert load(GDPO + fns).actor.gdpo_weights == {"gsm8k": 1.0, "score": 0.5}
+    assert load(GDPO + fns).actor.adv_estimator.weights == {"gsm8k": 1.0, "score": 0.5}
     by_source = "reward: {by_source: {a: {gsm8k: 1}, b: {'my.module:score': 1}}}"
-    assert load(GDPO + by_source).actor.gdpo_weights == {"gsm8k": 1.0, "score": 0.5}
-    assert load(GDPO).actor.gdpo_weights  # a script chooses the functions
+    assert load(GDPO + by_source).actor.adv_estimator.weights == {"gsm8k": 1.0, "score": 0.5}
+    assert load(GDPO).actor.adv_estimator.weights  # a script chooses the functions
 
 
 FILTER = "rollout: {should_accept_fn: mixed_rewards}\n"
@@ -88,16 +88,16 @@ FILTER = "rollout: {should_accept_fn: mixed_rewards}\n"
             "config.conflict",
         ),
         ("reward: {fns: {'a/score.py:f': 1, 'b/score.py:f': 1}}", "reward.fns", "config.conflict"),
-        (GDPO + "reward: {fns: {gsm8k: 1, format: 1}}", "actor.gdpo_weights.score", "config.conflict"),
-        (GDPO + "reward_fn: gsm8k", "actor.gdpo_weights", "config.conflict"),
+        (GDPO + "reward: {fns: {gsm8k: 1, format: 1}}", "actor.adv_estimator.weights.score", "config.conflict"),
+        (GDPO + "reward_fn: gsm8k", "actor.adv_estimator.weights", "config.conflict"),
         (
             GDPO + "reward_fn: format\nreward: {by_source: {a: {gsm8k: 1, 'my.module:score': 1}}}",
-            "actor.gdpo_weights",
+            "actor.adv_estimator.weights",
             "config.conflict",
         ),
         (
-            "actor: {adv_estimator: gdpo, gdpo_weights: {exact: .nan}}\nreward: {fns: {exact: 1}}",
-            "actor.gdpo_weights.exact",
+            "actor: {adv_estimator: {name: gdpo, weights: {exact: .nan}}}\nreward: {fns: {exact: 1}}",
+            "actor.adv_estimator.weights.exact",
             "config.out_of_range",
         ),
     ],

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from areal.api.config import MicroBatchSpec, PPOActorConfig
-from areal.api.config.policy_losses import POLICY_LOSSES
+from areal.api.registry import entries
 from tests.engine import loss_cases
 
-CASES = {name: {"policy_loss": name} for name in POLICY_LOSSES if name != "custom"} | {
+CASES = {name: {"policy_loss": name} for name in entries("losses") if name != "custom"} | {
     "guess": {"prox_logp_method": "loglinear", "behav_imp_weight_cap": 1.5},
     "compared": {"prox_logp_method": "metrics"},
 }

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from areal.algorithm.losses import LOSSES, policy_loss
+from areal.algorithm.losses import policy_loss
 from areal.algorithm.policy_loss import PolicyTokens
 from areal.api.config import FSDPEngineConfig, PolicyLossOptions, TrainEngineConfig
+from areal.api.registry import entries
 from areal.data.pack import rows_to_train_batch
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.linear_logprobs import linear_logprobs
@@ -98,7 +99,7 @@ def loss_errors(device: torch.device) -> dict[str, float]:
     index = torch.arange(size) // 12
     mask, chosen = draws[0] > -1.0, draws[1] > 0.5
     found: dict[str, float] = {}
-    for name in [name for name in LOSSES if name != "custom"]:  # a function of the user
+    for name in [name for name in entries("losses") if name != "custom"]:  # a function of the user
         results: list[Tensor] = []
         for place in (torch.device("cpu"), device):
             logprobs = (-draws[0].abs()).to(place).requires_grad_()

@@ -285,7 +285,7 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
             "actor.sequence_level.advantage": "token" if mode == "gspo" else None,
             "actor.sequence_level.gradient": "own" if mode == "gspo" else None,
             "actor.sequence_level.max_log_ratio": 10.0 if mode == "gspo" else None,
-            "actor.dppo.divergence": "kl" if mode == "dppo_kl" else None}, {})
+            "actor.policy_loss.divergence": "kl" if mode == "dppo_kl" else None}, {})
           for mode, loss, aggregation, c_clip in (
               ("vanilla", "ppo", "token-mean", 10.0), ("gspo", "gspo", "seq-mean-token-mean", None),
               ("geo_mean", "gmpo", "seq-mean-token-mean", None), ("sapo", "sapo", "seq-mean-token-mean", None),
@@ -372,10 +372,10 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
         (R, {"actor_train.pg_variant": "topr", "pg_variant": "ppo", "tracker_kwargs.project": "p"},
          {"actor.policy_loss": "topr", "experiment_name": "p"}, "computed"),
         (R, {"pg_variant": "topr", "topr_negative_weight": 0.5, "use_rollout_importance_sampling_ratio": True},
-         {"actor.policy_loss": "topr", "actor.topr.ratio": "token", "actor.topr.negative_weight": 0.5,
+         {"actor.policy_loss": "topr", "actor.policy_loss.ratio": "token", "actor.policy_loss.negative_weight": 0.5,
           f"{COR}.upper": 1.2}, {}),
         (R, {"pg_variant": "tis", "topr_negative_weight": 0.5, "use_rollout_importance_sampling_ratio": False},
-         {"actor.policy_loss": None, "actor.topr.ratio": None, f"{COR}.upper": None},
+         {"actor.policy_loss": None, "actor.policy_loss.ratio": None, f"{COR}.upper": None},
          {"missing": "pg_variant", "dropped": "topr_negative_weight"}),
         (R, {}, {"actor.c_clip": None, "actor.loss_aggregation": "seq-mean-token-mean"}, {}),
         (R, {"dual_clip_loss": True}, {"actor.c_clip": pytest.approx(1.4)}, {}),

@@ -11,7 +11,6 @@ from areal.algorithm.aggregate import TokenStat
 from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, weighted_log_likelihood
 from areal.api.columns import ColumnSpec
 from areal.api.config import PPOActorConfig
-from areal.api.config.policy_losses import CustomFunctionOptions
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import StageError
 from areal.data.pack import to_train_batch
@@ -99,8 +98,8 @@ def batch_of(recovered, dp_rank=0, dp_size=1):
 def weights_after(recovered, num_ranks: int, *, change=lambda batch: batch, loss=hinted_loss) -> torch.Tensor:
     """The policy's table after an update with the user's loss, equal on all ranks."""
     group = RankGroup(num_ranks)
-    custom = CustomFunctionOptions(path=f"{__file__}:{loss.__name__}")
-    config = PPOActorConfig(path="table", kl_ctl=0.0, ppo_n_minibatches=2, policy_loss="custom", custom=custom)
+    custom = {"name": "custom", "path": f"{__file__}:{loss.__name__}"}
+    config = PPOActorConfig(path="table", kl_ctl=0.0, ppo_n_minibatches=2, policy_loss=custom)
 
     def run(rank):
         engine = TableEngine(num_micro_batches=2, rank=rank, group=group)
@@ -152,7 +151,7 @@ def test_a_reader_of_the_run_sees_its_mean_over_the_tokens_in_the_loss(recovered
 
 @pytest.mark.usefixtures("ranks_in_process")
 def test_a_replay_of_a_run_with_the_column_equals_it_to_the_bit(tmp_path, capsys):
-    custom = f"policy_loss: custom\n  custom: {{path: '{__file__}:hinted_loss'}}\n  "
+    custom = f"policy_loss: {{name: custom, path: '{__file__}:hinted_loss'}}\n  "
     text = CONFIG.replace("ppo_n_minibatches", f"{custom}ppo_n_minibatches").replace("use_decoupled_loss: true", "")
     run = train(tmp_path, text, columns=hints_of)
     assert replay(run.folder) == 0

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
-from areal.api.config.policy_losses import CustomFunctionOptions
 from areal.api.errors import ConfigError
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
@@ -78,9 +77,9 @@ def test_a_custom_loss_is_checked_before_the_first_batch(toolbox, tmp_path):
     )
     engine = toolbox.TableEngine()
     for name, error in (("bare", ConfigError), ("wrong", KeyError), ("math", ConfigError)):
-        custom = CustomFunctionOptions(path=f"{file}:{name}")
+        custom = {"name": "custom", "path": f"{file}:{name}"}
         with pytest.raises(error) as caught:
-            PPOActor(engine, config(policy_loss="custom", custom=custom))
+            PPOActor(engine, config(policy_loss=custom))
         if name == "bare":
             assert caught.value.code == "loss.custom_result"
 

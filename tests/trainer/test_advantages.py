@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
-from areal.api.config.algorithm import ADV_ESTIMATORS
 from areal.api.config.schema import options_without_effect
 from areal.api.data import BASELINE, reward_part
+from areal.api.registry import entries
 from areal.trainer.actor import PPOActor
 from tests.expect import raises_code
 
@@ -105,17 +105,18 @@ def make_case(toolbox, seed, size=11):
 
 
 TOKEN_BASELINES = ("otb", "otb_tir")
+NAMED = [name for name in entries("estimators") if name not in ("gae", "custom")]
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in ("gae", "custom", *TOKEN_BASELINES)])
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in TOKEN_BASELINES])
 def test_every_estimator_equals_its_formula(toolbox, name, seed):
     batch = make_case(toolbox, seed)
     actor = PPOActor(toolbox.TableEngine(), config(adv_estimator=name, discount=DISCOUNT))
     assert actor.with_advantages(batch).advantages.tolist() == pytest.approx(slow_advantages(name, batch), abs=2e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in ("gae", "custom")])
+@pytest.mark.parametrize("name", NAMED)
 def test_ranks_share_their_statistics(toolbox, name):
     """Groups are whole on a rank; one rank has nothing."""
     batch = make_case(toolbox, 9)
@@ -188,25 +189,28 @@ def test_gdpo_equals_verl(toolbox):
     batch = replace(plain, columns={reward_part("exact"): exact, reward_part("length"): length})
 
     def advantages(batch, **options):
-        actor = PPOActor(toolbox.TableEngine(), config(adv_estimator="gdpo", **options))
+        actor = PPOActor(toolbox.TableEngine(), config(adv_estimator={"name": "gdpo", **options}))
         return actor.with_advantages(batch).advantages[::2].tolist()
 
     half = math.sqrt(0.5)
     one_group = toolbox.select(batch, [0, 1])
-    assert advantages(one_group, gdpo_weights={"exact": 1.0, "length": 2.0}) == pytest.approx([-half, half], abs=1e-4)
-    assert advantages(one_group, gdpo_weights={"exact": 1.0}) == pytest.approx([half, -half], abs=1e-4)
+    assert advantages(one_group, weights={"exact": 1.0, "length": 2.0}) == pytest.approx([-half, half], abs=1e-4)
+    assert advantages(one_group, weights={"exact": 1.0}) == pytest.approx([half, -half], abs=1e-4)
     sums = [-half, half, -half, half]  # group 1: exact alone
     std = math.sqrt(4 * 0.5 / 3)
-    found = advantages(batch, gdpo_weights={"exact": 1.0, "length": 2.0})
+    found = advantages(batch, weights={"exact": 1.0, "length": 2.0})
     assert found == pytest.approx([x / std for x in sums], abs=1e-4)
     # "format" scores another data source, of which this batch has no row
     further = {reward_part(f"exact/{spec.name}"): values for spec, values in one_group.columns.items()}
     mapping = replace(one_group, columns=further)  # numbers of one function: the reward counts
     assert advantages(mapping) == advantages(replace(one_group, columns={}))
     exact_only = advantages(one_group, gdpo_weights={"exact": 1.0, "format": 2.0})
+    mapping = replace(one_group, reward_names=("exact/a", "exact/b"))  # numbers of one function: the reward counts
+    assert advantages(mapping) == advantages(replace(one_group, reward_parts=None, reward_names=()))
+    exact_only = advantages(one_group, weights={"exact": 1.0, "format": 2.0})
     assert exact_only == pytest.approx([half, -half], abs=1e-4)
     with raises_code("algorithm.no_reward_parts") as caught:
-        advantages(batch, gdpo_weights={"format": 2.0})
+        advantages(batch, weights={"format": 2.0})
     assert "format" in str(caught.value)
 
 

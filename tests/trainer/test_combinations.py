@@ -11,7 +11,7 @@ import torch
 
 from areal.api.config import GRPOConfig, NormConfig
 from areal.api.config.load import read
-from areal.api.config.policy_losses import AipoOptions, SapoOptions, SequenceLevelOptions, ToprOptions
+from areal.api.config.policy_losses import SequenceLevelOptions
 from areal.api.config.schema import options_without_effect
 from areal.api.config.validate import problems_of
 from areal.api.data import BASELINE
@@ -210,14 +210,10 @@ OFTEN_WITHOUT_EFFECT = {
     "eps_clip_higher": 0.3,
     "importance_sampling_level": "sequence",
     "sequence_level": SequenceLevelOptions(gradient="own", max_log_ratio=0.1),
-    "sapo": SapoOptions(tau_pos=2.0),
-    "aipo": AipoOptions(rho=1.1),
-    "topr": ToprOptions(positive_weight=0.5),
     "behav_imp_weight_cap": 1.01,
     "gae_lambda": 0.5,
     "overlong_tokens": 3,
     "overlong_penalty_factor": 2.0,
-    "passk_std": True,
     "entropy_clamp": 0.4,
     "kl_top_k": 2,
     "prox_logp_method": "metrics",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.api.config import PPOActorConfig
-from areal.api.config.policy_losses import CustomFunctionOptions
+from areal.api.config.validate import conflicts
 from areal.trainer.actor import PPOActor
 from tests.expect import raises_code
 
@@ -50,8 +50,8 @@ def options_of(tmp_path):
 
     def make(name, **options):
         path = MEDIAN if name == "median" else f"{file}:{name}"
-        custom = CustomFunctionOptions(path=path, args={"scale": 2.0})
-        base = {"path": "table", "kl_ctl": 0.0, "adv_estimator": "custom", "custom_advantage": custom}
+        custom = {"name": "custom", "path": path, "args": {"scale": 2.0}}
+        base = {"path": "table", "kl_ctl": 0.0, "adv_estimator": custom}
         return PPOActorConfig(**(base | options))
 
     return make
@@ -110,9 +110,9 @@ def test_its_own_error_is_raised_before_the_first_batch(toolbox, options_of):
 
 def test_what_cannot_be_called_is_found_before_anything_starts(options_of):
     def problems(config):
-        return {path: text for path, text, *_ in config.problems()}
+        return {path: text for path, text, *_ in conflicts(config)}
 
     assert not problems(options_of("median"))
-    assert "is required" in problems(options_of("x", custom_advantage=CustomFunctionOptions()))["custom_advantage.path"]
-    assert "batch_mean" in problems(options_of("batch_maen"))["custom_advantage.path"]
-    assert "(answers)" in problems(options_of("alone"))["custom_advantage.path"]
+    assert "is required" in problems(options_of("x", adv_estimator="custom"))["adv_estimator.path"]
+    assert "batch_mean" in problems(options_of("batch_maen"))["adv_estimator.path"]
+    assert "(answers)" in problems(options_of("alone"))["adv_estimator.path"]

@@ -8,12 +8,12 @@ import torch
 
 from areal.algorithm.advantage import _RECIPES
 from areal.algorithm.aggregate import local_denominator, loss_scale, loss_weights
-from areal.algorithm.losses import LOSSES
 from areal.api.batch import TokenOutputs
 from areal.api.config import GRPOConfig
 from areal.api.config.load import read
 from areal.api.config.policy_losses import AGGREGATIONS
 from areal.api.metrics import merge_metrics, metric_values
+from areal.api.registry import entries
 from areal.data.sessions import with_session_tokens
 from areal.trainer.actor import PPOActor
 from areal.trainer.kl_term import uses_reference
@@ -25,8 +25,8 @@ from tests.trainer import test_combinations
 from tests.trainer.session_cases import CUTS, VOCABULARY, batch_of, batch_of_two
 
 ESTIMATORS = ("gae", *_RECIPES)
-CUSTOM = {"custom_advantage": {"path": "areal.algorithm.advantage:median_baseline", "args": {"scale": 2.0}}}
-OF_LOSS = {"topr": {"topr": {"ratio": "token"}}, "kimi15": {"kimi15": {"ratio": "token"}}}
+MEDIAN = {"name": "custom", "path": "areal.algorithm.advantage:median_baseline", "args": {"scale": 2.0}}
+OF_LOSS = {name: {"policy_loss": {"name": name, "ratio": "token"}} for name in ("topr", "kimi15")}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -131,12 +131,12 @@ def assert_invariant(toolbox, config, *, moves: bool = True, **of_batch) -> None
 
 def combination(estimator: str, loss: str, aggregation: str) -> dict:
     actor = {"adv_estimator": estimator, "policy_loss": loss, "loss_aggregation": aggregation, "loss_scale_tokens": 7}
-    actor |= CUSTOM if estimator == "custom" else {}
-    actor |= {"custom": {"path": "areal.algorithm.losses.ppo:loss"}} if loss == "custom" else {}
+    actor |= {"adv_estimator": MEDIAN} if estimator == "custom" else {}
+    actor |= {"policy_loss": {"name": "custom", "path": "areal.algorithm.losses.ppo:loss"}} if loss == "custom" else {}
     return actor | OF_LOSS.get(loss, {})
 
 
-INVARIANT_LOSSES = [name for name in LOSSES if name not in ("gspo", "gmpo")]
+INVARIANT_LOSSES = [name for name in entries("losses") if name not in ("gspo", "gmpo")]
 
 
 DIAGONAL = [

@@ -8,9 +8,9 @@ import torch
 
 from areal.algorithm.aggregate import identity_reduce
 from areal.api.config import PPOActorConfig
-from areal.api.config.policy_losses import POLICY_LOSSES, KlCovOptions
 from areal.api.config.schema import options_without_effect
 from areal.api.metrics import metric_values
+from areal.api.registry import entries
 from areal.trainer.actor import PPOActor, with_chosen_tokens
 from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.off_policy import old_logprobs
@@ -113,7 +113,7 @@ def test_every_rank_reports_the_same_names_also_without_tokens(toolbox):
     [
         GUESS | {"behav_imp_weight_cap": 1.3},
         GUESS | {"prox_logp_method": "metrics"},
-        *({"policy_loss": name} for name in POLICY_LOSSES if name != "custom"),
+        *({"policy_loss": name} for name in entries("losses") if name != "custom"),
     ],
 )
 def test_a_step_without_any_trained_token_reports_the_names_of_one_with(toolbox, options):
@@ -163,7 +163,7 @@ def test_covariances_are_those_of_the_recomputed_policy_where_there_is_one(toolb
         toolbox.make_batch([[1, 2, 3, 4, 5]], rollout=[*rising.tolist(), 0.0]),
         advantages=torch.cat([rising, torch.zeros(1)]),
     )
-    options = config(policy_loss="kl_cov", kl_cov=KlCovOptions(ratio=0.5))
+    options = config(policy_loss={"name": "kl_cov", "ratio": 0.5})
     of_servers = with_chosen_tokens(batch, options, reduce=identity_reduce).chosen_tokens
     assert of_servers.tolist() == [True, False, False, True, False]
     fall = torch.tensor([0.0, -4.0, 0.0, -4.0, 0.0])
@@ -177,7 +177,7 @@ def test_covariances_are_those_of_the_recomputed_policy_where_there_is_one(toolb
 def test_tokens_of_high_covariance_are_the_same_in_any_cut(toolbox, name):
     batch = replace(stale_batch(toolbox, 5, 12), group_ids=torch.arange(12) // 2)
     section = {"clip_cov": {"ratio": 0.3, "low": 0.0, "high": 9.0}, "kl_cov": {"ratio": 0.2}}[name]
-    options = {"policy_loss": name, name: type(getattr(config(), name))(**section), "ppo_n_minibatches": 2}
+    options = {"policy_loss": {"name": name, **section}, "ppo_n_minibatches": 2}
     alone = toolbox.TableEngine()
     values = metric_values(updated(PPOActor(alone, config(**options)), batch))
     assert 0.1 < values["actor/covariance_chosen_ratio"] < 0.35

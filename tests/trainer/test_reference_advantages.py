@@ -54,7 +54,7 @@ VERL = {
     "opo": ({"adv_estimator": "opo"}, [-1.555555555556, -2.555555555556, 2.444444444444, -8.0, 4.0]),
     "grpo_passk, norm_adv_by_std_in_grpo false": ({"adv_estimator": "grpo_passk"}, [0.0, 0.0, 4.0, 0.0, 12.0]),
     "grpo_passk": (
-        {"adv_estimator": "grpo_passk", "passk_std": True},
+        {"adv_estimator": {"name": "grpo_passk", "std": True}},
         [0.0, 0.0, 1.511857320609, 0.0, 1.414213395706],
     ),
     "reinforce_plus_plus_baseline": (
@@ -63,7 +63,7 @@ VERL = {
     ),
     "remax": ({"adv_estimator": "remax"}, [0.5, -1.0, 3.0, 17.0, 28.0]),
     "gdpo, weights 10 and 20": (
-        {"adv_estimator": "gdpo", "gdpo_weights": {"exact": 10.0, "length": 20.0}},
+        {"adv_estimator": {"name": "gdpo", "weights": {"exact": 10.0, "length": 20.0}}},
         [0.837338960891, -1.864471344816, 0.536088264231, 0.272701779926, -0.600064514128],
     ),
 }

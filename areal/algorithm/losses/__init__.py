@@ -1,27 +1,23 @@
-"""The policy losses: a table of names and functions, and the one function that looks a loss up."""
+"""The policy losses: log-probabilities enter, a loss per token leaves. `areal.algorithm.registered` names them."""
 
-from areal.algorithm.losses import custom, gmpo, policy_gradient, ppo, sapo
-from areal.algorithm.policy_loss import PolicyLoss, PolicyLossFn, PolicyTokens
+from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens
 from areal.api.config import PolicyLossOptions
-
-LOSSES: dict[str, PolicyLossFn] = {
-    "ppo": ppo.loss,
-    "gspo": ppo.gspo_loss,
-    "sapo": sapo.loss,
-    "cispo": policy_gradient.cispo_loss,
-    "aipo": policy_gradient.aipo_loss,
-    "gpg": policy_gradient.gpg_loss,
-    "gmpo": gmpo.loss,
-    "clip_cov": ppo.clip_cov_loss,
-    "kl_cov": ppo.kl_cov_loss,
-    "topr": policy_gradient.topr_loss,
-    "kimi15": policy_gradient.kimi15_loss,
-    "dppo": policy_gradient.dppo_loss,
-    "custom": custom.loss,
-}
-"""Name in `actor.policy_loss` -> loss. CONTRIBUTING.md lists the files that a new entry needs."""
+from areal.api.errors import ConfigError
+from areal.api.registry import registered
 
 
 def policy_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
-    """Per-token losses of the function that `options.policy_loss` names."""
-    return LOSSES[options.policy_loss](tokens, options)
+    """Per-token losses of the function that `options.policy_loss` names.
+
+    Each update also calls it once with T = 0, to learn the names of its statistics. ConfigError when the function does
+    not return a PolicyLoss with one loss per token.
+    """
+    name = options.policy_loss.name
+    result = registered("losses", name, key="actor.policy_loss").load()(tokens, options)
+    if not isinstance(result, PolicyLoss) or result.losses.shape != tokens.mask.shape:
+        what = (
+            f"losses of shape {tuple(result.losses.shape)}" if isinstance(result, PolicyLoss) else type(result).__name__
+        )
+        message = f"{options.policy_loss!r} returned {what}: a PolicyLoss with one loss per token is expected"
+        raise ConfigError(f"{message}, {tuple(tokens.mask.shape)}", code="loss.custom_result")
+    return result

@@ -1,6 +1,7 @@
 """PPO, GSPO, Clip-Cov and KL-Cov: surrogates around the old policy, at the level of the token or of the sequence."""
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from areal.algorithm.policy_loss import (
     policy_ratio,
     ratio_stats,
 )
+from areal.algorithm.registered import KlCovOptions
 from areal.api.config import PolicyLossOptions
 
 
@@ -73,7 +75,8 @@ def kl_cov_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """
     chosen = chosen_tokens(tokens)
     ratio = policy_ratio(tokens, options)
-    penalty = torch.where(chosen, options.kl_cov.coef * ratio.log.abs(), 0.0)
+    own = cast("KlCovOptions", options.policy_loss)
+    penalty = torch.where(chosen, own.coef * ratio.log.abs(), 0.0)
     losses = -ratio.advantages * ratio.value + penalty
     stats = ratio_stats(tokens, ratio)
     stats["covariance_chosen_ratio"] = TokenStat(chosen, tokens.mask)

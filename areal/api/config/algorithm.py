@@ -1,23 +1,27 @@
 """The trained models of PPO: the actor, whose options come from one module per area, and the critic."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from areal.api.config.policy_losses import (
     AGGREGATIONS,
     HAS_SCALE,
     AssemblyOptions,
-    CustomFunctionOptions,
     PolicyLossOptions,
+    loss_facts,
     scale_problems,
 )
 from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.config.schema import (
     Condition,
+    Named,
     Problem,
     Problems,
+    WithNames,
     above,
     choice,
     given,
+    named,
     number,
     option,
     satisfies,
@@ -26,7 +30,7 @@ from areal.api.config.schema import (
     when,
 )
 from areal.api.config.train import NO_ADAPTERS, TrainEngineConfig
-from areal.api.registry import ADVANTAGE_CALL
+from areal.api.registry import registered
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Options of rewards and advantages: shaping, baselines, normalisation, GAE.
@@ -61,33 +65,53 @@ class NormConfig:
             yield "mean_leave1out", "has no mean to leave an element out of: set mean_level or remove it"
 
 
-ADV_ESTIMATORS = (
-    "gae",
-    "reinforce",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "lite_ppo",
-    "gpg",
-    "opo",
-    "gdpo",
-    "grpo_passk",
-    "otb",
-    "otb_tir",
-    "remax",
-    "custom",
-)
-"""`areal.algorithm.advantage` defines each."""
-_WITH_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "custom")
-_WITHOUT_GROUPS = ("gae", "reinforce", "reinforce_plus_plus", "remax", "custom")
-"""A custom estimator may do either, so nothing is refused because of it."""
+Baseline = Literal["none", "greedy", "length_weighted", "best_of_group", "decoupled"]
+TokenBaseline = Literal["none", "token", "trained_token"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageRecipe:
+    """From the shaped reward r of a sequence to the advantages of its tokens, in this order."""
+
+    baseline: Baseline = "none"
+    """Subtracted from r first: nothing, the reward of the prompt's greedy answer, or one of `algorithm.advantage`."""
+    reward_norm: NormConfig | None = None
+    """Then r is centred and scaled."""
+    rescale_valid: bool = False
+    """Then r is multiplied by `valid_sample_scale` (GPG)."""
+    gae_lambda: float = 1.0
+    """Then GAE runs over the token rewards; 1 without a critic = the discounted sum of the rewards that follow."""
+    token_baseline: TokenBaseline = "none"
+    """Then `optimal_token_baseline` is subtracted, with positions by token or by trained token."""
+    adv_norm: NormConfig | None = None
+    """Last, the advantages of the tokens are centred and scaled."""
+    has_function: bool = False
+    """All of the above is replaced by the target of the entry, estimator(answers, options)."""
+    is_composed: bool = False
+    """reward_norm, gae_lambda and adv_norm are those of the actor."""
+    compares_groups: bool = False
+    """The advantage of an answer depends on the other answers of its group; False for functions, which may."""
+    takes_critic: bool = False
+    """A critic is no second baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdpoOptions(Named):
+    """GDPO: every reward function is normalised within its group."""
+
+    weights: dict[str, float] = section(dict[str, float], also="verl: algorithm.gdpo_reward_keys, gdpo_reward_weights")
+    """Weights of the normalised scores by the function's name in metrics; others count 0; {} = all count 1."""
+
+
+OWN_FUNCTION = AdvantageRecipe(has_function=True, takes_critic=True)
+"""The recipe of an estimator that is a function."""
 
 REWARDS = Condition("/teacher.rl_weight", lambda weight: weight != 0, "is not 0 (or teacher is null)")
 """The advantages from rewards are used."""
-_COMPOSED = REWARDS & when("adv_estimator", "gae")
-_SUMMED = REWARDS & unless("adv_estimator", "gdpo")
+_COMPOSED = REWARDS & satisfies(".", lambda options: options.base_recipe.is_composed, "adv_estimator is gae")
+_SUMMED = REWARDS & satisfies(
+    ".", lambda options: options.base_recipe.baseline != "decoupled", "adv_estimator sums the reward functions"
+)
 _OVERLONG = REWARDS & when("overlong_reward_penalty", True)
 _TRUNCATED_COUNT = (
     when("mask_truncated", False)
@@ -97,11 +121,11 @@ _TRUNCATED_COUNT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageOptions:
-    """The steps from the reward of a sequence to the advantage of a token."""
+class AdvantageOptions(WithNames):
+    """From the reward of a sequence to the advantage of a token."""
 
-    adv_estimator: str = choice(
-        "gae", *ADV_ESTIMATORS, relevant=REWARDS, also="verl: algorithm.adv_estimator; ROLL: adv_estimator"
+    adv_estimator: Named = named(
+        "estimators", "gae", relevant=REWARDS, also="verl: algorithm.adv_estimator; ROLL: adv_estimator"
     )
     """Advantage estimator; gae = composed from critic, reward_norm, gae_lambda and adv_norm, the others fix these."""
     overlong_reward_penalty: bool = option(False, relevant=REWARDS, also="verl: reward_model.overlong_buffer.enable")
@@ -112,20 +136,6 @@ class AdvantageOptions:
         None, above=0, relevant=_OVERLONG, also="verl: reward_model.overlong_buffer.penalty_factor"
     )
     """Largest overlong penalty, in reward units before reward_bias and reward_scaling."""
-    gdpo_weights: dict[str, float] = section(
-        dict[str, float],
-        relevant=REWARDS & when("adv_estimator", "gdpo"),
-        also="verl: algorithm.gdpo_reward_keys, gdpo_reward_weights",
-    )
-    """Weights of the normalised scores by the function's name in metrics; others count 0; {} = all count 1."""
-    custom_advantage: CustomFunctionOptions = section(
-        CustomFunctionOptions, relevant=REWARDS & when("adv_estimator", "custom")
-    )
-    """The estimator of adv_estimator=custom, called as estimator(answers, options)."""
-    passk_std: bool = option(
-        False, relevant=REWARDS & when("adv_estimator", "grpo_passk"), also="verl: algorithm.norm_adv_by_std_in_grpo"
-    )
-    """Divide the advantage of the best answer by the standard deviation of its group (verl's default)."""
     reward_norm: NormConfig | None = option(None, relevant=_COMPOSED)
     """Normalisation of sequence rewards after bias, scaling and clipping; null = none."""
     reward_scaling: float = number(1.0, relevant=_SUMMED)
@@ -152,27 +162,39 @@ class AdvantageOptions:
         for name in ("overlong_tokens", "overlong_penalty_factor"):
             if self.overlong_reward_penalty and vars(self)[name] is None:
                 yield Problem(name, "is required by overlong_reward_penalty=true: set it", "config.missing_requirement")
-        if self.adv_estimator == "gdpo" and self.overlong_reward_penalty:
-            text = "cannot be combined with adv_estimator=gdpo: write the penalty as a reward function"
+        if self.base_recipe.baseline == "decoupled" and self.overlong_reward_penalty:
+            text = f"cannot be combined with adv_estimator={self.adv_estimator}: write the penalty as a reward function"
             yield "overlong_reward_penalty", text
-        if self.adv_estimator == "custom":
-            yield from self.custom_advantage.problems_as("custom_advantage", "adv_estimator=custom", ADVANTAGE_CALL)
+
+    @property
+    def base_recipe(self) -> AdvantageRecipe:
+        """What adv_estimator is registered with."""
+        return registered("estimators", self.adv_estimator.name, key="actor.adv_estimator").facts or OWN_FUNCTION
+
+    @property
+    def recipe(self) -> AdvantageRecipe:
+        """The recipe of adv_estimator; gae has the norms and the lambda of these options."""
+        recipe = self.base_recipe
+        if not recipe.is_composed:
+            return recipe
+        norms = {"reward_norm": self.reward_norm, "gae_lambda": self.gae_lambda, "adv_norm": self.adv_norm}
+        return replace(recipe, **norms)
 
     @property
     def has_token_baseline(self) -> bool:
         """Whether the baseline needs the score norms of tokens from a forward pass before the update."""
-        return self.adv_estimator in ("otb", "otb_tir")
+        return self.base_recipe.token_baseline != "none"
 
     @property
     def scales_advantages(self) -> bool:
         """Whether the reward of one answer changes the advantages of other answers through their normalisation."""
-        return self.adv_norm is not None or self.adv_estimator in _WITH_WHITENING
+        return self.adv_norm is not None or self.recipe.adv_norm is not None or self.base_recipe.has_function
 
     @property
     def compares_groups(self) -> bool:
         """Whether the advantage of an answer depends on the other answers of its group."""
-        if self.adv_estimator != "gae":
-            return self.adv_estimator not in _WITHOUT_GROUPS
+        if not self.base_recipe.is_composed:
+            return self.base_recipe.compares_groups
         return self.reward_norm is not None and "group" in (self.reward_norm.mean_level, self.reward_norm.std_level)
 
 
@@ -185,8 +207,8 @@ def baseline_problems(options: AdvantageOptions, sampling: GenerationHyperparame
         return
     one = "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples"
     if options.compares_groups:
-        yield ("adv_estimator" if options.adv_estimator != "gae" else "reward_norm"), one
-    norm = None if options.adv_estimator != "gae" or has_critic else options.adv_norm
+        yield ("reward_norm" if options.base_recipe.is_composed else "adv_estimator"), one
+    norm = options.adv_norm if options.base_recipe.is_composed and not has_critic else None
     if norm is not None and norm.mean_level == "group":
         yield "adv_norm", f"{one}, or give a critic"  # all tokens of an answer have one advantage: the result is 0
 
@@ -449,12 +471,12 @@ class OffPolicyOptions:
         if is_late or (self.prox_logp_method == "loglinear" and around_prox):
             yield from self._late_problems(correction or RolloutCorrectionConfig())
 
-    def bypass_problems(self, policy_loss: str) -> Problems:
+    def bypass_problems(self, policy_loss: Named) -> Problems:
         """Losses that cannot be combined with rollout_correction.numerator=training."""
         given = self.rollout_correction
         if given is None or given.numerator == "old" or given.mode == "off" or not given.apply_weights:
             return
-        if policy_loss not in ("gpg", "custom"):
+        if not loss_facts(policy_loss).has_no_ratio:
             text = f"would apply the ratio of policy_loss={policy_loss} twice (numerator=training)"
             yield "rollout_correction.apply_weights", f"{text}: set it to false, or use policy_loss: gpg"
 
@@ -493,7 +515,6 @@ class PPOActorConfig(
     def problems(self) -> Problems:
         yield from TrainEngineConfig.problems(self)
         yield from self.advantage_problems()
-        yield from self.policy_loss_problems()
         yield from self.off_policy_problems()
         yield from self.bypass_problems(self.policy_loss)
         yield from self.kl_problems()

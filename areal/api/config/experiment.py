@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
 from areal.api.config.algorithm import (
     REWARDS,
+    GdpoOptions,
     PPOActorConfig,
     PPOCriticConfig,
     RolloutCorrectionConfig,
@@ -28,7 +29,7 @@ from areal.api.config.observe import (
     SaverConfig,
     StatsLoggerConfig,
 )
-from areal.api.config.policy_losses import WITH_SEQUENCE_RATIO, filter_problems, scale_problems
+from areal.api.config.policy_losses import filter_problems, loss_facts, scale_problems
 from areal.api.config.rollout import (
     GenerationHyperparameters,
     InferenceEngineConfig,
@@ -104,10 +105,10 @@ def reward_model_problems(actor: PPOActorConfig, rollout: InferenceEngineConfig,
     if rollout.should_accept_fn and not has_functions:
         text = "filters before the reward model scores, and there is no reward function: remove it"
         yield "rollout.should_accept_fn", text
-    if actor.adv_estimator == "remax":
+    if actor.base_recipe.baseline == "greedy":
         text = "remax needs the reward of the greedy answer, which the reward model does not score: use another"
         yield "actor.adv_estimator", text
-    if actor.adv_estimator == "gdpo":
+    if actor.base_recipe.baseline == "decoupled":
         yield "actor.adv_estimator", "gdpo reads the reward functions without the reward model: use another"
 
 
@@ -270,15 +271,13 @@ def cut_problems(actor: PPOActorConfig, *, has_reward_model: bool) -> Problems:
 
 
 def _row_options(actor: PPOActorConfig) -> Iterator[tuple[str, str]]:
-    loss = actor.policy_loss
-    if loss in ("gspo", "gmpo"):
+    loss, facts = actor.policy_loss, loss_facts(actor.policy_loss)
+    if facts.is_of_sequence:
         yield "policy_loss", f"{loss} takes one ratio of a whole answer, and {_OF_ROWS}: use a loss per token, e.g. ppo"
-    elif actor.importance_sampling_level == "sequence" and loss in WITH_SEQUENCE_RATIO:
+    elif actor.importance_sampling_level == "sequence" and facts.takes_sequence_ratio:
         yield "importance_sampling_level", f"sequence takes one ratio of a whole answer, and {_OF_ROWS}: use token"
-    if (loss, actor.topr.ratio) == ("topr", "trajectory"):
-        yield "topr.ratio", f"trajectory takes one ratio of a whole answer, and {_OF_ROWS}: use token"
-    if (loss, actor.kimi15.ratio) == ("kimi15", "trajectory"):
-        yield "kimi15.ratio", f"trajectory takes one ratio of a whole answer, and {_OF_ROWS}: use token"
+    if facts.sums_over_answer(loss):
+        yield "policy_loss.ratio", f"trajectory takes one ratio of a whole answer, and {_OF_ROWS}: use token"
     if actor.shared_prefix_min_tokens is not None:
         text = "compares the rows of a group, and rows of one session share prefixes: remove it"
         yield "shared_prefix_min_tokens", text
@@ -578,8 +577,8 @@ class PPOConfig(BaseExperimentConfig):
             yield from cut_problems(self.actor, has_reward_model=self.reward_model is not None)
         yield from self._attach_problems()
         yield from selection_problems(self.reward, short_form=self.reward_fn)
-        if self.actor.adv_estimator == "gdpo":
-            yield from score_weight_problems(self.actor.gdpo_weights, self.reward, short_form=self.reward_fn)
+        if isinstance(self.actor.adv_estimator, GdpoOptions):
+            yield from score_weight_problems(self.actor.adv_estimator.weights, self.reward, short_form=self.reward_fn)
         if self.actor.optimizer is None:
             yield no_optimizer("actor")
         if self.actor.adapter_update_mode == "adapter" and self.publishes_adapters and self._whole_only:
@@ -600,7 +599,7 @@ class PPOConfig(BaseExperimentConfig):
         if critic.warmup_steps >= (self.total_train_steps or math.inf):
             text = f"{critic.warmup_steps} is not below total_train_steps={self.total_train_steps}: lower it"
             yield "critic.warmup_steps", text
-        if self.actor.adv_estimator not in ("gae", "custom"):
+        if not self.actor.base_recipe.takes_critic:
             yield "critic", f"would be a second baseline of actor.adv_estimator={self.actor.adv_estimator}: remove it"
 
     @property

@@ -109,11 +109,12 @@ class LegacyRule:
 
     action: Literal[
         "accept", "ignore", "copy", "move", "turn_on", "rejection_sampling", "backend", "lora", "scheduling",
-        "strategy", "scheduler", "memory_profiler", "loader",
+        "strategy", "scheduler", "memory_profiler", "loader", "sapo",
     ]  # fmt: skip
     """accept: only `values`, without effect. ignore: any value, without effect. copy: null, empty or equal to `path`.
     move: the value of the option `path`. turn_on: true means true at `path`, false means nothing. rejection_sampling,
     backend, lora: keys that belong to `rollout_correction`, `allocation_mode` and `lora`. scheduling, strategy,
+    sapo: an option of the loss `sapo`.
     scheduler: keys of AReaL's launchers, see legacy_scheduling. memory_profiler: a section, whose steps are counted
     from 0. loader: an option of AReaL's data loader, of the right type, without effect.
     """
@@ -128,8 +129,6 @@ class LegacyRule:
     """copy, not empty: the switch of the same section without which the value does not matter."""
     with_megatron: str = ""
     """turn_on: the same as `path` for a Megatron trainer; empty = there is none."""
-    switches_to: str = ""
-    """move, not empty: the key is a switch; true means this value at `path`, false any other."""
 
 
 def _accept(*values: Any, why: str) -> LegacyRule:
@@ -150,9 +149,8 @@ def _turn_on(path: str, *, with_megatron: str = "") -> LegacyRule:
     return LegacyRule("turn_on", path, with_megatron=with_megatron, why=why)
 
 
-def _move(path: str, *, switches_to: str = "") -> LegacyRule:
-    why = f"becomes `{path}`" + (f"={shown(switches_to)}" if switches_to else "")
-    return LegacyRule("move", path, switches_to=switches_to, why=why)
+def _move(path: str) -> LegacyRule:
+    return LegacyRule("move", path, why=f"becomes `{path}`")
 
 
 _NAMES: dict[str, LegacyRule] = {"experiment_name": _copy("experiment_name"), "trial_name": _copy("trial_name")}
@@ -231,9 +229,10 @@ LEGACY: dict[str, dict[str, LegacyRule]] = {
         "log_agent_stats_keys": _ignore(
             "a workflow records more with `log_metric` (docs/workflows.md)", is_silent=False
         ),
-        "use_sapo_loss": _move("policy_loss", switches_to="sapo"),
-        "sapo_tau_pos": _move("sapo.tau_pos"),
-        "sapo_tau_neg": _move("sapo.tau_neg"),
+        **dict.fromkeys(
+            ("use_sapo_loss", "sapo_tau_pos", "sapo_tau_neg"),
+            LegacyRule("sapo", why="becomes `policy_loss`: {name: sapo, tau_pos: 1.0, tau_neg: 1.05}"),
+        ),
         "rejection_sampling": LegacyRule("rejection_sampling", why="becomes `rollout_correction`"),
     },
     "OptimizerConfig": {
@@ -301,6 +300,8 @@ class LegacyKeys:
     _backends: dict[str, str] = field(default_factory=dict[str, str])
     _lora: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """The keys about adapters by section."""
+    _sapo: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The keys of the actor about the loss `sapo`."""
     _switches: dict[str, LegacyRule] = field(default_factory=dict[str, LegacyRule])
     """The keys of rules `turn_on` that are true."""
     _specs: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -316,6 +317,7 @@ class LegacyKeys:
             (self._switches, self._set_switches),
             (self._specs, self._set_schedule),
             (self._lora, self._set_lora),
+            (self._sapo, self._set_sapo),
         ):
             if keys:
                 finish()
@@ -354,11 +356,7 @@ class LegacyKeys:
                     self._differs(path, value, other, copied)
             case "move":
                 other = moved_to(path, other)
-                found = self._value(other)
-                if not rule.switches_to or value is True:
-                    self._move(path, value, other, rule.switches_to or value)
-                elif value is not False or found == rule.switches_to:
-                    self._differs(path, value, other, found)
+                self._move(path, value, other, value)
             case "turn_on":
                 if value not in (None, False, True):
                     self._unsupported(path, f"{shown(value)} is no switch: use true or false")
@@ -382,6 +380,8 @@ class LegacyKeys:
                 section, _, key = path.rpartition(".")
                 _, wrong = converted(LoaderOptions, {key: value})
                 self.problems += [problem._replace(path=f"{section}.{problem.path}") for problem in wrong]
+            case "sapo":
+                self._sapo[path.rpartition(".")[2]] = value
             case "lora":
                 section, _, key = path.rpartition(".")
                 self._lora.setdefault(section, {})[key] = value
@@ -478,6 +478,24 @@ class LegacyKeys:
                 self._unsupported(path, f"{shown(values)} has no equivalent: write actor.rollout_correction.rules")
             else:
                 self._move(path, values, f"{path.rpartition('.')[0]}.rollout_correction", correction)
+
+    def _set_sapo(self) -> None:
+        """`actor.policy_loss` from AReaL's keys of SAPO. Without the loss its temperatures have no effect."""
+        written = _below(self.tree, "actor.policy_loss")
+        own = cast("dict[str, Any]", written) if isinstance(written, dict) else {"name": written} if written else {}
+        is_on = self._sapo.pop("use_sapo_loss", own.get("name") == "sapo")
+        if not isinstance(is_on, bool):
+            text = f"{shown(is_on)} is no switch: use true or false"
+            self.problems.append(ConfigProblem("actor.use_sapo_loss", text, "config.wrong_type"))
+        elif own and (own.get("name") == "sapo") != is_on:
+            self._differs("actor.use_sapo_loss", is_on, "actor.policy_loss", own.get("name"))
+        elif is_on:
+            new = {"name": "sapo"} | own
+            for key, value in self._sapo.items():
+                option = key.removeprefix("sapo_")
+                if new.setdefault(option, value) != value:
+                    self._differs(f"actor.{key}", value, f"actor.policy_loss.{option}", new[option])
+            self._set("actor.policy_loss", new)
 
     def _set_allocation(self) -> None:
         """allocation_mode of the servers and the trainer; all models of the trainer share its ranks."""

@@ -28,6 +28,7 @@ from areal.api.config.redaction import public, public_text, without_secrets
 from areal.api.config.schema import (
     MISSING,
     FieldSpec,
+    Named,
     fields_of,
     find_field,
     relevance_of,
@@ -36,6 +37,7 @@ from areal.api.config.schema import (
 )
 from areal.api.config.validate import conflicts, converted, raise_problems, shown
 from areal.api.errors import ConfigError, ConfigProblem
+from areal.api.registry import entries
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
@@ -82,6 +84,15 @@ def _field(cls: type[Any], prefix: str, name: str) -> Iterator[str]:
         yield f"      {relevance}"
     if spec.item_section is not None:
         yield from _lines(spec.item_section, f"{path}[].")
+    for entry in entries(spec.kind).values() if spec.kind else ():
+        if entry.options is not None:
+            yield f"    with {path}={entry.name}: {(entry.options.__doc__ or '').partition(chr(10))[0]}"
+            yield from (
+                text
+                for option in fields_of(entry.options)
+                if option != "name"
+                for text in _field(entry.options, f"{path}.", option)
+            )
 
 
 def default_text(spec: FieldSpec) -> str:
@@ -92,6 +103,8 @@ def default_text(spec: FieldSpec) -> str:
         return "required" if spec.default == MISSING else f"default {spec.default or 'empty'}"
     if isinstance(spec.default, bool):
         return f"default {str(spec.default).lower()}"
+    if isinstance(spec.default, Named):
+        return f"default {spec.default}"
     if dataclasses.is_dataclass(spec.default):
         return ""
     return f"default {spec.default}"
@@ -552,6 +565,8 @@ def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str
     node = tree
     for depth, name in enumerate(parents, start=1):
         below = node.get(name)
+        if isinstance(below, str) and (spec := find_field(cls, ".".join(parents[:depth]))) and spec.kind:
+            below = node[name] = {"name": below}
         if (below is None or below == MISSING) and not deletes:
             below = node[name] = {}
         if below is not None and not isinstance(below, dict):

@@ -8,7 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from areal.api.alarm_rules import ALARM_NAMES, ALARM_RULES, AlarmAction, AlarmRule
-from areal.api.config.schema import Problem, Problems, choice, given, number, option, satisfies, section, unless, when
+from areal.api.config.schema import (
+    Problem,
+    Problems,
+    below,
+    choice,
+    given,
+    number,
+    option,
+    satisfies,
+    section,
+    unless,
+    when,
+)
+from areal.api.config.validate import converted
+from areal.api.registry import entries, registered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +260,18 @@ class TrackioConfig:
             yield "space_id", f"{self.space_id!r} is not a name on the hub: use NAME or OWNER/NAME"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerFacts:
+    """A tracker that has a section of its own in `stats_logger`."""
+
+    switch: str
+    """The option of its section that turns it on."""
+    module: str
+    """The Python module that it needs."""
+    package: str
+    """The package with this module; the extra of areal has the name of the tracker."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StatsLoggerConfig:
     """Metric trackers; metrics.jsonl in the run folder is always written."""
@@ -264,6 +290,25 @@ class StatsLoggerConfig:
     """MLflow."""
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
     """Trackio."""
+    trackers: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Trackers that other packages register: name -> options; {} = none."""
+
+    def problems(self) -> Problems:
+        for name, options in self.trackers.items():
+            path, entry = f"trackers.{name}", entries("trackers").get(name)
+            if entry is None or entry.facts is not None:
+                yield Problem(path, "is no tracker that another package registers: remove it", "config.not_a_choice")
+            elif entry.options is None and options:
+                yield Problem(path, "has no options: write {}", "config.unknown_key")
+            elif entry.options is not None:
+                yield from below(path, converted(entry.options, options)[1])
+
+    def settings(self, name: str) -> Any:
+        """The section of a tracker, or the options of one that another package registers."""
+        entry = registered("trackers", name, key="stats_logger.trackers")
+        if entry.facts is not None:
+            return vars(self)[name]
+        return None if entry.options is None else converted(entry.options, self.trackers[name])[0]
 
 
 @dataclass(frozen=True, kw_only=True)

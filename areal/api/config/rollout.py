@@ -215,8 +215,8 @@ def selection_problems(config: RewardConfig, *, short_form: str) -> Problems:
 
 
 def score_weight_problems(weights: Mapping[str, float], config: RewardConfig, *, short_form: str) -> Problems:
-    """Names and values in actor.gdpo_weights (`weights`) that do not fit the reward functions. Paths are absolute."""
-    path = "actor.gdpo_weights"
+    """Weights of gdpo that do not fit the reward functions. Paths are absolute."""
+    path = "actor.adv_estimator.weights"
     for name, weight in weights.items():
         if not math.isfinite(weight):
             yield Problem(f"{path}.{name}", f"the weight {weight} is not a finite number", "config.out_of_range")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from areal.api.errors import ConfigProblem as Problem
-from areal.api.registry import entries
+from areal.api.registry import entries, registered
 
 # ----------------------------------------------------------------------------------------------------------------------
 # When an option has an effect: conditions declared with the field, and the one check over a finished config.
@@ -140,7 +140,7 @@ def _without_effect(sections: tuple[Any, ...], prefix: str, because: str) -> Ite
         reason = because
         if not reason and condition is not None and not condition.holds(sections):
             reason = condition.words(prefix.rstrip("."))
-        is_section = dataclasses.is_dataclass(value)
+        is_section = dataclasses.is_dataclass(value) and not isinstance(value, Named)
         is_whole = not is_section or (default is None and any(part is not None for part in vars(value).values()))
         if reason and value != default and is_whole:
             yield NoEffect(path, reason)
@@ -153,6 +153,8 @@ def _without_effect(sections: tuple[Any, ...], prefix: str, because: str) -> Ite
 
 
 def _default_of(entry: dataclasses.Field[Any]) -> Any:
+    if entry.default is dataclasses.MISSING is entry.default_factory:
+        return dataclasses.MISSING
     return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
 
 
@@ -217,6 +219,35 @@ def choice_of(kind: str, default: Any, *more: str, relevant: Condition | None = 
     return field(default=default, metadata={"kind": kind, "choices": more, "relevant": relevant, "also": also})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """The value of an option that names a registered thing; subclasses have the options of that thing."""
+
+    name: str
+    """The registered name."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def named(kind: str, default: str, *, relevant: Condition | None = None, also: str = "") -> Any:
+    """A field for a registered thing: `NAME`, or `{name: NAME, option: value}`."""
+    return field(default=Named(name=default), metadata={"kind": kind, "relevant": relevant, "also": also})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithNames:
+    """A config class whose named things may be given in Python as they are in a file."""
+
+    def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = vars(self)[entry.name]
+            if isinstance(entry.default, Named) and isinstance(value, str | dict):
+                given = {"name": value} if isinstance(value, str) else cast("dict[str, Any]", value)
+                options = registered(entry.metadata["kind"], given["name"], key=entry.name).options or Named
+                object.__setattr__(self, entry.name, options(**given))
+
+
 def number(
     default: Any,
     *,
@@ -254,6 +285,8 @@ class FieldSpec:
     """The class of the sections that a list of sections holds; None for every other field."""
     needs_values: bool
     """Whether a section has options of its own without a default."""
+    kind: str
+    """The kind of the registered things that the field names; empty = none."""
     choices: tuple[str, ...]
     """The texts that the field takes; empty = no such limit."""
     bounds: tuple[tuple[str, float], ...]
@@ -306,7 +339,7 @@ def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
             hint = typing.Union[tuple(parts)]  # noqa: UP007 - of a list
         args = typing.get_args(hint)
         of_item: Any = args[0] if typing.get_origin(hint) is list else None
-        is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint is not Named
         needs_values = False
         for below in dataclasses.fields(cast("Any", hint)) if is_section else ():
             needs_values = needs_values or below.default == MISSING
@@ -323,6 +356,7 @@ def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
             is_section=is_section,
             item_section=of_item if dataclasses.is_dataclass(of_item) else None,  # pyright: ignore[reportArgumentType]
             needs_values=needs_values,
+            kind=limits.get("kind", "") if hint is Named else "",
             choices=(*limits.get("choices", ()), *(entries(limits["kind"]) if "kind" in limits else ())),
             bounds=tuple(bounds),
         )
@@ -371,6 +405,9 @@ def find_field(cls: type[Any], path: str) -> FieldSpec | None:
         return None
     if not rest:
         return spec
+    if spec.kind:
+        below_all = [find_field(entry.options or Named, rest) for entry in entries(spec.kind).values()]
+        return next(filter(None, below_all), None)
     below = spec.item_section if bracket else spec.hint
     return find_field(below, rest) if isinstance(below, type) and dataclasses.is_dataclass(below) else None
 
@@ -418,7 +455,7 @@ def with_defaults(cls: type[Any], given: dict[str, Any], instance: Any = None) -
         elif spec.item_section is not None and isinstance(user, list | tuple):
             tree[name] = [_item_with_defaults(spec.item_section, item) for item in cast("list[Any]", user)]
         else:
-            tree[name] = user
+            tree[name] = dataclasses.asdict(user) if isinstance(user, Named) else user
     return tree | {name: value for name, value in given.items() if name not in tree}
 
 
@@ -433,6 +470,8 @@ def type_text(hint: Any) -> str:
     plain = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}
     if hint in plain:
         return plain[hint]
+    if hint is Named:
+        return "text"
     if dataclasses.is_dataclass(hint):
         return "section"
     origin, args = typing.get_origin(hint), typing.get_args(hint)

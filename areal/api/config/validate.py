@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from areal.api.config.redaction import public
-from areal.api.config.schema import MISSING, FieldSpec, Problems, fields_of, find_field, nearest, type_text
+from areal.api.config.schema import MISSING, FieldSpec, Named, Problems, fields_of, find_field, nearest, type_text
 from areal.api.errors import ConfigError, ConfigProblem
+from areal.api.registry import registered
 
 T = TypeVar("T")
 _MAX_INTEGER = 2**63
@@ -118,6 +119,8 @@ class _Conversion:
         if spec.item_section is not None and isinstance(value, list | tuple):
             items = enumerate(cast("list[Any]", value))
             return [self._below(spec, spec.item_section, item, f"{path}[{place}]", None) for place, item in items]
+        if spec.kind:
+            return self._named(spec, value, path)
         if spec.choices and isinstance(value, bool):
             value = "on" if value else "off"  # as YAML reads these bare words
         value = _read(value, spec.hint, "")
@@ -139,6 +142,18 @@ class _Conversion:
             found = None
         if found is None:
             raise _WrongError(value, cls, None)
+        return found
+
+    def _named(self, spec: FieldSpec, value: Any, path: str) -> Any:
+        """The name of a registered thing, with its own options where a mapping gives them."""
+        value = vars(value) if isinstance(value, Named) else value
+        given = cast("dict[Any, Any]", value) if isinstance(value, dict) else {"name": _read(value, str, "")}
+        name = given.get("name", str(spec.default))
+        if name not in spec.choices:
+            raise _WrongError(name, str, "", "config.not_a_choice")
+        found = self.section(registered(spec.kind, name).options or Named, {"name": name} | given, path)
+        if found is None:
+            raise _WrongError(value, spec.hint, None)
         return found
 
     def _unknown(self, cls: type[Any], section: str, key: str, path: str) -> ConfigProblem:

@@ -19,9 +19,8 @@ def slow_aipo(rows, t, rho, truncation, *, by_sequence=False):
 def test_it_conforms(kit, truncation, level):
     kit.conforms(
         lambda rows, t: slow_aipo(rows, t, 1.1, truncation, by_sequence=level == "sequence"),
-        policy_loss="aipo",
+        policy_loss=kit.section("aipo", rho=1.1, truncation=truncation),
         importance_sampling_level=level,
-        aipo=kit.section("aipo", rho=1.1, truncation=truncation),
     )
 
 
@@ -33,6 +32,6 @@ def test_by_hand(kit):
     assert weight.losses.tolist() == pytest.approx([-2 * math.log(0.9), 2 * math.log(0.2)])
     assert weight.stats["clip_ratio"].values.tolist() == [True, False]
     assert kit.gradient_of(tokens, torch.ones(2), policy_loss="aipo").tolist() == pytest.approx([-2.0, 2.0])
-    options = {"policy_loss": "aipo", "aipo": kit.section("aipo", truncation="objective")}
+    options = {"policy_loss": kit.section("aipo", truncation="objective")}
     assert kit.loss_of(tokens, **options).losses.tolist() == pytest.approx([-2.0, 2.0])
     assert kit.gradient_of(tokens, torch.ones(2), **options).tolist() == pytest.approx([0.0, 2.0])

@@ -25,10 +25,9 @@ def test_it_conforms(kit):
     )
     kit.conforms(
         lambda rows, t: slow_cispo(rows, t, low=0.1, high=0.3, unified=True),
-        policy_loss="cispo",
+        policy_loss=kit.section("cispo", unified_mask=True),
         eps_clip=0.1,
         eps_clip_higher=0.3,
-        cispo=kit.section("cispo", unified_mask=True),
     )
     kit.conforms(
         lambda rows, t: slow_cispo(rows, t, low=0.1, high=0.1, by_sequence=True),
@@ -47,7 +46,7 @@ def test_by_hand(kit):
     assert result.stats["clip_ratio"].values.tolist() == [True, True]
     # PPO gives both tokens no gradient, here they keep the clipped weight
     assert kit.gradient_of(tokens, torch.ones(2), policy_loss="cispo").tolist() == pytest.approx([-3.6, 0.8])
-    unified = kit.gradient_of(tokens, torch.ones(2), policy_loss="cispo", cispo=kit.section("cispo", unified_mask=True))
+    unified = kit.gradient_of(tokens, torch.ones(2), policy_loss=kit.section("cispo", unified_mask=True))
     assert unified.tolist() == [0, 0]
 
 

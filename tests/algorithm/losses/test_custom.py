@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from areal.api.config import PPOActorConfig
+from areal.api.config.validate import conflicts
 from tests.expect import raises_code
 
 TEXT = """
@@ -16,7 +17,7 @@ from areal.algorithm.policy_loss import policy_ratio
 
 def squared(tokens, options):
     ratio = policy_ratio(tokens, options)
-    losses = torch.where(tokens.mask, options.custom.args["scale"] * ratio.advantages * ratio.log.square(), 0.0)
+    losses = torch.where(tokens.mask, options.policy_loss.args["scale"] * ratio.advantages * ratio.log.square(), 0.0)
     return PolicyLoss(losses=losses, stats={"square": TokenStat(losses, tokens.mask)})
 
 
@@ -37,7 +38,7 @@ def file(tmp_path):
 
 
 def options(kit, file, name):
-    return {"policy_loss": "custom", "custom": kit.section("custom", path=f"{file}:{name}", args={"scale": 3.0})}
+    return {"policy_loss": kit.section("custom", path=f"{file}:{name}", args={"scale": 3.0})}
 
 
 def test_it_conforms(kit, file):
@@ -61,12 +62,12 @@ def test_what_is_no_loss_is_refused(kit, file, name, words):
 
 def test_what_is_not_there_is_found_before_anything_starts(kit, file):
     def problems(path):
-        config = PPOActorConfig(path="x", policy_loss="custom", custom=kit.section("custom", path=path))
-        return {path: text for path, text, *_ in config.problems()}
+        config = PPOActorConfig(path="x", policy_loss=kit.section("custom", path=path))
+        return {path: text for path, text, *_ in conflicts(config)}
 
     assert not problems(f"{file}:squared")
-    assert "is required" in problems("")["custom.path"]
-    assert "squared" in problems(f"{file}:sqared")["custom.path"]
+    assert "is required" in problems("")["policy_loss.path"]
+    assert "squared" in problems(f"{file}:sqared")["policy_loss.path"]
     assert not problems("areal.algorithm.losses.policy_gradient:gpg_loss")
-    assert "defines no lozz" in problems("areal.algorithm.losses.policy_gradient:lozz")["custom.path"]
-    assert "no module" in problems("no_such_module:loss")["custom.path"]
+    assert "defines no lozz" in problems("areal.algorithm.losses.policy_gradient:lozz")["policy_loss.path"]
+    assert "no module" in problems("no_such_module:loss")["policy_loss.path"]

@@ -18,10 +18,9 @@ def slow_dppo(rows, t, divergence, low, high, max_ratio):
 def test_it_conforms(kit, divergence):
     kit.conforms(
         lambda rows, t: slow_dppo(rows, t, divergence, 0.02, 0.05, 1.3),
-        policy_loss="dppo",
+        policy_loss=kit.section("dppo", divergence=divergence, max_ratio=1.3),
         eps_clip=0.02,
         eps_clip_higher=0.05,
-        dppo=kit.section("dppo", divergence=divergence, max_ratio=1.3),
     )
     kit.conforms(
         lambda rows, t: slow_dppo(rows, t, "tv", 100, 0.05, 20), policy_loss="dppo", eps_clip=-1.0, eps_clip_higher=0.05
@@ -37,7 +36,7 @@ def test_by_hand(kit):
     assert result.stats["clip_ratio"].values.tolist() == [True, False, True, False]
     gradient = kit.gradient_of(tokens, torch.ones(4), policy_loss="dppo")
     assert gradient.tolist() == pytest.approx([0, -10, 0, 1.6], rel=1e-5)
-    capped = kit.gradient_of(tokens, torch.ones(4), policy_loss="dppo", dppo=kit.section("dppo", max_ratio=4.0))
+    capped = kit.gradient_of(tokens, torch.ones(4), policy_loss=kit.section("dppo", max_ratio=4.0))
     assert capped.tolist() == pytest.approx([0, -4, 0, 1.6], rel=1e-5)
 
 
@@ -45,13 +44,13 @@ def test_kl_by_hand(kit):
     # q = 0.5, p = 0.8: 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.22314
     tokens = kit.make_tokens(torch.tensor([0.8]).log(), old=torch.tensor([0.5]).log())
     for bound, gone in ((0.2231, True), (0.2232, False)):
-        result = kit.loss_of(tokens, policy_loss="dppo", eps_clip=bound, dppo=kit.section("dppo", divergence="kl"))
+        result = kit.loss_of(tokens, policy_loss=kit.section("dppo", divergence="kl"), eps_clip=bound)
         assert result.stats["clip_ratio"].values.tolist() == [gone]
 
 
 def test_certain_tokens_have_a_finite_divergence(kit):
     # a certain token that has become very unlikely: D = 30, whatever 0 log 0 is
     tokens = kit.make_tokens([0.0, -1e-9, -30.0], old=[-1e-3, 0.0, 0.0], advantages=[1.0, 1.0, -1.0])
-    result = kit.loss_of(tokens, policy_loss="dppo", dppo=kit.section("dppo", divergence="kl"))
+    result = kit.loss_of(tokens, policy_loss=kit.section("dppo", divergence="kl"))
     assert result.losses.isfinite().all()
     assert result.stats["clip_ratio"].values.tolist() == [False, False, True]

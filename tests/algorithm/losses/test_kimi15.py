@@ -16,17 +16,16 @@ def slow_kimi(rows, t, tau, ratio):
 def test_it_conforms(kit, ratio):
     kit.conforms(
         lambda rows, t: slow_kimi(rows, t, 0.7, ratio),
-        policy_loss="kimi15",
-        kimi15=kit.section("kimi15", tau=0.7, ratio=ratio),
+        policy_loss=kit.section("kimi15", tau=0.7, ratio=ratio),
     )
 
 
 def test_by_hand(kit):
     # log-ratios 0.3 and 0.1, tau 0.5: the sum 0.4 squared is 0.16, times 0.25 / 2 tokens = 0.02 for each
     tokens = kit.make_tokens([-0.7, -0.9], old=[-1.0, -1.0], advantages=[1.0, -2.0])
-    options = {"policy_loss": "kimi15", "kimi15": kit.section("kimi15", tau=0.5)}
+    options = {"policy_loss": kit.section("kimi15", tau=0.5)}
     assert kit.loss_of(tokens, **options).losses.tolist() == pytest.approx([0.7 + 0.02, -1.8 + 0.02])
-    by_token = {"policy_loss": "kimi15", "kimi15": kit.section("kimi15", tau=0.5, ratio="token")}
+    by_token = {"policy_loss": kit.section("kimi15", tau=0.5, ratio="token")}
     assert kit.loss_of(tokens, **by_token).losses.tolist() == pytest.approx([0.7 + 0.0225, -1.8 + 0.0025])
     assert kit.loss_of(tokens, **by_token).stats["log_ratio_penalty"].values.sum().item() == pytest.approx(0.025)
 

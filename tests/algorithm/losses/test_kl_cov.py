@@ -12,9 +12,7 @@ def slow_kl_cov(rows, t, coef):
 
 @pytest.mark.parametrize("coef", [1.0, 0.3])
 def test_it_conforms(kit, coef):
-    kit.conforms(
-        lambda rows, t: slow_kl_cov(rows, t, coef), policy_loss="kl_cov", kl_cov=kit.section("kl_cov", coef=coef)
-    )
+    kit.conforms(lambda rows, t: slow_kl_cov(rows, t, coef), policy_loss=kit.section("kl_cov", coef=coef))
 
 
 def test_by_hand(kit):
@@ -22,7 +20,7 @@ def test_by_hand(kit):
     tokens = kit.make_tokens(
         [math.log(2), math.log(2), -math.log(2)], advantages=[1.0, 1.0, 1.0], chosen=[False, True, True]
     )
-    result = kit.loss_of(tokens, policy_loss="kl_cov", kl_cov=kit.section("kl_cov", coef=0.5))
+    result = kit.loss_of(tokens, policy_loss=kit.section("kl_cov", coef=0.5))
     half = 0.5 * math.log(2)
     assert result.losses.tolist() == pytest.approx([-2.0, -2.0 + half, -0.5 + half])
     assert result.stats["covariance_chosen_ratio"].values.tolist() == [False, True, True]

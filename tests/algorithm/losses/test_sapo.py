@@ -17,11 +17,10 @@ def slow_sapo(rows, t, tau_pos, tau_neg, *, by_sequence=False):
 def test_it_conforms(kit):
     kit.conforms(lambda rows, t: slow_sapo(rows, t, 1.0, 1.05), policy_loss="sapo")
     section = kit.section("sapo", tau_pos=2.0, tau_neg=0.5)
-    kit.conforms(lambda rows, t: slow_sapo(rows, t, 2.0, 0.5), policy_loss="sapo", sapo=section)
+    kit.conforms(lambda rows, t: slow_sapo(rows, t, 2.0, 0.5), policy_loss=section)
     kit.conforms(
         lambda rows, t: slow_sapo(rows, t, 2.0, 0.5, by_sequence=True),
-        policy_loss="sapo",
-        sapo=section,
+        policy_loss=section,
         importance_sampling_level="sequence",
     )
 
@@ -30,7 +29,7 @@ def test_by_hand(kit):
     # rho = 1: the gate is 4 / tau / 2: -2 * 2 with tau 1; +1 * 2 / 0.5 with tau 0.5
     # rho = 3, tau 1: sigmoid(2) = 0.880797: -4 * 0.880797
     tokens = kit.make_tokens([0.0, 0.0, math.log(3)], advantages=[2.0, -1.0, 1.0])
-    losses = kit.loss_of(tokens, policy_loss="sapo", sapo=kit.section("sapo", tau_pos=1.0, tau_neg=0.5)).losses
+    losses = kit.loss_of(tokens, policy_loss=kit.section("sapo", tau_pos=1.0, tau_neg=0.5)).losses
     assert losses.tolist() == pytest.approx([-4.0, 4.0, -3.523188])
 
 

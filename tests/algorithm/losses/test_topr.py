@@ -18,8 +18,7 @@ def slow_topr(rows, t, ratio, positive=1.0, negative=1.0):
 def test_it_conforms(kit, ratio):
     kit.conforms(
         lambda rows, t: slow_topr(rows, t, ratio, 0.5, 2.0),
-        policy_loss="topr",
-        topr=kit.section("topr", ratio=ratio, positive_weight=0.5, negative_weight=2.0),
+        policy_loss=kit.section("topr", ratio=ratio, positive_weight=0.5, negative_weight=2.0),
     )
     kit.conforms(lambda rows, t: slow_topr(rows, t, "trajectory"), policy_loss="topr")
 
@@ -32,7 +31,7 @@ def test_by_hand(kit):
     )
     ones = torch.ones(5)
     assert kit.gradient_of(tokens, ones, policy_loss="topr").tolist() == pytest.approx([0.25, 0.25, 1, 1, -3])
-    by_token = {"policy_loss": "topr", "topr": kit.section("topr", ratio="token")}
+    by_token = {"policy_loss": kit.section("topr", ratio="token")}
     assert kit.gradient_of(tokens, ones, **by_token).tolist() == pytest.approx([0.5, 0.5, 1, 1, -3])
     assert kit.loss_of(tokens, policy_loss="topr").stats["clip_ratio"].values.tolist() == [
         False,
