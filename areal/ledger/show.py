@@ -225,7 +225,7 @@ def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
 def _shown(spec: ColumnSpec, values: Any, in_loss: Sequence[int]) -> float | None:
     """A column in one number, as its declaration says."""
     if spec.per == "sequence":
-        return float(np.mean(values))
+        return float(np.asarray(values, np.float64).mean())
     rows: np.ndarray = np.asarray(values, np.float64)[np.asarray(in_loss, bool)]
     rows = rows[~np.isnan(rows)]
     if not rows.size:
