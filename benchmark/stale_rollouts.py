@@ -132,7 +132,7 @@ class StaleBatches:
                 rewards = [trajectory.reward for trajectory in group.trajectories]
                 if not self._config.rollout.should_accept_fn or min(rewards) < max(rewards):
                     payloads.append(encode_episode(len(payloads), group).payload)
-        part = SharePart(list(range(PROMPTS)), [])
+        part = SharePart(list(range(PROMPTS)))
         return build_share(payloads, part, step=step, version=step, mask_before=0)
 
     def _groups(self, rows: Sequence[dict[str, str]], version: int) -> Iterator[TrajectoryGroup]:

@@ -14,10 +14,18 @@ from typing import Any, Literal, TypeVar
 from areal.agent.bridge import BridgeGap, CallStart, PromptBridge
 from areal.agent.images import DialogueImages
 from areal.agent.turns import Message, TurnRefused, TurnRequest
-from areal.api.columns import Packed, Runs, joined, packed_ids, packed_logprobs, to_array, to_runs
-from areal.api.data import GenerationResponse, Trajectory
+from areal.api.columns import ColumnSpec, Packed, Runs, joined, packed_ids, packed_logprobs, to_array, to_runs
+from areal.api.data import (
+    BASELINE,
+    TEMPERATURES,
+    TURN_REWARDS,
+    TURNS,
+    GenerationResponse,
+    Trajectory,
+    reward_columns,
+)
 from areal.api.images import ImageRef
-from areal.api.routed_experts import RoutedExperts
+from areal.api.routed_experts import ROUTED_EXPERTS, RoutedExperts
 
 # A tree of tokens: a node holds only the tokens that it adds to those of its parent. It knows nothing of messages.
 
@@ -678,18 +686,10 @@ def rows_of_tree(
     """`trajectories` of a tree. `order`: the number of each turn id, in order of time."""
     rows: list[Trajectory] = []
     for path, trained in _rows(tree, cut, order):
-        turns = _column(path, trained, -1, lambda node: order[node.turn_id])
-        rows.append(
-            replace(
-                row_of(path, trained),
-                reward=reward,
-                finished=finished,
-                reward_parts=dict(reward_parts or {}),
-                session=session,
-                turns=turns,
-                turn_rewards=_turn_rewards(path, trained, reward, turn_rewards),
-            )
-        )
+        columns = {TURNS: _column(path, trained, -1, lambda node: order[node.turn_id])}
+        columns |= _turn_rewards(path, trained, reward, turn_rewards)
+        row = row_of(path, trained, reward=reward, finished=finished, reward_parts=reward_parts)
+        rows.append(replace(row, session=session, columns={**row.columns, **columns}))
     return rows
 
 
@@ -699,7 +699,7 @@ def row_of(
     *,
     reward: float = 0.0,
     finished: bool = False,
-    reward_parts: dict[str, float] | None = None,
+    reward_parts: Mapping[str, float] | None = None,
     baseline: float | None = None,
 ) -> Trajectory:
     """The tokens of a path as a trajectory. `trained`: ids of the nodes in the loss; None = all generated ones."""
@@ -720,6 +720,13 @@ def row_of(
         else:
             logprobs.frombytes(bytes(size * logprobs.itemsize))
             versions.append((-1, size))
+    columns: dict[ColumnSpec, Any] = {**reward_columns(reward_parts or {})}
+    if baseline is not None:
+        columns[BASELINE] = baseline
+    if has_temperatures:
+        columns[TEMPERATURES] = _column(path, trained, math.nan, _temperature)
+    if (experts := _experts(path)) is not None:
+        columns[ROUTED_EXPERTS] = experts.array
     return Trajectory(
         token_ids=Packed(token_ids),
         loss_mask=Runs(loss_mask),
@@ -727,10 +734,7 @@ def row_of(
         output_versions=Runs(versions),
         reward=reward,
         finished=finished,
-        reward_parts=reward_parts or {},
-        baseline=baseline,
-        temperatures=_column(path, trained, math.nan, _temperature) if has_temperatures else [],
-        routed_experts=_experts(path),
+        columns=columns,
     )
 
 
@@ -755,17 +759,17 @@ def _temperature(node: TokenNode) -> float:
 
 def _turn_rewards(
     path: Sequence[TokenNode], trained: set[int], reward: float, rewards: Mapping[str, float] | None
-) -> Sequence[float]:
+) -> dict[ColumnSpec, Any]:
     if rewards is None or all(value == reward for value in rewards.values()):
-        return []
-    return _column(path, trained, reward, lambda node: rewards.get(node.turn_id, reward))
+        return {}
+    return {TURN_REWARDS: _column(path, trained, reward, lambda node: rewards.get(node.turn_id, reward))}
 
 
 def tree_of_rows(rows: Sequence[Trajectory]) -> TokenTree:
     """The tokens of a session from its rows, whatever their cut; the turn ids are the numbers of the answers."""
     runs: list[tuple[int, int, int, Trajectory]] = []
     for row in rows:
-        facts = enumerate(zip(row.loss_mask, row.turns, strict=True))
+        facts = enumerate(zip(row.loss_mask, row.columns[TURNS], strict=True))
         for (trained, turn), found in groupby(facts, lambda fact: fact[1]):
             places = [place for place, _ in found]
             if trained:
@@ -773,7 +777,8 @@ def tree_of_rows(rows: Sequence[Trajectory]) -> TokenTree:
     tree = TokenTree()
     for turn, start, stop, row in sorted(runs, key=lambda run: run[:2]):
         after, span = tree.add_fixed(tree.root, row.token_ids[:start]), slice(start, stop)
-        experts = None if row.routed_experts is None else row.routed_experts[: stop - 1]
+        rows_of_experts = row.columns.get(ROUTED_EXPERTS)
+        experts = None if rows_of_experts is None else RoutedExperts.of_array(rows_of_experts[: stop - 1])
         columns = (row.token_ids[span], row.rollout_logprobs[span], row.output_versions[span])
         tree.add_generated(after, str(turn), *columns, experts=experts)
     return tree

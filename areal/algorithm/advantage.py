@@ -1,6 +1,6 @@
 """The steps from one reward per sequence to one advantage per token: shaping, token rewards, GAE, distillation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -12,6 +12,7 @@ from areal.algorithm.aggregate import Reduce, TokenStat, identity_reduce, requir
 from areal.algorithm.correction import Spans, first_of_units
 from areal.algorithm.normalise import Scope, group_scope, normalise
 from areal.algorithm.policy_loss import log_ratio
+from areal.api.columns import ColumnSpec
 from areal.api.config import AdvantageOptions, NormConfig
 from areal.api.config.policy_losses import CustomFunctionOptions
 from areal.api.errors import ConfigError
@@ -182,8 +183,8 @@ class RewardedAnswers:
     finished: Tensor  # [S] bool: the answer was not cut by a length limit
     logprobs: Tensor  # [T] float32 of the trainer's policy before the update, or of the servers if not computed
     values: Tensor | None  # [T] float32 of the critic
-    reward_parts: Tensor | None  # [S, K] float32: the scores of the functions reward_names, NaN where one did not score
-    reward_names: tuple[str, ...]
+    columns: Mapping[ColumnSpec, Tensor]
+    """Further columns, [T] or [S]: those of the workflow, and reward/NAME, the score of each reward function."""
     reduce: Reduce
     """Sums a float64 tensor over all ranks; every rank must call it equally often, also one without answers."""
 
@@ -252,8 +253,7 @@ def no_answers() -> RewardedAnswers:
         finished=index.bool(),
         logprobs=tokens,
         values=None,
-        reward_parts=None,
-        reward_names=(),
+        columns={},
         reduce=identity_reduce,
     )
 

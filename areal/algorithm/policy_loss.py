@@ -1,14 +1,15 @@
 """The record that every policy loss takes and the record that it returns; `areal.algorithm.losses` holds the losses."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce, TokenStat, require_same_shape, sequence_means
 from areal.api.batch import required
+from areal.api.columns import ColumnSpec
 from areal.api.config import AdaptiveEntropyConfig, PolicyLossOptions, ResamplingConfig
 from areal.api.config.policy_losses import loss_facts
 from areal.api.errors import StageError
@@ -163,6 +164,8 @@ class PolicyTokens:
     mask: Tensor  # bool
     sequence_index: Tensor  # [T] int64
     num_sequences: int
+    columns: Mapping[ColumnSpec, Tensor] = field(default_factory=dict[ColumnSpec, Tensor])
+    """Further columns of the batch, [T, ...] or [S, ...]."""
     chosen: Tensor | None = None
     """[T] bool: the tokens of Clip-Cov and KL-Cov, chosen over the whole batch before the update."""
 
@@ -176,6 +179,16 @@ class PolicyTokens:
             sequence_index=self.sequence_index,
             chosen=self.mask if self.chosen is None else self.chosen,
         )
+
+    def column(self, spec: ColumnSpec) -> Tensor:
+        """A further column. Where no trajectory of the batch has it, its `fill`; StageError, which names it and the
+        stage that adds it, if it has none and there are tokens."""
+        if spec in self.columns:
+            return self.columns[spec]
+        if spec.fill is None and self.mask.numel():
+            raise StageError(spec.name, spec.made_by)
+        size = self.num_sequences if spec.per == "sequence" else self.mask.numel()
+        return self.logprobs.new_full((size,), spec.fill or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ sequence, and the last position of each sequence is 0 / False. T is the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from areal.api.columns import ColumnSpec
 from areal.api.errors import StageError
 from areal.api.images import ImageRef
 from areal.api.metrics import Metrics
+from areal.api.table import TokenTable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,13 +52,8 @@ class TrainBatch:
     rewards: Tensor = field(metadata=PER_SEQUENCE)  # [S] float32
     group_ids: Tensor = field(metadata=PER_SEQUENCE)  # [S] int64, unique over all ranks
     finished: Tensor = field(metadata=PER_SEQUENCE)  # [S] bool
-    baselines: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
-    """[S] float32, reward of the greedy answer to the same prompt (ReMax); NaN if there is none."""
-    reward_parts: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
-    """[S, K] float32, the scores of the reward functions `reward_names`; NaN where one did not score (GDPO)."""
-    reward_names: tuple[str, ...] = ()
-    temperatures: Tensor | None = field(default=None, metadata=PER_TOKEN)
-    """[T] float32, the temperature at which token t+1 was sampled; NaN = that of the model's configuration."""
+    columns: Mapping[ColumnSpec, Tensor] = field(default_factory=lambda: {})
+    """Further columns, by the declaration of the module that made them."""
     prox_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, policy before the update
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
     teacher_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen teacher
@@ -75,15 +72,10 @@ class TrainBatch:
     """[S] int64, unique on this rank: sequences with one id are rows of one session; None = each is a session."""
     session_tokens: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
     """[S] int64, trained tokens of the whole session in the mini-batch; None = without session_ids."""
-    turns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] int64, order of the answers of a session
-    turn_rewards: Tensor | None = field(default=None, metadata=PER_TOKEN)
-    """[T] float32, reward of a token's turn and those after it; None = the reward of the session."""
     version: int = 0
     """Policy version at the start of the update with this batch."""
     update_progress: float = 0.0
     """Fraction of that update's optimiser steps before this mini-batch, below 1."""
-    routed_experts: Tensor | None = field(default=None, metadata=PER_TOKEN)
-    """[T, layers, k] int16, experts that the server chose for token t (not t+1) in each decoder layer; -1 = unknown."""
     images: tuple[ImageRef, ...] = ()
     """The images of the whole share; a part of a batch has all of them too."""
     image_index: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
@@ -109,7 +101,17 @@ class TrainBatch:
             value: Tensor | None = getattr(self, entry.name)
             if value is not None and "per" in entry.metadata:
                 changed[entry.name] = apply[entry.metadata["per"]](value)
-        return replace(self, cu_seqlens=cu_seqlens, sequence_index=sequence_index, **changed)
+        columns = {spec: apply[spec.per](values) for spec, values in self.columns.items()}
+        return replace(self, cu_seqlens=cu_seqlens, sequence_index=sequence_index, columns=columns, **changed)
+
+    def column(self, spec: ColumnSpec) -> Tensor:
+        """A further column. Raises StageError, which names it and the stage that adds it, when it is absent."""
+        if spec not in self.columns:
+            raise StageError(spec.name, spec.made_by)
+        return self.columns[spec]
+
+    def with_column(self, spec: ColumnSpec, values: Tensor) -> TrainBatch:
+        return replace(self, columns={**self.columns, spec: values})
 
     @property
     def trained(self) -> Tensor:
@@ -205,41 +207,15 @@ class LossOutput:
 LossFn = Callable[[TokenOutputs, MicroBatch], LossOutput]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The record that the rollout controller sends each trainer rank. In a separate module because it needs numpy.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShare:
-    """One data-parallel rank's share of train batch `step`, flat: S sequences, T tokens, token aligned."""
+    """One data-parallel rank's share of train batch `step`, as the rollout controller composed it."""
 
     step: int
     version: int
     """Policy version of the trainer when it consumes this batch."""
-    token_ids: np.ndarray  # [T] int32
-    lengths: np.ndarray  # [S] int32, sums to T
-    loss_mask: np.ndarray  # [T] uint8
-    rollout_logprobs: np.ndarray  # [T] float32
-    output_versions: np.ndarray  # [T] int32, -1 where not generated
-    rewards: np.ndarray  # [S] float32
+    table: TokenTable
+    """The columns are those of the whole batch, equal on all ranks."""
     group_index: np.ndarray  # [S] int32, equal within a group, unique over the whole batch (all ranks)
-    finished: np.ndarray  # [S] uint8
-    baselines: np.ndarray  # [S] float32, NaN if there is no greedy answer
-    reward_parts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """[S, K] float32, scores of the functions `reward_names`, NaN where one did not score; [0, 0] = none recorded."""
-    reward_names: list[str] = field(default_factory=list[str])
-    """K names, equal on all ranks."""
-    sessions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """[S] int32, equal within a session, unique over the share; [0] = each sequence is a session, and no turns."""
-    turns: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """[T] int32, number of the answer of a trained token in its session, in order of time."""
-    turn_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """[T] float32, reward of a trained token's turn and those after it; [0] = all have the reward of the session."""
-    temperatures: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """[T] float32, temperature of each generated token, NaN = that of the run; [0] = that of the run for all."""
-    routed_experts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.int16))
-    """[T, layers, k] int16, experts that the servers chose for each token, -1 = not recorded; [0, 0, 0] = none."""
-    images: list[tuple[ImageRef, ...]] = field(default_factory=list[tuple[ImageRef, ...]])
-    """S tuples, the images of each sequence in order; empty = no sequence has any."""
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Statistics of the whole batch (queue, staleness, episodes), equal on every rank."""

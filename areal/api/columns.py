@@ -1,6 +1,6 @@
-"""Immutable columns of a record, one number per token: packed in 4 bytes each, or as runs of equal numbers.
+"""Columns of records: immutable sequences with one number per token, and the declarations of the token table's columns.
 
-A column behaves like a list that cannot be changed: it has an index, slices, `==` and `+` with lists and columns.
+A `Column` behaves like a list that cannot be changed: it has an index, slices, `==` and `+` with lists and columns.
 """
 
 from __future__ import annotations
@@ -8,10 +8,37 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby, repeat
-from typing import Any, Generic, Self, TypeVar, cast, overload
+from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 
 T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSpec:
+    """The declaration of a column of the token table, by the module that fills it. It is the key of the column.
+
+        HINTS = ColumnSpec("hint_weight", fill=1.0)
+        Trajectory(..., columns={HINTS: weights})     # in a workflow: one number per token
+        tokens.column(HINTS)                          # in a policy loss: a tensor of the trained batch
+
+    Everything between carries it: the ledger, recovery, replay, the split into mini- and micro-batches.
+    """
+
+    name: str
+    dtype: str = "f4"
+    """numpy's code without byte order (f4, f8, i4, i8, i2, u1); empty = that of the array in the record."""
+    per: Literal["token", "sequence", "group"] = "token"
+    """What has one row. Columns of groups have any number of rows, and stay out of train batches."""
+    is_predicted: bool = True
+    """In a train batch the row of token t + 1 is at position t, which predicts it; False = at its own position."""
+    fill: float | None = None
+    """The row of a sequence without the column; None = missing: NaN, or an integer with all bits set."""
+    show: Literal["mean", "sum", ""] = "mean"
+    """What `areal show` prints of the tokens in the loss; empty = nothing."""
+    made_by: str = ""
+    """The stage of the trainer that adds it; empty = the workflow, and the ledger stores it."""
 
 
 class Column(Sequence[T]):

@@ -6,11 +6,12 @@ The shift to next-token alignment happens once, in `areal.data.pack`.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
-from areal.api.columns import to_array
+from areal.api.columns import ColumnSpec, to_array
 from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.images import ImageRef
 from areal.api.routed_experts import RoutedExperts
@@ -82,26 +83,49 @@ class Trajectory:
     reward: float
     finished: bool
     """False if a length limit cut the last answer."""
-    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
-    """Score of each reward function, by its name in metrics and without its weight, and its further results as
-    name/key; one function alone has only the latter."""
-    baseline: float | None = None
-    """Reward of a greedy answer to the same prompt, which is not trained on (ReMax); None = there is none."""
-    temperatures: Sequence[float] = field(default_factory=list[float])
-    """[T] sampling temperature of each generated token, NaN = that of the run; empty = that of the run for all."""
     session: int = -1
     """Trajectories of a group with one number are one session: they have one reward, and one place in its baseline.
     -1 = the trajectory is a session of one."""
-    turns: Sequence[int] = field(default_factory=list[int])
-    """Number of the answer of a token in the loss, from 0 in order of time; -1 for other tokens.
-    Empty = the answers follow each other in the trajectories."""
-    turn_rewards: Sequence[float] = field(default_factory=list[float])
-    """Reward of the turn of a token in the loss and those that follow; any number for other tokens. Empty = all
-    have `reward`."""
-    routed_experts: RoutedExperts | None = None
-    """The experts that the servers chose for each token, T rows; None = not recorded."""
     images: Sequence[ImageRef] = ()
     """The images in the tokens, in the order of their placeholders, which are expanded."""
+    columns: Mapping[ColumnSpec, Any] = field(default_factory=dict[ColumnSpec, Any])
+    """Further columns: a number, or for a column per token a sequence or an array of T rows."""
+
+
+# Columns of the workflows of areal. Nothing between these and the stages of the trainer that use them names them.
+
+BASELINE = ColumnSpec("baseline", per="sequence", show="")
+"""Reward of a greedy answer to the same prompt, which is not trained on (ReMax)."""
+TEMPERATURES = ColumnSpec("temperatures", show="")
+"""Sampling temperature of each generated token; NaN = that of the run."""
+TURNS = ColumnSpec("turns", "i4", show="")
+"""For a token in the loss, the number of its answer in the session, from 0 in order of time; -1 for other tokens.
+Without it the answers follow each other in the trajectories."""
+TURN_REWARDS = ColumnSpec("turn_rewards", show="")
+"""For a token in the loss, the reward of its turn and those that follow; NaN = the reward of the session."""
+REWARD_PART = "reward/"
+
+
+@cache
+def reward_part(name: str) -> ColumnSpec:
+    """The score of a reward function, by its name in metrics and without its weight, or its further result name/key.
+
+    One function alone has only the latter.
+    """
+    return ColumnSpec(REWARD_PART + name, per="sequence", show="")
+
+
+def reward_columns(parts: Mapping[str, float]) -> dict[ColumnSpec, float]:
+    return {reward_part(name): score for name, score in parts.items()}
+
+
+def reward_parts(columns: Mapping[ColumnSpec, Any]) -> dict[str, Any]:
+    """The columns of reward functions by their names, in order; those of missing numbers are left out."""
+    size = len(REWARD_PART)
+    named = {spec.name[size:]: value for spec, value in columns.items() if spec.name.startswith(REWARD_PART)}
+    return {
+        name: named[name] for name in sorted(named) if not isinstance(named[name], float) or named[name] == named[name]
+    }
 
 
 def first_of_sessions(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

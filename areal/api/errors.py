@@ -82,9 +82,11 @@ class StageError(ArealError, ValueError):
 
     code = "training.stage_missing"
 
-    def __init__(self, field: str) -> None:
+    def __init__(self, field: str, stage: str = "") -> None:
+        """`stage`: what adds the field, where its declaration names it."""
         self.field = field
-        super().__init__(f"{field} is missing: call the stage that adds it first, with an engine built for its role")
+        adds = stage or "the stage or the workflow that adds it"
+        super().__init__(f"{field} is missing: call {adds} first, with an engine built for its role")
 
 
 class ShapeError(ArealError, ValueError):

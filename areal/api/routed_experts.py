@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
+
+from areal.api.columns import ColumnSpec
+
+ROUTED_EXPERTS = ColumnSpec("routed_experts", "", is_predicted=False, show="")
+"""[T, layers, choices]: the experts that the servers chose for token t, uint8 or int16; all bits set = not recorded."""
 _LIMIT = 255
 """Number of experts up to which one byte holds a choice; 255 means not recorded."""
 
@@ -43,6 +50,19 @@ class RoutedExperts:
         """Raises ValueError for a part of a row."""
         if len(self.data) % self.shape.row_bytes:
             raise ValueError(f"{len(self.data)} bytes are not rows of {self.shape.row_bytes} bytes")
+
+    @property
+    def array(self) -> np.ndarray:
+        """The rows of `ROUTED_EXPERTS`, only to be read."""
+        shape = self.shape
+        numbers = np.frombuffer(self.data, "u1" if shape.item_bytes == 1 else "<i2")
+        return numbers.reshape(-1, shape.layers, shape.choices)
+
+    @classmethod
+    def of_array(cls, rows: np.ndarray) -> Self:
+        """The record of `array`, which does not keep the number of experts."""
+        limit = _LIMIT if rows.dtype.itemsize == 1 else 1 << 15
+        return cls(ExpertShape(rows.shape[1], rows.shape[2], limit), rows.tobytes())
 
     def __len__(self) -> int:
         """Number of tokens."""

@@ -56,6 +56,7 @@ def facts_of(
         "trajectory": sample.number,
         "reward": None if math.isnan(sample.reward) else sample.reward,
         "reward_parts": sample.parts,
+        "values": dict(sample.columns),
         "versions": [min(made), max(made)] if made else None,
         "stop_reason": "stop" if sample.finished else "length",
         "num_tokens": len(sample.token_ids),
@@ -167,6 +168,7 @@ def _scored(facts: dict[str, Any]) -> str:
     reward = "not scored" if facts["reward"] is None else f"reward {facts['reward']:g}"
     if parts := facts["reward_parts"]:
         reward += f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})"
+    reward += "".join(f", {name} {'none' if v is None else f'{v:g}'}" for name, v in facts["values"].items())
     low, high = facts["versions"] or (None, None)
     versions = "no version" if low is None else f"version {low}" if low == high else f"versions {low} to {high}"
     return f"{reward}; {facts['num_generated']} generated tokens by {versions}; ended by {facts['stop_reason']}"

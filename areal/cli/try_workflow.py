@@ -16,7 +16,7 @@ from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment, save_config
-from areal.api.data import GenerationRequest, GenerationResponse, TrajectoryGroup
+from areal.api.data import GenerationRequest, GenerationResponse, TrajectoryGroup, reward_parts
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError, ConfigError, LaunchError
 from areal.data.image_files import RunImages
@@ -152,7 +152,7 @@ def facts_of(report: EpisodeReport, tokenizer: Tokenizer) -> dict[str, Any]:
         "trajectories": [
             {
                 "reward": one.reward,
-                "reward_parts": one.reward_parts,
+                "reward_parts": reward_parts(one.columns),
                 "finished": one.finished,
                 "spans": [
                     {

@@ -9,41 +9,58 @@ from torch import Tensor
 from areal.api.batch import BatchShare, TrainBatch
 from areal.api.errors import InputError
 from areal.api.images import ImageRef
+from areal.api.table import CORE, IMAGE_COUNT, SESSION, StoredColumn, TokenTable, image_columns, images_of
 
 
 def to_train_batch(share: BatchShare) -> TrainBatch:
-    """Pack a rank's share. The record entry of token t+1 moves to position t; the first token's entry is dropped.
-    Routed experts stay at their token: position t computes with them.
+    """Pack a rank's share. The row of token t+1 moves to position t, the first token's row is dropped; columns that are
+    not `is_predicted` stay at their token.
 
     No position predicts the first token of a sequence, so it is never trained on. A share may be empty. Raises
     InputError when the arrays of the share have inconsistent lengths.
     """
-    lengths = share.lengths.astype(np.int64)
+    table = share.table
+    lengths = table.lengths.astype(np.int64)
     _require_lengths(share, lengths)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    sampled_at = share.temperatures
+    pictures = images_of(table)
     return TrainBatch(
-        input_ids=_tensor(share.token_ids, torch.int64),
+        input_ids=_tensor(table.token_ids, torch.int64),
         cu_seqlens=_tensor(bounds, torch.int32),
-        loss_mask=_next_token(share.loss_mask, bounds, 0, torch.bool),
+        loss_mask=_next_token(table.loss_mask, bounds, 0, torch.bool),
         sequence_index=_tensor(np.repeat(np.arange(lengths.size), lengths), torch.int64),
-        rollout_logprobs=_next_token(share.rollout_logprobs, bounds, 0.0, torch.float32),
-        output_versions=_next_token(share.output_versions, bounds, -1, torch.int64),
-        rewards=_tensor(share.rewards, torch.float32),
+        rollout_logprobs=_next_token(table.rollout_logprobs, bounds, 0.0, torch.float32),
+        output_versions=_next_token(table.output_versions, bounds, -1, torch.int64),
+        rewards=_tensor(table.rewards, torch.float32),
         group_ids=_tensor(share.group_index, torch.int64),
-        finished=_tensor(share.finished, torch.bool),
-        baselines=_tensor(share.baselines, torch.float32),
-        reward_parts=_tensor(share.reward_parts, torch.float32) if share.reward_names else None,
-        reward_names=tuple(share.reward_names),
-        temperatures=_next_token(sampled_at, bounds, np.nan, torch.float32) if sampled_at.size else None,
-        routed_experts=_tensor(share.routed_experts, torch.int16) if share.routed_experts.size else None,
-        images=(table := tuple(dict.fromkeys(image for row in share.images for image in row))),
-        image_index=_image_index(share.images, table),
+        finished=_tensor(table.finished, torch.bool),
+        images=(places := tuple(dict.fromkeys(image for row in pictures for image in row))),
+        image_index=_image_index(pictures, places),
         version=share.version,
-        session_ids=_tensor(share.sessions, torch.int64) if share.sessions.size else None,
-        turns=_next_token(share.turns, bounds, -1, torch.int64) if share.turns.size else None,
-        turn_rewards=_next_token(share.turn_rewards, bounds, 0.0, torch.float32) if share.turn_rewards.size else None,
+        session_ids=_session_ids(table, share.group_index),
+        columns={
+            column.spec: _column(column, table.columns[column.spec], bounds)
+            for column in table.stored()
+            if column.spec.per != "group" and column.spec not in (SESSION, IMAGE_COUNT)
+        },
     )
+
+
+def _column(column: StoredColumn, values: np.ndarray, bounds: np.ndarray) -> Tensor:
+    dtype = torch.from_numpy(np.zeros(0, column.dtype)).dtype
+    if column.spec.per == "sequence" or not column.spec.is_predicted:
+        return _tensor(values, dtype)
+    return _next_token(values, bounds, column.filled(1)[0], dtype)
+
+
+def _session_ids(table: TokenTable, group_index: np.ndarray) -> Tensor | None:
+    """[S] int64: equal for the rows of one session of a group, unique on this rank; None = each row is a session."""
+    session = table.columns.get(SESSION)
+    if session is None:
+        return None
+    alone = np.where(session < 0, np.arange(session.size), -1)
+    numbers = np.unique(np.stack([group_index, session, alone]), axis=1, return_inverse=True)[1]
+    return _tensor(numbers.reshape(-1), torch.int64)
 
 
 def rows_to_train_batch(
@@ -61,41 +78,32 @@ def rows_to_train_batch(
             raise InputError(message, code="data.inconsistent_batch")
     lengths = [len(ids) for ids in token_ids]
     num_rows, num_tokens = len(lengths), sum(lengths)
-    share = BatchShare(
-        step=0,
-        version=0,
-        token_ids=np.fromiter((token for ids in token_ids for token in ids), np.int32, num_tokens),
+    table = TokenTable(
         lengths=np.array(lengths, np.int32),
-        loss_mask=np.fromiter((flag for mask in loss_mask for flag in mask), np.uint8, num_tokens),
-        rollout_logprobs=np.zeros(num_tokens, np.float32),
+        token_ids=np.fromiter((token for ids in token_ids for token in ids), np.int32, num_tokens),
         output_versions=np.full(num_tokens, -1, np.int32),
         rewards=np.zeros(num_rows, np.float32),
-        group_index=np.arange(num_rows, dtype=np.int32),
+        rollout_logprobs=np.zeros(num_tokens, np.float32),
+        loss_mask=np.fromiter((flag for mask in loss_mask for flag in mask), np.uint8, num_tokens),
         finished=np.ones(num_rows, np.uint8),
-        baselines=np.full(num_rows, np.nan, np.float32),
-        images=[tuple(row) for row in images],
+        columns=image_columns(images) if any(images) else {},
     )
-    return to_train_batch(share)
+    return to_train_batch(BatchShare(step=0, version=0, table=table, group_index=np.arange(num_rows, dtype=np.int32)))
 
 
 def _require_lengths(share: BatchShare, lengths: np.ndarray) -> None:
-    num_tokens = share.token_ids.size
-    optional = ("sessions", "turns", "turn_rewards", "temperatures")
-    per_token = ("loss_mask", "rollout_logprobs", "output_versions", "turns", "turn_rewards", "temperatures")
-    per_sequence = ("rewards", "group_index", "finished", "baselines", "sessions")
+    table, num_tokens = share.table, len(share.table.token_ids)
     problems: list[str] = []
     if lengths.size and lengths.min() < 1:
         problems.append(f"sequence {int(lengths.argmin())} has no tokens")
     if lengths.sum() != num_tokens:
         problems.append(f"the lengths sum to {lengths.sum()}, but there are {num_tokens} token ids")
-    for names, expected in ((per_token, num_tokens), (per_sequence, lengths.size)):
-        for name in names:
-            if getattr(share, name).size != expected and not (name in optional and not getattr(share, name).size):
-                problems.append(f"{name} has {getattr(share, name).size} entries, not {expected}")
-    if share.routed_experts.size and len(share.routed_experts) != num_tokens:
-        problems.append(f"routed_experts has {len(share.routed_experts)} rows, not {num_tokens}")
-    if len(share.images) not in (0, lengths.size):
-        problems.append(f"images has {len(share.images)} entries, not {lengths.size}")
+    columns = [(name, per, values) for (name, per, _), values in zip(CORE, table.core(), strict=True)]
+    columns += [(spec.name, spec.per, values) for spec, values in table.columns.items()]
+    for name, per, values in (*columns, ("group_index", "sequence", share.group_index)):
+        expected = {"token": num_tokens, "sequence": lengths.size}.get(per, len(values))
+        if len(values) != expected:
+            problems.append(f"{name} has {len(values)} entries, not {expected}")
     if problems:
         raise InputError(f"a train batch is inconsistent: {'; '.join(problems)}", code="data.inconsistent_batch")
 
@@ -111,7 +119,7 @@ def _image_index(rows: Sequence[Sequence[ImageRef]], table: Sequence[ImageRef]) 
     return result
 
 
-def _next_token(values: np.ndarray, bounds: np.ndarray, last: float, dtype: torch.dtype) -> Tensor:
+def _next_token(values: np.ndarray, bounds: np.ndarray, last: float | np.ndarray, dtype: torch.dtype) -> Tensor:
     """Position t gets the value of t+1; the last position of each sequence gets `last`."""
     shifted = np.empty_like(values)
     shifted[:-1] = values[1:]

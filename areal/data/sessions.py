@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from areal.api.batch import TrainBatch, required
+from areal.api.batch import TrainBatch
+from areal.api.data import TURNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,10 @@ def session_view(batch: TrainBatch) -> SessionView | None:
     numbers = torch.arange(batch.num_sequences, device=of_row.device)
     rows = numbers.new_full((size,), batch.num_sequences).scatter_reduce(0, of_row, numbers, "amin")
     chosen = torch.nonzero(batch.loss_mask).flatten()
-    session, turn = of_row[batch.sequence_index[chosen]], required(batch.turns, "turns")[chosen]
+    row = batch.sequence_index[chosen]
+    session, turn = of_row[row], row
+    if TURNS in batch.columns:  # rows without turns follow each other
+        turn = torch.where(batch.columns[TURNS][chosen] < 0, row, batch.columns[TURNS][chosen])
     place = chosen - batch.cu_seqlens.long()[batch.sequence_index[chosen]]
     order = torch.argsort(place, stable=True)
     for key in (turn, session):  # the last key is the first in the order

@@ -11,7 +11,9 @@ from torch import Tensor
 from areal.api.batch import MicroBatch, TrainBatch
 from areal.api.config import MicroBatchSpec
 from areal.api.config.train import DEFAULT_TOKENS_PER_MB
+from areal.api.data import TEMPERATURES
 from areal.api.errors import ConfigError, InputError
+from areal.api.routed_experts import ROUTED_EXPERTS
 from areal.data.split import split_by_tokens, take
 from areal.engine.mesh import RankGroup
 from areal.engine.packed_attention import AnswerRun, PackedLayout, own_tokens, packed_layout
@@ -253,8 +255,10 @@ def make_micro_batch(
     chosen = _to_device(chosen, device)
     sizes = [lengths[i] for i in order]
     model_input = replace(
-        model_input_of(chosen.input_ids, chosen.cu_seqlens, sizes, chosen.candidate_ids, chosen.temperatures),
-        routed_experts=chosen.routed_experts,
+        model_input_of(
+            chosen.input_ids, chosen.cu_seqlens, sizes, chosen.candidate_ids, chosen.columns.get(TEMPERATURES)
+        ),
+        routed_experts=_signed(chosen.columns.get(ROUTED_EXPERTS)),
     )
     micro = MicroBatch(batch=chosen, position_ids=model_input.position_ids, max_seqlen=max(sizes), source_index=order)
     shared = shared_row(chosen, model_input.layout, needs_last=needs_last) if shares_prompts else None
@@ -263,6 +267,13 @@ def make_micro_batch(
         shorter = {"input_ids": ids, "position_ids": positions, "layout": shared.layout, "rows": shared.rows}
         model_input = replace(model_input, **shorter)
     return micro, model_input
+
+
+def _signed(experts: Tensor | None) -> Tensor | None:
+    """Routed experts as int16, -1 = not recorded."""
+    if experts is None or experts.dtype == torch.int16:
+        return experts
+    return experts.short().masked_fill(experts == 255, -1)
 
 
 def with_images(inputs: ModelInput, batch: TrainBatch | None, reader: VisionReader, *, runs_tower: bool) -> ModelInput:

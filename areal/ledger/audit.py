@@ -18,11 +18,12 @@ import orjson
 
 from areal.api.data import tokens_checksum
 from areal.api.errors import InputError, LedgerError
+from areal.api.table import TokenTable, images_of
 from areal.data.image_files import ImageFiles
 from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import IncompleteTail, LedgerReader, PayloadReader, Progress, open_reader, payload_path
 from areal.ledger.kept import kept_names, read_kept
-from areal.ledger.payload import EpisodeColumns, images, recorded_sessions, session_columns, to_columns
+from areal.ledger.payload import record_of, recorded_sessions, to_table
 from areal.ledger.state import FAILED, IDENTITY, REJECTED, STATE_NAMES, Event, LedgerState
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class TurnRules:
     _generated: dict[str, _Generated] = field(default_factory=dict[str, _Generated])
     _delivered: set[str] = field(default_factory=set[str])
 
-    def accepted(self, event: Event, columns: EpisodeColumns | None, record: str) -> None:
+    def accepted(self, event: Event, columns: TokenTable | None, record: str) -> None:
         """Take an `accepted` event, with its trajectories and the record of its sessions where they were read."""
         if turns := event.get("turns"):
             spans = None if columns is None else list(_trained_spans(columns))
@@ -237,7 +238,7 @@ class TurnRules:
             report.violate("turn lost", f"{text}, and {adoption.overwritten} were overwritten", episodes=[episode])
 
 
-def _trained_spans(columns: EpisodeColumns) -> Iterator[_Generated]:
+def _trained_spans(columns: TokenTable) -> Iterator[_Generated]:
     """The runs of tokens with loss mask 1, within each trajectory."""
     start = 0
     for length in columns.lengths.tolist():
@@ -695,7 +696,7 @@ class _Audit:
                 self.refusal = f"a controller would refuse event {self.num_events}: {error}"
         self.num_events += 1
 
-    def _payload(self, payloads: PayloadReader, event: Event) -> tuple[EpisodeColumns | None, str]:
+    def _payload(self, payloads: PayloadReader, event: Event) -> tuple[TokenTable | None, str]:
         """The trajectories of an accepted episode, and what its workflow recorded of its sessions.
 
         None when they cannot be read, which is a finding.
@@ -703,11 +704,11 @@ class _Audit:
         try:
             segment, offset, size = event["payload"]
             payload = payloads.read((segment, offset, size))
-            columns, sessions = to_columns(event["id"], payload), session_columns(payload)
-            for row in images(payload):
+            table = to_table(event["id"], payload)
+            for row in images_of(table):
                 for image in row:
                     self.images.setdefault(image.sha256, event["id"])
-            return columns, "" if sessions is None else sessions.record
+            return table, record_of(table)
         except LedgerError as error:
             segment = event["payload"][0]
             if payload_path(self.folder, segment).exists():
@@ -718,7 +719,7 @@ class _Audit:
             pass  # AuditRules reports a malformed event
         return None, ""
 
-    def _check_payload(self, event: Event, columns: EpisodeColumns) -> int | None:
+    def _check_payload(self, event: Event, columns: TokenTable) -> int | None:
         """Compare the event with its payload. Returns the newest version of its tokens."""
         try:
             problems = _differences(event, columns)
@@ -804,7 +805,7 @@ class _Audit:
             report.violate("state machine", f"counts are {report.counts}, those of the controller {counts}")
 
 
-def _differences(event: Event, columns: EpisodeColumns) -> list[str]:
+def _differences(event: Event, columns: TokenTable) -> list[str]:
     """The fields of an `accepted` event that differ from its payload."""
     made = columns.output_versions[columns.output_versions != -1]
     differences: dict[str, Any] = {
@@ -825,7 +826,7 @@ def _differences(event: Event, columns: EpisodeColumns) -> list[str]:
     return problems
 
 
-def _num_decreasing(columns: EpisodeColumns) -> int:
+def _num_decreasing(columns: TokenTable) -> int:
     """Number of trajectories with a generated token of an older version than an earlier one."""
     made = np.flatnonzero(columns.output_versions >= 0)
     versions = columns.output_versions[made]

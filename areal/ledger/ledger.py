@@ -22,6 +22,7 @@ from typing import Any, Protocol, Self
 
 from areal.api.data import CanaryReport
 from areal.api.errors import LedgerError
+from areal.api.table import images_of
 from areal.data.image_files import ImageFiles
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import (
@@ -41,8 +42,8 @@ from areal.ledger.event_files import (
     segment_numbers,
 )
 from areal.ledger.kept import KeptPayloads, kept_names, read_kept
-from areal.ledger.payload import EncodedEpisode, check_payload, images, session_columns
-from areal.ledger.state import IDENTITY, BatchRecord, Event, LedgerState
+from areal.ledger.payload import EncodedEpisode, check_payload, record_of, table_of
+from areal.ledger.state import FORMAT, IDENTITY, BatchRecord, Event, LedgerState
 from areal.system.durable import fsync_path
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,10 +132,9 @@ def _existing_payloads(folder: Path) -> Iterator[bytes]:
 
 def _images_of(payload: bytes) -> Iterator[str]:
     """Digests of the images of the trajectories, and of those in the messages of recorded sessions."""
-    for row in images(payload):
-        yield from (image.sha256 for image in row)
-    sessions = session_columns(payload)
-    yield from () if sessions is None else _DIGEST.findall(sessions.record)
+    table = table_of(payload)
+    yield from (image.sha256 for row in images_of(table) for image in row)
+    yield from _DIGEST.findall(record_of(table))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -481,7 +481,9 @@ class Ledger:
     def started(self, rows: PromptStream[dict[str, Any]], *, total_steps: int) -> None:
         """A controller starts. Raises LedgerError when its data settings differ from those of the ledger."""
         identity = {name: getattr(rows, name) for name in IDENTITY}
-        self._record({"event": "started", "at": self._clock(), **identity, "total_steps": total_steps})
+        self._record(
+            {"event": "started", "format": FORMAT, "at": self._clock(), **identity, "total_steps": total_steps}
+        )
 
     def attached(self, *, step: int, version: int) -> None:
         """A trainer starts or continues at `step` with policy `version`."""

@@ -13,20 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from areal.api.columns import ColumnSpec
+from areal.api.data import TURNS, reward_parts
 from areal.api.errors import LedgerError
 from areal.api.images import ImageRef
+from areal.api.table import SESSION, images_of
 from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import PayloadReader, Progress, open_reader
 from areal.ledger.kept import read_kept
-from areal.ledger.payload import (
-    images,
-    payload_head,
-    read_columns,
-    recorded_sessions,
-    reward_parts,
-    session_columns,
-    to_columns,
-)
+from areal.ledger.payload import columns_of_row, read_table, record_of, recorded_sessions, to_table
 from areal.ledger.state import Event
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,6 +65,8 @@ class Sample:
     logprobs: Sequence[float]
     versions: Sequence[int]
     """Policy version of each token; -1 = not generated."""
+    columns: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """Further columns of the workflow: those per token over the tokens in the loss, None without any."""
     images: Sequence[ImageRef] = ()
     """The images in the order of their places in the tokens."""
     turns: Sequence[int] = ()
@@ -188,44 +185,52 @@ class Samples:
 def _rewards(reader: PayloadReader, record: EpisodeRecord) -> list[float]:
     """Rewards of the accepted trajectories; empty when there are none, or they cannot be read."""
     try:
-        return (
-            [] if record.payload is None else to_columns(record.episode, reader.read(record.payload)).rewards.tolist()
-        )
+        return [] if record.payload is None else to_table(record.episode, reader.read(record.payload)).rewards.tolist()
     except LedgerError:
         return []
 
 
 def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
     """The trajectories of a payload. Raises LedgerError when it is damaged."""
-    columns = to_columns(record.episode, payload)
-    names = payload_head(payload).reward_names
-    parts = reward_parts([payload], names)
-    sessions, pictures = session_columns(payload), images(payload)
-    recorded = [] if sessions is None else recorded_sessions(sessions.record)
-    numbers: list[int] = [] if sessions is None else sessions.sessions.tolist()
+    table = to_table(record.episode, payload)
+    sessions, pictures, recorded = table.columns.get(SESSION), images_of(table), recorded_sessions(record_of(table))
+    numbers: list[int] = [] if sessions is None else sessions.tolist()
     samples: list[Sample] = []
     end = 0
-    for number, size in enumerate(columns.lengths.tolist()):
+    for number, size in enumerate(table.lengths.tolist()):
         begin, end = end, end + size
-        scored = zip(names, parts[number].tolist(), strict=True)
+        in_loss: list[int] = table.loss_mask[begin:end].tolist()
+        columns = columns_of_row(table, number, slice(begin, end))
         samples.append(
             Sample(
                 record=record,
                 number=number,
-                reward=float(columns.rewards[number]),
-                parts={name: score for name, score in scored if score == score},
-                finished=bool(columns.finished[number]),
-                token_ids=columns.token_ids[begin:end].tolist(),
-                in_loss=columns.loss_mask[begin:end].tolist(),
-                logprobs=columns.rollout_logprobs[begin:end].tolist(),
-                versions=columns.output_versions[begin:end].tolist(),
+                reward=float(table.rewards[number]),
+                parts=reward_parts(columns),
+                finished=bool(table.finished[number]),
+                token_ids=table.token_ids[begin:end].tolist(),
+                in_loss=in_loss,
+                logprobs=table.rollout_logprobs[begin:end].tolist(),
+                versions=table.output_versions[begin:end].tolist(),
                 images=pictures[number] if pictures else (),
-                turns=() if sessions is None else sessions.turns[begin:end].tolist(),
+                turns=columns.get(TURNS, ()),
+                columns={spec.name: _shown(spec, values, in_loss) for spec, values in columns.items() if spec.show},
                 session=recorded[numbers[number]] if recorded else None,
                 without_reward=recorded[max(numbers) + 1 :] if number == 0 and recorded else (),
             )
         )
     return samples
+
+
+def _shown(spec: ColumnSpec, values: Any, in_loss: Sequence[int]) -> float | None:
+    """A column in one number, as its declaration says."""
+    if spec.per == "sequence":
+        return float(np.asarray(values, np.float64).mean())
+    rows: np.ndarray = np.asarray(values, np.float64)[np.asarray(in_loss, bool)]
+    rows = rows[~np.isnan(rows)]
+    if not rows.size:
+        return None
+    return float(rows.sum() if spec.show == "sum" else rows.mean())
 
 
 def timed_events(folder: Path) -> Iterator[tuple[float, Event]]:
@@ -371,7 +376,7 @@ def show_episode(folder: Path, episode_id: int) -> list[str]:
         return lines
     try:
         with PayloadReader(folder) as reader:
-            read_columns(reader, history.accepted)
+            read_table(reader, history.accepted)
     except LedgerError as error:
         lines.append(f"the trajectories cannot be read: {error}")
     return lines

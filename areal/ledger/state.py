@@ -42,7 +42,7 @@ class TokenCounts(NamedTuple):
 
 
 def counts_of_event(event: dict[str, Any]) -> TokenCounts:
-    """The counts of an `accepted` event that has them."""
+    """The counts of an `accepted` event."""
     by_version = tuple((version, num_tokens, num_trained) for version, num_tokens, num_trained in event["by_version"])
     return TokenCounts(
         event["trajectories"], event["sessions"], event["finished"], event["longest"], event["reward"], by_version
@@ -83,6 +83,8 @@ Event = dict[str, Any]
 RUNNING, WAITING, REJECTED, FAILED, BATCHED, CONSUMED = range(6)
 STATE_NAMES = ("running", "waiting", "rejected", "failed", "batched", "consumed")
 
+FORMAT = 2
+"""Of the events and payloads of a ledger, in each `started` event."""
 IDENTITY = ("seed", "batch_size", "num_rows", "rows_per_epoch", "shuffle")
 """The settings that decide the row of admission k. A ledger may only be continued with the same values."""
 
@@ -106,8 +108,7 @@ class AcceptedEpisode(NamedTuple):
     num_tokens: int
     stats: dict[str, float]
     """Statistics of the workflow."""
-    counts: TokenCounts | None
-    """None: the event is from a version of areal that did not record them."""
+    counts: TokenCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +279,12 @@ class LedgerState:
         del self.running[episode_id]
 
     def _started(self, event: Event) -> None:
+        if event.get("format") != FORMAT:
+            raise LedgerError(
+                f"the ledger has format {event.get('format', 1)}, this version of areal reads and writes {FORMAT}: "
+                "continue the run with the version that started it, or choose a new trial_name",
+                code="ledger.old_format",
+            )
         identity = {name: event[name] for name in IDENTITY}
         if self.identity is not None and identity != self.identity:
             changed = ", ".join(
@@ -338,7 +345,7 @@ class LedgerState:
             event["min_version"],
             event["tokens"],
             event["stats"],
-            counts_of_event(event) if "by_version" in event else None,
+            counts_of_event(event),
         )
 
     def _rejected(self, event: Event) -> None:

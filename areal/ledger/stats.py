@@ -9,7 +9,7 @@ import numpy as np
 
 from areal.api.errors import LedgerError
 from areal.ledger.event_files import PayloadReader, Progress, open_reader
-from areal.ledger.payload import read_columns
+from areal.ledger.payload import read_table
 from areal.ledger.state import Event
 
 BAR_WIDTH = 40
@@ -223,7 +223,7 @@ class _Reading:
         stats.interruptions.counts[event["interruptions"]] += 1
         self._ended(event["id"])
         try:
-            columns = read_columns(self.payloads, event)
+            columns = read_table(self.payloads, event)
         except LedgerError:
             stats.unreadable.append(event["id"])
             return

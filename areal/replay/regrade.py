@@ -17,8 +17,9 @@ import numpy as np
 from areal.agent.images import DialogueImages
 from areal.agent.transcript import Cut, rows_of_tree, tree_of_rows, with_images
 from areal.api.batch import BatchShare
+from areal.api.columns import ColumnSpec, Runs
 from areal.api.config import PPOConfig
-from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.data import REWARD_PART, TURN_REWARDS, TURNS, Trajectory, TrajectoryGroup, reward_columns
 from areal.api.errors import InputError
 from areal.api.images import ImageRef, VisionLayout, collapsed
 from areal.data.dataset import load_rows
@@ -157,10 +158,10 @@ def messages_of(group: TrajectoryGroup) -> list[Any]:
 
 def last_answer(rows: Sequence[Trajectory]) -> tuple[list[int], Sequence[ImageRef], list[int]]:
     """-> (the tokens before the last answer of a session, the images of their row, the tokens of the answer)"""
-    number = max((max(row.turns, default=-1) for row in rows), default=-1)
+    number = max((max(row.columns.get(TURNS, ()), default=-1) for row in rows), default=-1)
     found: list[tuple[int, Trajectory]] = []
     for row in rows:
-        turns = row.turns or [number] * len(row.token_ids)
+        turns = row.columns.get(TURNS) or [number] * len(row.token_ids)
         facts = enumerate(zip(row.loss_mask, turns, strict=True))
         found += [(place, row) for place, (flag, turn) in facts if flag and turn == number]
     places = sorted(found, key=lambda one: one[0])
@@ -186,12 +187,17 @@ def _regraded(
     for number, rows in enumerate(_sessions(group.trajectories)):
         score = None if scores is None else scores[number]
         if score is not None:
-            rows = [replace(row, reward=score.reward, reward_parts=score.parts) for row in rows]
+            rows = [replace(row, reward=score.reward, columns=_with_parts(row, score.parts)) for row in rows]
         if rows[0].session >= 0:
             own = None if images is None else DialogueImages(images)
             rows = _session(rows, before, config, own, is_scored=score is not None)
         made += rows
     return replace(group, trajectories=made)
+
+
+def _with_parts(row: Trajectory, parts: Mapping[str, float]) -> dict[ColumnSpec, Any]:
+    others = {spec: values for spec, values in row.columns.items() if not spec.name.startswith(REWARD_PART)}
+    return {**others, **reward_columns(parts)}
 
 
 def _session(
@@ -200,9 +206,14 @@ def _session(
     if images is not None:
         rows = [replace(row, token_ids=images.of_prompt(row.token_ids, row.images)) for row in rows]
     returns = {
-        turn: value
+        turn: row.reward if value != value else value
         for row in rows
-        for turn, value, flag in zip(row.turns, row.turn_rewards, row.loss_mask, strict=True)
+        for turn, value, flag in zip(
+            row.columns[TURNS],
+            row.columns.get(TURN_REWARDS, Runs.of(row.reward, len(row.token_ids))),
+            row.loss_mask,
+            strict=True,
+        )
         if flag
     }
     turns, old, new = sorted(returns), before.agent.turn_discount, config.agent.turn_discount
@@ -214,8 +225,9 @@ def _session(
     for turn in reversed(turns):
         value = own[turn] + new * value
         values[str(turn)] = value
+    kept = {spec: value for spec, value in rows[0].columns.items() if spec.per == "sequence"}
     return [
-        replace(with_images(row, images), baseline=rows[0].baseline)
+        replace(with_images(row, images), columns={**kept, **row.columns})
         for row in rows_of_tree(
             tree_of_rows(rows),
             {str(turn): turn for turn in turns},
@@ -224,6 +236,5 @@ def _session(
             finished=rows[0].finished,
             session=rows[0].session,
             turn_rewards=values,
-            reward_parts=rows[0].reward_parts,
         )
     ]

@@ -13,7 +13,7 @@ import orjson
 from areal.api.batch import BatchShare
 from areal.api.errors import LedgerError, RequestError
 from areal.ledger.event_files import PayloadReader
-from areal.ledger.payload import check_payload, read_head
+from areal.ledger.payload import check_payload, column_of, declaration, read_head
 from areal.ledger.state import BatchRecord
 from areal.rollout.train_batches import SharePart, build_share, share_parts
 
@@ -43,7 +43,7 @@ def encode_head(record: BatchRecord, part: SharePart | None = None) -> bytes:
         "ids": record.episode_ids,
         "payloads": record.payloads,
         "stats": record.stats,
-        "part": part,
+        "part": part and [part.indices, [declaration(column) for column in part.columns]],
     }
     head = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
     return _SIZE.pack(len(head)) + head
@@ -63,7 +63,10 @@ def decode_head(answer: bytes) -> tuple[BatchHead, int]:
             payloads=tuple((segment, offset, size) for segment, offset, size in head["payloads"]),
             stats=head["stats"],
         )
-        return BatchHead(record, SharePart(**head["part"]) if head["part"] is not None else None), end
+        if head["part"] is None:
+            return BatchHead(record, None), end
+        indices, columns = head["part"]
+        return BatchHead(record, SharePart(indices, tuple(map(column_of, columns)))), end
     except (struct.error, ValueError, KeyError, TypeError) as error:
         message = f"these {len(answer)} bytes are not a batch: {error}"
         raise RequestError(message, code="rollout.not_a_share") from error

@@ -17,22 +17,11 @@ from operator import mul
 import numpy as np
 
 from areal.api.batch import BatchShare
+from areal.api.table import StoredColumn, joined, union
 from areal.data.balance import Partition, balanced_parts
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import (
-    PayloadHead,
-    SessionColumns,
-    join_columns,
-    join_experts,
-    join_images,
-    join_sessions,
-    payload_head,
-    payload_sizes,
-    reward_parts,
-    temperatures,
-    to_columns,
-)
-from areal.ledger.state import REJECTED, WAITING, AcceptedEpisode, BatchRecord, TokenCounts, count_by_version
+from areal.ledger.payload import PayloadHead, payload_head, table_of
+from areal.ledger.state import REJECTED, WAITING, AcceptedEpisode, BatchRecord, TokenCounts
 from areal.rollout.executor import ProducerStats
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -50,10 +39,8 @@ class SharePart:
 
     indices: list[int]
     """Positions in the batch, ascending."""
-    reward_names: list[str]
-    """Reward functions that scored any episode of the whole batch."""
-    has_sessions: bool = False
-    """Whether any episode of the whole batch has sessions of several trajectories."""
+    columns: tuple[StoredColumn, ...] = ()
+    """Of any episode of the whole batch."""
 
 
 def share_parts(heads: Sequence[PayloadHead], dp_size: int) -> list[SharePart]:
@@ -62,28 +49,9 @@ def share_parts(heads: Sequence[PayloadHead], dp_size: int) -> list[SharePart]:
 
 
 def as_shares(heads: Sequence[PayloadHead], parts: Sequence[list[int]]) -> list[SharePart]:
-    """The parts of a batch as shares."""
-    names = sorted({name for head in heads for name in head.reward_names})
-    has_sessions = any(head.has_sessions for head in heads)
-    return [SharePart(part, names, has_sessions) for part in parts]
-
-
-def _with_sessions(share: BatchShare, episodes: Sequence[SessionColumns]) -> BatchShare:
-    """A share with the sessions of its episodes, numbered from 0."""
-    numbers: dict[tuple[int, int, int], int] = {}
-    ids: list[int] = []
-    for episode, columns in enumerate(episodes):
-        for row, session in enumerate(columns.sessions.tolist()):
-            key = (episode, session, -1 if session >= 0 else row)
-            ids.append(numbers.setdefault(key, len(numbers)))
-    turns = [columns.turns for columns in episodes] or [np.zeros(0, np.int32)]
-    rewards = [columns.turn_rewards for columns in episodes] or [np.zeros(0, np.float32)]
-    return replace(
-        share,
-        sessions=np.array(ids, np.int32),
-        turns=np.concatenate(turns, dtype=np.int32),
-        turn_rewards=np.concatenate(rewards, dtype=np.float32),
-    )
+    """The parts of a batch as shares. Raises LedgerError when episodes have one column in two forms."""
+    columns = union([head.columns for head in heads])
+    return [SharePart(part, columns) for part in parts]
 
 
 def build_share(
@@ -95,33 +63,14 @@ def build_share(
     mask_before: int,
     stats: dict[str, float] | None = None,
 ) -> BatchShare:
-    """The share of one rank, of the payloads of its episodes."""
-    columns = join_columns(payloads)
-    versions = np.frombuffer(columns["output_versions"], dtype="<i4")
-    loss_mask = np.frombuffer(columns["loss_mask"], dtype=np.uint8)
+    """The share of one rank, of the payloads of its episodes, which are checked."""
+    tables = [table_of(payload) for payload in payloads]
+    table = joined(tables, part.columns)
     if mask_before > 0:
-        loss_mask = loss_mask * (versions >= mask_before)
-    sizes = [payload_sizes(payload)[0] for payload in payloads]
-    share = BatchShare(
-        step=step,
-        version=version,
-        token_ids=np.frombuffer(columns["token_ids"], dtype="<i4"),
-        lengths=np.frombuffer(columns["lengths"], dtype="<i4"),
-        loss_mask=loss_mask,
-        rollout_logprobs=np.frombuffer(columns["rollout_logprobs"], dtype="<f4"),
-        output_versions=versions,
-        rewards=np.frombuffer(columns["rewards"], dtype="<f4"),
-        group_index=np.repeat(np.array(part.indices, dtype="<i4"), sizes),
-        finished=np.frombuffer(columns["finished"], dtype=np.uint8),
-        baselines=np.frombuffer(columns["baselines"], dtype="<f4"),
-        reward_parts=reward_parts(payloads, part.reward_names),
-        reward_names=part.reward_names,
-        temperatures=temperatures(payloads),
-        routed_experts=join_experts(payloads),
-        images=join_images(payloads),
-        stats=stats or {},
-    )
-    return _with_sessions(share, join_sessions(payloads)) if part.has_sessions else share
+        table = replace(table, loss_mask=table.loss_mask * (table.output_versions >= mask_before))
+    sizes = [len(each.lengths) for each in tables]
+    group_index = np.repeat(np.array(part.indices, dtype="<i4"), sizes)
+    return BatchShare(step=step, version=version, table=table, group_index=group_index, stats=stats or {})
 
 
 def token_stats(
@@ -393,7 +342,7 @@ class TrainBatches:
         waiting = self._ledger.state.waiting
         episodes = [waiting[episode_id] for episode_id in ids if episode_id in waiting]
         if len(episodes) == len(ids):
-            sums.add(episodes, [episode.counts or self._counts_of(episode) for episode in episodes])
+            sums.add(episodes, [episode.counts for episode in episodes])
         return len(episodes) == len(ids)
 
     def _record(self, step: int, ids: list[int], sums: BatchSums) -> None:
@@ -409,15 +358,3 @@ class TrainBatches:
         composed = self._wanted.pop(step)
         if not composed.done():
             composed.set_result(None)
-
-    def _counts_of(self, episode: AcceptedEpisode) -> TokenCounts:
-        """The counts of an episode of a version of areal that recorded neither counts nor sessions."""
-        columns = to_columns(episode.episode_id, self._ledger.payload(episode.episode_id, episode.payload))
-        return TokenCounts(
-            len(columns.lengths),
-            len(columns.lengths),
-            int(columns.finished.sum()),
-            int(columns.lengths.max()),
-            float(columns.rewards.mean(dtype=np.float64)),
-            count_by_version(columns.output_versions, columns.loss_mask),
-        )

@@ -47,6 +47,7 @@ from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.config.algorithm import AdvantageRecipe, GdpoOptions
 from areal.api.config.policy_losses import loss_facts
+from areal.api.data import BASELINE, TURN_REWARDS, reward_parts
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
@@ -157,9 +158,10 @@ def _with_advantages(
         rewards, factors = (withhold_unfinished(one, batch.finished) for one in (rewards, factors))
     kl = kl_penalty(batch, config) if kl_coef else None
     per_token = token_rewards(rewards, mask, sequence_index, kl=kl, kl_coef=kl_coef)
-    if batch.turn_rewards is not None:
+    if (turn_rewards := batch.columns.get(TURN_REWARDS)) is not None:
+        turn_rewards = torch.where(turn_rewards.isnan(), batch.rewards[sequence_index], turn_rewards)
         factors = config.reward_scaling * factors
-        per_token = per_token + turn_token_rewards(batch.turn_rewards, batch.rewards, factors, mask, sequence_index)
+        per_token = per_token + turn_token_rewards(turn_rewards, batch.rewards, factors, mask, sequence_index)
     estimate = partial(
         generalised_advantages,
         per_token,
@@ -211,8 +213,7 @@ def _answers(batch: TrainBatch, rewards: Tensor, per_token: Tensor, *, reduce: R
         finished=batch.finished,
         logprobs=batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs,
         values=batch.values,
-        reward_parts=batch.reward_parts,
-        reward_names=batch.reward_names,
+        columns=batch.columns,
         reduce=reduce,
     )
 
@@ -236,7 +237,7 @@ def centred(
         case "decoupled":
             rewards = _decoupled(batch, config)
         case "greedy":
-            rewards = rewards - _shape(required(batch.baselines, "baselines"), config)
+            rewards = rewards - _shape(batch.column(BASELINE), config)
         case "none":
             pass
     factors = torch.ones_like(rewards)
@@ -252,18 +253,17 @@ def _decoupled(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     function records no separate scores: its rewards are that function's.
     """
     own = cast("GdpoOptions", config.adv_estimator).weights
-    parts, names = batch.reward_parts, batch.reward_names
-    is_function = ["/" not in name for name in names]  # name/key: a further result of a function
-    if not any(is_function) and not own:
-        parts, names, is_function = batch.rewards.unsqueeze(1), ("reward",), [True]
-    if parts is None or (own and not own.keys() & set(names)):
+    parts: dict[str, Tensor] = reward_parts(batch.columns)
+    if not any("/" not in name for name in parts) and not own:  # name/key: a further result of one
+        parts = {"reward": batch.rewards}
+    if own and not own.keys() & parts.keys():
         raise InputError(
             f"actor.adv_estimator.weights names {', '.join(own)}, but the train batch has scores of "
-            f"{', '.join(names) or 'no function'}: use the names of reward functions in the metrics",
+            f"{', '.join(parts) or 'no function'}: use the names of reward functions in the metrics",
             code="algorithm.no_reward_parts",
         )
-    weights = [own.get(name, 0.0) for name in names] if own else is_function
-    return decoupled_rewards(parts, weights, batch.group_ids)
+    weights = [own.get(name, 0.0) if own else float("/" not in name) for name in parts]
+    return decoupled_rewards(torch.stack([*parts.values()], 1), weights, batch.group_ids)
 
 
 def _shape(rewards: Tensor, config: PPOActorConfig) -> Tensor:
@@ -454,7 +454,7 @@ class PPOActor:
     def _require_finite(self, batch: TrainBatch) -> None:
         """Raise on every rank when any rank has a number that is not finite, so that no rank waits for another."""
         of_tokens = ("rollout_logprobs", "prox_logprobs", "ref_logprobs", "ref_full_kl", "teacher_logprobs", "values")
-        names = ["rewards", "baselines", *of_tokens]
+        names = ["rewards", BASELINE.name, *of_tokens]
         bad = [(~batch.rewards.isfinite()).sum(), _num_without_baseline(batch, self._config)]
         for name in of_tokens:
             values: Tensor | None = getattr(batch, name)
@@ -507,6 +507,6 @@ def _num_without_baseline(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     """Answers whose prompt has no greedy answer, where the estimator compares with it."""
     if config.recipe.baseline != "greedy":
         return torch.zeros((), dtype=torch.int64)
-    if batch.baselines is None:
+    if BASELINE not in batch.columns:
         return torch.tensor(batch.num_sequences)
-    return (~batch.baselines.isfinite()).sum()
+    return (~batch.columns[BASELINE].isfinite()).sum()

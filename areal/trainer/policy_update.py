@@ -165,6 +165,7 @@ class PolicyUpdate:
             mask=batch.in_ratio,
             sequence_index=batch.sequence_index,
             num_sequences=batch.num_sequences,
+            columns=batch.columns,
             chosen=batch.chosen_tokens,
         )
         losses, stats = self._policy_loss(tokens, behaviour_weights(batch, self._config))

@@ -10,7 +10,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from typing import Protocol, TypeVar
@@ -25,11 +24,12 @@ from areal.algorithm.kl import kl_estimate, sequence_kl
 from areal.algorithm.policy_loss import log_ratio
 from areal.api.batch import BatchShare, TokenOutputs, TrainBatch, required
 from areal.api.config import EvaluatorConfig, PPOConfig, StatsLoggerConfig
-from areal.api.data import ProbeScore, ProbeTokens, StepInfo
+from areal.api.data import REWARD_PART, TEMPERATURES, ProbeScore, ProbeTokens, StepInfo, reward_parts
 from areal.api.engine import AdapterSource, Ranks, TrainEngine, WeightChannel, WeightSource
 from areal.api.errors import InputError
 from areal.api.images import ImageRef
 from areal.api.metrics import Metric, Metrics, merge_metrics
+from areal.api.table import images_of
 from areal.data.pack import rows_to_train_batch, to_train_batch
 from areal.data.sessions import by_session
 from areal.data.tokenizer import Tokenizer, load_tokenizer
@@ -147,28 +147,32 @@ class SampleTables:
 
 def sample_rows(share: BatchShare, tokenizer: Tokenizer, count: int) -> list[SampleRow]:
     """At most `count` trajectories of a share, from the highest reward to the lowest, evenly over the ranks between."""
-    order = np.argsort(-share.rewards, kind="stable")
+    table, images = share.table, images_of(share.table)
+    order = np.argsort(-table.rewards, kind="stable")
     places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
-    ends = np.cumsum(share.lengths)
-    return [_row(share, int(index), int(ends[index]), tokenizer) for index in order[places]]
+    ends = np.cumsum(table.lengths)
+    return [_row(share, int(index), int(ends[index]), images, tokenizer) for index in order[places]]
 
 
-def _row(share: BatchShare, index: int, end: int, tokenizer: Tokenizer) -> SampleRow:
-    tokens = slice(end - int(share.lengths[index]), end)
-    token_ids, versions = share.token_ids[tokens].tolist(), share.output_versions[tokens]
+def _row(
+    share: BatchShare, index: int, end: int, images: Sequence[Sequence[ImageRef]], tokenizer: Tokenizer
+) -> SampleRow:
+    table = share.table
+    tokens = slice(end - int(table.lengths[index]), end)
+    token_ids, versions = table.token_ids[tokens].tolist(), table.output_versions[tokens]
     made = np.flatnonzero(versions >= 0)
     num_prompt = int(made[0]) if len(made) else len(token_ids)
-    scores = share.reward_parts[index].tolist() if share.reward_names else []
+    of_row = {spec: float(values[index]) for spec, values in table.columns.items() if spec.name.startswith(REWARD_PART)}
     return SampleRow(
         group=int(share.group_index[index]),
-        reward=float(share.rewards[index]),
-        reward_parts={name: score for name, score in zip(share.reward_names, scores, strict=True) if score == score},
+        reward=float(table.rewards[index]),
+        reward_parts=reward_parts(of_row),
         prompt=tokenizer.decode(token_ids[:num_prompt]),
         answer=tokenizer.decode(token_ids[num_prompt:]),
         num_generated=len(made),
         versions=[int(versions[made].min()), int(versions[made].max())] if len(made) else [],
-        stop_reason="stop" if share.finished[index] else "length",
-        images=[image.sha256 for image in share.images[index]] if share.images else [],
+        stop_reason="stop" if table.finished[index] else "length",
+        images=[image.sha256 for image in images[index]] if images else [],
     )
 
 
@@ -252,7 +256,7 @@ class ComparedChannel:
         """The log-probability of each token of the answer at temperature 1; a collective."""
         first, row = len(tokens.prompt_ids), [*tokens.prompt_ids, *tokens.answer_ids]
         mask = [0] * first + [1] * (len(row) - first)
-        batch = replace(rows_to_train_batch([row], [mask], [tokens.images]), temperatures=torch.ones(len(row)))
+        batch = rows_to_train_batch([row], [mask], [tokens.images]).with_column(TEMPERATURES, torch.ones(len(row)))
         # Position t has the log-probability of token t + 1.
         logprobs = required(self._engine.forward(batch).logprobs, "logprobs")[first - 1 : len(row) - 1]
         return [value if math.isfinite(value) else _NOT_FINITE for value in logprobs.double().tolist()]
@@ -382,7 +386,7 @@ def _share_metrics(share: BatchShare, began_s: float) -> Metrics:
     """The controller's statistics of the whole batch, and this rank's part of the throughput."""
     seconds = max(time.monotonic() - began_s, 1e-9)
     metrics = {f"rollout/{name}": Metric(value) for name, value in share.stats.items()}
-    metrics["trained_tokens_per_s"] = Metric(len(share.token_ids) / seconds, 1.0, "sum")
+    metrics["trained_tokens_per_s"] = Metric(len(share.table.token_ids) / seconds, 1.0, "sum")
     metrics["seconds/step"] = Metric(seconds)
     return metrics
 

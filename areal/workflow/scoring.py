@@ -12,15 +12,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from areal.api.columns import Packed, Runs, to_array, to_runs, total
+from areal.api.columns import ColumnSpec, Packed, Runs, to_array, to_runs, total
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.config.rollout import CODE_STARTS_S, CODE_TESTS_S
-from areal.api.data import GenerationRequest, GenerationResponse, Trajectory
+from areal.api.data import (
+    BASELINE,
+    TEMPERATURES,
+    GenerationRequest,
+    GenerationResponse,
+    Trajectory,
+    reward_columns,
+)
 from areal.api.errors import InputError, RewardError
 from areal.api.gather import gather_or_cancel
 from areal.api.images import ImageRef
 from areal.api.registry import FunctionRef, registered
-from areal.api.routed_experts import RoutedExperts
+from areal.api.routed_experts import ROUTED_EXPERTS, RoutedExperts
 from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.images import PromptImages
@@ -109,7 +116,13 @@ def single_turn_rows(
         key = versions.values, versions.ends
         if key not in shared:
             shared[key] = Runs(((0, size), (1, count))), Runs(((-1, size), *versions.runs))
-        experts, temperature = response.routed_experts, response.temperature
+        columns: dict[ColumnSpec, Any] = {} if reward_parts is None else {**reward_columns(reward_parts[number])}
+        if baseline is not None:
+            columns[BASELINE] = baseline
+        if response.temperature is not None:
+            columns[TEMPERATURES] = Runs(((math.nan, size), (response.temperature, count)))
+        if response.routed_experts is not None:
+            columns[ROUTED_EXPERTS] = _with_last(response.routed_experts).array
         rows.append(
             Trajectory(
                 token_ids=Packed(prompt + to_array("i", response.output_ids)),
@@ -118,11 +131,8 @@ def single_turn_rows(
                 output_versions=shared[key][1],
                 reward=reward,
                 finished=response.stop_reason == "stop",
-                reward_parts={} if reward_parts is None else reward_parts[number],
-                baseline=baseline,
-                temperatures=[] if temperature is None else Runs(((math.nan, size), (temperature, count))),
-                routed_experts=None if experts is None else _with_last(experts),
                 images=images,
+                columns=columns,
             )
         )
     return rows

@@ -67,7 +67,9 @@ class Outside:
         update = WeightUpdate(version=step + 1, kind="disk", path=f"v{step + 1}")
         await self.controller.weights.publish(update, timeout_s=60.0)
         await self.controller.consumed(step, step + 1)
-        return self.state.batches[step].episode_ids[0], set(share.output_versions[share.loss_mask == 1].tolist())
+        return self.state.batches[step].episode_ids[0], set(
+            share.table.output_versions[share.table.loss_mask == 1].tolist()
+        )
 
 
 @pytest_asyncio.fixture

@@ -16,7 +16,7 @@ from areal.agent import session
 from areal.api.alarm_rules import ALARM_RULES
 from areal.api.columns import packed_ids
 from areal.api.config import AgentConfig, GenerationHyperparameters
-from areal.api.data import GenerationResponse
+from areal.api.data import TURN_REWARDS, TURNS, GenerationResponse
 from areal.api.errors import RewardError, ServerUnavailable
 from areal.data.chat import EncodedPrompt
 from areal.observe.spans import span, tracing, track
@@ -117,7 +117,8 @@ async def test_the_rewards_and_metrics_of_an_episode(play, name) -> None:
 
 async def test_a_reward_of_a_tool_call_belongs_to_its_turn_and_is_discounted_for_earlier_ones(play) -> None:
     (row,) = (await play("rewards_each_call", CALL, n_samples=1, turn_discount=0.5)).trajectories
-    values = {turn: value for turn, value in zip(row.turns, row.turn_rewards, strict=True) if turn >= 0}
+    pairs = zip(row.columns[TURNS], row.columns[TURN_REWARDS], strict=True)
+    values = {turn: value for turn, value in pairs if turn >= 0}
     assert values == {0: 0.5 + 0.5 * (0.5 + 1.0), 1: 0.5 + 1.0}, "the reward of the session belongs to its last turn"
     assert row.reward == 2.0
 

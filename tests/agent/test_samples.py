@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from areal.agent.transcript import Cut, Transcript, rows_of_tree, trajectories, tree_of_rows
 from areal.agent.turns import TurnRequest
+from areal.api.data import TURN_REWARDS, TURNS
+from areal.api.routed_experts import ROUTED_EXPERTS
 from areal.rollout.executor import check_trajectory
 from tests.agent.char_bridge import CharBridge, answer, messages_of, request_of, response_of, text_of
 
@@ -18,10 +20,15 @@ def trained(rows):
     found = []
     for row in rows:
         check_trajectory(row)
-        rewards = row.turn_rewards or [row.reward] * len(row.token_ids)
+        rewards = row.columns.get(TURN_REWARDS) or [row.reward] * len(row.token_ids)
         for place, flag in enumerate(row.loss_mask):
             if flag:
-                facts = (row.rollout_logprobs[place], row.output_versions[place], row.turns[place], rewards[place])
+                facts = (
+                    row.rollout_logprobs[place],
+                    row.output_versions[place],
+                    row.columns[TURNS][place],
+                    rewards[place],
+                )
                 found.append((tuple(row.token_ids[: place + 1]), *facts))
     return sorted(found)
 
@@ -93,7 +100,7 @@ class TestRows:
         rows = trajectories(transcript, cut="per_turn", reward=1.0, session=0)
         assert [text_of(row.token_ids) for row in rows] == ["<uhi><aa>", "<uhi><aa><t3><ab>"]
         assert [sum(row.loss_mask) for row in rows] == [2, 2]
-        assert [max(row.turns) for row in rows] == [0, 1]
+        assert [max(row.columns[TURNS]) for row in rows] == [0, 1]
 
     @pytest.mark.parametrize("cut", CUTS)
     def test_all_rows_are_finished_as_the_last_answer_is(self, cut):
@@ -109,9 +116,9 @@ class TestRows:
 
     def test_turn_rewards_are_recorded_only_when_they_differ(self):
         rows = trajectories(forked(), cut="tree", reward=1.0, session=0, turn_rewards={"1": 1.0, "2": 1.0})
-        assert all(row.turn_rewards == [] for row in rows)
+        assert all(TURN_REWARDS not in row.columns for row in rows)
         first, second = trajectories(forked(), cut="tree", reward=1.0, session=0, turn_rewards={"1": 2.0})
-        assert (set(first.turn_rewards), set(second.turn_rewards)) == ({1.0, 2.0}, {1.0})
+        assert (set(first.columns[TURN_REWARDS]), set(second.columns[TURN_REWARDS])) == ({1.0, 2.0}, {1.0})
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,7 +126,7 @@ class TestRows:
 def test_routed_experts_are_those_of_the_answer_that_a_token_is_part_of(transcript, cut):
     is_overwritten = any(turn.is_overwritten for turn in transcript.turns.values())
     for row in trajectories(transcript, cut=cut, reward=1.0, session=0):
-        found = list(struct.iter_unpack("<2h", row.routed_experts.data))
+        found = list(struct.iter_unpack("<2h", row.columns[ROUTED_EXPERTS].tobytes()))
         assert len(found) == len(row.token_ids)
         for place, (token, version) in enumerate(found):
             assert token in (row.token_ids[place], -1)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.columns import ColumnSpec
+from areal.api.data import TURN_REWARDS, TURNS, Trajectory, TrajectoryGroup, reward_columns, reward_part
 from areal.api.images import ImageRef
 from areal.cli.main import run_command
 from areal.cli.show import sample_lines
@@ -40,7 +41,7 @@ def answered(completion, *, version=0, reward=None, logprob=-0.5, **parts):
         rollout_logprobs=[0.0] * len(PROMPT) + [logprob] * size,
         output_versions=[-1] * len(PROMPT) + [version] * size,
         reward=wrong_reward(completion, "5") if reward is None else reward,
-        reward_parts=parts,
+        columns=reward_columns(parts),
         finished=version == 0,
     )
 
@@ -218,11 +219,14 @@ def agent_run(run):
         rollout_logprobs=[-0.5] * 6,
         output_versions=[-1, 0, 0, 0, -1, 0],
         reward=1.25,
-        reward_parts={"form": 0.5},
         finished=True,
         session=0,
-        turns=[-1, 0, 0, 0, -1, 1],
-        turn_rewards=[0.0, 1.25, 1.25, 1.25, 0.0, 1.0],
+        columns={
+            reward_part("form"): 0.5,
+            TURNS: [-1, 0, 0, 0, -1, 1],
+            TURN_REWARDS: [0.0, 1.25, 1.25, 1.25, 0.0, 1.0],
+            ColumnSpec("hint"): [9.0, 1.0, 2.0, 3.0, 9.0, 4.0],
+        },
     )
     failed = recorded(session="s1", status="error", message="LookupError: no page (agent.py:3)", reward=None)
     sessions = [recorded(turns=turns, messages=messages, **facts), failed]
@@ -247,6 +251,7 @@ def test_the_session_of_an_agent_has_its_turns_calls_results_and_what_happened(a
     assert [sample["session"][name] for name in names] == [5, 1, 2, 3, {"agent.turn_budget": 4}]
     assert [one["session"] for one in sample["without_reward"]] == ["s1"]
     assert sample["reward_parts"] == {"form": 0.5}
+    assert sample["values"] == {"hint": 2.5}
 
 
 def test_the_text_of_a_session_names_turns_calls_budget_stops_and_failed_sessions(agent_run, printed):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from areal.api.batch import BatchShare
 from areal.cli import watch as watch_facts
 from areal.cli.main import run_command
 from areal.cli.watch import Watched, view
@@ -21,6 +20,7 @@ from areal.system.run_paths import RunPaths
 from areal.trainer.ppo_loop import sample_rows
 from tests.cli.test_command import QUICKSTART
 from tests.expect import raises_code
+from tests.shares import make_share
 from tests.trainer.test_sample_table import Letters
 
 BEAT = Beat(pid=1, beats=1, doing="work", for_s=0.0, step=None, node="node-b")
@@ -98,7 +98,7 @@ def test_the_picture_fits_the_terminal_and_has_no_control_characters(run, width)
 def test_a_dialogue_is_shown_with_what_was_inserted_and_its_last_answer(run):
     dialogue = "ask(57)" + "<|tool|>a result with \x1b[2J<|assistant|>" + "ok 57"
     text, versions = "Stock?" + dialogue, [-1] * len("Stock?") + [3] * 7 + [-1] * (len(dialogue) - 12) + [4] * 5
-    share = BatchShare(
+    share = make_share(
         step=5,
         version=4,
         token_ids=np.array([ord(letter) for letter in text], np.int32),
@@ -109,7 +109,6 @@ def test_a_dialogue_is_shown_with_what_was_inserted_and_its_last_answer(run):
         rewards=np.ones(1, np.float32),
         group_index=np.zeros(1, np.int32),
         finished=np.ones(1, np.uint8),
-        baselines=np.full(1, np.nan, np.float32),
     )
     tracker = JsonlTracker(run.metrics, first_step=5)
     tracker.log_samples(5, sample_rows(share, Letters(), 1))

@@ -42,6 +42,7 @@ from areal.api.allocation import ParallelDims
 from areal.api.batch import TrainBatch
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
 from areal.api.config.train import LoRAConfig
+from areal.api.routed_experts import ROUTED_EXPERTS
 from areal.data.balance import balanced_parts
 from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
@@ -245,7 +246,7 @@ def with_choices(batch: TrainBatch, num_layers: int, *, has_gaps: bool) -> Train
     chosen = torch.cat([first, first + 1], 2)
     if has_gaps:
         chosen[::3] = -1
-    return replace(batch, routed_experts=chosen)
+    return batch.with_column(ROUTED_EXPERTS, chosen)
 
 
 def outputs_of(engine, case: str, share=lambda batch: batch) -> dict[str, torch.Tensor]:

@@ -1,13 +1,12 @@
 """Routers: recorded choices, the load-balance loss against transformers, the bias of experts, metrics."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from areal.api.batch import LossOutput
+from areal.api.routed_experts import ROUTED_EXPERTS
 from areal.engine.routing import find_rule
 from tests.expect import raises_code
 from tests.weights.test_stored_form import SIZES
@@ -84,7 +83,7 @@ def test_recorded_choices_are_replayed(cases, models, tmp_path, model, is_checkp
     recorded, own = choices_of(first, batch), choices_of(second, batch)
     assert not torch.equal(recorded.sort(-1).values, own.sort(-1).values)
     expected = cases.make_engine(paths[0]).forward(batch).logprobs
-    replayed = replace(batch, routed_experts=recorded)
+    replayed = batch.with_column(ROUTED_EXPERTS, recorded)
     options = {"gradient_checkpointing": is_checkpointed}
     engine = cases.make_engine(paths[1], router_replay=True, **options)
     assert (engine.forward(batch).logprobs - expected).abs().max() > 1e-3
@@ -104,10 +103,10 @@ def test_tokens_without_a_record_get_the_routers_own_choice(cases, models):
     batch, engine = cases.make_batch(), cases.make_engine(models / "qwen3_moe", router_replay=True)
     plain = engine.forward(batch).logprobs
     unknown = torch.full((batch.num_tokens, LAYERS, 2), -1, dtype=torch.int16)
-    assert torch.equal(engine.forward(replace(batch, routed_experts=unknown)).logprobs, plain)
+    assert torch.equal(engine.forward(batch.with_column(ROUTED_EXPERTS, unknown)).logprobs, plain)
     with raises_code("data.routed_experts"):
-        engine.forward(replace(batch, routed_experts=unknown[:, :1]))
-    outside = replace(batch, routed_experts=torch.full((batch.num_tokens, LAYERS, 2), 3, dtype=torch.int16))
+        engine.forward(batch.with_column(ROUTED_EXPERTS, unknown[:, :1]))
+    outside = batch.with_column(ROUTED_EXPERTS, torch.full((batch.num_tokens, LAYERS, 2), 3, dtype=torch.int16))
     with raises_code("data.routed_experts"):
         engine.forward(outside)
 

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import yaml
 
+from areal.api.data import TURN_REWARDS
+from areal.api.data import TURNS as TURN_NUMBERS
 from areal.ledger.event_files import PayloadReader
-from areal.ledger.payload import group_of_payload, read_columns, recorded_sessions, session_columns
+from areal.ledger.payload import group_of_payload, read_table, record_of, recorded_sessions
 from areal.replay.recorded import RecordedRun, read_metrics
 from areal.replay.regrade import RegradedPayloads
 from tests.faults.driver import ROOT, Run
@@ -81,7 +83,7 @@ def check_turns(run: Run) -> None:
         for event in accepted:
             sessions = Counter(turn.partition(".")[0] for turn in event["turns"])
             assert list(sessions.values()) == [TURNS] * SAMPLES, "a turn of an accepted episode is lost"
-            columns = read_columns(payloads, event)
+            columns = read_table(payloads, event)
             assert int(np.sum(columns.loss_mask)) == sum(generated[turn] for turn in event["turns"])
 
 
@@ -91,9 +93,7 @@ def adopted_sessions(run: Run) -> list[Mapping[str, Any]]:
     with PayloadReader(run.folder / "ledger") as payloads:
         for event in raw_events(run.folder / "ledger"):
             if event["event"] == "accepted":
-                columns = session_columns(payloads.read(tuple(event["payload"])))
-                assert columns is not None
-                found += recorded_sessions(columns.record)
+                found += recorded_sessions(record_of(read_table(payloads, event)))
     return found
 
 
@@ -117,7 +117,7 @@ def versions_in_answers(run: Run) -> set[int]:
     with PayloadReader(run.folder / "ledger") as payloads:
         for event in raw_events(run.folder / "ledger"):
             if event["event"] == "accepted":
-                columns = read_columns(payloads, event)
+                columns = read_table(payloads, event)
                 mask = np.concatenate(([0], columns.loss_mask, [0]))
                 edges = np.flatnonzero(np.diff(mask)).reshape(-1, 2).tolist()
                 found |= {len(set(columns.output_versions[low:high].tolist())) for low, high in edges}
@@ -232,13 +232,14 @@ def test_a_run_of_agents_is_trained_again_with_other_rewards_discounts_and_cuts(
     other = replayed(run, "other-reward", f"reward_fn={tmp_path}/grade.py:of_last_answer")
     assert weights(other)[3] != live[3]
     rows = regraded(run, "other-reward")
-    assert all(row.reward == row.turns.count(TURNS - 1) for row in rows)
+    assert all(row.reward == row.columns[TURN_NUMBERS].count(TURNS - 1) for row in rows)
 
     replayed(run, "other-discount", "agent.turn_discount=0.5")
     rows = regraded(run, "other-discount")
     assert any(row.reward for row in rows)
     for row in rows:
-        values = dict(zip(row.turns, row.turn_rewards, strict=True)) if row.turn_rewards else {0: 0.0, 1: 0.0}
+        given = row.columns.get(TURN_REWARDS, [row.reward] * len(row.token_ids))
+        values = dict(zip(row.columns[TURN_NUMBERS], given, strict=True))
         assert (values[0], values[1]) == (0.5 * row.reward, row.reward)
 
     cut = replayed(run, "other-cut", "agent.cut=per_turn")

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from areal.api.table import images_of
 from areal.data.image_files import ImageFiles
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.ledger.audit import audit
 from areal.ledger.event_files import LedgerReader, PayloadReader
-from areal.ledger.payload import images
+from areal.ledger.payload import read_table
 from tests.faults.driver import ROOT, Run
 from tests.faults.kill_in_images.sitecustomize import STAGES
 from tests.faults.ledger_proof import check_episodes, check_steps, check_versions, check_weights, raw_events
@@ -111,8 +112,7 @@ def test_a_kill_at_each_stage_of_the_write_of_an_image_loses_nothing(tmp_path, m
     with PayloadReader(ledger) as reader:
         for event in LedgerReader(ledger).events():
             if event["event"] == "accepted":
-                segment, offset, size = event["payload"]
-                used |= {image.sha256 for row in images(reader.read((segment, offset, size))) for image in row}
+                used |= {image.sha256 for row in images_of(read_table(reader, event)) for image in row}
     assert used
     assert all(files.read(digest) for digest in used)
     assert not list((run.folder / "images").glob("*/.*")), "no incomplete file remains"

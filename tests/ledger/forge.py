@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.data import BASELINE, Trajectory, TrajectoryGroup
 from areal.ledger.event_files import NO_GROUP, GroupEnd, encode_group, events_path, payload_path
 from areal.ledger.payload import encode_episode
-from areal.ledger.state import Event
+from areal.ledger.state import FORMAT, Event
 
 
 class Forge:
@@ -26,7 +26,7 @@ class Forge:
         """The trajectories of episodes that have others than one with two tokens."""
 
     def started(self, **changes: Any) -> None:
-        identity = {"seed": 1, "batch_size": 2, "num_rows": 8, "rows_per_epoch": 8, "shuffle": True}
+        identity = {"format": FORMAT, "seed": 1, "batch_size": 2, "num_rows": 8, "rows_per_epoch": 8, "shuffle": True}
         self.events.append({"event": "started", "at": 1.0, "total_steps": 9} | identity | changes)
 
     def attached(self, step: int, version: int) -> None:
@@ -55,6 +55,10 @@ class Forge:
                 "min_version": version,
                 "max_version": version,
                 "reward": episode.reward,
+                "sessions": episode.counts.num_sessions,
+                "finished": episode.counts.num_finished,
+                "longest": episode.counts.longest,
+                "by_version": [list(entry) for entry in episode.counts.by_version],
                 "stats": {"num_turns": 1.0},
                 "seconds": 0.25,
                 "replicas": ["server-0"],
@@ -70,7 +74,7 @@ class Forge:
             output_versions=[-1, version],
             reward=float(number),
             finished=True,
-            baseline=self.baseline,
+            columns={} if self.baseline is None else {BASELINE: self.baseline},
         )
         return TrajectoryGroup(trajectories=[trajectory])
 

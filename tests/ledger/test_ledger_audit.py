@@ -12,7 +12,7 @@ from areal.data.image_files import ImageFiles
 from areal.ledger.audit import audit
 from areal.ledger.event_files import AppendFile, PayloadReader, events_path
 from areal.ledger.ledger import GroupWriter
-from areal.ledger.payload import encode_episode, read_columns
+from areal.ledger.payload import encode_episode, read_table
 from areal.ledger.state import LedgerState
 
 
@@ -39,7 +39,7 @@ def test_audit_checks_payloads_with_and_without_baselines(forge):
     assert audit(forge.folder).is_clean
     with contextlib.closing(PayloadReader(forge.folder)) as reader:
         accepted = [event for event in forge.events if event["event"] == "accepted"]
-        assert [read_columns(reader, event).finished.tolist() for event in accepted] == [[1]] * 6
+        assert [read_table(reader, event).finished.tolist() for event in accepted] == [[1]] * 6
 
 
 def test_a_ledger_that_starts_after_step_0_is_noted(forge):

@@ -284,6 +284,14 @@ def test_the_state_machine_refuses_invalid_events():
     state = LedgerState()
     state.apply({"event": "admitted", "id": 0, "attempt": 0, "version": 0})
     accepted = {"event": "accepted", "id": 0, "payload": [1, 0, 9], "min_version": 0, "tokens": 3, "stats": {}}
+    accepted |= {
+        "trajectories": 1,
+        "sessions": 1,
+        "finished": 1,
+        "longest": 3,
+        "reward": 0.0,
+        "by_version": [[0, 3, 3]],
+    }
     batched = {"event": "batched", "step": 0, "version": 0, "mask_before": 0, "ids": [0], "stats": {}}
 
     def refuse(event, values, code="broken_rule"):
@@ -299,6 +307,7 @@ def test_the_state_machine_refuses_invalid_events():
     refuse(batched, "episode 0 .* running, not waiting")
     refuse({"event": "consumed", "step": 0, "version": 1}, "step 0 ")
     refuse({"event": "vanished"}, "'vanished'", "unknown_event")
+    refuse({"event": "started", "seed": 1}, "format 1, .* 2", "old_format")
     state.apply(accepted)
     refuse(batched | {"ids": [0, 0]}, r"episodes \[0\]")
     state.apply(batched)

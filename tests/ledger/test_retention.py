@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from areal.api.config import InferenceEngineConfig
-from areal.api.data import TrajectoryGroup
+from areal.api.data import TURNS, TrajectoryGroup
 from areal.api.errors import LedgerError
 from areal.api.images import ImageRef
 from areal.data.image_files import ImageFiles
@@ -112,7 +112,7 @@ async def images(forge):
     for number, name in ((0, "pruned"), (4, "waiting")):
         forge.answers[number] = answer(name)
     forge.answers[3] = TrajectoryGroup(
-        trajectories=[replace(*forge._short_answer(3, 0).trajectories, session=0, turns=[-1, 0])],
+        trajectories=[replace(*forge._short_answer(3, 0).trajectories, session=0, columns={TURNS: [-1, 0]})],
         record=json.dumps({"sessions": [{"messages": [{"content": [{"sha256": refs["session"].sha256}]}]}]}),
     )
     forge.started()

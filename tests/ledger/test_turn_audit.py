@@ -7,8 +7,8 @@ import orjson
 import pytest
 
 from areal.api.data import tokens_checksum
+from areal.api.table import TokenTable
 from areal.ledger.audit import AuditReport, TurnRules
-from areal.ledger.payload import EpisodeColumns
 
 
 def columns(*rows):
@@ -16,7 +16,7 @@ def columns(*rows):
     ids = [token for tokens, _ in rows for token in tokens]
     mask = [one for _, masks in rows for one in masks]
     zeros = np.zeros(len(ids), np.float32)
-    return EpisodeColumns(
+    return TokenTable(
         lengths=np.array([len(tokens) for tokens, _ in rows], np.int32),
         token_ids=np.array(ids, np.int32),
         output_versions=zeros.astype(np.int32),

@@ -23,13 +23,13 @@ from areal.data.prompt_stream import PromptStream
 from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
 from areal.engine.mesh import TrainerMesh
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import encode_episode
+from areal.ledger.payload import encode_episode, payload_head
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.phase import PhaseClock
 from areal.observe.step_files import JsonlTracker
 from areal.replay import __main__ as command
 from areal.replay.rank import NoServers, replay_on
-from areal.rollout.train_batches import SharePart, build_share
+from areal.rollout.train_batches import build_share, share_parts
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
@@ -101,8 +101,12 @@ def write_reward_model(folder: Path) -> None:
 class FakeController:
     """A BatchSource that makes up episodes and keeps the books like a controller."""
 
-    def __init__(self, folder: Path, runner: asyncio.Runner, reward=None, images: Sequence[ImageRef] = ()) -> None:
-        """`reward`: of an answer's token ids; None = a random number. `images`: each is that of some trajectories."""
+    def __init__(
+        self, folder: Path, runner: asyncio.Runner, reward=None, images: Sequence[ImageRef] = (), columns=None
+    ) -> None:
+        """`reward`: of an answer's token ids; None = a random number. `images`: each is that of some trajectories.
+        `columns`: those of a workflow, for a trajectory."""
+        self._columns = columns or (lambda made: {})
         self._reward = reward
         self._images = images
         self._ledger = Ledger.open(folder)
@@ -129,6 +133,7 @@ class FakeController:
             reward=self._dice.random(),
             finished=True,
         )
+        made = replace(made, columns=self._columns(made))
         if self._images:
             return self._with_image(made)
         return made if self._reward is None else replace(made, reward=self._reward(made.token_ids[1:]))
@@ -162,7 +167,7 @@ class FakeController:
             step=step, version=step, mask_before=max(step - 1, 0), episode_ids=ids, stats=stats
         )
         await self._ledger.durable()
-        part = SharePart(list(range(BATCH)), [])
+        (part,) = share_parts([payload_head(payload) for payload in payloads], 1)
         return build_share(payloads, part, step=step, version=step, mask_before=record.mask_before, stats=stats)
 
     def next_batch(self, step):
@@ -198,7 +203,7 @@ def write_images(model: Path, files: ImageFiles) -> list[ImageRef]:
     return found
 
 
-def train(folder: Path, text: str, reward=None, *, with_images: bool = False) -> Run:
+def train(folder: Path, text: str, reward=None, *, with_images: bool = False, columns=None) -> Run:
     """The live run: everything real but the controller and the servers."""
     if with_images:
         write_vision_model(folder / "model")
@@ -226,7 +231,7 @@ def train(folder: Path, text: str, reward=None, *, with_images: bool = False) ->
     recover = RecoverStore(paths.recover, config.recover, roles.recovered, mesh)
     recover.start_from(after_failure=False)
     with asyncio.Runner() as runner:
-        controller = FakeController(paths.ledger, runner, reward, images)
+        controller = FakeController(paths.ledger, runner, reward, images, columns)
         after_step = AfterStep(
             config,
             roles.trained,

@@ -8,7 +8,7 @@ from areal.agent.images import DialogueImages
 from areal.agent.transcript import trajectories
 from areal.agent.turns import answer_message
 from areal.api.config import AgentConfig, GRPOConfig
-from areal.api.data import TrajectoryGroup
+from areal.api.data import TURN_REWARDS, TURNS, TrajectoryGroup
 from areal.data.image_files import ImageFiles, RunImages
 from areal.data.tiny_model import character_tokenizer
 from areal.ledger.payload import encode_episode, group_of_payload
@@ -74,7 +74,13 @@ def rewards_of(number: int, turn_id: str) -> float:
 def facts(group: TrajectoryGroup):
     """Every trained token with the tokens before it, its reward and that of its session."""
     return sorted(
-        (row.session, tuple(row.token_ids[: place + 1]), row.turns[place], row.turn_rewards[place], row.reward)
+        (
+            row.session,
+            tuple(row.token_ids[: place + 1]),
+            row.columns[TURNS][place],
+            row.columns[TURN_REWARDS][place],
+            row.reward,
+        )
         for row in group.trajectories
         for place, flag in enumerate(row.loss_mask)
         if flag

@@ -76,7 +76,7 @@ def change_reward(run: RunPaths, step: int) -> int:
     data = bytearray(path.read_bytes())
     record = data[offset : offset + size]
     num, tokens = struct.unpack_from("<II", record, 16)
-    record[24 + 4 * num + 8 * tokens + 2] ^= 0x40
+    record[28 + 4 * num + 8 * tokens + 2] ^= 0x40
     record[4:8] = struct.pack("<I", zlib.crc32(record[8:]))
     data[offset : offset + size] = record
     path.write_bytes(data)

@@ -381,20 +381,3 @@ def test_waiting_for_lists_replicas_and_gate_limits():
         await controller.close()
 
     rollout_kit.run_virtual(main())
-
-
-def test_old_ledgers_without_checksums_load():
-    state = LedgerState.replay(
-        [
-            {"event": "attached", "step": 0, "version": 0},
-            {"event": "admitted", "id": 0, "attempt": 0, "version": 0},
-            {"event": "accepted", "id": 0, "payload": [1, 0, 9], "min_version": 0, "tokens": 3, "stats": {}},
-            {"event": "batched", "step": 0, "version": 0, "mask_before": 0, "ids": [0], "stats": {}},
-            {"event": "published", "version": 1, "kind": "disk", "path": "v1"},
-            {"event": "consumed", "step": 0, "version": 1},
-            {"event": "attached", "step": 0, "version": 0},
-            {"event": "published", "version": 1, "kind": "disk", "path": "v1"},
-            {"event": "trained_again", "step": 0, "version": 1},
-        ]
-    )
-    assert (state.version, state.highest_version, state.is_catching_up) == (1, 1, False)

@@ -67,9 +67,9 @@ async def test_a_whole_run_through_the_client(tmp_path):
         for step in range(3):
             share = client.next_batch(step)
             assert (share.step, share.version) == (step, step)
-            assert len(share.lengths) == 4
-            assert share.token_ids.dtype == share.output_versions.dtype == np.int32
-            assert share.stats["reward"] == pytest.approx(float(share.rewards.mean()))
+            assert len(share.table.lengths) == 4
+            assert share.table.token_ids.dtype == share.table.output_versions.dtype == np.int32
+            assert share.stats["reward"] == pytest.approx(float(share.table.rewards.mean()))
             client.publish(update(step + 1))
             client.consumed(step, step + 1, f"{step:08x}")
         client.committed(3, RUN.recover / "step-000003")
@@ -121,8 +121,8 @@ async def test_ranks_of_one_data_parallel_rank_get_the_same_share(tmp_path):
         late = await asyncio.to_thread(ask, address, 1)
     groups = [share.group_index.tolist() for share in (first, late, second, third)]
     assert groups[0] == groups[1] != groups[2] == groups[3]
-    assert first.token_ids.tolist() == late.token_ids.tolist()
-    assert second.token_ids.tolist() == third.token_ids.tolist()
+    assert first.table.token_ids.tolist() == late.table.token_ids.tolist()
+    assert second.table.token_ids.tolist() == third.table.token_ids.tolist()
     assert not set(groups[0]) & set(groups[2])
 
 
@@ -140,11 +140,11 @@ async def test_shares_of_all_ranks_make_the_batch(tmp_path):
     groups = [set(share.group_index.tolist()) for share in shares]
     assert set.union(*groups) == set(range(10))
     assert sum(len(group) for group in groups) == 10, "a group lies on one rank"
-    loads = [len(share.token_ids) for share in shares]
+    loads = [len(share.table.token_ids) for share in shares]
     assert max(loads) - min(loads) <= 3 * 8, "balanced within one group"
     assert all(share.stats == shares[0].stats for share in shares)
     for share in shares:
-        assert share.lengths.sum() == len(share.token_ids) == len(share.loss_mask)
+        assert share.table.lengths.sum() == len(share.table.token_ids) == len(share.table.loss_mask)
         assert share.group_index.tolist() == sorted(share.group_index.tolist())
 
 

@@ -16,7 +16,7 @@ from areal.data.prompt_stream import PromptStream
 from areal.ledger.audit import audit
 from areal.ledger.event_files import LedgerReader, read_payload, recover_folder
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import join_columns
+from areal.ledger.payload import table_of
 from areal.ledger.state import LedgerState
 from areal.rollout.gate import GateLimits
 from areal.rollout.share_codec import WeightsNeeded
@@ -317,7 +317,7 @@ def check_admissions(world, events):
     for event in events:
         if event["event"] == "accepted":
             payload = read_payload(world.folder, tuple(event["payload"]))
-            used[event["id"]] = int.from_bytes(join_columns([payload])["token_ids"][:4], "little")
+            used[event["id"]] = int(table_of(payload).token_ids[0])
     assert used == {episode_id: rows.index(episode_id) for episode_id in used}
     admitted = [event["id"] for event in events if event["event"] == "admitted" and event["attempt"] == 0]
     assert admitted == list(range(len(admitted)))

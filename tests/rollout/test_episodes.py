@@ -6,17 +6,16 @@ import json
 import logging
 from collections import Counter
 
-import numpy as np
 import pytest
 
+from areal.api.columns import ColumnSpec
 from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
+from areal.api.table import joined
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import (
     TrajectoryError,
-    check_payload,
     encode_episode,
-    join_columns,
-    payload_sizes,
+    to_table,
 )
 from areal.observe.spans import SessionTracer, tracing
 from areal.observe.step_files import log_metric
@@ -36,38 +35,38 @@ GOOD = Trajectory(
 )
 
 
+PLAIN = (
+    "415254318ebcb8da0c0000000000000001000000030000000000000003000000050000000600000007000000ffffffff"
+    "03000000040000000000003f00000000000000bf000080be00010101"
+)
+
+
 def test_a_payload_holds_the_columns_of_its_trajectories():
     other = dataclasses.replace(GOOD, token_ids=[9, 8, 1], reward=1.5, finished=False)
     episode = encode_episode(12, TrajectoryGroup(trajectories=[GOOD, other]))
-    assert payload_sizes(episode.payload) == (2, 6)
     assert (episode.num_generated, episode.min_version, episode.max_version, episode.reward) == (4, 3, 4, 1.0)
-    check_payload(12, episode.payload)
-    columns = join_columns([episode.payload, episode.payload])
-    assert np.frombuffer(columns["lengths"], "<i4").tolist() == [3, 3, 3, 3]
-    assert np.frombuffer(columns["token_ids"], "<i4").tolist() == [5, 6, 7, 9, 8, 1] * 2
-    assert np.frombuffer(columns["output_versions"], "<i4").tolist() == [-1, 3, 4] * 4
-    assert np.frombuffer(columns["rewards"], "<f4").tolist() == [0.5, 1.5] * 2
-    assert np.frombuffer(columns["rollout_logprobs"], "<f4").tolist() == [0.0, -0.5, -0.25] * 4
-    assert list(columns["loss_mask"]) == [0, 1, 1] * 4
-    assert list(columns["finished"]) == [1, 0] * 2
+    table = joined([to_table(12, episode.payload)] * 2, ())
+    assert table.lengths.tolist() == [3, 3, 3, 3]
+    assert table.token_ids.tolist() == [5, 6, 7, 9, 8, 1] * 2
+    assert table.output_versions.tolist() == [-1, 3, 4] * 4
+    assert table.rewards.tolist() == [0.5, 1.5] * 2
+    assert table.rollout_logprobs.tolist() == [0.0, -0.5, -0.25] * 4
+    assert table.loss_mask.tolist() == [0, 1, 1] * 4
+    assert table.finished.tolist() == [1, 0] * 2
 
 
-def test_a_payload_without_baselines_is_byte_for_byte_the_old_one():
-    # written down from the version before baselines: ledgers of that time must load
-    old = bytes.fromhex(
-        "41525031c1720fd70c00000000000000010000000300000003000000050000000600000007000000ffffffff03"
-        "000000040000000000003f00000000000000bf000080be00010101"
-    )
-    assert encode_episode(12, TrajectoryGroup(trajectories=[GOOD])).payload == old
-    check_payload(12, old)
-    assert np.isnan(np.frombuffer(join_columns([old])["baselines"], "<f4")).tolist() == [True]
+def test_the_bytes_of_a_payload_do_not_change():
+    # a change of them is another format: raise FORMAT in areal.ledger.state
+    group = TrajectoryGroup(trajectories=[dataclasses.replace(GOOD, columns={ColumnSpec("hint", fill=0.0): [0, 1, 2]})])
+    assert encode_episode(12, TrajectoryGroup(trajectories=[GOOD])).payload.hex() == PLAIN
+    assert encode_episode(12, group).payload[28:].startswith(b'[[["hint","f4","token",true,0.0,"mean"],"<f4",[],0]]')
+    with raises_code("ledger.bad_payload", 12, "ART1"):
+        to_table(12, b"ARP1" + bytes(60))
 
 
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        ({"baseline": float("inf")}, "not_finite"),
-        ({"baseline": float("nan")}, "not_finite"),
         ({"loss_mask": [0, 1]}, "trajectory_lengths"),
         ({"token_ids": [], "loss_mask": [], "rollout_logprobs": [], "output_versions": []}, "trajectory_lengths"),
         ({"reward": float("nan")}, "not_finite"),

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession
 
-from areal.api.data import TrajectoryGroup, WeightUpdate
+from areal.api.columns import ColumnSpec
+from areal.api.data import BASELINE, TrajectoryGroup, WeightUpdate, reward_columns, reward_part, reward_parts
 from areal.data.balance import Partition
 from areal.ledger.event_files import PayloadReader, payload_path
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import check_payload, encode_episode, join_columns, payload_head
+from areal.ledger.payload import encode_episode, payload_head
 from areal.ledger.state import AcceptedEpisode, BatchRecord, TokenCounts
 from areal.rollout import train_batches
 from areal.rollout.client import RolloutClient
@@ -26,7 +27,7 @@ from areal.rollout.train_batches import BatchSums, share_parts
 from tests.expect import raises_code
 from tests.rollout import rollout_kit
 from tests.rollout.http_kit import running
-from tests.rollout.test_episodes import GOOD, run_one_batch
+from tests.rollout.test_episodes import GOOD
 from tests.run_token import BEARER, TOKEN
 
 
@@ -46,59 +47,68 @@ def shares_of(payloads, dp_size=1):
         shares.append(decode_share(answer))
         with PayloadReader(folder) as reader:
             read = read_share(reader, record, dp_rank=dp_rank, dp_size=dp_size)
-        for field in dataclasses.fields(read):
-            ours, other = getattr(shares[-1], field.name), getattr(read, field.name)
-            assert str(ours) == str(other) if field.name in ("baselines", "reward_parts") else np.all(ours == other)
+        sent = shares[-1]
+        assert (sent.step, sent.version, sent.stats) == (read.step, read.version, read.stats)
+        assert sent.group_index.tolist() == read.group_index.tolist()
+        assert sent.table.columns.keys() == read.table.columns.keys()
+        for ours, other in zip(all_columns(sent), all_columns(read), strict=True):
+            np.testing.assert_array_equal(ours, other)
     return shares
 
 
-def test_reward_parts_of_different_functions_share_a_batch():
-    scored = [dataclasses.replace(GOOD, reward_parts=parts) for parts in ({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": -2.0})]
-    other = dataclasses.replace(GOOD, reward_parts={"c": 4.0}, baseline=0.25)
-    groups = [[GOOD], scored, [other]]
+def all_columns(share):
+    return [*share.table.core(), *share.table.columns.values()]
+
+
+def with_columns(columns):
+    return dataclasses.replace(GOOD, columns=columns)
+
+
+def test_episodes_with_different_columns_share_a_batch():
+    """Each rank has the columns of the whole batch; rows of episodes without one are filled."""
+    hint = ColumnSpec("hint", "i4", fill=7)
+    scored = [with_columns(reward_columns(parts)) for parts in ({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": -2.0})]
+    other = with_columns({reward_part("c"): 4.0, BASELINE: 0.25, hint: [1, 2, 3]})
+    groups = [[GOOD], scored, [other, GOOD]]
     payloads = [encode_episode(i, TrajectoryGroup(trajectories=group)).payload for i, group in enumerate(groups)]
-    for episode_id, payload in enumerate(payloads):
-        check_payload(episode_id, payload)
-    columns = join_columns(payloads)
-    assert str(np.frombuffer(columns["baselines"], "<f4").tolist()) == "[nan, nan, nan, 0.25]"
     for found in shares_of(payloads, dp_size=2):
-        assert found.reward_names == ["a", "b", "c"]
-        rows = {0: ["[nan, nan, nan]"], 1: ["[1.0, 0.5, nan]", "[0.0, -2.0, nan]"], 2: ["[nan, nan, 4.0]"]}
-        expected = [row for group in dict.fromkeys(found.group_index.tolist()) for row in rows[group]]
-        assert [str(row) for row in found.reward_parts.tolist()] == expected
+        assert list(reward_parts(found.table.columns)) == ["a", "b", "c"]
+        rows = {0: "[[nan, nan, nan, nan]]", 1: "[[1.0, 0.5, nan, nan], [0.0, -2.0, nan, nan]]"}
+        rows[2] = "[[nan, nan, 4.0, 0.25], [nan, nan, nan, nan]]"
+        names = [reward_part("a"), reward_part("b"), reward_part("c"), BASELINE]
+        table = np.stack([found.table.columns[spec] for spec in names], 1)
+        hints = found.table.columns[hint].reshape(-1, 3)
+        for group in set(found.group_index.tolist()):
+            assert str(table[found.group_index == group].tolist()) == rows[group]
+            expected = [[1, 2, 3], [7, 7, 7]] if group == 2 else [[7, 7, 7]] * len(groups[group])
+            assert hints[found.group_index == group].tolist() == expected
     (plain,) = shares_of(payloads[:1])
-    assert plain.reward_names == []
-    bad = dataclasses.replace(GOOD, reward_parts={"a": float("inf")})
-    with raises_code("workflow.not_finite"):
-        encode_episode(1, TrajectoryGroup(trajectories=[bad]))
+    assert not plain.table.columns
 
 
-def test_groups_with_and_without_baselines_share_a_batch():
-    drawn = [dataclasses.replace(GOOD, baseline=value) for value in (0.25, -2.0)]
-    payload = encode_episode(3, TrajectoryGroup(trajectories=drawn)).payload
-    check_payload(3, payload)
-    columns = join_columns([encode_episode(2, TrajectoryGroup(trajectories=[GOOD])).payload, payload])
-    assert str(np.frombuffer(columns["baselines"], "<f4").tolist()) == "[nan, 0.25, -2.0]"
-    assert list(columns["finished"]) == [1, 1, 1]
-    assert shares_of([payload])[0].baselines.tolist() == [0.25, -2.0]
-    assert to_floats(encode_episode(4, TrajectoryGroup(trajectories=[GOOD, drawn[0]])).payload) == "[nan, 0.25]"
+@pytest.mark.parametrize(
+    ("columns", "code"),
+    [
+        ({reward_part("a"): float("inf")}, "workflow.not_finite"),
+        ({BASELINE: float("nan")}, "workflow.not_finite"),
+        ({ColumnSpec("hint"): [0.0, 1.0, float("inf")]}, "workflow.not_finite"),
+        ({ColumnSpec("hint", fill=0.0): [0.0, 1.0, float("nan")]}, "workflow.not_finite"),
+        ({ColumnSpec("hint"): [0.0, 1.0]}, "workflow.trajectory_lengths"),
+        ({ColumnSpec("hint", "i4"): [0, 1, 0.5]}, "workflow.wrong_type"),
+        ({ColumnSpec("hint"): "abc"}, "workflow.wrong_type"),
+        ({BASELINE: "1"}, "workflow.wrong_type"),
+    ],
+)
+def test_a_column_of_another_form_fails_the_episode(columns, code):
+    with raises_code(code):
+        encode_episode(1, TrajectoryGroup(trajectories=[GOOD, with_columns(columns)]))
 
 
-def to_floats(payload):
-    return str(np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist())
-
-
-async def test_episodes_of_a_ledger_without_counts_have_the_same_statistics(monkeypatch):
-    """As older versions of areal recorded them."""
-    workflow = rollout_kit.ScriptedWorkflow(
-        lambda index: rollout_kit.Script(num_tokens=1 + index % 5, num_trajectories=1 + index % 3)
-    )
-    stats = [decode_share(await run_one_batch(workflow, rollout_kit.memory_ledger())).stats]
-    monkeypatch.setattr("areal.ledger.state.counts_of_event", lambda event: None)
-    stats.append(decode_share(await run_one_batch(workflow, rollout_kit.memory_ledger())).stats)
-    names = ["num_trajectories", "num_sessions", "tokens", "trained_tokens", "length_max", "reward", "finished_frac"]
-    assert [stats[0][name] for name in names] == [stats[1][name] for name in names]
-    assert stats[0]["staleness_frac/0"] == stats[1]["staleness_frac/0"] == 1.0
+def test_one_column_in_two_forms_is_refused():
+    rows = [with_columns({ColumnSpec("hint", dtype): [1, 2, 3]}) for dtype in ("f4", "i4")]
+    payloads = [encode_episode(i, TrajectoryGroup(trajectories=[row])).payload for i, row in enumerate(rows)]
+    with raises_code("ledger.bad_payload", "hint"):
+        share_parts([payload_head(payload) for payload in payloads], 1)
 
 
 async def test_a_share_is_the_same_from_the_ledger_and_from_the_controller(tmp_path):
@@ -126,7 +136,7 @@ async def test_a_share_is_the_same_from_the_ledger_and_from_the_controller(tmp_p
             assert is_sent == from_controller
             for share, other in zip(shares, sent, strict=True):
                 assert repr(share) == repr(other)
-                assert share.token_ids.tolist() == other.token_ids.tolist()
+                assert share.table.token_ids.tolist() == other.table.token_ids.tolist()
         with raises_code("ledger.bad_payload"):
             await asyncio.to_thread(ask, address, elsewhere, "files")
 

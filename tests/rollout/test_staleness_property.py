@@ -86,7 +86,7 @@ def play(run, on_stale, num_steps=6, workflow_class=None, dynamic_bs=False):
 
 def trained_ages(shares):
     """Ages of the tokens that are trained on, over the shares of one batch."""
-    return np.concatenate([share.version - share.output_versions[share.loss_mask == 1] for share in shares])
+    return np.concatenate([share.version - share.table.output_versions[share.table.loss_mask == 1] for share in shares])
 
 
 @pytest.mark.parametrize("on_stale", ["train", "mask", "drop", "wait"])

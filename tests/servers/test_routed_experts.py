@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,14 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from areal.api.config import TrainEngineConfig
 from areal.api.data import Trajectory
-from areal.api.routed_experts import ExpertShape, RoutedExperts
+from areal.api.routed_experts import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.data.pack import rows_to_train_batch
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.fleet.fleet import Answer
 from areal.fleet.replica import AnswerForm
 from areal.fleet.sglang import SGLangReplica
-from areal.ledger.payload import encode_unscored, join_experts
+from areal.ledger.payload import encode_unscored, table_of
 from tests.fleet.generation_parts import Chunks
 from tests.servers.checkpoints import EOS, VOCAB_SIZE, build_tokenizer
 from tests.servers.real_server import RealServer
@@ -64,12 +63,10 @@ async def test_the_trainer_replays_what_sglang_chose(tmp_path: Path) -> None:
     whole = RoutedExperts.joined([record, RoutedExperts.unknown(SHAPE, 1)])
     trajectory = Trajectory(
         token_ids=row, loss_mask=[1] * len(row), rollout_logprobs=[0.0] * len(row), output_versions=[0] * len(row),
-        reward=0.0, finished=True, routed_experts=whole,
+        reward=0.0, finished=True, columns={ROUTED_EXPERTS: whole.array},
     )  # fmt: skip
-    batch = replace(
-        rows_to_train_batch([row], [[0] + [1] * (len(row) - 1)]),
-        routed_experts=torch.tensor(join_experts([encode_unscored(0, [trajectory])])),
-    )
+    experts = table_of(encode_unscored(0, [trajectory])).columns[ROUTED_EXPERTS]
+    batch = rows_to_train_batch([row], [[0] + [1] * (len(row) - 1)]).with_column(ROUTED_EXPERTS, torch.tensor(experts))
     config = TrainEngineConfig(path=str(model), dtype="float32", router_replay=True)
     engine = build_fsdp_engine(config, role="ref", total_steps=1, mesh=TrainerMesh.open(None), seed=0)
     found = engine.forward(batch).logprobs

@@ -127,6 +127,8 @@ def select(batch, indices):
         value = getattr(batch, name)
         if name not in own and isinstance(value, torch.Tensor):
             fields[name] = value[torch.tensor(indices, dtype=torch.int64) if name in per_sequence else rows]
+    chosen = {"token": rows, "sequence": torch.tensor(indices, dtype=torch.int64)}
+    fields["columns"] = {spec: values[chosen[spec.per]] for spec, values in batch.columns.items()}
     return replace(batch, **fields, **own)
 
 

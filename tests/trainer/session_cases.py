@@ -12,7 +12,7 @@ from areal.agent.bridge import BridgeGap
 from areal.agent.transcript import Transcript, trajectories
 from areal.agent.turns import TurnRequest
 from areal.api.batch import TrainBatch
-from areal.api.data import GenerationResponse, TrajectoryGroup
+from areal.api.data import BASELINE, GenerationResponse, TrajectoryGroup
 from areal.data.pack import to_train_batch
 from areal.ledger.payload import encode_episode, payload_head
 from areal.rollout.train_batches import build_share, share_parts
@@ -78,9 +78,10 @@ def batch_of(cut: str, *, seed: int = 0, with_turn_rewards: bool = False, mask_b
             )
         if group == 1:
             plain = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_logprobs": [0.0, -1.0, -1.0]}
-            plain |= {"output_versions": [-1, 0, 1], "session": -1, "turns": [], "turn_rewards": [], "reward": 0.25}
-            rows.append(replace(rows[0], **plain))
-        rows = [replace(row, baseline=0.5) for row in rows]
+            plain |= {"output_versions": [-1, 0, 1], "session": -1, "reward": 0.25}
+            parts = {spec: value for spec, value in rows[0].columns.items() if spec.per == "sequence"}
+            rows.append(replace(rows[0], **plain, columns=parts))
+        rows = [replace(row, columns={**row.columns, BASELINE: 0.5}) for row in rows]
         payloads.append(encode_episode(group, TrajectoryGroup(trajectories=rows)).payload)
     (part,) = share_parts([payload_head(payload) for payload in payloads], 1)
     share = build_share(payloads, part, step=0, version=2, mask_before=mask_before)

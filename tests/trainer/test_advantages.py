@@ -9,6 +9,7 @@ import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
 from areal.api.config.schema import options_without_effect
+from areal.api.data import BASELINE, reward_part
 from areal.api.registry import entries
 from areal.trainer.actor import PPOActor
 from tests.expect import raises_code
@@ -26,7 +27,7 @@ def sequences_of(batch):
     found = []
     for s in range(batch.num_sequences):
         places = [t for t in range(batch.num_tokens) if batch.sequence_index[t] == s and batch.loss_mask[t]]
-        found.append((float(batch.rewards[s]), int(batch.group_ids[s]), float(batch.baselines[s]), places))
+        found.append((float(batch.rewards[s]), int(batch.group_ids[s]), float(batch.columns[BASELINE][s]), places))
     return found
 
 
@@ -100,7 +101,7 @@ def make_case(toolbox, seed, size=11):
     rewards = [rng.choice([0.0, 1.0, 1.0, -0.5]) for _ in range(size)]
     batch = toolbox.make_batch(sequences, rewards=rewards, group_ids=ids)
     greedy = torch.tensor([{2: 0.5, 9: 1.0, 30: 0.0, 77: -0.5}[g] for g in ids])
-    return replace(batch, baselines=greedy)
+    return batch.with_column(BASELINE, greedy)
 
 
 TOKEN_BASELINES = ("otb", "otb_tir")
@@ -183,11 +184,9 @@ def test_gdpo_equals_verl(toolbox):
     With GRPO the second function decides: rewards 1 and 20. A function that did not score a group counts 0 there.
     """
     nan = float("nan")
-    batch = replace(
-        toolbox.make_batch([[1, 2], [1, 3], [1, 4], [1, 5]], rewards=[1.0, 20.0, 0.0, 4.0], group_ids=[0, 0, 1, 1]),
-        reward_parts=torch.tensor([[1.0, 0.0], [0.0, 10.0], [0.0, nan], [4.0, nan]]),
-        reward_names=("exact", "length"),
-    )
+    exact, length = torch.tensor([1.0, 0.0, 0.0, 4.0]), torch.tensor([0.0, 10.0, nan, nan])
+    plain = toolbox.make_batch([[1, 2], [1, 3], [1, 4], [1, 5]], rewards=[1.0, 20.0, 0.0, 4.0], group_ids=[0, 0, 1, 1])
+    batch = replace(plain, columns={reward_part("exact"): exact, reward_part("length"): length})
 
     def advantages(batch, **options):
         actor = PPOActor(toolbox.TableEngine(), config(adv_estimator={"name": "gdpo", **options}))
@@ -202,8 +201,9 @@ def test_gdpo_equals_verl(toolbox):
     found = advantages(batch, weights={"exact": 1.0, "length": 2.0})
     assert found == pytest.approx([x / std for x in sums], abs=1e-4)
     # "format" scores another data source, of which this batch has no row
-    mapping = replace(one_group, reward_names=("exact/a", "exact/b"))  # numbers of one function: the reward counts
-    assert advantages(mapping) == advantages(replace(one_group, reward_parts=None, reward_names=()))
+    further = {reward_part(f"exact/{spec.name}"): values for spec, values in one_group.columns.items()}
+    mapping = replace(one_group, columns=further)  # numbers of one function: the reward counts
+    assert advantages(mapping) == advantages(replace(one_group, columns={}))
     exact_only = advantages(one_group, weights={"exact": 1.0, "format": 2.0})
     assert exact_only == pytest.approx([half, -half], abs=1e-4)
     with raises_code("algorithm.no_reward_parts") as caught:
@@ -213,15 +213,16 @@ def test_gdpo_equals_verl(toolbox):
 
 def test_remax_by_hand(toolbox):
     # (1 + 0.5) * 2 = 3 against the greedy answer's (0.25 + 0.5) * 2 = 1.5
-    batch = replace(toolbox.make_batch([[1, 2]], rewards=[1.0]), baselines=torch.tensor([0.25]))
+    batch = toolbox.make_batch([[1, 2]], rewards=[1.0]).with_column(BASELINE, torch.tensor([0.25]))
     actor = PPOActor(toolbox.TableEngine(), config(adv_estimator="remax", reward_bias=0.5, reward_scaling=2.0))
     assert actor.with_advantages(batch).advantages.tolist() == [1.5, 0]
 
 
 @pytest.mark.parametrize("baselines", [None, torch.tensor([float("nan")])])
 def test_remax_without_greedy_answers_stops_with_one_line(toolbox, baselines):
-    batch = replace(toolbox.make_batch([[1, 2]], rewards=[1.0]), baselines=baselines)
-    with raises_code("algorithm.not_finite", "baselines"):
+    batch = toolbox.make_batch([[1, 2]], rewards=[1.0])
+    batch = batch if baselines is None else batch.with_column(BASELINE, baselines)
+    with raises_code("algorithm.not_finite", "baseline"):
         PPOActor(toolbox.TableEngine(), config(adv_estimator="remax")).with_advantages(batch)
 
 

@@ -14,6 +14,7 @@ from areal.api.config.load import read
 from areal.api.config.policy_losses import SequenceLevelOptions
 from areal.api.config.schema import options_without_effect
 from areal.api.config.validate import problems_of
+from areal.api.data import BASELINE
 from areal.api.metrics import merge_metrics, metric_values
 from areal.trainer.actor import PPOActor
 from areal.trainer.kl_term import uses_reference
@@ -129,7 +130,7 @@ def batch_of(toolbox, step: int):
         output_versions=torch.where(mask, torch.randint(0, 3, mask.shape, generator=dice), -1),
         version=2,
         group_ids=torch.tensor([7, 3, 7, 3, 9, 9, 9, 7, 3, 4, 4, 5]),
-        baselines=torch.rand(12, generator=dice),
+        columns={BASELINE: torch.rand(12, generator=dice)},
     )
 
 

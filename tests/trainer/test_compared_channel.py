@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal.api.data import ProbeScore, ProbeTokens
+from areal.api.data import TEMPERATURES, ProbeScore, ProbeTokens
 from areal.api.images import ImageRef
 from areal.trainer.ppo_loop import ComparedChannel
 from tests.expect import serve
@@ -69,7 +69,7 @@ def test_the_trainer_scores_the_answer_of_the_servers_at_temperature_1() -> None
     assert (score.version, score.answer_ids, score.logprobs, score.dtype) == (4, [8, 9], [-0.75, -1.0], "bfloat16")
     [batch] = engine.batches
     assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]
-    assert batch.temperatures.tolist() == [1.0] * 5
+    assert batch.columns[TEMPERATURES].tolist() == [1.0] * 5
     assert batch.image_index is None
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from areal.api.batch import BatchShare
 from areal.api.config import (
     EvaluatorConfig,
     GRPOConfig,
@@ -29,13 +28,14 @@ from areal.trainer.progress import TrainingLength
 from areal.trainer.roles import PPORoles
 from areal.weights.weight_files import checksum_of
 from tests.fake_ranks import FakeRanks
+from tests.shares import make_share
 
 LENGTH = TrainingLength(steps_per_epoch=4, total_steps=3)
 
 
 def share_of(step):
     dice = random.Random(step)
-    return BatchShare(
+    return make_share(
         step=step,
         version=step,
         token_ids=np.array([dice.randrange(6) for _ in range(8)], np.int32),
@@ -46,7 +46,6 @@ def share_of(step):
         rewards=np.array([1.0, 0.0], np.float32),
         group_index=np.array([0, 0], np.int32),
         finished=np.array([1, 1], np.uint8),
-        baselines=np.full(2, np.nan, np.float32),
     )
 
 

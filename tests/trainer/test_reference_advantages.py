@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
+from areal.api.data import BASELINE, reward_part
 from areal.trainer.actor import PPOActor
 
 LENGTHS, REWARDS, GROUPS = [3, 2, 4, 1, 2], [1.0, 0.0, 5.0, 20.0, 32.0], [0, 0, 0, 1, 1]
@@ -23,8 +24,8 @@ SCORES = {"exact": [1.0, 0.0, 5.0, 20.0, 32.0], "length": [3.0, 1.0, 2.0, 40.0, 
 
 def five_answers(toolbox):
     batch = toolbox.make_batch([[1] * (n + 1) for n in LENGTHS], rewards=REWARDS, group_ids=GROUPS)
-    parts = torch.tensor([list(scores) for scores in zip(*SCORES.values(), strict=True)])
-    return replace(batch, baselines=torch.tensor(GREEDY), reward_parts=parts, reward_names=tuple(SCORES))
+    parts = {reward_part(name): torch.tensor(scores) for name, scores in SCORES.items()}
+    return replace(batch, columns={BASELINE: torch.tensor(GREEDY), **parts})
 
 
 def advantages(toolbox, batch, **options):

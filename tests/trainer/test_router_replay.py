@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from areal.agent.transcript import TokenTree, path_to, row_of
 from areal.api.config import NativeServerConfig
 from areal.api.data import TrajectoryGroup
-from areal.api.routed_experts import ExpertShape, RoutedExperts
+from areal.api.routed_experts import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.data.pack import to_train_batch
 from areal.inference.engine import build_engine
 from areal.inference.scheduler import SamplingParams, Sequence
@@ -69,7 +69,7 @@ def test_the_trainer_has_the_log_probabilities_of_the_server(folders):
     payload = encode_episode(0, TrajectoryGroup(trajectories=rows)).payload
     (part,) = share_parts([payload_head(payload)], 1)
     batch = to_train_batch(build_share([payload], part, step=0, version=0, mask_before=0))
-    unknown = (batch.routed_experts < 0).flatten(1).any(1)
+    unknown = (batch.columns[ROUTED_EXPERTS] == 255).flatten(1).any(1)
     assert unknown.nonzero().flatten().tolist() == (batch.cu_seqlens[1:] - 1).tolist()
     mask = batch.loss_mask
     for has_record, low, high in ((True, 0.0, 1e-5), (False, 1e-3, 10.0)):

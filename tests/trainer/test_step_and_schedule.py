@@ -96,7 +96,7 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
     )
     critic = SimpleNamespace(with_values=passing("values", plain), update=passing("critic", metrics))
     roles = SimpleNamespace(actor=actor, critic=critic, reference=None, reward_model=None, teacher=None)
-    share = SimpleNamespace(stats={}, token_ids=[1, 2])
+    share = SimpleNamespace(stats={}, table=SimpleNamespace(token_ids=[1, 2]))
     channel = SimpleNamespace(publish=lambda version: "", wait_served=lambda: told.append(("served", None)))
     batches = SimpleNamespace(next_batch=lambda step: share, consumed=lambda *facts: None)
 

@@ -1,7 +1,7 @@
 import pytest
 
 from areal.api.config import GenerationHyperparameters
-from areal.api.data import GenerationResponse
+from areal.api.data import GenerationResponse, reward_parts
 from areal.rollout.executor import check_trajectory
 from areal.workflow import Conversation, ConversationWorkflow, chat_prompt, generate, score
 from tests.expect import raises_code
@@ -64,7 +64,11 @@ class TestTokens:
             trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions, strict=True
         ):
             assert (logprob, version) == ((-0.5, 7) if mask else (0.0, -1))
-        assert (trajectory.reward, trajectory.reward_parts, trajectory.finished) == (0.5, {"exact": 1.0}, False)
+        assert (trajectory.reward, reward_parts(trajectory.columns), trajectory.finished) == (
+            0.5,
+            {"exact": 1.0},
+            False,
+        )
 
     @pytest.mark.parametrize(("answer", "shown"), [("5<e>", "5<e>\n<s>user"), ("5", "5<e>\n<s>user")])
     def test_the_end_token_of_an_answer_is_there_once(self, conversation, tokenizer, answer, shown):

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
+from areal.api.data import BASELINE, TEMPERATURES
 from areal.api.engine import InferenceEngine
 from areal.api.errors import InputError
 from areal.data.pack import to_train_batch
-from areal.ledger.payload import encode_episode, to_columns
+from areal.ledger.payload import encode_episode, payload_head, to_table
 from areal.rollout.executor import EpisodeEngine
-from areal.rollout.train_batches import SharePart, build_share
+from areal.rollout.train_batches import build_share, share_parts
 from areal.workflow.accept import mixed_rewards
 from areal.workflow.rlvr import RLVRWorkflow
 from tests.expect import raises_code
@@ -130,14 +131,14 @@ async def test_a_greedy_answer_is_the_baseline_and_no_sample(workflow_of, engine
     assert engine.most_in_flight == 3
     assert len({request.group_id for request in engine.requests}) == 1
     assert [t.reward for t in group.trajectories] == [41.0, 44.0]
-    assert [t.baseline for t in group.trajectories] == [46.0, 46.0]
+    assert [t.columns[BASELINE] for t in group.trajectories] == [46.0, 46.0]
     assert group.filter_rewards == [41.0, 44.0]
     assert (group.stats["reward"], group.stats["output_tokens"], group.stats["finished"]) == (42.5, 3.0, 0.5)
     assert (group.stats["greedy_reward"], group.stats["greedy_reward_errors"]) == (46.0, 0.0)
 
     evaluation = workflow.for_evaluation(GenerationHyperparameters(n_samples=4))
     plain = await evaluation.arun_episode(engine_of(["4<e>"]), ROW)
-    assert plain.trajectories[0].baseline is None
+    assert BASELINE not in plain.trajectories[0].columns
     assert "greedy_reward" not in plain.stats
 
 
@@ -145,7 +146,7 @@ async def test_a_greedy_answer_whose_reward_fails_is_counted_apart(workflow_of, 
     reward = RewardConfig(on_error="zero", workers=1)
     workflow = workflow_of(1, greedy_baseline=True, reward=reward)
     group = await workflow.arun_episode(engine_of(["4<e>", "bad<e>"]), ROW)
-    assert [(t.reward, t.baseline) for t in group.trajectories] == [(41.0, 0.0)]
+    assert [(t.reward, t.columns[BASELINE]) for t in group.trajectories] == [(41.0, 0.0)]
     assert (group.stats["reward_errors"], group.stats["greedy_reward_errors"]) == (0.0, 1.0)
     with raises_code("workflow.reward_failed"):
         await workflow_of(1, greedy_baseline=True).arun_episode(engine_of(["4<e>", "bad<e>"]), ROW)
@@ -211,21 +212,22 @@ async def test_the_temperature_of_a_row_is_requested_recorded_with_its_tokens_an
         engine = EpisodeEngine(scripted, lambda answer: None, temperature=1.0)
         groups.append(await workflow.arun_episode(engine, row))
         assert {request.gconfig.temperature for request in scripted.requests} == {row.get("heat", 1.0)}
-    assert groups[0].trajectories[0].temperatures == pytest.approx([math.nan] * 4 + [0.5] * 2, nan_ok=True)
-    assert groups[1].trajectories[0].temperatures == []
+    columns = [group.trajectories[0].columns for group in groups]
+    assert list(columns[0][TEMPERATURES]) == pytest.approx([math.nan] * 4 + [0.5] * 2, nan_ok=True)
+    assert TEMPERATURES not in columns[1]
     payloads = [encode_episode(place, group).payload for place, group in enumerate(groups)]
     for place, payload in enumerate(payloads):
-        assert to_columns(place, payload).lengths.tolist() == [6, 6 if place < 2 else 5]
-    part = SharePart([0, 1], [], False)
+        assert to_table(place, payload).lengths.tolist() == [6, 6 if place < 2 else 5]
+    (part,) = share_parts([payload_head(payload) for payload in payloads[:2]], 1)
     share = build_share(payloads[:2], part, step=0, version=0, mask_before=0)
     batch = to_train_batch(share)
     sampled = batch.loss_mask
-    assert batch.temperatures is not None
-    assert batch.temperatures[sampled][:4].tolist() == [0.5] * 4
-    assert batch.temperatures[sampled][4:].isnan().all()
-    assert batch.temperatures[~sampled].isnan().all()
+    assert batch.columns[TEMPERATURES][sampled][:4].tolist() == [0.5] * 4
+    assert batch.columns[TEMPERATURES][sampled][4:].isnan().all()
+    assert batch.columns[TEMPERATURES][~sampled].isnan().all()
+    (part,) = share_parts([payload_head(payload) for payload in payloads[1:]], 1)
     plain = build_share(payloads[1:], part, step=0, version=0, mask_before=0)
-    assert to_train_batch(plain).temperatures is None
+    assert TEMPERATURES not in to_train_batch(plain).columns
 
 
 @pytest.mark.parametrize("value", ["hot", 0, -1.0, True, float("inf")])
