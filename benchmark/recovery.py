@@ -40,8 +40,8 @@ sys.path.insert(0, str(ROOT))
 
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig  # noqa: E402
 from areal.api.data import GenerationRequest  # noqa: E402
+from areal.fleet.backends import replica_factory  # noqa: E402
 from areal.fleet.fleet import Fleet  # noqa: E402
-from areal.fleet.native import NativeReplica  # noqa: E402
 from areal.system.file_registry import FileRegistry  # noqa: E402
 from tests.faults.driver import Run, RunBroken  # noqa: E402
 from tests.faults.ledger_proof import raw_events, seconds_to_training  # noqa: E402
@@ -119,7 +119,7 @@ async def kill_one_server(folder: Path, model: Path, interval: int, share: float
         for index, address in enumerate(addresses):
             registry.add(f"servers/{index}", json.dumps({"address": address, "pid": servers[index].pid}))
         config = InferenceEngineConfig(stream_interval=interval, health_check_interval_s=0.5)
-        fleet = Fleet(registry, 2, config, NativeReplica)
+        fleet = Fleet(registry, 2, config, replica_factory("native"))
         await fleet.start()
         gconfig = GenerationHyperparameters(max_new_tokens=ANSWER_TOKENS, ignore_eos=True)
         requests = [

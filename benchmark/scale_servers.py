@@ -166,7 +166,11 @@ class StreamServer(asyncio.Protocol):
 class InProcessReplica(Replica):
     """A replica without a socket: the cost that is measured with it is that of the fleet and the controller."""
 
-    has_second_copy = takes_groups = False
+    takes_groups = False
+
+    @property
+    def has_second_copy(self) -> bool:
+        return False
 
     def __init__(self, name: str, *, chunk_tokens: int, chunk_s: float) -> None:
         self.name = name

@@ -131,14 +131,17 @@ class FSDPEngine:
         gathers_once: bool = False,
         routing: Routing | None = None,
         shares_prompts: bool = False,
+        repeats_passes: bool = True,
         vision: VisionReader | None = None,
     ) -> None:
         """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports.
         `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
         `syncs_every_pass`: gradients are reduced over the ranks after each micro-batch, not after the last of a call.
         `gathers_once`: gathered weights stay until the last micro-batch of a call.
+        `repeats_passes`: a pass in training gives the log-probabilities of `forward`, as there is no dropout.
         `vision`: reads the images of batches (None: the model takes none).
         """
+        self.repeats_passes = repeats_passes
         self._model = model
         self._mesh = mesh
         self._optimizer = optimizer
@@ -462,6 +465,7 @@ def build_fsdp_engine(
         syncs_every_pass=config.fsdp.gradient_sync == "every",
         gathers_once=_gathers_once(config, mesh),
         routing=routing,
+        repeats_passes=not _draws_in_training(hf_model, config),
         shares_prompts=_shares_prompts(hf_model, config, mesh, attention),
         vision=vision,
     )

@@ -53,6 +53,7 @@ from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
 from areal.data.sessions import by_session, session_view
 from areal.data.split import take
+from areal.trainer.first_pass import FirstPass, without_first
 from areal.trainer.kl_term import kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches
 from areal.trainer.off_policy import needs_prox_logprobs, with_correction
@@ -321,12 +322,16 @@ class PPOActor:
         frozen_steps: int = 0,
         critic_lambda: float | None = None,
         teacher: TeacherConfig | None = None,
+        shares_first_pass: bool = False,
     ) -> None:
         """`max_new_tokens`: limit of an answer, which the overlong penalty needs. `seed`: of the run; it determines the
         order of sequences in later epochs. The first `frozen_steps` train steps change no weight. `critic_lambda`: of
         the critic's targets; None = that of the advantages. A custom loss and a custom estimator are called once
         without tokens: their errors are raised here, ConfigError when they return what is no loss or advantage.
-        """
+        `shares_first_pass`: the first mini-batch makes its proximal log-probabilities in training where it can."""
+        self._shares_first_pass = shares_first_pass
+        self._first_pass: FirstPass | None = None
+        """The first pass of the running update."""
         self._teacher = teacher
         self._engine = engine
         self._config = config
@@ -365,6 +370,8 @@ class PPOActor:
         is_needed = needs_prox_logprobs(config)
         if not (is_needed or config.has_token_baseline) and num_candidates(config) is None:
             return batch
+        if self._shares_first_pass and not self._has_sessions(batch):
+            return self._with_later_logprobs(batch)
         outputs = self._engine.forward(batch)
         logprobs = required(outputs.logprobs, "logprobs")
         if config.has_token_baseline:
@@ -372,6 +379,31 @@ class PPOActor:
             batch = replace(batch, score_norms=norms)
         batch = replace(batch, prox_logprobs=logprobs) if is_needed else batch
         return with_candidates(batch, outputs, config)
+
+    def _has_sessions(self, batch: TrainBatch) -> bool:
+        """Whether any rank has sessions of several sequences; a collective."""
+        has_sessions = torch.tensor([float(batch.session_ids is not None)], dtype=torch.float64)
+        return bool(self._engine.all_reduce(has_sessions, "max").item())
+
+    def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Add the proximal log-probabilities of all sequences but those of the first mini-batch."""
+        batch, in_loss = replace(batch, shares_first_pass=True), sequences_in_loss(batch)
+        cut = Passes(num_minibatches=self._config.ppo_n_minibatches).rows(without_filtered(batch), epoch=0)
+        first = [in_loss[row] for row in cut[0]]
+        self._first_pass = FirstPass(self._config, first, cut)
+        others = sorted(set(range(batch.num_sequences)).difference(first))
+        if self._config.ppo_n_minibatches == 1 and batch.filtered is None:  # on all ranks: the pass is a collective
+            return batch
+        logprobs = required(self._engine.forward(take(batch, others)).logprobs, "logprobs")
+        return replace(batch, prox_logprobs=without_first(logprobs, batch, others))
+
+    def with_first_pass(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
+        """After `update`: add the proximal log-probabilities that the first mini-batch made, and the metrics of
+        `with_correction`; a collective. Other batches are unchanged."""
+        if not batch.shares_first_pass or self._first_pass is None:
+            return batch, {}
+        batch, self._first_pass = self._first_pass.completed(batch), None
+        return batch, self.with_correction(batch)[1]
 
     def with_correction(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """Add off-policy weights and rejections of the whole batch, and their metrics; a collective."""
@@ -427,16 +459,17 @@ class PPOActor:
         Sequences that filters removed are not computed. Metrics of this rank's tokens.
         """
         batch = with_chosen_tokens(batch, self._config, reduce=self._engine.all_reduce)
-        config = self._config
+        config, first_pass = self._config, self._first_pass if batch.shares_first_pass else None
         passes = Passes(
             num_minibatches=config.ppo_n_minibatches,
             num_epochs=config.ppo_epochs if step >= self._frozen_steps else 0,
             seed=self._seed,
             step=step,
+            known=None if first_pass is None else first_pass.cut,
         )
         with updating("actor", step):
             metrics = train_on_minibatches(
-                self._engine, without_filtered(batch), passes, self._rule(), target_kl=config.target_kl
+                self._engine, without_filtered(batch), passes, self._rule(first_pass), target_kl=config.target_kl
             )
         metrics |= penalty_metrics(batch, config, self._max_new_tokens) | to_metrics(self._estimator_stats)
         if batch.ref_logprobs is not None:
@@ -448,8 +481,9 @@ class PPOActor:
                 self._entropy_coef = adapted_entropy_coef(self._entropy_coef, entropy, config.adaptive_entropy)
         return prefixed("actor", metrics)
 
-    def _rule(self) -> PolicyUpdate:
-        return PolicyUpdate(self._config, entropy_coef=self._entropy_coef, teacher=self._teacher)
+    def _rule(self, first_pass: FirstPass | None = None) -> PolicyUpdate:
+        coef = self._entropy_coef
+        return PolicyUpdate(self._config, entropy_coef=coef, teacher=self._teacher, first_pass=first_pass)
 
     def _require_finite(self, batch: TrainBatch) -> None:
         """Raise on every rank when any rank has a number that is not finite, so that no rank waits for another."""

@@ -62,6 +62,8 @@ class Passes:
     num_epochs: int = 1
     seed: int = 0
     step: int = 0
+    known: list[list[int]] | None = None
+    """`rows` of epoch 0, if they were computed before."""
 
     def cut(self, batch: TrainBatch, epoch: int) -> list[TrainBatch]:
         """This rank's minibatches of epoch `epoch`: exactly `num_minibatches`, some may be empty.
@@ -76,6 +78,8 @@ class Passes:
 
     def rows(self, batch: TrainBatch, epoch: int) -> list[list[int]]:
         """The sequences of each minibatch of `cut`, in order."""
+        if epoch == 0 and self.known is not None:
+            return self.known
         sessions = session_units(batch)
         units, lengths = sessions or ([[row] for row in range(batch.num_sequences)], batch.sequence_lengths)
         if epoch == 0:

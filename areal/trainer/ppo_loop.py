@@ -359,9 +359,10 @@ class PPOLoop:
                 metrics = resampled | actor.update(chosen, step=info.step)
                 metrics |= critic.update(chosen, step=info.step) if critic else {}
                 metrics |= reference.after_update(info.step + 1) if reference else {}
+                batch, measured = actor.with_first_pass(batch)
             with phase("publish_weights"):
                 self._publish(info.step)
-            measured = merge_metrics(scored, filtered, mismatch, distilled, batch_metrics(batch))
+            measured = merge_metrics(scored, filtered, mismatch, measured, distilled, batch_metrics(batch))
             metrics = merge_metrics(metrics, measured, _share_metrics(share, began_s))
             with phase("after_step"):
                 if self._add_samples is not None:

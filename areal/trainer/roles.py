@@ -25,10 +25,12 @@ from areal.data.image_files import ImageFiles
 from areal.data.sessions import with_session_tokens
 from areal.data.tokenizer import load_tokenizer, tokenizer_of
 from areal.engine.build import TRAIN_ENGINES
+from areal.engine.fsdp import FSDPEngine
 from areal.engine.mesh import TrainerMesh
 from areal.observe.log import get_logger
 from areal.system.run_paths import RunPaths
 from areal.trainer.actor import PPOActor
+from areal.trainer.first_pass import may_share_first_pass
 from areal.trainer.kl_term import num_candidates, uses_reference, with_divergence
 from areal.trainer.minibatch import Passes, prefixed, train_on_minibatches
 from areal.trainer.policy_update import Teacher, output_spec
@@ -250,6 +252,7 @@ def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[s
             frozen_steps=0 if critic is None else critic.warmup_steps,
             critic_lambda=None if critic is None else critic.gae_lambda,
             teacher=config.teacher,
+            shares_first_pass=_shares_first_pass(config, trained["actor"]),
         ),
         reference=reference,
         critic=None if critic is None else Critic(trained["critic"], critic, seed=config.seed),
@@ -258,6 +261,11 @@ def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[s
         trained=trained,
         frozen=frozen,
     )
+
+
+def _shares_first_pass(config: PPOConfig, engine: TrainEngine) -> bool:
+    is_equal = isinstance(engine, FSDPEngine) and engine.repeats_passes
+    return is_equal and may_share_first_pass(config)
 
 
 def _actor_steps(config: PPOConfig, length: TrainingLength) -> int:

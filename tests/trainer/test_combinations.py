@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from areal.api.config import GRPOConfig, NormConfig
+from areal.api.config import GRPOConfig, NormConfig, PPOActorConfig
 from areal.api.config.load import read
 from areal.api.config.policy_losses import SequenceLevelOptions
 from areal.api.config.schema import options_without_effect
@@ -17,6 +17,7 @@ from areal.api.config.validate import problems_of
 from areal.api.data import BASELINE
 from areal.api.metrics import merge_metrics, metric_values
 from areal.trainer.actor import PPOActor
+from areal.trainer.first_pass import may_share_first_pass
 from areal.trainer.kl_term import uses_reference
 from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.policy_update import Teacher
@@ -134,7 +135,7 @@ def batch_of(toolbox, step: int):
     )
 
 
-def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int):
+def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int, shares_first_pass: bool = False):
     """Two steps on all ranks -> (the policy's table, metrics of each step, state of the role) of each rank."""
     group = toolbox.RankGroup(ranks)
     group._barrier = threading.Barrier(ranks, timeout=20)
@@ -158,6 +159,7 @@ def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int):
             frozen_steps=warmup,
             critic_lambda=own_lambda,
             teacher=config.teacher,
+            shares_first_pass=shares_first_pass,
         )
         values = Critic(engine(critic=True), critic, seed=1) if critic else None
         reference = Reference(others(0.2), config.actor) if config.ref and uses_reference(config.actor) else None
@@ -177,7 +179,8 @@ def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int):
             chosen, resampled = actor.with_resampling(batch)
             found = resampled | actor.update(chosen, step=step)
             found |= values.update(chosen, step=step) if values else {}
-            found = merge_metrics(found, filtered, mismatch, taught, batch_metrics(batch))
+            batch, measured = actor.with_first_pass(batch)
+            found = merge_metrics(found, filtered, mismatch, measured, taught, batch_metrics(batch))
             logged.append(metric_values(reduce_metrics(found, policy)))
         return policy.table.detach(), logged, actor.state()
 
@@ -196,6 +199,38 @@ def test_what_is_accepted_trains_alike_however_it_is_cut(toolbox, seed):
             assert mine.keys() == others.keys()
             assert not [name for name, value in mine.items() if math.isnan(value)]
             assert others == pytest.approx(mine, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(60, 72))
+def test_the_pass_of_the_first_minibatch_is_shared_without_another_result(toolbox, seed):
+    around = {"use_decoupled_loss": True} if seed % 3 else {"recompute_logprob": True}
+    around |= {"ppo_epochs": 1, "prox_logp_method": "recompute", "m2_threshold": None, "pf_ppo": None}
+    around["ppo_n_minibatches"] = 1 + seed % 3
+    draws = (accepted(seed + 1000 * number, fixed=around) for number in range(100))
+    config = next(filter(may_share_first_pass, draws))
+    for ranks in (1, 3):
+        both = [
+            train(toolbox, config, ranks=ranks, num_micro_batches=2, shares_first_pass=shares)
+            for shares in (False, True)
+        ]
+        for (table, logged, _), (other_table, other_logged, _) in zip(*both, strict=True):
+            torch.testing.assert_close(other_table, table, rtol=1e-6, atol=1e-7)
+            for mine, others in zip(logged, other_logged, strict=True):
+                assert mine.keys() == others.keys()
+                assert others == pytest.approx(mine, rel=1e-5, abs=1e-6)
+
+
+def test_one_minibatch_alone_needs_no_proximal_pass(toolbox):
+    config = PPOActorConfig(path="x", use_decoupled_loss=True, kl_ctl=0.0, ppo_n_minibatches=1)
+    assert may_share_first_pass(GRPOConfig(actor=config))
+    batch, computed = batch_of(toolbox, 0), []
+    for number in (1, 2, 4):
+        engine = toolbox.TableEngine()
+        actor = PPOActor(engine, replace(config, ppo_n_minibatches=number), shares_first_pass=True)
+        found = actor.with_prox_logprobs(batch)
+        computed.append(engine.num_forwards)
+        assert found.prox_logprobs is None or found.prox_logprobs[batch.loss_mask].isfinite().all()
+    assert computed == [0, 1, 1]
 
 
 def with_default(config, path: str):

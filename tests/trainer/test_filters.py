@@ -91,14 +91,15 @@ def test_an_empty_share_reports_the_same_names(toolbox, batch):
     assert set(values(metrics).values()) == {0}
 
 
+@pytest.mark.parametrize("shares_first_pass", [False, True])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
-def test_an_update_computes_the_answers_that_are_left(toolbox, batch, num_minibatches):
+def test_an_update_computes_the_answers_that_are_left(toolbox, batch, num_minibatches, shares_first_pass):
     """With the gradient that it has when it computes all, of which the others have weight 0."""
     options = {"ppo_n_minibatches": num_minibatches, "use_decoupled_loss": True, "reward_norm": GROUP_MEAN}
     engines = []
     for is_removed in (True, False):
         engine = toolbox.TableEngine()
-        actor = PPOActor(engine, config(dynamic_sampling=True, **options))
+        actor = PPOActor(engine, config(dynamic_sampling=True, **options), shares_first_pass=shares_first_pass)
         filtered, _ = actor.with_filters(batch)
         assert filtered.filtered.tolist() == [False, True, True, False, True]
         if not is_removed:
