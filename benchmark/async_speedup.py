@@ -34,7 +34,7 @@ from aiohttp import web
 from areal.api.config import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
 from areal.api.data import GenerationRequest, GenerationResponse, ProbeScore, Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.engine import InferenceEngine
-from areal.api.gather import gather_or_cancel
+from areal.api.metrics import gather_or_cancel
 from areal.api.workflow import RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger

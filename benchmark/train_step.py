@@ -53,8 +53,7 @@ from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig, 
 from areal.api.config.train import LoRAConfig
 from areal.api.engine import TrainEngine
 from areal.data.balance import balanced_parts
-from areal.data.pack import rows_to_train_batch
-from areal.data.split import take
+from areal.data.pack import rows_to_train_batch, take
 from areal.engine.build import TRAIN_ENGINES
 from areal.engine.fsdp import FSDPEngine
 from areal.engine.mesh import TrainerMesh

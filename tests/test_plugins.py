@@ -226,8 +226,7 @@ def test_an_estimator_with_a_statistic(config):
         finished=torch.tensor([True, True]),
         logprobs=torch.zeros(3),
         values=None,
-        reward_parts=None,
-        reward_names=(),
+        columns={},
         reduce=identity_reduce,
     )
     actor = config().actor

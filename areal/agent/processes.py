@@ -7,7 +7,7 @@ import orjson
 
 from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents
 from areal.agent.agent_worker import job_message
-from areal.api.row_json import row_json
+from areal.api.data import row_json
 from areal.observe.log import get_logger
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.worker_process import WorkerEnded, WorkerProcess

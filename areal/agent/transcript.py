@@ -14,7 +14,18 @@ from typing import Any, Literal, TypeVar
 from areal.agent.bridge import BridgeGap, CallStart, PromptBridge
 from areal.agent.images import DialogueImages
 from areal.agent.turns import Message, TurnRefused, TurnRequest
-from areal.api.columns import ColumnSpec, Packed, Runs, joined, packed_ids, packed_logprobs, to_array, to_runs
+from areal.api.columns import (
+    ROUTED_EXPERTS,
+    ColumnSpec,
+    Packed,
+    RoutedExperts,
+    Runs,
+    joined,
+    packed_ids,
+    packed_logprobs,
+    to_array,
+    to_runs,
+)
 from areal.api.data import (
     BASELINE,
     TEMPERATURES,
@@ -25,7 +36,6 @@ from areal.api.data import (
     reward_columns,
 )
 from areal.api.images import ImageRef
-from areal.api.routed_experts import ROUTED_EXPERTS, RoutedExperts
 
 # A tree of tokens: a node holds only the tokens that it adds to those of its parent. It knows nothing of messages.
 

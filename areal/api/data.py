@@ -11,10 +11,35 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from areal.api.columns import ColumnSpec, to_array
+import orjson
+
+from areal.api.columns import ColumnSpec, RoutedExperts, to_array
 from areal.api.config.rollout import GenerationHyperparameters
+from areal.api.errors import InputError
 from areal.api.images import ImageRef
-from areal.api.routed_experts import RoutedExperts
+
+# ----------------------------------------------------------------------------------------------------------------------
+# JSON of a dataset row, as the processes of rewards and agents get it.
+
+
+def row_json(row: Mapping[str, Any]) -> bytes:
+    """`row` as JSON, arrays of numpy as lists. Raises InputError that names a column with another value."""
+    try:
+        return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        named = (f"column {name!r}, a {type(value).__name__}" for name, value in row.items() if not _is_json(value))
+        message = f"JSON cannot represent {next(named, 'a value')} of a row ({error})"
+        advice = "convert it in the dataset's map_fn"
+        raise InputError(f"{message}: {advice}", code="reward.row_not_json") from error
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return False
+    return True
+
 
 StopReason = Literal["stop", "length", "interrupted"]
 

@@ -15,7 +15,7 @@ from areal.api.data import (
     WeightSpec,
     WeightUpdate,
 )
-from areal.api.gather import gather_or_cancel
+from areal.api.metrics import gather_or_cancel
 
 if TYPE_CHECKING:
     from torch import Tensor

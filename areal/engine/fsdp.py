@@ -22,7 +22,7 @@ from areal.api.engine import ModelRole, ReduceOp
 from areal.api.errors import ConfigError, InputError, StageError
 from areal.api.images import ImageStore
 from areal.api.metrics import Metrics, merge_metrics
-from areal.data.split import token_positions
+from areal.data.pack import token_positions
 from areal.engine.adapter_format import PeftAdapter, with_values
 from areal.engine.checkpoint import (
     HostCopies,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from areal.api.batch import MicroBatch, TrainBatch
+from areal.api.columns import ROUTED_EXPERTS
 from areal.api.config import MicroBatchSpec
 from areal.api.config.train import DEFAULT_TOKENS_PER_MB
 from areal.api.data import TEMPERATURES
 from areal.api.errors import ConfigError, InputError
-from areal.api.routed_experts import ROUTED_EXPERTS
-from areal.data.split import split_by_tokens, take
+from areal.data.pack import split_by_tokens, take
 from areal.engine.mesh import RankGroup
 from areal.engine.packed_attention import AnswerRun, PackedLayout, own_tokens, packed_layout
 from areal.engine.vision import ImageInput, VisionReader

@@ -18,12 +18,11 @@ from contextlib import aclosing
 from operator import attrgetter
 from typing import Any
 
-from areal.api.columns import Packed, Runs, RunsBuilder, append, joined, to_runs
+from areal.api.columns import ExpertShape, Packed, RoutedExperts, Runs, RunsBuilder, append, joined, to_runs
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
 from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
-from areal.api.gather import gather_or_cancel
-from areal.api.routed_experts import ExpertShape, RoutedExperts
+from areal.api.metrics import gather_or_cancel
 from areal.data.image_files import RunImages
 from areal.fleet.replica import AnswerForm, PartChunk, Replica, ReplicaFactory, RequestLimits
 from areal.fleet.replica_set import ReplicaSet, Slot, State

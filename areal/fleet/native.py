@@ -8,11 +8,10 @@ from typing import Any
 
 import orjson
 
-from areal.api.columns import Runs
+from areal.api.columns import ExpertShape, Runs
 from areal.api.config import PPOConfig
 from areal.api.data import GenerationRequest, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
-from areal.api.routed_experts import ExpertShape
 from areal.fleet.replica import ALL_TOKENS, AnswerForm, Chunks, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_client import (

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from areal.api.columns import ExpertShape, RoutedExperts
 from areal.api.data import GenerationRequest, WeightUpdate
 from areal.api.errors import ArealError
-from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.image_files import RunImages
 
 PauseMode = Literal["abort", "retract", "in_place"]

@@ -19,10 +19,9 @@ import httptools
 import numpy as np
 import orjson
 
-from areal.api.columns import Column, Runs
+from areal.api.columns import Column, ExpertShape, RoutedExperts, Runs
 from areal.api.data import GenerationRequest, WeightSpec, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
-from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.fleet.replica import NO_VERSION, AnswerForm, FinishReason, Replica
 
 _CONNECT_TIMEOUT_S = 10.0

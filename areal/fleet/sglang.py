@@ -16,12 +16,11 @@ from typing import Any
 
 import orjson
 
-from areal.api.columns import Runs
+from areal.api.columns import ExpertShape, Runs
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.train import ALL_LINEAR
 from areal.api.data import GenerationRequest, WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.api.routed_experts import ExpertShape
 from areal.fleet.adapters import Parts, ServedAdapters, ended_by_stops, with_version
 from areal.fleet.replica import (
     ALL_TOKENS,

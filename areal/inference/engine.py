@@ -23,9 +23,9 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
+from areal.api.columns import ExpertShape
 from areal.api.config import NativeServerConfig
 from areal.api.errors import ConfigError
-from areal.api.routed_experts import ExpertShape
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import ALL_TOKENS, BlockPool, FinishReason, Scheduler, Sequence, Status

@@ -12,9 +12,9 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from areal.api.columns import ExpertShape
 from areal.api.errors import ConfigError
 from areal.api.images import VisionLayout
-from areal.api.routed_experts import ExpertShape
 from areal.inference.attention import (
     ATTENTION_NAME,
     AttentionPlan,

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import orjson
 
 from areal.api.config import RewardConfig
+from areal.api.data import row_json
 from areal.api.errors import RewardError
 from areal.api.registry import FunctionRef
-from areal.api.row_json import row_json
 from areal.observe.log import get_logger
 from areal.reward import sandbox as sandbox_backends
 from areal.system.device import cpu_count

@@ -31,7 +31,7 @@ def run_configured(argv: list[str]) -> None:
 
     config = load_experiment(argv)
     if isinstance(config, SFTConfig):
-        from areal.trainer.sft import SFTTrainer
+        from areal.trainer.supervised import SFTTrainer
 
         train_on, image_key = config.sft.train_on, config.vision.image_key
 
@@ -48,7 +48,7 @@ def run_configured(argv: list[str]) -> None:
         load = partial(load_pairs, use_margin=config.rw.use_margin, image_key=config.vision.image_key)
         _run_rows(RewardModelTrainer, config, load, model_path=config.model.path)
     elif isinstance(config, DPOConfig):
-        from areal.trainer.dpo import DPOTrainer
+        from areal.trainer.supervised import DPOTrainer
 
         load = partial(load_pairs, image_key=config.vision.image_key)
         _run_rows(DPOTrainer, config, load, model_path=config.actor.path)

@@ -51,8 +51,7 @@ from areal.api.data import BASELINE, TURN_REWARDS, reward_parts
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
-from areal.data.sessions import by_session, session_view
-from areal.data.split import take
+from areal.data.pack import by_session, session_view, take
 from areal.trainer.first_pass import FirstPass, without_first
 from areal.trainer.kl_term import kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches

@@ -9,7 +9,7 @@ from areal.api.batch import MicroBatch, TrainBatch
 from areal.api.config import PPOActorConfig, PPOConfig
 from areal.api.config.algorithm import OWN_FUNCTION
 from areal.api.config.policy_losses import loss_facts
-from areal.data.split import token_positions
+from areal.data.pack import token_positions
 from areal.trainer.kl_term import num_candidates
 from areal.trainer.off_policy import correction_of, drops, is_around_prox
 

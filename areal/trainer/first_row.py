@@ -19,9 +19,9 @@ from areal.agent.agent_run import first_messages
 from areal.agent.tool_calls import tool_schema
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
+from areal.api.data import row_json
 from areal.api.errors import ArealError, ConfigProblem, InputError
 from areal.api.registry import FunctionRef, entries, load_function
-from areal.api.row_json import row_json
 from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt, has_images
 from areal.data.dataset import load_rows

@@ -13,8 +13,7 @@ from areal.api.batch import LossFn, TrainBatch
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.balance import balanced_parts
-from areal.data.sessions import session_units
-from areal.data.split import take
+from areal.data.pack import session_units, take
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reduction of metrics over the data-parallel ranks.

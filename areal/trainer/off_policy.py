@@ -19,7 +19,7 @@ from areal.algorithm.policy_loss import PolicyTokens
 from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig, RolloutCorrectionConfig
 from areal.api.metrics import Metrics
-from areal.data.sessions import session_view
+from areal.data.pack import session_view
 from areal.trainer.minibatch import prefixed
 
 

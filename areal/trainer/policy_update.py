@@ -31,7 +31,7 @@ from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOut
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
-from areal.data.sessions import with_session_tokens
+from areal.data.pack import with_session_tokens
 from areal.trainer.first_pass import FirstPass
 from areal.trainer.kl_term import kl_loss, num_candidates
 from areal.trainer.minibatch import prefixed

@@ -30,8 +30,7 @@ from areal.api.errors import InputError
 from areal.api.images import ImageRef
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.api.table import images_of
-from areal.data.pack import rows_to_train_batch, to_train_batch
-from areal.data.sessions import by_session
+from areal.data.pack import by_session, rows_to_train_batch, to_train_batch
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.engine.fsdp import FSDPEngine
 from areal.engine.hf_model import resolve_model_folder

@@ -27,9 +27,9 @@ from areal.data.supervised_rows import EncodedPair
 from areal.data.tokenizer import Tokenizer
 from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
-from areal.trainer.dpo import PairTask, with_whole_pairs
 from areal.trainer.minibatch import prefixed
 from areal.trainer.row_loop import EngineBuilder, RowTask, RowTrainer
+from areal.trainer.supervised import PairTask, with_whole_pairs
 
 Recode = Callable[[list[int]], list[int]]
 """The policy's tokens of one sequence -> the reward model's."""

@@ -22,7 +22,7 @@ from areal.api.engine import TrainEngine
 from areal.api.errors import ConfigError
 from areal.api.metrics import Metric, Metrics
 from areal.data.image_files import ImageFiles
-from areal.data.sessions import with_session_tokens
+from areal.data.pack import with_session_tokens
 from areal.data.tokenizer import load_tokenizer, tokenizer_of
 from areal.engine.build import TRAIN_ENGINES
 from areal.engine.fsdp import FSDPEngine

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal.api.columns import ExpertShape
 from areal.api.config import PPOConfig
 from areal.api.errors import ConfigError, LedgerError
-from areal.api.routed_experts import ExpertShape
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.image_files import ImageFiles, RunImages
 from areal.data.prompt_stream import PromptStream
@@ -29,7 +29,7 @@ from areal.rollout.evaluation import HeldOutOptions, last_answer_ids
 from areal.system.discovery import registry_of
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
-from areal.workflow.accept import resolve_accept_fn
+from areal.workflow.registry import resolve_accept_fn
 
 Row = dict[str, Any]
 

@@ -26,7 +26,7 @@ from areal.api.config import AgentConfig, GenerationHyperparameters, RewardConfi
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ConfigError, RewardError, ServerUnavailable
-from areal.api.gather import gather_or_cancel
+from areal.api.metrics import gather_or_cancel
 from areal.api.registry import FunctionRef, parse_function_path
 from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.images import PromptImages

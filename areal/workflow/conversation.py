@@ -15,8 +15,8 @@ from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import InputError, RewardError
-from areal.api.gather import gather_or_cancel
 from areal.api.images import ImageRef
+from areal.api.metrics import gather_or_cancel
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer

@@ -5,11 +5,31 @@ from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.config.validate import raise_problems
+from areal.api.data import TrajectoryGroup
 from areal.api.errors import ConfigError
-from areal.api.registry import load_function, resolve_function
-from areal.api.workflow import CONSTRUCTOR_ARGUMENTS, RolloutWorkflow, constructor_problems
+from areal.api.registry import ACCEPT_CALL, load_function, resolve_function
+from areal.api.workflow import CONSTRUCTOR_ARGUMENTS, AcceptFn, RolloutWorkflow, constructor_problems
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Filters that decide after scoring whether a group is trained on.
+
+
+def mixed_rewards(group: TrajectoryGroup) -> bool:
+    """False when all answers have the same score: the advantages within such a group are zero.
+
+    The scores are the rewards, or their part from the functions in reward.filter_on.
+    """
+    rewards = group.filter_rewards or [trajectory.reward for trajectory in group.trajectories]
+    return min(rewards) < max(rewards)
+
+
+def resolve_accept_fn(name: str) -> AcceptFn | None:
+    """The filter of rollout.should_accept_fn, a registered name or the path of a function; None when empty."""
+    if not name:
+        return None
+    return load_function(resolve_function(name, "filters", key="rollout.should_accept_fn"), ACCEPT_CALL)
 
 
 def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:

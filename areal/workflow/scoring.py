@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from areal.api.columns import ColumnSpec, Packed, Runs, to_array, to_runs, total
+from areal.api.columns import ROUTED_EXPERTS, ColumnSpec, Packed, RoutedExperts, Runs, to_array, to_runs, total
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.config.rollout import CODE_STARTS_S, CODE_TESTS_S
 from areal.api.data import (
@@ -24,10 +24,9 @@ from areal.api.data import (
     reward_columns,
 )
 from areal.api.errors import InputError, RewardError
-from areal.api.gather import gather_or_cancel
 from areal.api.images import ImageRef
+from areal.api.metrics import gather_or_cancel
 from areal.api.registry import FunctionRef, registered
-from areal.api.routed_experts import ROUTED_EXPERTS, RoutedExperts
 from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.images import PromptImages

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from areal.agent.bridge import BridgeGap
 from areal.agent.turns import TurnRequest
+from areal.api.columns import ExpertShape, RoutedExperts
 from areal.api.data import GenerationResponse, StopReason
-from areal.api.routed_experts import ExpertShape, RoutedExperts
 
 END = ord(">")
 ROLES = {"assistant": "<a", "user": "<u", "tool": "<t", "system": "<s"}

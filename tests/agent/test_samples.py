@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from areal.agent.transcript import Cut, Transcript, rows_of_tree, trajectories, tree_of_rows
 from areal.agent.turns import TurnRequest
+from areal.api.columns import ROUTED_EXPERTS
 from areal.api.data import TURN_REWARDS, TURNS
-from areal.api.routed_experts import ROUTED_EXPERTS
 from areal.rollout.executor import check_trajectory
 from tests.agent.char_bridge import CharBridge, answer, messages_of, request_of, response_of, text_of
 

@@ -1,6 +1,6 @@
 import pytest
 
-from areal.api.routed_experts import ExpertShape, RoutedExperts
+from areal.api.columns import ExpertShape, RoutedExperts
 
 SMALL, LARGE = ExpertShape(2, 1, 255), ExpertShape(1, 2, 256)
 

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.data.pack import rows_to_train_batch
-from areal.data.split import split_by_tokens, take, token_positions
+from areal.data.pack import rows_to_train_batch, split_by_tokens, take, token_positions
 from tests.expect import raises_code
 
 lengths_lists = st.lists(st.integers(1, 50), max_size=40)

@@ -29,8 +29,7 @@ from areal.api.config.train import LoRAConfig
 from areal.api.errors import ArealError, TrainingDiverged
 from areal.api.metrics import Metric
 from areal.data.balance import balanced_parts
-from areal.data.pack import rows_to_train_batch
-from areal.data.split import take
+from areal.data.pack import rows_to_train_batch, take
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 

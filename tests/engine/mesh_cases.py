@@ -40,11 +40,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.allocation import ParallelDims
 from areal.api.batch import TrainBatch
+from areal.api.columns import ROUTED_EXPERTS
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
 from areal.api.config.train import LoRAConfig
-from areal.api.routed_experts import ROUTED_EXPERTS
 from areal.data.balance import balanced_parts
-from areal.data.split import take
+from areal.data.pack import take
 from areal.engine.mesh import TrainerMesh
 from tests.engine import engine_cases as cases
 from tests.engine.trainer_updates import UPDATES

@@ -11,7 +11,7 @@ from areal.api.allocation import ParallelDims
 from areal.api.config import RecoverConfig
 from areal.api.metrics import Metric
 from areal.data.balance import balanced_parts
-from areal.data.split import take
+from areal.data.pack import take
 from areal.engine.mesh import TrainerMesh
 from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.recover import RecoverPoint, RecoverStore

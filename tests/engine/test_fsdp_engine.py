@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areal.api.batch import LossOutput
 from areal.api.config import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, OptimizerConfig
 from areal.api.errors import TrainingDiverged
-from areal.data.pack import rows_to_train_batch
-from areal.data.split import take
+from areal.data.pack import rows_to_train_batch, take
 from areal.engine.mesh import whole_tensor
 from areal.models.stored_form import StoredForm
 from tests.expect import raises_code

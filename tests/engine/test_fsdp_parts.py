@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from areal.api.config import MicroBatchSpec, OptimizerConfig
-from areal.data.split import take
+from areal.data.pack import take
 from areal.engine.hf_model import resolve_model_folder
 from areal.engine.micro_batch import make_micro_batch, plan_micro_batches
 from areal.engine.optimizer import ScheduledOptimizer, learning_rate

@@ -12,7 +12,7 @@ from areal.api.batch import TrainBatch
 from areal.api.config import MicroBatchSpec, NormConfig, PPOActorConfig
 from areal.api.config.policy_losses import AGGREGATIONS
 from areal.api.metrics import metric_values
-from areal.data.split import take
+from areal.data.pack import take
 from areal.engine.mesh import TrainerMesh
 from areal.trainer.actor import PPOActor
 from areal.trainer.minibatch import reduce_metrics

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from areal.api.batch import OutputSpec, TokenOutputs
 from areal.api.config import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec
-from areal.data.split import take
+from areal.data.pack import take
 from areal.engine.micro_batch import make_micro_batch
 from tests.expect import raises_code
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from areal.api.batch import LossOutput
-from areal.api.routed_experts import ROUTED_EXPERTS
+from areal.api.columns import ROUTED_EXPERTS
 from areal.engine.routing import find_rule
 from tests.expect import raises_code
 from tests.weights.test_stored_form import SIZES

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from areal.api.config import MicroBatchSpec
-from areal.data.split import take
+from areal.data.pack import take
 from tests.expect import raises_code
 
 LENGTHS = [5, 9, 2, 9, 1, 14]

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import LoRAConfig
-from areal.data.split import take
+from areal.data.pack import take
 from areal.engine.hf_model import other_towers
 from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh

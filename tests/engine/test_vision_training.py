@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from areal.api.config import LoRAConfig, MicroBatchSpec, TrainEngineConfig
 from areal.api.images import ImageRef
 from areal.data.balance import balanced_parts
-from areal.data.split import take
+from areal.data.pack import take
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh

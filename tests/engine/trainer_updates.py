@@ -12,7 +12,7 @@ from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.trainer.actor import PPOActor
 from areal.trainer.roles import Critic
-from areal.trainer.sft import SFTTask
+from areal.trainer.supervised import SFTTask
 
 
 def _grpo(engine: TrainEngine, batch: TrainBatch) -> Metrics:

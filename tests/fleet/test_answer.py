@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal.api.columns import ExpertShape, RoutedExperts
 from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.fleet.fleet import Answer, token_budget
 from areal.fleet.replica import AnswerForm, PartChunk
 from areal.fleet.server_client import experts_of, prior_output_bias, versions_of

@@ -32,9 +32,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from areal.api.columns import ExpertShape
 from areal.api.config import NativeServerConfig
 from areal.api.images import VisionLayout
-from areal.api.routed_experts import ExpertShape
 from areal.inference import server
 from areal.inference.engine import Engine
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, use_paged_attention

@@ -10,7 +10,7 @@ import orjson
 import pytest
 import torch
 
-from areal.api.routed_experts import ExpertShape
+from areal.api.columns import ExpertShape
 from areal.fleet.native import parse_chunk
 from areal.models.output_head import routers_of
 from tests.expect import raises_code

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from areal.api.columns import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.api.data import (
     BASELINE,
     TEMPERATURES,
@@ -16,10 +17,8 @@ from areal.api.data import (
     reward_part,
 )
 from areal.api.images import ImageRef
-from areal.api.routed_experts import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.api.table import SESSION, images_of
-from areal.data.pack import to_train_batch
-from areal.data.sessions import session_view
+from areal.data.pack import session_view, to_train_batch
 from areal.ledger.payload import encode_episode, group_of_payload, payload_head
 from areal.rollout.train_batches import build_share, share_parts
 from tests.expect import raises_code

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from areal.api.columns import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.api.config import TrainEngineConfig
 from areal.api.data import Trajectory
-from areal.api.routed_experts import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.data.pack import rows_to_train_batch
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh

@@ -113,7 +113,7 @@ class TableEngine:
 
 
 def select(batch, indices):
-    """The sequences of a batch at these places (kept apart from areal.data.split on purpose)."""
+    """The sequences of a batch at these places (kept apart from areal.data.pack on purpose)."""
     bounds = batch.cu_seqlens.tolist()
     rows = torch.tensor([t for s in indices for t in range(bounds[s], bounds[s + 1])], dtype=torch.int64)
     lengths = [bounds[s + 1] - bounds[s] for s in indices]

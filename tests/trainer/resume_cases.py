@@ -33,7 +33,7 @@ from areal.trainer.policy_update import output_spec
 from areal.trainer.ppo_loop import batch_metrics
 from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 from areal.trainer.roles import Critic, Reference, ReferenceResets
-from areal.trainer.sft import SFTTask
+from areal.trainer.supervised import SFTTask
 
 VOCAB, NUM_STEPS, CUT = 11, 5, 2
 OPTIMIZER = OptimizerConfig(

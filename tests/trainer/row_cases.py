@@ -19,11 +19,10 @@ from areal.api.config import DPOOptions, MicroBatchSpec, OptimizerConfig, RWOpti
 from areal.data.supervised_rows import EncodedPair, EncodedRow
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.trainer.dpo import DPOTask, with_whole_pairs
 from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.reward_model import RewardModelTask
 from areal.trainer.row_loop import RowTask, evaluate, share_of
-from areal.trainer.sft import SFTTask
+from areal.trainer.supervised import DPOTask, SFTTask, with_whole_pairs
 
 VOCAB = 13
 NUM_PAIRS = 7

@@ -7,15 +7,14 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import areal.trainer.dpo
 import areal.trainer.reward_model
-import areal.trainer.sft
+import areal.trainer.supervised
 from areal.trainer.__main__ import run_configured
 
 TRAINERS = {
-    "sft": (areal.trainer.sft, "SFTTrainer"),
+    "sft": (areal.trainer.supervised, "SFTTrainer"),
     "rw": (areal.trainer.reward_model, "RewardModelTrainer"),
-    "dpo": (areal.trainer.dpo, "DPOTrainer"),
+    "dpo": (areal.trainer.supervised, "DPOTrainer"),
 }
 ROWS = {
     "sft": [{"prompt": "ab", "answer": "c"}, {"prompt": "abc", "answer": "de"}],

@@ -13,7 +13,7 @@ from areal.api.config.load import read
 from areal.api.config.policy_losses import AGGREGATIONS
 from areal.api.metrics import merge_metrics, metric_values
 from areal.api.registry import entries
-from areal.data.sessions import with_session_tokens
+from areal.data.pack import with_session_tokens
 from areal.trainer.actor import PPOActor
 from areal.trainer.kl_term import uses_reference
 from areal.trainer.minibatch import reduce_metrics

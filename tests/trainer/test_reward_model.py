@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from areal.data.split import take
+from areal.data.pack import take
 from areal.data.supervised_rows import EncodedPair, EncodedRow
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh

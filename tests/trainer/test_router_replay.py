@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal.agent.transcript import TokenTree, path_to, row_of
+from areal.api.columns import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.api.config import NativeServerConfig
 from areal.api.data import TrajectoryGroup
-from areal.api.routed_experts import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.data.pack import to_train_batch
 from areal.inference.engine import build_engine
 from areal.inference.scheduler import SamplingParams, Sequence

@@ -6,7 +6,7 @@ import torch
 from areal.api.config import SFTOptions
 from areal.data.supervised_rows import EncodedRow
 from areal.trainer.row_loop import evaluate, share_of
-from areal.trainer.sft import SFTTask
+from areal.trainer.supervised import SFTTask
 
 ROWS = [
     EncodedRow(token_ids=[0, *answer], loss_mask=[0] + [1] * len(answer))

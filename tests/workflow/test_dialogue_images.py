@@ -11,8 +11,8 @@ from areal.data.image_files import ImageFiles
 from areal.data.images import ImageWriter, PromptImages
 from areal.data.tiny_model import character_tokenizer
 from areal.workflow import Conversation, ConversationWorkflow, use_tools
-from areal.workflow.multi_turn import MultiTurnWorkflow
 from areal.workflow.registry import build_workflow
+from areal.workflow.rlvr import MultiTurnWorkflow
 from tests.agent.test_images import LAYOUT, TEMPLATE, TOKENS, url
 from tests.data.test_image_files import CONFIG, PROCESSOR, written
 from tests.expect import raises_code

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
-from areal.workflow.multi_turn import MultiTurnWorkflow
+from areal.workflow.rlvr import MultiTurnWorkflow
 from tests.expect import raises_code
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}

@@ -13,7 +13,7 @@ from areal.data.pack import to_train_batch
 from areal.ledger.payload import encode_episode, payload_head, to_table
 from areal.rollout.executor import EpisodeEngine
 from areal.rollout.train_batches import build_share, share_parts
-from areal.workflow.accept import mixed_rewards
+from areal.workflow.registry import mixed_rewards
 from areal.workflow.rlvr import RLVRWorkflow
 from tests.expect import raises_code
 

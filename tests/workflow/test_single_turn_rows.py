@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from areal.api.columns import Packed, Runs, packed_ids, packed_logprobs
+from areal.api.columns import ExpertShape, Packed, RoutedExperts, Runs, packed_ids, packed_logprobs
 from areal.api.data import GenerationResponse, TrajectoryGroup
-from areal.api.routed_experts import ExpertShape, RoutedExperts
 from areal.data.chat import EncodedPrompt
 from areal.ledger.payload import encode_episode
 from areal.workflow.conversation import Conversation

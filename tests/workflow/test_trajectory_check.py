@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from areal.api.data import GenerationResponse
+from areal.cli.try_workflow import remarks_on, spans_of
 from areal.workflow import Conversation, chat_prompt
-from areal.workflow.trajectory_check import remarks_on, spans_of
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}]}
 END = 1

@@ -6,10 +6,8 @@ from areal.api.config import GenerationHyperparameters, PPOActorConfig, PPOConfi
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import ConfigError
 from areal.api.workflow import RolloutWorkflow
-from areal.workflow.accept import mixed_rewards, resolve_accept_fn
-from areal.workflow.multi_turn import MultiTurnWorkflow
-from areal.workflow.registry import build_workflow
-from areal.workflow.rlvr import RLVRWorkflow
+from areal.workflow.registry import build_workflow, mixed_rewards, resolve_accept_fn
+from areal.workflow.rlvr import MultiTurnWorkflow, RLVRWorkflow
 from tests.expect import raises_code
 
 

@@ -27,7 +27,7 @@ from areal.api.data import WeightSpec
 from areal.api.engine import ReduceOp
 from areal.api.errors import StageError
 from areal.api.metrics import Metric, Metrics, merge_metrics
-from areal.data.split import token_positions
+from areal.data.pack import token_positions
 from areal.engine.checkpoint import HostCopies, Piece, RecoveryReader, StagedPieces, export_model, write_folder
 from areal.engine.megatron.model import HeadPlan, use_chunks
 from areal.engine.megatron.model_config import row_multiple, varies_rows
