@@ -207,8 +207,8 @@ def first_prompt(folder: Path, where: Sequence[int]) -> list[int]:
         file.seek(offset)
         data = file.read(size)
     start = 8  # magic and checksum
-    _, num_trajectories, num_tokens = struct.unpack_from("<QII", data, start)
-    start += 16 + 4 * num_trajectories
+    _, num_trajectories, num_tokens, header_bytes = struct.unpack_from("<QIII", data, start)
+    start += 20 + header_bytes + 4 * num_trajectories
     ids = struct.unpack_from(f"<{num_tokens}i", data, start)
     mask_start = start + 4 * num_tokens * 2 + 4 * num_trajectories + 4 * num_tokens
     mask = data[mask_start : mask_start + num_tokens]
