@@ -13,7 +13,7 @@ from tests.fleet.generation_parts import PROMPT, a_part
 
 
 async def ended_after(prior: str, new: str, stop: str, **changes: Any) -> int | None:
-    """How many of the new letters, which are tokens, are passed on before the answer ends; None when it goes on."""
+    """How many of the new letters, which are tokens, are passed on before the answer ends; None when it continues."""
     input_ids = PROMPT + [ord(letter) for letter in prior]
     part = a_part(20, input_ids=input_ids, num_prior_output_tokens=len(prior), stop=[stop], **changes)
 
