@@ -83,7 +83,7 @@ def with_call_ids(message: Message, ids: Mapping[str, str]) -> Message:
     """A message with other ids of tool calls, in the calls or in their result; ids that `ids` lacks stay."""
     if calls := message.get("tool_calls"):
         return message | {"tool_calls": [{**call, "id": ids.get(call["id"], call["id"])} for call in calls]}
-    if (call_id := message.get("tool_call_id")) in ids:
+    if (call_id := message.get("tool_call_id", "")) in ids:
         return message | {"tool_call_id": ids[call_id]}
     return message
 
