@@ -117,6 +117,9 @@ class Trajectory:
     """Further columns: a number, or for a column per token a sequence or an array of T rows."""
 
 
+MAX_LOGPROB = 1e-3
+"""How much a log-probability may be above 0, by rounding in a server."""
+
 # Columns of the workflows of areal. Nothing between these and the stages of the trainer that use them names them.
 
 BASELINE = ColumnSpec("baseline", per="sequence", show="")

@@ -24,6 +24,8 @@ from areal.data.image_files import RunImages
 from areal.data.tokenizer import Tokenizer
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
+from areal.ledger.payload import TokenLimits
+from areal.models.model_shape import ModelShape
 from areal.observe.step_files import logged_metrics
 from areal.rollout.executor import Rejected, verdict_on
 from areal.system.file_registry import FileRegistry
@@ -152,12 +154,14 @@ class EpisodeReport:
 async def run_episode(trial: Trial, engine: InferenceEngine) -> EpisodeReport:
     """Run the episode of a trial. An ArealError of it is part of the report; another exception keeps its traceback."""
     recorder, error, group = _Recorder(engine), "", None
+    shape = ModelShape.read(trial.config.actor.path)
+    limits = TokenLimits(2**31 if shape is None else shape.vocabulary, engine.version, strict=True)
     with logged_metrics() as logged:
         try:
             group = await trial.workflow.arun_episode(recorder, dict(trial.row))
             if group is None:
                 error = "the workflow returned None: the episode is rejected"
-            elif isinstance(verdict := verdict_on(0, group, accept=None, check_format=True), Rejected):
+            elif isinstance(verdict := verdict_on(0, group, accept=None, limits=limits), Rejected):
                 error = f"the workflow rejected the episode: {verdict.reason}"
         except ArealError as failure:
             error = f"{failure} [{failure.code}]"

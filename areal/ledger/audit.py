@@ -24,7 +24,7 @@ from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import IncompleteTail, LedgerReader, PayloadReader, Progress, open_reader, payload_path
 from areal.ledger.kept import kept_names, read_kept
 from areal.ledger.payload import record_of, recorded_sessions, to_table
-from areal.ledger.state import FAILED, IDENTITY, REJECTED, STATE_NAMES, Event, LedgerState
+from areal.ledger.state import FAILED, IDENTITY, REJECTED, STATE_NAMES, Event, LedgerState, failure_key
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The result of an audit: broken rules and totals, as lines for people and as JSON for programs.
@@ -554,7 +554,7 @@ class AuditRules:
 
     def _failed(self, event: Event) -> None:
         self._ended(event, "failed")
-        self.report.reasons[f"failed: {str(event['reason']).partition(':')[0]}"] += 1
+        self.report.reasons[failure_key(event)] += 1
 
     def _batched(self, event: Event) -> None:
         step, version, ids = int(event["step"]), int(event["version"]), [int(number) for number in event["ids"]]

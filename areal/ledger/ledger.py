@@ -556,10 +556,11 @@ class Ledger:
         self._keep(episode_id, payload)
         self._record({"event": "rejected", "id": episode_id, "reason": _clean(reason)})
 
-    def fail(self, episode_id: int, reason: str, *, payload: bytes = b"") -> None:
-        """An episode ended with an error. `payload`: its answers so far, as in `reject`."""
+    def fail(self, episode_id: int, reason: str, *, kind: str, payload: bytes = b"") -> None:
+        """An episode ended with an error. `kind`: equal for errors that are counted together. `payload`: its answers
+        so far, as in `reject`."""
         self._keep(episode_id, payload)
-        self._record({"event": "failed", "id": episode_id, "reason": _clean(reason)})
+        self._record({"event": "failed", "id": episode_id, "reason": _clean(reason), "kind": kind})
 
     def _keep(self, episode_id: int, payload: bytes) -> None:
         running = self.state.running.get(episode_id)

@@ -360,9 +360,8 @@ class LedgerState:
 
     def _failed(self, event: Event) -> None:
         episode_id: int = event["id"]
-        reason: str = event["reason"]
         self._end(episode_id, FAILED, "failed")
-        self.reasons[f"failed: {reason.partition(':')[0]}"] += 1
+        self.reasons[failure_key(event)] += 1
 
     def _batched(self, event: Event) -> None:
         step: int = event["step"]
@@ -439,6 +438,11 @@ class LedgerState:
         "group": lambda state, event: None,
         "compared": lambda state, event: None,
     }
+
+
+def failure_key(event: Event) -> str:
+    """How a `failed` event is counted. Ledgers of before have no kind."""
+    return f"failed: {event.get('kind') or str(event['reason']).partition(':')[0]}"
 
 
 def _broken(message: str) -> LedgerError:

@@ -15,14 +15,14 @@ from typing import Any
 
 from areal.api.columns import to_runs
 from areal.api.config import InferenceEngineConfig
-from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup
-from areal.api.engine import InferenceEngine
+from areal.api.data import GenerationRequest, GenerationResponse, TrajectoryGroup
+from areal.api.engine import InferenceEngine, InferenceFleet
 from areal.api.errors import ArealError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.kept import encode_answers
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import EncodedEpisode, TrajectoryError, encode_episode
+from areal.ledger.payload import EncodedEpisode, TokenLimits, TrajectoryError, encode_episode
 from areal.ledger.state import REJECTED, WAITING
 from areal.observe.log import get_logger
 from areal.observe.spans import episode_ended, span, track
@@ -331,7 +331,7 @@ class Rejected:
 
 
 def verdict_on(
-    episode_id: int, group: TrajectoryGroup | None, *, accept: AcceptFn | None, check_format: bool
+    episode_id: int, group: TrajectoryGroup | None, *, accept: AcceptFn | None, limits: TokenLimits
 ) -> EncodedEpisode | Rejected:
     """Whether the result of an episode is accepted. Raises TrajectoryError when it cannot be used."""
     if group is None:
@@ -339,10 +339,7 @@ def verdict_on(
     check_stats(group)
     if group.rejected and not group.trajectories:
         return Rejected(reason=group.rejected)
-    encoded = encode_episode(episode_id, group)
-    if check_format:
-        for trajectory in group.trajectories:
-            check_trajectory(trajectory)
+    encoded = encode_episode(episode_id, group, None if group.rejected else limits)
     _check_filter_rewards(group)
     if group.rejected:
         return Rejected(reason=group.rejected, payload=encoded.payload)
@@ -372,34 +369,6 @@ def check_stats(group: TrajectoryGroup) -> None:
             )
 
 
-def check_trajectory(trajectory: Trajectory) -> None:
-    """The additional rules of rollout.check_trajectory_format. Raises TrajectoryError for the first broken one."""
-    if any(token_id < 0 for token_id in trajectory.token_ids):
-        raise TrajectoryError("token_ids holds a negative id", code="workflow.wrong_type")
-    mask_values = set(trajectory.loss_mask)
-    problem = ""
-    if not mask_values <= {0, 1}:
-        problem = f"holds {sorted(mask_values)}; only 0 and 1 are allowed"
-    elif 1 not in mask_values:
-        problem = "marks no token to train on"
-    elif trajectory.loss_mask[0]:
-        problem = "marks the first token, which has no prediction"
-    if problem:
-        raise TrajectoryError(f"loss_mask {problem}", code="workflow.loss_mask")
-    columns = zip(trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions, strict=True)
-    for position, (mask, logprob, version) in enumerate(columns):
-        if not math.isfinite(logprob) or logprob > 1e-3:
-            problem = "which is not a log-probability"
-        elif not mask and logprob != 0.0:
-            problem = "but must be 0.0 where loss_mask is 0"
-        if problem:
-            message = f"rollout_logprobs[{position}] is {logprob}, {problem}"
-            raise TrajectoryError(message, code="workflow.rollout_logprobs")
-        if mask and version < 0:
-            message = f"output_versions[{position}] is {version}, but loss_mask marks this token"
-            raise TrajectoryError(message, code="workflow.output_versions")
-
-
 STARTS_PER_TURN = 64
 """Episodes that one turn of the event loop starts; each costs about 0.1 ms until its first request."""
 
@@ -411,7 +380,7 @@ class Executor:
         self,
         *,
         limits: GateLimits,
-        engine: InferenceEngine,
+        engine: InferenceFleet,
         workflow: RolloutWorkflow,
         rows: PromptStream[dict[str, Any]],
         ledger: Ledger,
@@ -467,6 +436,11 @@ class Executor:
             waiting=state.counts[WAITING],
             next_step=state.next_step,
         )
+
+    def _token_limits(self) -> TokenLimits:
+        """Servers may have a version before the ledger, and a trainer that went back has published higher ones."""
+        newest = max(self._engine.version, self._ledger.state.highest_version)
+        return TokenLimits(self._engine.vocab_size, newest, self._options.check_trajectory_format)
 
     def hold_requests(self, hold: bool) -> None:
         """Let running episodes send no new request while true; requests already sent continue."""
@@ -543,8 +517,7 @@ class Executor:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
                 with track("episode", str(episode_id)), logged_metrics() as logged:
                     group = await self._workflow.arun_episode(engine, row)
-                check_format = options.check_trajectory_format
-                verdict = verdict_on(episode_id, group, accept=self._accept, check_format=check_format)
+                verdict = verdict_on(episode_id, group, accept=self._accept, limits=self._token_limits())
                 stats = logged.means() | ({} if group is None else group.stats)
                 result = group, verdict, {name: float(value) for name, value in stats.items()}
             except asyncio.CancelledError:
@@ -613,7 +586,8 @@ class Executor:
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if without_traceback else error)
         self._producer.num_failed += 1
         self._producer.num_agent_errors += isinstance(error, ArealError) and error.code == "agent.failed"
-        self._ledger.fail(episode_id, reason, payload=_answers_of(episode_id, engine))
+        kind = error.counted_as if isinstance(error, ArealError) else type(error).__name__
+        self._ledger.fail(episode_id, reason, kind=kind, payload=_answers_of(episode_id, engine))
         self._trace(episode_id, "failed")
         episode_ended(episode_id, "failed", reason)
         self.first_failure = self.first_failure or f"episode {episode_id} failed: {reason}"

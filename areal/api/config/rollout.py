@@ -270,7 +270,7 @@ class InferenceEngineConfig:
     schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded", "prefix_affinity")
     """Server of a request: in turn, fewest running requests, or longest cached prefix; groups stay on one server."""
     check_trajectory_format: bool = False
-    """Check lengths, masks and finite numbers of every trajectory and fail the episode of an invalid one."""
+    """Also require for each trajectory: a trained token, log-probability 0 and version -1 only where not trained."""
     enable_rollout_tracing: bool = False
     """Log every start and end of an episode with the policy version and the numbers of episodes in each state."""
     should_accept_fn: str = ""
