@@ -4,7 +4,7 @@ The running controller, its recovery and the audit use the same `apply`, so the 
 equals the state that its files describe.
 
     admitted -> running -> accepted (waiting) -> batched(step) -> consumed(step)
-                   |           `-> rejected("stale")
+                   |           `-> rejected("stale")    `-> rejected("skipped"), by hand
                    |-> rejected(reason)
                    `-> failed(reason)
 
@@ -396,6 +396,15 @@ class LedgerState:
         self.consumed_steps.add(step)
         self.trained_steps = step + 1
 
+    def _skipped(self, event: Event) -> None:
+        step: int = event["step"]
+        record = self.batches.get(step)
+        if record is None or step in self.consumed_steps or step != self.next_step - 1:
+            raise _broken(f"batch of step {step} skipped, but it is not the newest batch, or was consumed")
+        self._move_all(record.episode_ids, BATCHED, REJECTED)
+        del self.batches[step]
+        self.reasons[SKIPPED_KEY] += len(record.episode_ids)
+
     def _trained_again(self, event: Event) -> None:
         step: int = event["step"]
         if step not in self.consumed_steps:
@@ -434,10 +443,15 @@ class LedgerState:
         "evaluated": _evaluated,
         "committed": _committed,
         "pruned": _pruned,
+        "skipped": _skipped,
         "trained_again": _trained_again,
         "group": lambda state, event: None,
         "compared": lambda state, event: None,
     }
+
+
+SKIPPED_KEY = "rejected: skipped"
+"""How the episodes of a `skipped` batch are counted."""
 
 
 def failure_key(event: Event) -> str:
