@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.algorithm.advantage import mixed_group
+from areal.algorithm.advantage import RETURNS, VALUES, mixed_group
 from areal.algorithm.aggregate import TokenStat, to_metrics, trained_counts
 from areal.algorithm.kl import kl_estimate, sequence_kl
 from areal.algorithm.policy_loss import log_ratio
@@ -43,6 +43,7 @@ from areal.system.durable import write_atomic
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
+from areal.trainer.kl_term import REF_KL
 from areal.trainer.minibatch import prefixed
 from areal.trainer.process_setup import TrainingRank, announce_ready, training_rank
 from areal.trainer.progress import Progress, TrainingLength
@@ -79,7 +80,7 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
         "unfinished_ratio": TokenStat(~batch.finished, each),
         "uniform_reward_ratio": TokenStat(~mixed_group(batch.rewards, batch.group_ids), each),
     }
-    for name, values in (("return", batch.returns), ("value", batch.values)):
+    for name, values in (("return", batch.columns.get(RETURNS)), ("value", batch.columns.get(VALUES))):
         if values is not None:
             stats[name] = TokenStat(values, mask)
     if batch.advantages is not None:
@@ -112,8 +113,8 @@ def _distance_stats(batch: TrainBatch) -> dict[str, TokenStat]:
         has_answer = trained_counts(mask, batch.sequence_index, batch.num_sequences) > 0
         stats["ref_kl_sequence"] = TokenStat(of_sequence, has_answer)
         stats["ref_kl_sequence_max"] = TokenStat(of_sequence, has_answer, "max")
-    if batch.ref_full_kl is not None:
-        stats["ref_kl_full"] = TokenStat(batch.ref_full_kl, mask)
+    if REF_KL in batch.columns:
+        stats["ref_kl_full"] = TokenStat(batch.columns[REF_KL], mask)
     return stats
 
 
