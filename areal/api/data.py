@@ -187,6 +187,18 @@ class TrajectoryGroup:
     """Turns of agents in the trajectories. Accepting the episode adopts them."""
 
 
+AGENT_ERROR = "agent_error"
+"""Begins the reason of an episode whose agent failed; the name of the exception follows: agent_error: KeyError."""
+MISSING_REWARDS = {
+    "no_reward": "the agent has ended and nothing gave it a reward: let it return a number or call session.reward(), "
+    "report one by POST, or set reward_fn",
+    "agent_timeout": "the agent did not end in agent.timeout_s: raise it, or look for what the agent waits for",
+    "turn_budget": "the budget of the session was used, and nothing gave a reward for what was done: raise "
+    "agent.max_turns, agent.max_tokens or gconfig.max_tokens, or set reward_fn",
+}
+"""Why an episode of an agent that did not fail has no reward, and what to do."""
+
+
 def tokens_checksum(token_ids: Sequence[int]) -> int:
     """CRC-32 of token ids, each as 4 bytes."""
     return zlib.crc32(to_array("i", token_ids))

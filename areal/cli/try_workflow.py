@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment, save_config
-from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, reward_parts
+from areal.api.data import (
+    MISSING_REWARDS,
+    GenerationRequest,
+    GenerationResponse,
+    Trajectory,
+    TrajectoryGroup,
+    reward_parts,
+)
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError, ConfigError, LaunchError
 from areal.data.image_files import RunImages
@@ -162,7 +169,8 @@ async def run_episode(trial: Trial, engine: InferenceEngine) -> EpisodeReport:
             if group is None:
                 error = "the workflow returned None: the episode is rejected"
             elif isinstance(verdict := verdict_on(0, group, accept=None, limits=limits), Rejected):
-                error = f"the workflow rejected the episode: {verdict.reason}"
+                advice = MISSING_REWARDS.get(verdict.reason)
+                error = f"the workflow rejected the episode: {verdict.reason}" + (f": {advice}" if advice else "")
         except ArealError as failure:
             error = f"{failure} [{failure.code}]"
     end_ids = set(request_settings(trial.config.gconfig, trial.tokenizer).stop_token_ids)

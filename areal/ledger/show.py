@@ -119,7 +119,8 @@ class Samples:
             record.state, record.payload, record.stats = "accepted", tuple(event["payload"]), event["stats"]
         elif kind in ("rejected", "failed"):
             record = self._record(event)
-            record.state, record.reason = kind, event["reason"]
+            counted_as, reason = event.get("kind", ""), event["reason"]
+            record.state, record.reason = kind, reason if counted_as in reason else f"{counted_as}: {reason}"
         elif kind == "batched":
             self.batches[event["step"]] = event["ids"]
             for record in self.of_step(event["step"]):

@@ -293,6 +293,8 @@ class InferenceEngineConfig:
     """Tokens per event of a streamed answer; a request whose server fails loses at most this many tokens."""
     request_timeout: float = number(3600.0, above=0)
     """Maximum seconds of a generation request on one server; it then continues on another."""
+    episode_timeout_s: float = number(3600.0, above=0)
+    """Maximum seconds of an episode; it then fails and another one starts. Agents have agent.timeout_s instead."""
     request_retries: int = number(3, low=1)
     """Maximum server failures of one request before its episode fails."""
     pause_grace_period: float = number(0.0, low=0)
