@@ -105,13 +105,14 @@ class AlarmRules:
         """The alarms that the metrics after train step `step` raise."""
         self._rows.append(row)
         rows = tuple(self._rows)
-        return self.look(step, {one.rule.name: MEASURES[one.rule.name](rows) for one in self._chosen})
+        names = [one.rule.name for one in self._chosen if one.rule.per == "step"]
+        return self.look(step, {name: MEASURES[name](rows) for name in names})
 
     def look(self, step: int, values: Mapping[str, float | None]) -> list[Alarm]:
         """The alarms that these values raise, by the name of their rule; None = it has none."""
         result: list[Alarm] = []
         for chosen in self._chosen:
-            value = values[chosen.rule.name]
+            value = values.get(chosen.rule.name)
             if value is not None and self._raises(chosen, value):
                 result.append(_alarm(step, chosen, value))
         return result

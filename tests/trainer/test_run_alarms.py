@@ -29,7 +29,7 @@ HIGH = {"actor/grad_norm": 500.0}
 
 def train(paths, first_step, rows, action="warn"):
     """One life of a trainer: its metrics and alarms until the last of `rows`."""
-    rules = [one for one in AlarmsConfig(action=action).chosen() if one.rule.per == "step"]
+    rules = AlarmsConfig(action=action).chosen()
     tracker = JsonlTracker(paths.metrics, first_step=first_step)
     alarms = RunAlarms(rules, paths, first_step=first_step)
     found = []
