@@ -502,8 +502,8 @@ class Transcript:
         place.turn_ids.append(turn_id)
 
     def _end_of(self, context: Context) -> TokenNode:
-        if context.realigned is not None:
-            turn = self.turns[context.realigned.turn_id]
+        turn = None if context.realigned is None else self.turns[context.realigned.turn_id]
+        if context.realigned is not None and turn is not None and not turn.is_overwritten:  # by the answer before
             end = self.tree.overwrite(turn.node, context.realigned.spans, context.token_ids)
             if end is not None:
                 self._move_turns(path_to(turn.node), path_to(end))

@@ -107,6 +107,14 @@ EPS = 1e-8
 """Added to the sum of weights of a position."""
 
 
+VALUES = ColumnSpec("values", made_by="with_values")
+"""[T] float32, of the critic before the update."""
+RETURNS = ColumnSpec("returns", made_by="with_advantages")
+"""[T] float32, the critic's targets."""
+SCORE_NORMS = ColumnSpec("score_norms", made_by="with_prox_logprobs")
+"""[T] float32, see `optimal_token_baseline`."""
+
+
 def score_norms(logprobs: Tensor, squared_sums: Tensor) -> Tensor:
     """1 - 2 p + sum_v p_v^2 of each token: the squared norm of d log p / d logits. Both [T] -> [T]."""
     return 1.0 - 2.0 * logprobs.exp() + squared_sums

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce, TokenStat, require_same_shape, sequence_means
-from areal.api.batch import required
 from areal.api.columns import ColumnSpec
 from areal.api.config import AdaptiveEntropyConfig, PolicyLossOptions, ResamplingConfig
 from areal.api.config.policy_losses import loss_facts
@@ -153,6 +152,10 @@ def largest_keys(keys: Tensor, eligible: Tensor, count: int, *, reduce: Reduce) 
     return eligible & (keys >= threshold)
 
 
+CHOSEN = ColumnSpec("chosen_tokens", "u1", made_by="with_chosen_tokens")
+"""[T] bool: the tokens of Clip-Cov and KL-Cov, chosen over the whole batch before the update."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTokens:
     """The inputs of a policy loss. Per-token tensors are [T], float32 or float64, predicted-token aligned."""
@@ -166,8 +169,6 @@ class PolicyTokens:
     num_sequences: int
     columns: Mapping[ColumnSpec, Tensor] = field(default_factory=dict[ColumnSpec, Tensor])
     """Further columns of the batch, [T, ...] or [S, ...]."""
-    chosen: Tensor | None = None
-    """[T] bool: the tokens of Clip-Cov and KL-Cov, chosen over the whole batch before the update."""
 
     def __post_init__(self) -> None:
         require_same_shape(
@@ -177,7 +178,6 @@ class PolicyTokens:
             advantages=self.advantages,
             mask=self.mask,
             sequence_index=self.sequence_index,
-            chosen=self.mask if self.chosen is None else self.chosen,
         )
 
     def column(self, spec: ColumnSpec) -> Tensor:
@@ -209,8 +209,8 @@ def weighted_log_likelihood(tokens: PolicyTokens, weights: Tensor, advantages: T
 
 
 def chosen_tokens(tokens: PolicyTokens) -> Tensor:
-    """`tokens.chosen` within the mask, [T] bool. Raises StageError when it is missing."""
-    return required(tokens.chosen, "chosen_tokens") & tokens.mask
+    """CHOSEN within the mask, [T] bool. Raises StageError when it is missing."""
+    return tokens.column(CHOSEN).bool() & tokens.mask
 
 
 # ----------------------------------------------------------------------------------------------------------------------

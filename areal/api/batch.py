@@ -35,12 +35,18 @@ PER_TOKEN = MappingProxyType({"per": "token"})
 PER_SEQUENCE = MappingProxyType({"per": "sequence"})
 
 
+CANDIDATE_IDS = ColumnSpec("candidate_ids", "i8", show="", made_by="with_prox_logprobs")
+"""[T, k] int64, see `OutputSpec.candidates`."""
+IMAGE_INDEX = ColumnSpec("image_index", "i8", per="sequence", show="", made_by="to_train_batch")
+"""[S, m] int64, the places in `TrainBatch.images` of those of each sequence in order, then -1; absent = no images."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One rank's share of a batch. Stages add fields with `dataclasses.replace`.
+    """One rank's share of a batch: the columns that every stage may read, and those of single stages.
 
     Every tensor except the two that locate sequences is declared PER_TOKEN or PER_SEQUENCE (its rows). All code that
-    splits or moves a batch uses `mapped`, so that it covers new fields.
+    splits or moves a batch uses `mapped`, so that it covers every column.
     """
 
     cu_seqlens: Tensor  # [S + 1] int32, starts with 0, ends with T
@@ -53,25 +59,12 @@ class TrainBatch:
     group_ids: Tensor = field(metadata=PER_SEQUENCE)  # [S] int64, unique over all ranks
     finished: Tensor = field(metadata=PER_SEQUENCE)  # [S] bool
     columns: Mapping[ColumnSpec, Tensor] = field(default_factory=lambda: {})
-    """Further columns, by the declaration of the module that made them."""
+    """Columns of the workflow and of single stages, by the declaration of the module that makes them."""
     prox_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, policy before the update
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
-    teacher_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen teacher
-    values: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, critic before the update
-    score_norms: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, see optimal_token_baseline
     advantages: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32
-    returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
-    filtered: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
-    """[S] bool: filters left no token of the sequence in the policy loss, so its update does not compute it; None: of
-    no sequence."""
-    behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of the loss
     ratio_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `in_ratio`
-    chosen_tokens: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, selected by a policy loss
-    session_ids: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
-    """[S] int64, unique on this rank: sequences with one id are rows of one session; None = each is a session."""
-    session_tokens: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
-    """[S] int64, trained tokens of the whole session in the mini-batch; None = without session_ids."""
     version: int = 0
     """Policy version at the start of the update with this batch."""
     update_progress: float = 0.0
@@ -81,12 +74,6 @@ class TrainBatch:
     The column is None if there is one mini-batch only."""
     images: tuple[ImageRef, ...] = ()
     """The images of the whole share; a part of a batch has all of them too."""
-    image_index: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
-    """[S, m] int64, the places in `images` of those of each sequence in order, then -1; None = no images."""
-    candidate_ids: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] int64, see OutputSpec.candidates
-    prox_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the policy's
-    ref_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the reference's
-    ref_full_kl: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, KL of whole distributions
 
     def mapped(
         self,
@@ -115,6 +102,9 @@ class TrainBatch:
 
     def with_column(self, spec: ColumnSpec, values: Tensor) -> TrainBatch:
         return replace(self, columns={**self.columns, spec: values})
+
+    def without(self, *specs: ColumnSpec) -> TrainBatch:
+        return replace(self, columns={spec: values for spec, values in self.columns.items() if spec not in specs})
 
     @property
     def trained(self) -> Tensor:

@@ -9,12 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.api.batch import BatchShare, TrainBatch
+from areal.api.batch import IMAGE_INDEX, BatchShare, TrainBatch
+from areal.api.columns import ColumnSpec
 from areal.api.data import TURNS
 from areal.api.errors import InputError
 from areal.api.images import ImageRef
 from areal.api.table import CORE, IMAGE_COUNT, SESSION, StoredColumn, TokenTable, image_columns, images_of
 from areal.data.balance import balanced_parts
+
+SESSION_IDS = ColumnSpec("session_ids", "i8", per="sequence", show="", made_by="to_train_batch")
+"""[S] int64, unique on this rank: sequences with one id are rows of one session; absent = each is a session."""
+SESSION_TOKENS = ColumnSpec("session_tokens", "i8", per="sequence", show="", made_by="with_session_tokens")
+"""[S] int64, trained tokens of the whole session in the mini-batch; absent = without SESSION_IDS."""
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sessions that are cut into several sequences: their trained tokens as one sequence, in order of time.
@@ -48,9 +54,9 @@ def session_view(batch: TrainBatch) -> SessionView | None:
     Sequences of one session need not be neighbours. The order of tokens is (turn, position in their sequence), which
     is equal in every cut.
     """
-    if batch.session_ids is None:
+    if SESSION_IDS not in batch.columns:
         return None
-    sessions, of_row = torch.unique(batch.session_ids, return_inverse=True)
+    sessions, of_row = torch.unique(batch.columns[SESSION_IDS], return_inverse=True)
     size = int(sessions.numel())
     numbers = torch.arange(batch.num_sequences, device=of_row.device)
     rows = numbers.new_full((size,), batch.num_sequences).scatter_reduce(0, of_row, numbers, "amin")
@@ -72,8 +78,8 @@ def session_view(batch: TrainBatch) -> SessionView | None:
     is_token[(copies.cumsum(0) - copies)[begins]] = False
     bounds = torch.zeros(size + 1, dtype=torch.int64, device=owner.device)
     torch.cumsum(torch.bincount(owner, minlength=size), 0, out=bounds[1:])
-    slim = replace(batch, candidate_ids=None, prox_candidate_logprobs=None, ref_candidate_logprobs=None)  # [T, k]
-    view = slim.mapped(
+    wide = [spec for spec, values in batch.columns.items() if values.dim() > 1]  # nothing reads them by session
+    view = batch.without(SESSION_IDS, SESSION_TOKENS, *wide).mapped(
         token=lambda values: values[positions],
         sequence=lambda values: values[rows],
         cu_seqlens=bounds.int(),
@@ -84,7 +90,7 @@ def session_view(batch: TrainBatch) -> SessionView | None:
         for name, mask in (("policy_mask", view.policy_mask), ("ratio_mask", view.ratio_mask))
         if mask is not None
     }
-    view = replace(view, loss_mask=view.loss_mask & is_token, session_ids=None, session_tokens=None, **masks)
+    view = replace(view, loss_mask=view.loss_mask & is_token, **masks)
     return SessionView(batch=view, positions=positions, rows=rows)
 
 
@@ -96,18 +102,18 @@ def by_session(batch: TrainBatch) -> TrainBatch:
 
 def with_session_tokens(batch: TrainBatch, mask: Tensor) -> TrainBatch:
     """Add the number of tokens of the whole session in `mask` [T] bool; unchanged when each sequence is a session."""
-    if batch.session_ids is None:
+    if SESSION_IDS not in batch.columns:
         return batch
-    of_row = torch.unique(batch.session_ids, return_inverse=True)[1]
+    of_row = torch.unique(batch.columns[SESSION_IDS], return_inverse=True)[1]
     counts = torch.bincount(of_row[batch.sequence_index[mask]], minlength=batch.num_sequences)
-    return replace(batch, session_tokens=counts[of_row])
+    return batch.with_column(SESSION_TOKENS, counts[of_row])
 
 
 def session_units(batch: TrainBatch) -> tuple[list[list[int]], list[int]] | None:
     """The sequences of each session, and its number of trained tokens; None when each sequence is a session."""
-    if batch.session_ids is None:
+    if SESSION_IDS not in batch.columns:
         return None
-    ids: list[int] = batch.session_ids.tolist()
+    ids: list[int] = batch.columns[SESSION_IDS].tolist()
     tokens: list[int] = torch.bincount(batch.sequence_index[batch.loss_mask], minlength=batch.num_sequences).tolist()
     units: dict[int, list[int]] = {}
     for row, session in enumerate(ids):
@@ -226,14 +232,14 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
         group_ids=_tensor(share.group_index, torch.int64),
         finished=_tensor(table.finished, torch.bool),
         images=(places := tuple(dict.fromkeys(image for row in pictures for image in row))),
-        image_index=_image_index(pictures, places),
         version=share.version,
-        session_ids=_session_ids(table, share.group_index),
         columns={
             column.spec: _column(column, table.columns[column.spec], bounds)
             for column in table.stored()
             if column.spec.per != "group" and column.spec not in (SESSION, IMAGE_COUNT)
-        },
+        }
+        | _session_ids(table, share.group_index)
+        | _image_index(pictures, places),
     )
 
 
@@ -244,14 +250,14 @@ def _column(column: StoredColumn, values: np.ndarray, bounds: np.ndarray) -> Ten
     return _next_token(values, bounds, column.filled(1)[0], dtype)
 
 
-def _session_ids(table: TokenTable, group_index: np.ndarray) -> Tensor | None:
-    """[S] int64: equal for the rows of one session of a group, unique on this rank; None = each row is a session."""
+def _session_ids(table: TokenTable, group_index: np.ndarray) -> dict[ColumnSpec, Tensor]:
+    """SESSION_IDS, equal for the rows of one session of a group."""
     session = table.columns.get(SESSION)
     if session is None:
-        return None
+        return {}
     alone = np.where(session < 0, np.arange(session.size), -1)
     numbers = np.unique(np.stack([group_index, session, alone]), axis=1, return_inverse=True)[1]
-    return _tensor(numbers.reshape(-1), torch.int64)
+    return {SESSION_IDS: _tensor(numbers.reshape(-1), torch.int64)}
 
 
 def rows_to_train_batch(
@@ -299,15 +305,15 @@ def _require_lengths(share: BatchShare, lengths: np.ndarray) -> None:
         raise InputError(f"a train batch is inconsistent: {'; '.join(problems)}", code="data.inconsistent_batch")
 
 
-def _image_index(rows: Sequence[Sequence[ImageRef]], table: Sequence[ImageRef]) -> Tensor | None:
-    """Places in `table`, -1 after the last image of a row. -> [S, m] int64"""
+def _image_index(rows: Sequence[Sequence[ImageRef]], table: Sequence[ImageRef]) -> dict[ColumnSpec, Tensor]:
+    """IMAGE_INDEX, the places in `table`."""
     if not table:
-        return None
+        return {}
     place = {image: index for index, image in enumerate(table)}
     result = torch.full((len(rows), max(map(len, rows))), -1)
     for number, row in enumerate(rows):
         result[number, : len(row)] = torch.tensor([place[image] for image in row], dtype=torch.int64)
-    return result
+    return {IMAGE_INDEX: result}
 
 
 def _next_token(values: np.ndarray, bounds: np.ndarray, last: float | np.ndarray, dtype: torch.dtype) -> Tensor:

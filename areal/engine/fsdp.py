@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from areal.api.batch import LossFn, MicroBatch, OutputSpec, TokenOutputs, TrainBatch, required
+from areal.api.batch import CANDIDATE_IDS, LossFn, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, TrainEngineConfig
 from areal.api.data import WeightSpec
 from areal.api.engine import ModelRole, ReduceOp
@@ -217,7 +217,7 @@ class FSDPEngine:
         if not denominator > 0:
             raise ValueError(f"the denominator of a loss must be above 0, but is {denominator}")
         if self._model.spec.candidates:
-            required(batch.candidate_ids, "candidate_ids")  # those that forward returned
+            batch.column(CANDIDATE_IDS)  # those that forward returned
         self._model.train()
         scale = self.dp_size * self._mesh.context.size / denominator  # FSDP averages over data and context ranks
         metrics: Metrics = {}

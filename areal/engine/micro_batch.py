@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from areal.api.batch import MicroBatch, TrainBatch
+from areal.api.batch import CANDIDATE_IDS, MicroBatch, TrainBatch
 from areal.api.columns import ROUTED_EXPERTS
 from areal.api.config import MicroBatchSpec
 from areal.api.config.train import DEFAULT_TOKENS_PER_MB
@@ -218,8 +218,8 @@ def checked_ids(
     It raises InputError on every rank when any rank holds a token id outside the vocabulary.
     """
     ids = batch.input_ids
-    if batch.candidate_ids is not None and with_candidates:
-        ids = torch.cat([ids, batch.candidate_ids.flatten()])
+    if CANDIDATE_IDS in batch.columns and with_candidates:
+        ids = torch.cat([ids, batch.columns[CANDIDATE_IDS].flatten()])
 
     def reduce_max(facts: Tensor) -> Tensor:
         own = [float(ids.max()), -float(ids.min())] if ids.numel() else [0.0, 0.0]
@@ -256,7 +256,11 @@ def make_micro_batch(
     sizes = [lengths[i] for i in order]
     model_input = replace(
         model_input_of(
-            chosen.input_ids, chosen.cu_seqlens, sizes, chosen.candidate_ids, chosen.columns.get(TEMPERATURES)
+            chosen.input_ids,
+            chosen.cu_seqlens,
+            sizes,
+            chosen.columns.get(CANDIDATE_IDS),
+            chosen.columns.get(TEMPERATURES),
         ),
         routed_experts=_signed(chosen.columns.get(ROUTED_EXPERTS)),
     )
@@ -291,7 +295,7 @@ def with_images(inputs: ModelInput, batch: TrainBatch | None, reader: VisionRead
 def dummy_input(batch: TrainBatch, device: torch.device) -> ModelInput:
     """One sequence of two tokens, for a rank without work while the others compute; fields as in `batch`."""
     ids = torch.zeros(2, dtype=torch.int64, device=device)
-    candidates = batch.candidate_ids
+    candidates = batch.columns.get(CANDIDATE_IDS)
     if candidates is not None:
         candidates = torch.zeros(2, candidates.shape[1], dtype=torch.int64, device=device)
     return model_input_of(ids, torch.tensor([0, 2], dtype=torch.int32, device=device), [2], candidates)

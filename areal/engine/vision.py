@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from areal.api.batch import TrainBatch
+from areal.api.batch import IMAGE_INDEX, TrainBatch
 from areal.api.errors import InputError
 from areal.api.images import ImageRef, ImageStore, VisionLayout
 from areal.data.image_files import decode_png, patches_of, positions_3d
@@ -152,6 +152,6 @@ def _of_placeholders(vectors: Sequence[Tensor], images: ImageInput) -> Tensor:
 
 def _rows(batch: TrainBatch) -> list[list[int]]:
     """Places in `batch.images` of those of each sequence."""
-    if batch.image_index is None:
+    if IMAGE_INDEX not in batch.columns:
         return [[] for _ in range(batch.num_sequences)]
-    return [[image for image in row if image >= 0] for row in batch.image_index.tolist()]
+    return [[image for image in row if image >= 0] for row in batch.columns[IMAGE_INDEX].tolist()]

@@ -16,15 +16,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import orjson
 
-from areal.api.data import tokens_checksum
+from areal.api.data import TURNS, tokens_checksum
 from areal.api.errors import InputError, LedgerError
-from areal.api.table import TokenTable, images_of
+from areal.api.table import SESSION, TokenTable, images_of
 from areal.data.image_files import ImageFiles
 from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import IncompleteTail, LedgerReader, PayloadReader, Progress, open_reader, payload_path
 from areal.ledger.kept import kept_names, read_kept
 from areal.ledger.payload import record_of, recorded_sessions, to_table
-from areal.ledger.state import FAILED, IDENTITY, REJECTED, STATE_NAMES, Event, LedgerState
+from areal.ledger.state import FAILED, IDENTITY, REJECTED, SKIPPED_KEY, STATE_NAMES, Event, LedgerState, failure_key
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The result of an audit: broken rules and totals, as lines for people and as JSON for programs.
@@ -145,8 +145,10 @@ class _Adoption:
 
     episode: int
     turns: list[str]
-    spans: list[_Generated] | None
-    """The runs of trained tokens in its payload; None = the payload was not read."""
+    num_trained: int | None
+    """Tokens in the loss of its payload; None = the payload was not read."""
+    trained: dict[str, _Generated]
+    """The same of each turn, in order of place; empty where the payload does not name turns."""
     overwritten: int | None
     """Generated tokens that its transcripts overwrote (agent.on_drift: realign); None = not recorded."""
 
@@ -164,10 +166,14 @@ class TurnRules:
     def accepted(self, event: Event, columns: TokenTable | None, record: str) -> None:
         """Take an `accepted` event, with its trajectories and the record of its sessions where they were read."""
         if turns := event.get("turns"):
-            spans = None if columns is None else list(_trained_spans(columns))
-            overwritten = _num_overwritten(record, turns)
             self._adoptions.append(
-                _Adoption(episode=event["id"], turns=list(turns), spans=spans, overwritten=overwritten)
+                _Adoption(
+                    episode=event["id"],
+                    turns=list(turns),
+                    num_trained=None if columns is None else columns.loss_mask.tobytes().count(1),
+                    trained={} if columns is None else _trained_turns(columns, turns),
+                    overwritten=_num_overwritten(record, turns),
+                )
             )
 
     def check(self, report: AuditReport, folder: Path) -> None:
@@ -225,28 +231,52 @@ class TurnRules:
                 report.violate("turn never generated", text, episodes=[episode])
             else:
                 known.append(generated)
-        if adoption.spans is None:
+        for turn, trained in adoption.trained.items():
+            generated = self._generated.get(turn)
+            if turn not in adoption.turns:
+                text = f"episode {episode} trains on a turn that it does not adopt"
+                report.violate("turn not adopted", text, episodes=[episode])
+            elif generated is not None and trained.num_tokens > generated.num_tokens:
+                self._trained_twice(report, adoption, trained.num_tokens, f"turn {turn}", generated.num_tokens)
+            elif generated is not None and trained.num_tokens == generated.num_tokens and trained != generated:
+                text = f"episode {episode} trains on other tokens than those that were generated for turn {turn}"
+                report.violate("turn changed", text, episodes=[episode])
+        num_trained, num_wanted = adoption.num_trained, sum(one.num_tokens for one in known)
+        if num_trained is None:
             return
-        wanted, trained = Counter(known), Counter(adoption.spans)
-        num_wanted, num_trained = sum(one.num_tokens for one in known), sum(one.num_tokens for one in adoption.spans)
-        twice = [span for span, times in trained.items() if span in wanted and times > wanted[span]]
-        if twice or num_trained > num_wanted:
-            text = f"episode {episode} trains on {num_trained} tokens of turns with {num_wanted} tokens"
-            report.violate("turn trained twice", text, episodes=[episode])
+        if not adoption.trained and num_trained > num_wanted:
+            self._trained_twice(report, adoption, num_trained, "its turns", num_wanted)
         if adoption.overwritten is not None and num_trained < num_wanted - adoption.overwritten:
             text = f"episode {episode} trains on {num_trained} of the {num_wanted} tokens of its turns"
             report.violate("turn lost", f"{text}, and {adoption.overwritten} were overwritten", episodes=[episode])
 
+    def _trained_twice(self, report: AuditReport, adoption: _Adoption, trained: int, what: str, generated: int) -> None:
+        text = f"episode {adoption.episode} trains on {trained} tokens of {what} with {generated} tokens"
+        report.violate("turn trained twice", text, episodes=[adoption.episode])
 
-def _trained_spans(columns: TokenTable) -> Iterator[_Generated]:
-    """The runs of tokens with loss mask 1, within each trajectory."""
-    start = 0
-    for length in columns.lengths.tolist():
-        mask = columns.loss_mask[start : start + length]
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], mask, [0]))))
-        for low, high in edges.reshape(-1, 2).tolist():
-            yield _Generated(high - low, tokens_checksum(columns.token_ids[start + low : start + high].tolist()))
-        start += length
+
+def _trained_turns(columns: TokenTable, turns: Sequence[str]) -> dict[str, _Generated]:
+    """The tokens in the loss by turn id, those of a turn in the order of their places; "" for a turn that is not one of
+    `turns`. Rows name a turn by the numbers of its session and of the turn in it."""
+    if TURNS not in columns.columns or SESSION not in columns.columns:
+        return {}
+    sessions: dict[str, list[str]] = {}
+    for turn in turns:
+        sessions.setdefault(turn.rpartition(".")[0], []).append(turn)
+    of_session = list(sessions.values())
+    made = np.flatnonzero(columns.loss_mask)
+    starts = np.cumsum(columns.lengths) - columns.lengths
+    places = np.arange(len(columns.loss_mask)) - np.repeat(starts, columns.lengths)
+    session_of, turn_of = np.repeat(columns.columns[SESSION], columns.lengths)[made], columns.columns[TURNS][made]
+    order = np.lexsort((places[made], turn_of, session_of))
+    edges = np.flatnonzero((np.diff(session_of[order]) != 0) | (np.diff(turn_of[order]) != 0)) + 1
+    found: dict[str, _Generated] = {}
+    for part in np.split(order, edges) if len(order) else ():
+        session, number = int(session_of[part[0]]), int(turn_of[part[0]])
+        known = 0 <= session < len(of_session) and 0 <= number < len(of_session[session])
+        name = of_session[session][number] if known else ""
+        found[name] = _Generated(len(part), tokens_checksum(columns.token_ids[made[part]].tolist()))
+    return found
 
 
 def _num_overwritten(record: str, turns: Sequence[str]) -> int | None:
@@ -524,7 +554,7 @@ class AuditRules:
 
     def _failed(self, event: Event) -> None:
         self._ended(event, "failed")
-        self.report.reasons[f"failed: {str(event['reason']).partition(':')[0]}"] += 1
+        self.report.reasons[failure_key(event)] += 1
 
     def _batched(self, event: Event) -> None:
         step, version, ids = int(event["step"]), int(event["version"]), [int(number) for number in event["ids"]]
@@ -582,6 +612,20 @@ class AuditRules:
                 episode.state = "consumed"
         self._trained = step + 1
 
+    def _skipped(self, event: Event) -> None:
+        """The newest batch, which a trainer refused, is left out; another one is made for its step."""
+        step = int(event["step"])
+        batch = self.batches.get(step)
+        if batch is None or batch.is_consumed or step != self._next_step - 1:
+            self._bad_batch("skipped", step, "was skipped, but it is not the newest batch, or was consumed")
+            return
+        for episode_id in batch.ids:
+            if (episode := self._episodes.get(episode_id)) is not None and episode.step == step:
+                episode.state = "rejected"
+        self.report.reasons[SKIPPED_KEY] += len(batch.ids)
+        self._next_step = step
+        del self.batches[step]
+
     def _trained_again(self, event: Event) -> None:
         step, batch = self._trained_on(event, "trained again")
         if batch is None:
@@ -634,6 +678,7 @@ class AuditRules:
         "failed": _failed,
         "batched": _batched,
         "consumed": _consumed,
+        "skipped": _skipped,
         "trained_again": _trained_again,
         "committed": _committed,
         "pruned": _pruned,
@@ -820,10 +865,20 @@ def _differences(event: Event, columns: TokenTable) -> list[str]:
         for name, value in differences.items()
         if event[name] != value
     ]
-    reward = sum(columns.rewards.tolist()) / len(columns.lengths)
-    if not math.isclose(event["reward"], reward, rel_tol=1e-4, abs_tol=1e-4):  # float32 in the payload
+    rewards = _rewards_of_sessions(columns)
+    reward = sum(rewards) / len(rewards)
+    largest = max(map(abs, rewards))
+    if not math.isclose(event["reward"], reward, abs_tol=1e-6 * max(1.0, largest)):  # float32 in the payload
         problems.append(f"reward is {event['reward']} in the event, {reward:.6g} in the payload")
     return problems
+
+
+def _rewards_of_sessions(columns: TokenTable) -> list[float]:
+    """The rewards of which an event has the mean: that of each session, which its rows repeat."""
+    sessions = columns.columns.get(SESSION)
+    of_row: list[int] = [-1] * len(columns.lengths) if sessions is None else sessions.tolist()
+    keys = [(session, -1) if session >= 0 else (-1, row) for row, session in enumerate(of_row)]
+    return list(dict(zip(keys, columns.rewards.tolist(), strict=True)).values())
 
 
 def _num_decreasing(columns: TokenTable) -> int:

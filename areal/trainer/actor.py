@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.advantage import (
+    RETURNS,
+    SCORE_NORMS,
+    VALUES,
     RewardedAnswers,
     adaptive_lambda,
     best_of_group,
@@ -32,6 +35,7 @@ from areal.algorithm.correction import Spans
 from areal.algorithm.kl import KLController
 from areal.algorithm.normalise import normalise, normalised
 from areal.algorithm.policy_loss import (
+    CHOSEN,
     adapted_entropy_coef,
     drawn_between,
     highest_covariances,
@@ -44,6 +48,7 @@ from areal.algorithm.policy_loss import (
 from areal.algorithm.registered import ClipCovOptions, KlCovOptions, PasskOptions
 from areal.algorithm.shared_prefix import contested_prefixes
 from areal.api.batch import TrainBatch, required
+from areal.api.columns import ColumnSpec
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.config.algorithm import AdvantageRecipe, GdpoOptions
 from areal.api.config.policy_losses import loss_facts
@@ -51,12 +56,12 @@ from areal.api.data import BASELINE, TURN_REWARDS, reward_parts
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
-from areal.data.pack import by_session, session_view, take
+from areal.data.pack import SESSION_IDS, by_session, session_view, take
 from areal.trainer.first_pass import FirstPass, without_first
-from areal.trainer.kl_term import kl_penalty, num_candidates, with_candidates
+from areal.trainer.kl_term import REF_KL, kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches
-from areal.trainer.off_policy import needs_prox_logprobs, with_correction
-from areal.trainer.policy_update import PolicyUpdate
+from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, needs_prox_logprobs, with_correction
+from areal.trainer.policy_update import TEACHER_LOGPROBS, PolicyUpdate
 from areal.trainer.progress import updating
 from areal.trainer.recover import ActorState
 
@@ -65,6 +70,10 @@ from areal.trainer.recover import ActorState
 #
 # A filter removes tokens from `TrainBatch.policy_mask` only. Rewards, baselines, advantages, their norms and the critic
 # use `loss_mask`, which still contains them.
+
+
+FILTERED = ColumnSpec("filtered", "u1", per="sequence", show="", made_by="with_filters")
+"""[S] bool: filters left no token of the sequence in the policy loss, so its update does not compute it."""
 
 
 def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch, Metrics]:
@@ -98,7 +107,7 @@ def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch,
         kept = kept & ~tokens
     metrics["filter/kept_tokens"] = Metric(float(kept.sum()), 1.0, "sum")
     filtered = trained_counts(kept, index, batch.num_sequences) == 0
-    return replace(batch, policy_mask=kept, filtered=filtered), metrics
+    return replace(batch, policy_mask=kept).with_column(FILTERED, filtered), metrics
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -135,9 +144,9 @@ def with_advantages(
     )
     if view is None:
         return result
-    size, returns = batch.num_tokens, result.returns
-    advantages = view.scattered(required(result.advantages, "advantages"), size)
-    return replace(batch, advantages=advantages, returns=None if returns is None else view.scattered(returns, size))
+    size, returns = batch.num_tokens, result.columns.get(RETURNS)
+    batch = replace(batch, advantages=view.scattered(required(result.advantages, "advantages"), size))
+    return batch if returns is None else batch.with_column(RETURNS, view.scattered(returns, size))
 
 
 def _with_advantages(
@@ -165,7 +174,7 @@ def _with_advantages(
     estimate = partial(
         generalised_advantages,
         per_token,
-        batch.values,
+        batch.columns.get(VALUES),
         mask,
         sequence_index,
         batch.num_sequences,
@@ -186,19 +195,20 @@ def _with_advantages(
     if recipe.token_baseline != "none":
         advantages = optimal_token_baseline(
             advantages,
-            required(batch.score_norms, "score_norms"),
+            batch.column(SCORE_NORMS),
             batch.group_ids,
             Spans(mask, sequence_index, batch.num_sequences),
             over_trained=recipe.token_baseline == "trained_token",
-            weights=batch.behaviour_weights,
+            weights=batch.columns.get(BEHAVIOUR_WEIGHTS),
         )
     if recipe.adv_norm is not None:
         groups = batch.group_ids[sequence_index]
         advantages = normalise(advantages, recipe.adv_norm, groups, mask=mask, reduce=reduce)
-    if batch.values is None:
-        return replace(batch, advantages=advantages)
+    batch = replace(batch, advantages=advantages)
+    if VALUES not in batch.columns:
+        return batch
     targets = result if critic_lambda is None else estimate(gae_lambda=critic_lambda)
-    return replace(batch, advantages=advantages, returns=targets.returns)
+    return batch.with_column(RETURNS, targets.returns)
 
 
 def _answers(batch: TrainBatch, rewards: Tensor, per_token: Tensor, *, reduce: Reduce) -> RewardedAnswers:
@@ -212,7 +222,7 @@ def _answers(batch: TrainBatch, rewards: Tensor, per_token: Tensor, *, reduce: R
         group_ids=batch.group_ids,
         finished=batch.finished,
         logprobs=batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs,
-        values=batch.values,
+        values=batch.columns.get(VALUES),
         columns=batch.columns,
         reduce=reduce,
     )
@@ -297,10 +307,10 @@ def bootstrap_values(batch: TrainBatch) -> Tensor | None:
     is unknown, and the critic estimates it. With a task reward the episode has ended and no reward follows. The value
     at the last trained token is used because the one after it is not recorded.
     """
-    if batch.values is None:
+    if (values := batch.columns.get(VALUES)) is None:
         return None
     last = last_trained(batch.loss_mask, batch.sequence_index, batch.num_sequences)
-    padded = torch.cat([batch.values, batch.values.new_zeros(1)])  # index -1: a sequence without trained tokens
+    padded = torch.cat([values, values.new_zeros(1)])  # index -1: a sequence without trained tokens
     return torch.where(batch.finished, 0.0, padded[last])
 
 
@@ -375,13 +385,13 @@ class PPOActor:
         logprobs = required(outputs.logprobs, "logprobs")
         if config.has_token_baseline:
             norms = score_norms(logprobs, required(outputs.squared_sums, "squared_sums"))
-            batch = replace(batch, score_norms=norms)
+            batch = batch.with_column(SCORE_NORMS, norms)
         batch = replace(batch, prox_logprobs=logprobs) if is_needed else batch
         return with_candidates(batch, outputs, config)
 
     def _has_sessions(self, batch: TrainBatch) -> bool:
         """Whether any rank has sessions of several sequences; a collective."""
-        has_sessions = torch.tensor([float(batch.session_ids is not None)], dtype=torch.float64)
+        has_sessions = torch.tensor([float(SESSION_IDS in batch.columns)], dtype=torch.float64)
         return bool(self._engine.all_reduce(has_sessions, "max").item())
 
     def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
@@ -391,7 +401,9 @@ class PPOActor:
         first = [in_loss[row] for row in cut[0]]
         self._first_pass = FirstPass(self._config, first, cut)
         others = sorted(set(range(batch.num_sequences)).difference(first))
-        if self._config.ppo_n_minibatches == 1 and batch.filtered is None:  # on all ranks: the pass is a collective
+        if (
+            self._config.ppo_n_minibatches == 1 and FILTERED not in batch.columns
+        ):  # on all ranks: the pass is a collective
             return batch
         logprobs = required(self._engine.forward(take(batch, others)).logprobs, "logprobs")
         return replace(batch, prox_logprobs=without_first(logprobs, batch, others))
@@ -486,11 +498,15 @@ class PPOActor:
 
     def _require_finite(self, batch: TrainBatch) -> None:
         """Raise on every rank when any rank has a number that is not finite, so that no rank waits for another."""
-        of_tokens = ("rollout_logprobs", "prox_logprobs", "ref_logprobs", "ref_full_kl", "teacher_logprobs", "values")
+        of_tokens = {
+            "rollout_logprobs": batch.rollout_logprobs,
+            "prox_logprobs": batch.prox_logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            **{spec.name: batch.columns.get(spec) for spec in (REF_KL, TEACHER_LOGPROBS, VALUES)},
+        }
         names = ["rewards", BASELINE.name, *of_tokens]
         bad = [(~batch.rewards.isfinite()).sum(), _num_without_baseline(batch, self._config)]
-        for name in of_tokens:
-            values: Tensor | None = getattr(batch, name)
+        for values in of_tokens.values():
             none = torch.zeros((), dtype=torch.int64)
             bad.append(none if values is None else (batch.loss_mask & ~values.isfinite()).sum())
         counts: list[float] = self._engine.all_reduce(torch.stack(bad).double().cpu()).tolist()
@@ -504,14 +520,14 @@ class PPOActor:
 
 def sequences_in_loss(batch: TrainBatch) -> list[int]:
     """The sequences that filters did not remove, in order."""
-    if batch.filtered is None:
+    if FILTERED not in batch.columns:
         return list(range(batch.num_sequences))
-    return (~batch.filtered).nonzero().flatten().tolist()  # pyright: ignore[reportUnknownMemberType]
+    return (~batch.columns[FILTERED]).nonzero().flatten().tolist()  # pyright: ignore[reportUnknownMemberType]
 
 
 def without_filtered(batch: TrainBatch) -> TrainBatch:
     """The batch of `sequences_in_loss`; the batch itself, which may be large, if filters removed none."""
-    return batch if batch.filtered is None else take(batch, sequences_in_loss(batch))
+    return batch if FILTERED not in batch.columns else take(batch, sequences_in_loss(batch))
 
 
 def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> TrainBatch:
@@ -533,7 +549,7 @@ def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Red
         chosen = drawn_between(
             covariances, draws, batch.trained, low=box.low, high=box.high, ratio=box.ratio, reduce=reduce
         )
-    return replace(batch, chosen_tokens=chosen)
+    return batch.with_column(CHOSEN, chosen)
 
 
 def _num_without_baseline(batch: TrainBatch, config: PPOActorConfig) -> Tensor:

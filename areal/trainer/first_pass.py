@@ -11,7 +11,7 @@ from areal.api.config.algorithm import OWN_FUNCTION
 from areal.api.config.policy_losses import loss_facts
 from areal.data.pack import token_positions
 from areal.trainer.kl_term import num_candidates
-from areal.trainer.off_policy import correction_of, drops, is_around_prox
+from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, correction_of, drops, is_around_prox
 
 
 def may_share_first_pass(run: PPOConfig) -> bool:
@@ -58,7 +58,8 @@ class FirstPass:
             return batch
         spans = Spans(batch.trained, batch.sequence_index, batch.num_sequences)
         found = correct(own, batch.rollout_logprobs, spans, options)
-        return replace(batch, behaviour_weights=found.weights, ratio_mask=found.kept if drops(options) else None)
+        batch = batch.with_column(BEHAVIOUR_WEIGHTS, found.weights)
+        return replace(batch, ratio_mask=found.kept if drops(options) else None)
 
     def completed(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the proximal log-probabilities of all sequences that a pass has computed."""

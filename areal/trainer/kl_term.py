@@ -1,15 +1,21 @@
 """The divergence from the reference policy: as a penalty in the reward and as a term of the loss."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat
 from areal.algorithm.kl import distribution_kl, kl_estimate
-from areal.api.batch import TokenOutputs, TrainBatch, required
+from areal.api.batch import CANDIDATE_IDS, TokenOutputs, TrainBatch, required
+from areal.api.columns import ColumnSpec
 from areal.api.config import PPOActorConfig
 from areal.trainer.off_policy import old_logprobs
+
+PROX_CANDIDATES = ColumnSpec("prox_candidate_logprobs", show="", made_by="with_prox_logprobs")
+"""[T, k] float32, those of the policy before the update."""
+REF_CANDIDATES = ColumnSpec("ref_candidate_logprobs", show="", made_by="with_ref_logprobs")
+"""[T, k] float32, those of the reference."""
+REF_KL = ColumnSpec("ref_full_kl", made_by="with_ref_logprobs")
+"""[T] float32, KL of whole distributions before the update."""
 
 
 def uses_reference(config: PPOActorConfig) -> bool:
@@ -32,8 +38,10 @@ def with_candidates(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorCo
     if count is None:
         return batch
     candidates = required(outputs.candidate_logprobs, "candidate_logprobs")
-    ids = outputs.candidate_ids if count else None  # None: the whole vocabulary
-    return replace(batch, candidate_ids=ids, prox_candidate_logprobs=candidates)
+    batch = batch.with_column(PROX_CANDIDATES, candidates)
+    if count and outputs.candidate_ids is not None:  # otherwise the whole vocabulary
+        batch = batch.with_column(CANDIDATE_IDS, outputs.candidate_ids)
+    return batch
 
 
 def with_divergence(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorConfig) -> TrainBatch:
@@ -43,10 +51,9 @@ def with_divergence(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorCo
     """
     if num_candidates(config) is None:
         return batch
-    batch = replace(batch, ref_candidate_logprobs=outputs.candidate_logprobs)
-    divergence = _full(batch.prox_candidate_logprobs, batch, batch.loss_mask, config)
-    kept = batch.ref_candidate_logprobs if _is_full_loss(config) else None
-    return replace(batch, ref_full_kl=divergence, prox_candidate_logprobs=None, ref_candidate_logprobs=kept)
+    batch = batch.with_column(REF_CANDIDATES, required(outputs.candidate_logprobs, "candidate_logprobs"))
+    batch = batch.with_column(REF_KL, _full(batch.column(PROX_CANDIDATES), batch, batch.loss_mask, config))
+    return batch.without(PROX_CANDIDATES, *(() if _is_full_loss(config) else (REF_CANDIDATES,)))
 
 
 def kl_penalty(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
@@ -57,7 +64,7 @@ def kl_penalty(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
     if batch.ref_logprobs is None:
         return None
     if config.kl_estimator == "full":
-        return batch.ref_full_kl
+        return batch.column(REF_KL)
     policy = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
     return kl_estimate(policy, batch.ref_logprobs, batch.loss_mask, config.kl_estimator)
 
@@ -76,7 +83,7 @@ def kl_loss(
         return 0.0, {"kl_loss": TokenStat(torch.zeros(0), torch.zeros(0, dtype=torch.bool))}
     mask = batch.trained
     if _is_full_loss(config):
-        estimate = _full(outputs.candidate_logprobs, batch, mask, config)
+        estimate = _full(required(outputs.candidate_logprobs, "candidate_logprobs"), batch, mask, config)
     else:
         policy, reference = required(outputs.logprobs, "logprobs"), required(batch.ref_logprobs, "ref_logprobs")
         base = _base_of(batch, config, policy)
@@ -99,7 +106,5 @@ def _is_full_loss(config: PPOActorConfig) -> bool:
     return config.kl_loss_coef > 0 and config.kl_loss_estimator == "full"
 
 
-def _full(policy: Tensor | None, batch: TrainBatch, mask: Tensor, config: PPOActorConfig) -> Tensor:
-    policy = required(policy, "prox_candidate_logprobs")
-    reference = required(batch.ref_candidate_logprobs, "ref_candidate_logprobs")
-    return distribution_kl(policy, reference, mask, is_whole=config.kl_top_k == 0)
+def _full(policy: Tensor, batch: TrainBatch, mask: Tensor, config: PPOActorConfig) -> Tensor:
+    return distribution_kl(policy, batch.column(REF_CANDIDATES), mask, is_whole=config.kl_top_k == 0)

@@ -17,10 +17,14 @@ from areal.algorithm.correction import (
 )
 from areal.algorithm.policy_loss import PolicyTokens
 from areal.api.batch import TrainBatch, required
+from areal.api.columns import ColumnSpec
 from areal.api.config import PPOActorConfig, RolloutCorrectionConfig
 from areal.api.metrics import Metrics
 from areal.data.pack import session_view
 from areal.trainer.minibatch import prefixed
+
+BEHAVIOUR_WEIGHTS = ColumnSpec("behaviour_weights", made_by="with_correction")
+"""[T] float32, factors of the loss of each token."""
 
 
 def is_around_prox(config: PPOActorConfig) -> bool:
@@ -95,11 +99,12 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
 
     added = replace(
         batch,
-        behaviour_weights=scattered(found.behaviour_weights),
         policy_mask=scattered(found.policy_mask),
         ratio_mask=scattered(found.ratio_mask),
         prox_logprobs=None if found.prox_logprobs is None else batch.prox_logprobs,
     )
+    if (weights := scattered(found.columns.get(BEHAVIOUR_WEIGHTS))) is not None:
+        added = added.with_column(BEHAVIOUR_WEIGHTS, weights)
     return added, metrics
 
 
@@ -119,19 +124,18 @@ def _with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduc
     metrics = prefixed("batch", metrics)
     if not is_around_prox(config):  # only measured: the KL in the reward keeps the servers' log-probabilities
         return replace(batch, prox_logprobs=None), metrics
+    batch = batch.with_column(BEHAVIOUR_WEIGHTS, found.weights)
     if options.renormalize:
-        ratio_mask = None if drops(options) else spans.mask
-        return replace(batch, behaviour_weights=found.weights, policy_mask=found.kept, ratio_mask=ratio_mask), metrics
-    ratio_mask = found.kept if drops(options) else None
-    return replace(batch, behaviour_weights=found.weights, ratio_mask=ratio_mask), metrics
+        return replace(batch, policy_mask=found.kept, ratio_mask=None if drops(options) else spans.mask), metrics
+    return replace(batch, ratio_mask=found.kept if drops(options) else None), metrics
 
 
 def behaviour_weights(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
     """The factor of each token's loss, [T], or None. Raises StageError when it is needed and missing."""
     early = is_around_prox(config) and needs_prox_logprobs(config)
     if early and correction_of(config) is not None:
-        return required(batch.behaviour_weights, "behaviour_weights")
-    return batch.behaviour_weights
+        return batch.column(BEHAVIOUR_WEIGHTS)
+    return batch.columns.get(BEHAVIOUR_WEIGHTS)
 
 
 def late_correction(tokens: PolicyTokens, config: PPOActorConfig) -> Correction | None:

@@ -27,11 +27,21 @@ from areal.algorithm.policy_loss import (
     positive_mask,
     positive_nll,
 )
-from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch, required
+from areal.api.batch import (
+    CANDIDATE_IDS,
+    LossFn,
+    LossOutput,
+    MicroBatch,
+    OutputSpec,
+    TokenOutputs,
+    TrainBatch,
+    required,
+)
+from areal.api.columns import ColumnSpec
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
-from areal.data.pack import with_session_tokens
+from areal.data.pack import SESSION_TOKENS, with_session_tokens
 from areal.trainer.first_pass import FirstPass
 from areal.trainer.kl_term import kl_loss, num_candidates
 from areal.trainer.minibatch import prefixed
@@ -39,6 +49,10 @@ from areal.trainer.off_policy import behaviour_weights, drops_late, late_correct
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The teacher: its log-probabilities of the policy's answers, and distillation into advantages and loss.
+
+
+TEACHER_LOGPROBS = ColumnSpec("teacher_logprobs", made_by="with_teacher_logprobs")
+"""[T] float32, of the frozen teacher."""
 
 
 class Teacher:
@@ -50,15 +64,15 @@ class Teacher:
 
     def with_teacher_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the teacher's log-probabilities of the policy's tokens; a collective."""
-        outputs = self._engine.forward(replace(batch, candidate_ids=None))
-        return replace(batch, teacher_logprobs=required(outputs.logprobs, "logprobs"))
+        outputs = self._engine.forward(batch.without(CANDIDATE_IDS))
+        return batch.with_column(TEACHER_LOGPROBS, required(outputs.logprobs, "logprobs"))
 
     def with_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """Combine the advantages with those of distillation; returns metrics of the distance between the models.
 
         Policy log-probabilities are the proximal ones if the batch has them, else those of the rollout.
         """
-        teacher = required(batch.teacher_logprobs, "teacher_logprobs")
+        teacher = batch.column(TEACHER_LOGPROBS)
         advantages = required(batch.advantages, "advantages")
         policy = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
         mask, config = batch.loss_mask, self._config
@@ -84,7 +98,7 @@ def distillation_loss(
         return 0.0, {}
     if batch is None:
         return 0.0, {"teacher_loss": TokenStat(torch.zeros(0), torch.zeros(0, dtype=torch.bool))}
-    policy, teacher = required(outputs.logprobs, "logprobs"), required(batch.teacher_logprobs, "teacher_logprobs")
+    policy, teacher = required(outputs.logprobs, "logprobs"), batch.column(TEACHER_LOGPROBS)
     estimate = kl_estimate(policy, teacher, batch.trained, config.loss_estimator)
     return config.loss_coef * estimate, {"teacher_loss": TokenStat(estimate, batch.trained)}
 
@@ -135,7 +149,7 @@ class PolicyUpdate:
             mini.num_sequences,
             self._aggregation,
             self._config.loss_scale_tokens,
-            mini.session_tokens,
+            mini.columns.get(SESSION_TOKENS),
         )
         good = positive_mask(mini.rewards, mini.trained, mini.sequence_index).sum()
         return torch.cat([policy, good.to(device="cpu", dtype=torch.float64).reshape(1)])
@@ -147,7 +161,7 @@ class PolicyUpdate:
         nothing = torch.zeros(0)
         tokens = PolicyTokens(
             **dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "advantages"), nothing),
-            **dict.fromkeys(("mask", "chosen"), nothing.bool()),
+            mask=nothing.bool(),
             sequence_index=nothing.long(),
             num_sequences=0,
         )
@@ -172,14 +186,13 @@ class PolicyUpdate:
             sequence_index=batch.sequence_index,
             num_sequences=batch.num_sequences,
             columns=batch.columns,
-            chosen=batch.chosen_tokens,
         )
         losses, stats = self._policy_loss(tokens, behaviour_weights(batch, self._config))
         stats |= prox_errors(logprobs, batch, self._config)
         bonus, entropy_stats = self._entropy_loss(outputs, trained)
         scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
         weights = scale * loss_weights(
-            trained, tokens.sequence_index, tokens.num_sequences, self._aggregation, batch.session_tokens
+            trained, tokens.sequence_index, tokens.num_sequences, self._aggregation, batch.columns.get(SESSION_TOKENS)
         )
         divergence, kl_stats = kl_loss(outputs, batch, self._config)
         taught, teacher_stats = distillation_loss(outputs, batch, self._teacher)

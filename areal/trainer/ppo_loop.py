@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Protocol, TypeVar
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.algorithm.advantage import mixed_group
+from areal.algorithm.advantage import RETURNS, VALUES, mixed_group
 from areal.algorithm.aggregate import TokenStat, to_metrics, trained_counts
 from areal.algorithm.kl import kl_estimate, sequence_kl
 from areal.algorithm.policy_loss import log_ratio
@@ -26,7 +26,7 @@ from areal.api.batch import BatchShare, TokenOutputs, TrainBatch, required
 from areal.api.config import EvaluatorConfig, PPOConfig, StatsLoggerConfig
 from areal.api.data import REWARD_PART, TEMPERATURES, ProbeScore, ProbeTokens, StepInfo, reward_parts
 from areal.api.engine import AdapterSource, Ranks, TrainEngine, WeightChannel, WeightSource
-from areal.api.errors import InputError
+from areal.api.errors import InputError, TrainingDiverged
 from areal.api.images import ImageRef
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.api.table import images_of
@@ -43,6 +43,7 @@ from areal.system.durable import write_atomic
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
+from areal.trainer.kl_term import REF_KL
 from areal.trainer.minibatch import prefixed
 from areal.trainer.process_setup import TrainingRank, announce_ready, training_rank
 from areal.trainer.progress import Progress, TrainingLength
@@ -79,7 +80,7 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
         "unfinished_ratio": TokenStat(~batch.finished, each),
         "uniform_reward_ratio": TokenStat(~mixed_group(batch.rewards, batch.group_ids), each),
     }
-    for name, values in (("return", batch.returns), ("value", batch.values)):
+    for name, values in (("return", batch.columns.get(RETURNS)), ("value", batch.columns.get(VALUES))):
         if values is not None:
             stats[name] = TokenStat(values, mask)
     if batch.advantages is not None:
@@ -112,8 +113,8 @@ def _distance_stats(batch: TrainBatch) -> dict[str, TokenStat]:
         has_answer = trained_counts(mask, batch.sequence_index, batch.num_sequences) > 0
         stats["ref_kl_sequence"] = TokenStat(of_sequence, has_answer)
         stats["ref_kl_sequence_max"] = TokenStat(of_sequence, has_answer, "max")
-    if batch.ref_full_kl is not None:
-        stats["ref_kl_full"] = TokenStat(batch.ref_full_kl, mask)
+    if REF_KL in batch.columns:
+        stats["ref_kl_full"] = TokenStat(batch.columns[REF_KL], mask)
     return stats
 
 
@@ -331,34 +332,35 @@ class PPOLoop:
         for info in self._progress.remaining_steps():
             began_s = time.monotonic()
             self._clock.begin_step(info.step)
-            with phase("rollout"):
-                share = self._next_share(info.step)
-                batch = to_train_batch(share)
-            with phase("scores"):
-                batch, scored = reward_model.with_scores(batch) if reward_model else (batch, {})
-            with phase("filters"):
-                batch, filtered = actor.with_filters(batch)
-            with phase("prox_logprobs"):
-                batch = actor.with_prox_logprobs(batch)
-            with phase("ref_logprobs"):
-                batch = reference.with_ref_logprobs(batch) if reference else batch
-            with phase("teacher_logprobs"):
-                batch = teacher.with_teacher_logprobs(batch) if teacher else batch
-            with phase("values"):
-                batch = critic.with_values(batch) if critic else batch
-            with phase("correction"):
-                batch, mismatch = actor.with_correction(batch)
-            with phase("advantages"):
-                batch = actor.with_advantages(batch)
-                batch, distilled = teacher.with_advantages(batch) if teacher else (batch, {})
-            with phase("publish_weights"):
-                self._channel.wait_served()
-            with phase("update"):
-                chosen, resampled = actor.with_resampling(batch)
-                metrics = resampled | actor.update(chosen, step=info.step)
-                metrics |= critic.update(chosen, step=info.step) if critic else {}
-                metrics |= reference.after_update(info.step + 1) if reference else {}
-                batch, measured = actor.with_first_pass(batch)
+            with _batch_of(info.step):
+                with phase("rollout"):
+                    share = self._next_share(info.step)
+                    batch = to_train_batch(share)
+                with phase("scores"):
+                    batch, scored = reward_model.with_scores(batch) if reward_model else (batch, {})
+                with phase("filters"):
+                    batch, filtered = actor.with_filters(batch)
+                with phase("prox_logprobs"):
+                    batch = actor.with_prox_logprobs(batch)
+                with phase("ref_logprobs"):
+                    batch = reference.with_ref_logprobs(batch) if reference else batch
+                with phase("teacher_logprobs"):
+                    batch = teacher.with_teacher_logprobs(batch) if teacher else batch
+                with phase("values"):
+                    batch = critic.with_values(batch) if critic else batch
+                with phase("correction"):
+                    batch, mismatch = actor.with_correction(batch)
+                with phase("advantages"):
+                    batch = actor.with_advantages(batch)
+                    batch, distilled = teacher.with_advantages(batch) if teacher else (batch, {})
+                with phase("publish_weights"):
+                    self._channel.wait_served()
+                with phase("update"):
+                    chosen, resampled = actor.with_resampling(batch)
+                    metrics = resampled | actor.update(chosen, step=info.step)
+                    metrics |= critic.update(chosen, step=info.step) if critic else {}
+                    metrics |= reference.after_update(info.step + 1) if reference else {}
+                    batch, measured = actor.with_first_pass(batch)
             with phase("publish_weights"):
                 self._publish(info.step)
             measured = merge_metrics(scored, filtered, mismatch, measured, distilled, batch_metrics(batch))
@@ -380,6 +382,17 @@ class PPOLoop:
         checksum = self._channel.publish(step + 1)
         if self._ranks.rank == 0:
             self._batches.consumed(step, step + 1, checksum)
+
+
+@contextlib.contextmanager
+def _batch_of(step: int) -> Iterator[None]:
+    """Adds to a refusal of the batch what the user can do: a recorded batch would be served again at every start."""
+    try:
+        yield
+    except (InputError, TrainingDiverged) as error:
+        advice = f"batch {step} is recorded: `python -m areal.ledger skip RUN` leaves it out, if it stays unusable"
+        error.args = (f"{error}; {advice}",)
+        raise
 
 
 def _share_metrics(share: BatchShare, began_s: float) -> Metrics:

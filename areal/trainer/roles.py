@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from areal.algorithm.advantage import RETURNS, VALUES
 from areal.algorithm.aggregate import (
     LossAggregation,
     TokenStat,
@@ -22,7 +23,7 @@ from areal.api.engine import TrainEngine
 from areal.api.errors import ConfigError
 from areal.api.metrics import Metric, Metrics
 from areal.data.image_files import ImageFiles
-from areal.data.pack import with_session_tokens
+from areal.data.pack import SESSION_TOKENS, with_session_tokens
 from areal.data.tokenizer import load_tokenizer, tokenizer_of
 from areal.engine.build import TRAIN_ENGINES
 from areal.engine.fsdp import FSDPEngine
@@ -31,7 +32,7 @@ from areal.observe.log import get_logger
 from areal.system.run_paths import RunPaths
 from areal.trainer.actor import PPOActor
 from areal.trainer.first_pass import may_share_first_pass
-from areal.trainer.kl_term import num_candidates, uses_reference, with_divergence
+from areal.trainer.kl_term import PROX_CANDIDATES, num_candidates, uses_reference, with_divergence
 from areal.trainer.minibatch import Passes, prefixed, train_on_minibatches
 from areal.trainer.policy_update import Teacher, output_spec
 from areal.trainer.progress import TrainingLength, updating
@@ -53,10 +54,10 @@ class Critic:
 
     def with_values(self, batch: TrainBatch) -> TrainBatch:
         """Add the values at the start of the update; a collective."""
-        return replace(batch, values=required(self._engine.forward(batch).values, "values"))
+        return batch.with_column(VALUES, required(self._engine.forward(batch).values, "values"))
 
     def update(self, batch: TrainBatch, *, step: int = 0) -> Metrics:
-        """`ppo_epochs` times `ppo_n_minibatches` optimiser steps towards `batch.returns` in train step `step`.
+        """`ppo_epochs` times `ppo_n_minibatches` optimiser steps towards RETURNS in train step `step`.
 
         A collective. Metrics of this rank's tokens.
         """
@@ -79,7 +80,7 @@ class Critic:
             mini.num_sequences,
             self._aggregation,
             self._config.loss_scale_tokens,
-            mini.session_tokens,
+            mini.columns.get(SESSION_TOKENS),
         )
 
     def loss_fn(self, denominators: list[float]) -> LossFn:
@@ -95,10 +96,10 @@ class Critic:
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch, *, scale: float) -> LossOutput:
         """Sum of weighted token losses of a micro-batch; the engine divides by the global denominator."""
         batch, values, config = micro.batch, required(outputs.values, "values"), self._config
-        old, returns, mask = required(batch.values, "values"), required(batch.returns, "returns"), batch.loss_mask
+        old, returns, mask = batch.column(VALUES), batch.column(RETURNS), batch.loss_mask
         result = value_loss(values, old, returns, mask, eps_clip=config.eps_clip, huber_delta=config.huber_delta)
         weights = scale * loss_weights(
-            mask, batch.sequence_index, batch.num_sequences, self._aggregation, batch.session_tokens
+            mask, batch.sequence_index, batch.num_sequences, self._aggregation, batch.columns.get(SESSION_TOKENS)
         )
         metrics = self._metrics(result.losses, values, returns, result.clipped, mask)
         return LossOutput(loss=(weights * result.losses).sum(), metrics=metrics)
@@ -152,9 +153,8 @@ class Reference:
 
     def with_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the reference's log-probabilities, and the divergence of whole distributions; a collective."""
-        batch_in = replace(batch, prox_candidate_logprobs=None)
         forward = partial(self._engine.forward, with_adapters=False) if self._is_base else self._engine.forward
-        outputs = forward(batch_in)
+        outputs = forward(batch.without(PROX_CANDIDATES))
         batch = replace(batch, ref_logprobs=required(outputs.logprobs, "logprobs"))
         return batch if self._config is None else with_divergence(batch, outputs, self._config)
 

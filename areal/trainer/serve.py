@@ -86,6 +86,7 @@ def serve_rollouts(
             eval_workflows=evaluation_workflows(config, eval_workflow or workflow) if valid_sets else None,
             eval_options=held_out_options(config) if valid_sets else None,
             accept=accept or resolve_accept_fn(config.rollout.should_accept_fn),
+            alarms_path=RunPaths.of(config).alarms,
         )
 
     paths = RunPaths.of(config)

@@ -141,6 +141,15 @@ class TestDrift:
         assert all(list(node.logprobs) == pytest.approx([-one / 1000 for one in node.token_ids]) for node in kept)
         assert (transcript.num_forks, transcript.num_drifts) == (0, 1)
 
+    def test_several_answers_to_a_context_realign_it_once(self):
+        transcript = Transcript(CharBridge(strips=True), on_drift="realign")
+        first = answer(transcript, request_of("u:hi"), "hm!", "1", stop_reason="length")
+        context = transcript.context(TurnRequest(messages=(*messages_of("u:hi"), first, *messages_of("u:go"))))
+        for turn_id in ("2", "3"):
+            transcript.add_answer(context, turn_id, response_of("ok>"), {"role": "assistant", "content": "ok"})
+        assert branches(transcript) == ["<uhi><a><ugo><aok>"] * 2
+        assert transcript.num_overwritten == len("hm!")
+
     def test_realign_forks_where_the_difference_is_long(self):
         transcript = stripped("realign", thought="h" * 80)
         assert len(branches(transcript)) == 2

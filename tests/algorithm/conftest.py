@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal.algorithm.losses import policy_loss
-from areal.algorithm.policy_loss import PolicyTokens
+from areal.algorithm.policy_loss import CHOSEN, PolicyTokens
 from areal.api.config import PPOActorConfig
 from areal.api.registry import entries, registered
 
@@ -54,7 +54,7 @@ def make_tokens(logprobs, old=None, advantages=None, mask=None, sequence=None, c
         mask=given(mask, torch.ones_like(zeros, dtype=torch.bool)),
         sequence_index=index,
         num_sequences=int(index.max()) + 1 if index.numel() else 0,
-        chosen=given(chosen, torch.zeros_like(zeros, dtype=torch.bool)),
+        columns={CHOSEN: given(chosen, torch.zeros_like(zeros, dtype=torch.bool))},
     )
 
 
@@ -91,7 +91,7 @@ def rows_of(tokens, theta=None):
         advantages=tokens.advantages.tolist(),
         mask=tokens.mask.tolist(),
         sequence=tokens.sequence_index.tolist(),
-        chosen=tokens.chosen.tolist(),
+        chosen=tokens.columns[CHOSEN].tolist(),
     )
 
 
@@ -111,9 +111,10 @@ def select(tokens, sequences):
     index = torch.tensor([new for new, s in enumerate(sequences) for t in tokens.sequence_index.tolist() if t == s])
     picked = {
         name: getattr(tokens, name)[rows]
-        for name in ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask", "chosen")
+        for name in ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask")
     }
-    return replace(tokens, **picked, sequence_index=index.long(), num_sequences=len(sequences)), rows
+    columns = {CHOSEN: tokens.columns[CHOSEN][rows]}
+    return replace(tokens, **picked, columns=columns, sequence_index=index.long(), num_sequences=len(sequences)), rows
 
 
 class Kit:
@@ -191,7 +192,7 @@ class Kit:
                 old_logprobs=torch.where(tokens.mask, tokens.old_logprobs, bad),
                 rollout_logprobs=torch.where(tokens.mask, tokens.rollout_logprobs, bad),
                 advantages=torch.where(tokens.mask, tokens.advantages, bad),
-                chosen=tokens.chosen | ~tokens.mask,
+                columns={CHOSEN: tokens.columns[CHOSEN] | ~tokens.mask},
             )
             result = loss_of(hostile, **options)
             assert torch.equal(result.losses, clean.losses)
@@ -221,7 +222,7 @@ class Kit:
             first = int(broken.mask.nonzero()[0])
             hurt = getattr(broken, name).detach().clone()
             hurt[first] = float("nan")
-            broken = replace(broken, **{name: hurt, "chosen": torch.zeros_like(broken.chosen)})
+            broken = replace(broken, columns={CHOSEN: torch.zeros_like(broken.mask)}, **{name: hurt})
             losses = loss_of(broken, **options).losses
             assert losses[first].isnan(), name
             others = (broken.sequence_index != broken.sequence_index[first]) & broken.mask

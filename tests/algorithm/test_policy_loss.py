@@ -90,8 +90,6 @@ def test_details_of_the_sequence_level_need_it(kit):
 def test_shapes_that_would_broadcast_are_refused(kit):
     with raises_code("algorithm.shapes_differ"):
         kit.make_tokens([0.0, 0.0], advantages=[1.0])
-    with raises_code("algorithm.shapes_differ"):
-        kit.make_tokens([0.0, 0.0], chosen=[True])
 
 
 def test_k3_by_hand():

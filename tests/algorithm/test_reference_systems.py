@@ -34,7 +34,7 @@ from areal.algorithm.correction import (
 )
 from areal.algorithm.kl import kl_estimate
 from areal.algorithm.normalise import normalise
-from areal.algorithm.policy_loss import drawn_between, highest_covariances, token_covariances, value_loss
+from areal.algorithm.policy_loss import CHOSEN, drawn_between, highest_covariances, token_covariances, value_loss
 from areal.api.config import NormConfig, RolloutCorrectionConfig
 
 
@@ -158,7 +158,7 @@ def test_clip_cov_and_kl_cov_equal_verl(kit):
     chosen = highest_covariances(covariances, draws, EVERY, ratio=0.34, reduce=identity_reduce)
     found = losses(
         kit,
-        replace(tokens, chosen=chosen),
+        replace(tokens, columns={CHOSEN: chosen}),
         {
             "policy_loss": {"name": "kl_cov", "coef": 1.0},
         },

@@ -23,7 +23,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from areal.api.batch import LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
+from areal.algorithm.advantage import RETURNS
+from areal.api.batch import CANDIDATE_IDS, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.config.train import LoRAConfig
 from areal.api.errors import ArealError, TrainingDiverged
@@ -93,7 +94,7 @@ def make_batch(lengths: list[int] = LENGTHS, seed: int = 0) -> TrainBatch:
     rows = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])
     weights = torch.randn(2, batch.num_tokens, generator=generator)
-    return replace(batch, advantages=weights[0], returns=weights[1])
+    return replace(batch, advantages=weights[0]).with_column(RETURNS, weights[1])
 
 
 def policy_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
@@ -103,22 +104,22 @@ def policy_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
 
 
 def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-    terms = (outputs.values - micro.batch.returns).square()[micro.batch.loss_mask]
+    terms = (outputs.values - micro.batch.columns[RETURNS]).square()[micro.batch.loss_mask]
     return LossOutput(loss=terms.sum(), metrics={"loss": Metric(terms.sum().item(), float(terms.numel()))})
 
 
 def score_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     """Of the score of each sequence, which is that of its last token."""
     last = micro.batch.cu_seqlens[1:] - 1
-    terms = (outputs.scores[last] - micro.batch.returns[last]).square()
+    terms = (outputs.scores[last] - micro.batch.columns[RETURNS][last]).square()
     return LossOutput(loss=terms.sum(), metrics={"loss": Metric(terms.sum().item(), float(terms.numel()))})
 
 
 def rich_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     """Everything that RICH gives, each with weights of its own."""
-    mask, signs = micro.batch.loss_mask, micro.batch.returns
+    mask, signs = micro.batch.loss_mask, micro.batch.columns[RETURNS]
     terms = signs * outputs.logprobs + signs.cos() * outputs.entropy + signs.sin() * outputs.clamped_entropy
-    spread = (outputs.candidate_logprobs * (micro.batch.candidate_ids + 1.0).sqrt()).sum(1)
+    spread = (outputs.candidate_logprobs * (micro.batch.columns[CANDIDATE_IDS] + 1.0).sqrt()).sum(1)
     loss = (terms + 0.1 * spread)[mask].sum()
     return LossOutput(loss=loss, metrics={"loss": Metric(loss.item(), float(mask.sum()))})
 
@@ -227,7 +228,7 @@ def _rich(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
             outputs = engine.forward(mine)
             found = {key: getattr(outputs, key) for key in RICH_NAMES}
             save_file(found, folder / f"rich-forward-{model}-{name}-{mesh.rank}")
-            train(engine, replace(mine, candidate_ids=outputs.candidate_ids), loss_fn=rich_loss)
+            train(engine, mine.with_column(CANDIDATE_IDS, outputs.candidate_ids), loss_fn=rich_loss)
             save_file(weights_of(engine), folder / f"rich-weights-{model}-{name}-{mesh.rank}")
     engine = make_engine(folder / "models" / "qwen2", mesh, outputs=OutputSpec(candidates=0))
     every = engine.forward(mine).candidate_logprobs

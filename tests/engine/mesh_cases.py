@@ -39,7 +39,7 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.allocation import ParallelDims
-from areal.api.batch import TrainBatch
+from areal.api.batch import CANDIDATE_IDS, TrainBatch
 from areal.api.columns import ROUTED_EXPERTS
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
 from areal.api.config.train import LoRAConfig
@@ -203,7 +203,7 @@ def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list
     for batch in batches or all_batches():
         mine = share(recorded(engine, case, batch))
         if option == "rich":
-            mine = replace(mine, candidate_ids=engine.forward(mine).candidate_ids)
+            mine = mine.with_column(CANDIDATE_IDS, engine.forward(mine).candidate_ids)
         if (update := UPDATES.get(option)) is None:
             metrics = cases.train(engine, mine, loss_fn=loss_fn)
         else:

@@ -1,7 +1,6 @@
 """One rank against two: outputs, losses, gradients, checkpoints. Both ranks run `two_rank_scenarios` once."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from areal.api.batch import CANDIDATE_IDS
 from areal.data.balance import balanced_parts
 from areal.system.durable import is_complete
 from tests.engine import engine_cases
@@ -70,7 +70,7 @@ def test_every_output_is_the_same_on_two_ranks(cases, folder, model, name):
     batch = cases.make_batch()
     engine = cases.make_engine(folder / "models" / model, outputs=cases.RICH)
     outputs = engine.forward(batch)
-    cases.train(engine, replace(batch, candidate_ids=outputs.candidate_ids), loss_fn=cases.rich_loss)
+    cases.train(engine, batch.with_column(CANDIDATE_IDS, outputs.candidate_ids), loss_fn=cases.rich_loss)
     parts = balanced_parts(batch.sequence_lengths, 2) if name == "shared" else [[], cases.ALL]
     for rank, part in enumerate(parts):
         assert_same(load_file(folder / f"rich-weights-{model}-{name}-{rank}"), cases.weights_of(engine), 2e-6)

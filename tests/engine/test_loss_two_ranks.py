@@ -42,7 +42,6 @@ def rewarded_batch() -> TrainBatch:
     return replace(
         batch,
         advantages=None,
-        returns=None,
         rollout_logprobs=torch.where(batch.loss_mask, -3.0 + 0.5 * batch.advantages, 0.0),
         rewards=torch.tensor([1.0, 0.0, 1.0, 0.0, 0.5, 1.0, 1.0, 2.0, 1.0]),
         group_ids=torch.arange(len(LENGTHS)) % 3,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from areal.api.batch import OutputSpec, TokenOutputs
+from areal.api.batch import CANDIDATE_IDS, OutputSpec, TokenOutputs
 from areal.api.config import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec
 from areal.data.pack import take
 from areal.engine.micro_batch import make_micro_batch
@@ -50,7 +50,7 @@ def test_every_output_and_its_gradient_equal_transformers(cases, models, model, 
         torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6, msg=name)
     ids = torch.randint(0, cases.VOCAB, (batch.num_tokens, 3), generator=torch.Generator().manual_seed(4))
     ids[(batch.cu_seqlens[1:] - 1).long()] = 0
-    batch = replace(batch, candidate_ids=ids)
+    batch = batch.with_column(CANDIDATE_IDS, ids)
     given = engine.forward(batch)
     assert torch.equal(given.candidate_ids, ids)
     expected, reference = by_transformers(cases, models / model, batch, ids, temperature=0.8)
@@ -89,7 +89,7 @@ def test_the_whole_vocabulary_is_in_the_order_of_ids(cases, models):
 
 
 def test_outputs_that_were_not_requested_are_absent(cases, models):
-    batch = replace(cases.make_batch(), candidate_ids=torch.full((len(cases.make_batch().input_ids), 2), 99999))
+    batch = cases.make_batch().with_column(CANDIDATE_IDS, torch.full((len(cases.make_batch().input_ids), 2), 99999))
     outputs = cases.make_engine(models / "qwen3").forward(batch)  # no output depends on these ids
     assert [outputs.clamped_entropy, outputs.candidate_ids, outputs.candidate_logprobs] == [None] * 3
 
@@ -105,7 +105,7 @@ def test_an_empty_batch_gives_empty_outputs_of_the_right_shape(cases, models):
     nothing = take(cases.make_batch(), [])
     outputs = engine.forward(nothing)
     assert [tuple(getattr(outputs, name).shape) for name in cases.RICH_NAMES] == [(0,)] * 4 + [(0, 4)] * 2
-    nothing = replace(nothing, candidate_ids=torch.zeros(0, 2, dtype=torch.int64))
+    nothing = nothing.with_column(CANDIDATE_IDS, torch.zeros(0, 2, dtype=torch.int64))
     assert engine.forward(nothing).candidate_logprobs.shape == (0, 2)
     assert engine.forward_backward(nothing, cases.rich_loss, denominator=1.0) == {}
 
@@ -113,9 +113,9 @@ def test_an_empty_batch_gives_empty_outputs_of_the_right_shape(cases, models):
 def test_candidates_are_cut_with_the_batch(cases):
     batch = cases.make_batch()
     ids = torch.arange(2 * batch.num_tokens).reshape(-1, 2)
-    part = take(replace(batch, candidate_ids=ids), [3, 0])
+    part = take(batch.with_column(CANDIDATE_IDS, ids), [3, 0])
     rows = [*range(16, 25), *range(5)]
-    assert part.candidate_ids.tolist() == ids[rows].tolist()
+    assert part.columns[CANDIDATE_IDS].tolist() == ids[rows].tolist()
 
 
 def test_what_the_engine_cannot_do_is_refused(cases, models):
@@ -126,7 +126,7 @@ def test_what_the_engine_cannot_do_is_refused(cases, models):
     ids = torch.zeros(batch.num_tokens, 2, dtype=torch.int64)
     ids[3, 1] = cases.VOCAB
     with raises_code("data.token_id", f"token id {cases.VOCAB},"):
-        engine.forward(replace(batch, candidate_ids=ids))
+        engine.forward(batch.with_column(CANDIDATE_IDS, ids))
     for role in ("critic", "reward"):
         with pytest.raises(ValueError, match=role):
             cases.make_engine(models / "qwen3", role=role, outputs=OutputSpec(entropy_grad=True))

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from areal.algorithm.advantage import RETURNS
+from areal.api.batch import CANDIDATE_IDS
 from areal.data.pack import rows_to_train_batch
 from areal.engine.micro_batch import make_micro_batch, shared_row
 from areal.engine.packed_attention import packed_layout
@@ -30,7 +32,7 @@ def grouped_batch(untrained: int | None = None):
     batch = rows_to_train_batch(rows, masks)
     weights = torch.randn(2, batch.num_tokens, generator=generator)
     groups = torch.tensor([group for group, _, _ in ANSWERS])
-    return replace(batch, group_ids=groups, advantages=weights[0], returns=weights[1])
+    return replace(batch, group_ids=groups, advantages=weights[0]).with_column(RETURNS, weights[1])
 
 
 @pytest.mark.parametrize("needs_last", [True, False])
@@ -105,7 +107,7 @@ def test_outputs_and_gradients_equal_those_of_whole_sequences(cases, models, mon
         computed.clear()
         outputs = engine.forward(batch)
         sizes.append(sum(computed))
-        batch_with_ids = replace(batch, candidate_ids=outputs.candidate_ids)
+        batch_with_ids = batch.with_column(CANDIDATE_IDS, outputs.candidate_ids)
         found.append((outputs, cases.gradients(engine, batch_with_ids, loss_fn=cases.rich_loss)))
     assert sizes[1] < sizes[0] == batch.num_tokens
     (plain, expected), (shared_outputs, gradients) = found

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from areal.api.batch import IMAGE_INDEX
 from areal.api.config import LoRAConfig, MicroBatchSpec, TrainEngineConfig
 from areal.api.images import ImageRef
 from areal.data.balance import balanced_parts
@@ -88,7 +89,7 @@ def test_wrong_images_are_refused(folder, tmp_path):
     layout, _, batch = read_case(folder)
     engine = make_engine(folder)
     with raises_code("data.image_tokens"):
-        engine.forward(replace(batch, image_index=batch.image_index.roll(1, 0)))
+        engine.forward(batch.with_column(IMAGE_INDEX, batch.columns[IMAGE_INDEX].roll(1, 0)))
     ids = batch.input_ids.clone()
     ids[int(batch.loss_mask.nonzero()[0]) + 1] = layout.vision_end_id
     with raises_code("data.image_tokens"):

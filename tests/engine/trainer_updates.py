@@ -6,6 +6,7 @@ Each rank has one minibatch, because the trainer cuts the share of a rank: other
 from collections.abc import Callable
 from dataclasses import replace
 
+from areal.algorithm.advantage import RETURNS
 from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig, PPOCriticConfig, SFTOptions
 from areal.api.engine import TrainEngine
@@ -20,7 +21,7 @@ def _grpo(engine: TrainEngine, batch: TrainBatch) -> Metrics:
     config = PPOActorConfig(path="", ppo_n_minibatches=1, ppo_epochs=2, eps_clip=0.1, use_decoupled_loss=True)
     actor = PPOActor(engine, config)
     batch = actor.with_prox_logprobs(batch)
-    servers = required(batch.prox_logprobs, "prox_logprobs") + 0.3 * required(batch.returns, "returns")
+    servers = required(batch.prox_logprobs, "prox_logprobs") + 0.3 * batch.column(RETURNS)
     return actor.update(actor.with_correction(replace(batch, rollout_logprobs=servers))[0])
 
 

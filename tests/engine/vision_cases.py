@@ -12,7 +12,7 @@ import torch
 import transformers
 from PIL import Image
 
-from areal.api.batch import TrainBatch
+from areal.api.batch import IMAGE_INDEX, TrainBatch
 from areal.api.config import TrainEngineConfig
 from areal.api.images import ImageRef, VisionLayout, expanded
 from areal.data.image_files import ImageFiles, decode_png, encode_image, patches_of
@@ -231,10 +231,10 @@ def one_by_one(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
     banned, parts = torch.tensor(layout.banned_ids), []
     loss = torch.zeros(())
-    assert batch.image_index is not None
+    assert IMAGE_INDEX in batch.columns
     for row, (start, end) in enumerate(pairwise(batch.cu_seqlens.tolist())):
         ids = batch.input_ids[start:end]
-        images = [batch.images[place] for place in batch.image_index[row].tolist() if place >= 0]
+        images = [batch.images[place] for place in batch.columns[IMAGE_INDEX][row].tolist() if place >= 0]
         pngs = [files.read(image.sha256) for image in images]
         logits = model(input_ids=ids[None], **transformers_inputs(layout, ids[None], images, pngs)).logits[0]
         logits = logits.index_fill(1, banned, -1e30)

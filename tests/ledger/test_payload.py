@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from areal.api.batch import IMAGE_INDEX
 from areal.api.columns import ROUTED_EXPERTS, ExpertShape, RoutedExperts
 from areal.api.data import (
     BASELINE,
@@ -18,7 +19,7 @@ from areal.api.data import (
 )
 from areal.api.images import ImageRef
 from areal.api.table import SESSION, images_of
-from areal.data.pack import session_view, to_train_batch
+from areal.data.pack import SESSION_IDS, session_view, to_train_batch
 from areal.ledger.payload import encode_episode, group_of_payload, payload_head
 from areal.rollout.train_batches import build_share, share_parts
 from tests.expect import raises_code
@@ -79,8 +80,8 @@ def test_images_stay_with_their_sequences_in_a_batch():
     assert images_of(share.table) == [(), (), IMAGES[:2], IMAGES[1:]]
     batch = to_train_batch(share)
     assert batch.images == IMAGES
-    assert batch.image_index.tolist() == [[-1, -1], [-1, -1], [0, 1], [1, 2]]
-    assert to_train_batch(share_of([[ROW]])).image_index is None
+    assert batch.columns[IMAGE_INDEX].tolist() == [[-1, -1], [-1, -1], [0, 1], [1, 2]]
+    assert IMAGE_INDEX not in to_train_batch(share_of([[ROW]])).columns
 
 
 def test_routed_experts_stay_at_their_tokens_in_a_batch():
@@ -103,11 +104,12 @@ def test_a_batch_with_and_without_sessions():
     share = share_of([[ROW, ROW], [row, row, row, replace(ROW, session=0), replace(ROW, session=0)]])
     assert share.table.columns[SESSION].tolist() == [-1, -1, 2, 2, 2, 0, 0]
     batch = to_train_batch(share)
-    ids = batch.session_ids.tolist()
+    ids = batch.columns[SESSION_IDS].tolist()
     assert [ids.index(number) for number in ids] == [0, 1, 2, 2, 2, 5, 5]
     view = session_view(batch)
-    last = view.batch.session_ids, view.positions[view.batch.sequence_index == ids[-1]].tolist()
-    assert last == (None, [15, 15, 16, 18, 18, 19]), "rows without turns follow each other"
+    assert SESSION_IDS not in view.batch.columns
+    last = view.positions[view.batch.sequence_index == ids[-1]].tolist()
+    assert last == [15, 15, 16, 18, 18, 19], "rows without turns follow each other"
 
 
 def test_rows_of_one_session_count_once():

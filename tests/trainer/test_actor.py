@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from areal.algorithm.advantage import RETURNS, VALUES
 from areal.api.config import NormConfig, PPOActorConfig
 from areal.api.errors import ConfigError
 from areal.api.metrics import metric_values
@@ -105,10 +106,10 @@ def test_reference_equal_to_the_policy_costs_no_reward(toolbox):
 def test_a_cut_answer_bootstraps_only_when_its_reward_is_withheld(toolbox):
     # discount 1, lambda 1, values 0.25 and 0.75: finished or rewarded: A = 1 - V. Withheld: A = 0.75 - V
     batch = toolbox.make_batch([[1, 2, 3]], rewards=[1.0], finished=[False])
-    batch = replace(batch, values=torch.tensor([0.25, 0.75, 0.0]))
+    batch = batch.with_column(VALUES, torch.tensor([0.25, 0.75, 0.0]))
     rewarded = ready(PPOActor(toolbox.TableEngine(), config()), batch)
     assert rewarded.advantages.tolist() == [0.75, 0.25, 0]
-    assert rewarded.returns.tolist() == [1, 1, 0]
+    assert rewarded.columns[RETURNS].tolist() == [1, 1, 0]
     withheld = ready(PPOActor(toolbox.TableEngine(), config(mask_no_eos_with_zero=True)), batch)
     assert withheld.advantages.tolist() == [0.5, 0, 0]
     whole = ready(
@@ -236,10 +237,11 @@ def test_minibatches_without_trained_tokens_take_no_step(toolbox):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_numbers_stop_every_rank_with_one_line(toolbox, field, bad):
     group = toolbox.RankGroup(2)
-    good = replace(toolbox.random_batch(7, 4), values=torch.zeros(toolbox.random_batch(7, 4).num_tokens))
-    broken = getattr(good, field).clone()
+    good = toolbox.random_batch(7, 4).with_column(VALUES, torch.zeros(toolbox.random_batch(7, 4).num_tokens))
+    broken = (good.column(VALUES) if field == "values" else getattr(good, field)).clone()
     broken[torch.nonzero(good.loss_mask)[0] if field != "rewards" else 0] = bad
-    shares = [good, replace(good, **{field: broken})]
+    changed = good.with_column(VALUES, broken) if field == "values" else replace(good, **{field: broken})
+    shares = [good, changed]
 
     def rank_main(rank):
         actor = PPOActor(toolbox.TableEngine(rank=rank, group=group), config())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from areal.api.batch import IMAGE_INDEX
 from areal.api.data import TEMPERATURES, ProbeScore, ProbeTokens
 from areal.api.images import ImageRef
 from areal.trainer.ppo_loop import ComparedChannel
@@ -70,7 +71,7 @@ def test_the_trainer_scores_the_answer_of_the_servers_at_temperature_1() -> None
     [batch] = engine.batches
     assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]
     assert batch.columns[TEMPERATURES].tolist() == [1.0] * 5
-    assert batch.image_index is None
+    assert IMAGE_INDEX not in batch.columns
 
 
 @pytest.mark.parametrize(("differing", "num_scores"), [([], 1), ([["server-0"]], 2), ([["s"], ["s"], ["s"]], 2)])
@@ -108,5 +109,5 @@ def test_all_ranks_score_together(toolbox: Any) -> None:
     for engine in engines:
         batch = engine.batches[0]
         assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]
-        assert (batch.images, batch.image_index.tolist()) == ((image,), [[0]])
+        assert (batch.images, batch.columns[IMAGE_INDEX].tolist()) == ((image,), [[0]])
     assert [len(one.scores) for one in controls] == [2, 0]

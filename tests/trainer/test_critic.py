@@ -1,10 +1,9 @@
 """The value model's role over a table model."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
+from areal.algorithm.advantage import RETURNS, VALUES
 from areal.api.config import PPOActorConfig, PPOCriticConfig
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
@@ -25,7 +24,7 @@ def test_values_are_added(toolbox):
     engine = toolbox.TableEngine(critic=True)
     batch = Critic(engine, config()).with_values(toolbox.make_batch([[1, 2, 3], [4, 0]]))
     expected = engine.table.tolist()
-    assert batch.values.tolist() == pytest.approx([expected[1], expected[2], 0, expected[4], 0])
+    assert batch.columns[VALUES].tolist() == pytest.approx([expected[1], expected[2], 0, expected[4], 0])
 
 
 def test_first_gradient_by_hand(toolbox):
@@ -33,7 +32,7 @@ def test_first_gradient_by_hand(toolbox):
     engine = toolbox.TableEngine(critic=True)
     critic = Critic(engine, config())
     batch = with_returns(toolbox, critic, toolbox.make_batch([[1, 2, 3], [4, 0]], rewards=[2.0, -1.0]))
-    assert batch.returns.tolist() == pytest.approx([2, 2, 0, -1, 0])
+    assert batch.columns[RETURNS].tolist() == pytest.approx([2, 2, 0, -1, 0])
     values = engine.table.detach().clone()
     metrics = metric_values(critic.update(batch))
     expected = torch.zeros_like(values)
@@ -97,5 +96,7 @@ def test_masked_garbage_does_not_reach_the_gradient(toolbox):
     critic = Critic(engine, config())
     batch = with_returns(toolbox, critic, toolbox.make_batch([[1, 2, 3]], prompt_length=2, rewards=[1.0]))
     nan = torch.where(batch.loss_mask, 0.0, float("nan"))
-    critic.update(replace(batch, values=batch.values + nan, returns=batch.returns + nan))
+    critic.update(
+        batch.with_column(VALUES, batch.columns[VALUES] + nan).with_column(RETURNS, batch.columns[RETURNS] + nan)
+    )
     assert engine.gradients[0].isfinite().all()

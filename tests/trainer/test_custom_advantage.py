@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from areal.algorithm.advantage import RETURNS, VALUES
 from areal.api.config import PPOActorConfig
 from areal.api.config.validate import conflicts
 from areal.trainer.actor import PPOActor
@@ -78,9 +79,9 @@ def test_it_reads_the_kl_penalty_in_the_rewards_of_tokens(toolbox, options_of):
 
 def test_a_critic_keeps_its_targets(toolbox, options_of):
     """Its values reach the estimator; its targets are those of GAE."""
-    batch = replace(toolbox.make_batch([[1, 2, 3]], rewards=[1.0]), values=torch.tensor([0.25, 0.75, 0.0]))
+    batch = toolbox.make_batch([[1, 2, 3]], rewards=[1.0]).with_column(VALUES, torch.tensor([0.25, 0.75, 0.0]))
     found = PPOActor(toolbox.TableEngine(), options_of("median")).with_advantages(batch)
-    assert found.returns.tolist() == [1.0, 1.0, 0.0]
+    assert found.columns[RETURNS].tolist() == [1.0, 1.0, 0.0]
 
 
 def test_it_sums_over_ranks(toolbox, options_of):

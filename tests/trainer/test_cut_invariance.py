@@ -13,7 +13,7 @@ from areal.api.config.load import read
 from areal.api.config.policy_losses import AGGREGATIONS
 from areal.api.metrics import merge_metrics, metric_values
 from areal.api.registry import entries
-from areal.data.pack import with_session_tokens
+from areal.data.pack import SESSION_IDS, SESSION_TOKENS, with_session_tokens
 from areal.trainer.actor import PPOActor
 from areal.trainer.kl_term import uses_reference
 from areal.trainer.minibatch import reduce_metrics
@@ -188,10 +188,10 @@ def test_the_weight_of_a_session_does_not_depend_on_its_rows(aggregation, weight
     assert batch.num_sequences == (4 if cut == "per_turn" else 3)
     batch = with_session_tokens(batch, batch.loss_mask)
     places = batch.loss_mask, batch.sequence_index, batch.num_sequences, aggregation
-    denominator = float(local_denominator(*places, 4, batch.session_tokens))
+    denominator = float(local_denominator(*places, 4, batch.columns[SESSION_TOKENS]))
     scale = loss_scale(aggregation, denominator, 4) / denominator
-    of_token = loss_weights(*places, batch.session_tokens).double() * scale
-    owners = torch.unique(batch.session_ids, return_inverse=True)[1][batch.sequence_index]
+    of_token = loss_weights(*places, batch.columns[SESSION_TOKENS]).double() * scale
+    owners = torch.unique(batch.columns[SESSION_IDS], return_inverse=True)[1][batch.sequence_index]
     assert torch.zeros(2, dtype=torch.float64).index_add(0, owners, of_token).tolist() == pytest.approx(weights)
 
 

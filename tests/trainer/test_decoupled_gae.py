@@ -1,11 +1,9 @@
 """VAPO's advantages: a lambda of its own for the critic's targets, and one that grows with the answer."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from areal.algorithm.advantage import adaptive_lambda, generalised_advantages
+from areal.algorithm.advantage import RETURNS, VALUES, adaptive_lambda, generalised_advantages
 from areal.api.config import PPOActorConfig
 from areal.api.config.schema import options_without_effect
 from areal.trainer.actor import PPOActor
@@ -23,7 +21,7 @@ def by_formula(batch, discount, lambda_of):
         after, running = 0.0, 0.0
         for t in reversed(rows):
             reward = batch.rewards[s].item() if t == rows[-1] else 0.0
-            value = batch.values[t].item()
+            value = batch.columns[VALUES][t].item()
             running = reward + discount * after - value + discount * lambda_of(len(rows)) * running
             advantages[t], targets[t], after = running, running + value, value
     return advantages, targets
@@ -41,26 +39,26 @@ def by_formula(batch, discount, lambda_of):
 def test_advantages_and_targets_equal_the_formula(toolbox, options, critic_lambda, policy, critic):
     batch = toolbox.random_batch(2, 12)
     values = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(4))
-    batch = replace(batch, values=torch.where(batch.loss_mask, values, 0.0))
+    batch = batch.with_column(VALUES, torch.where(batch.loss_mask, values, 0.0))
     actor = PPOActor(toolbox.TableEngine(), config(**options), critic_lambda=critic_lambda)
     found = actor.with_advantages(batch)
     assert found.advantages.tolist() == pytest.approx(by_formula(batch, 0.9, policy)[0], abs=1e-5)
-    assert found.returns.tolist() == pytest.approx(by_formula(batch, 0.9, critic)[1], abs=1e-5)
+    assert found.columns[RETURNS].tolist() == pytest.approx(by_formula(batch, 0.9, critic)[1], abs=1e-5)
     # and of each sequence alone, as of all together
     for s in range(batch.num_sequences):
         alone = actor.with_advantages(toolbox.select(batch, [s]))
         assert torch.equal(alone.advantages, found.advantages[batch.sequence_index == s])
-        assert torch.equal(alone.returns, found.returns[batch.sequence_index == s])
+        assert torch.equal(alone.columns[RETURNS], found.columns[RETURNS][batch.sequence_index == s])
 
 
 def test_by_hand(toolbox):
     # values 1, 2; reward 3; discount 1. Targets with lambda 1: the reward. Policy, n = 2, alpha 1: lambda 1/2:
     # A_2 = 3 - 2 = 1; A_1 = (2 - 1) + 1/2 = 1.5
-    batch = replace(toolbox.make_batch([[1, 2, 3]], rewards=[3.0]), values=torch.tensor([1.0, 2.0, 0.0]))
+    batch = toolbox.make_batch([[1, 2, 3]], rewards=[3.0]).with_column(VALUES, torch.tensor([1.0, 2.0, 0.0]))
     actor = PPOActor(toolbox.TableEngine(), config(discount=1.0, gae_length_alpha=1.0), critic_lambda=1.0)
     found = actor.with_advantages(batch)
     assert found.advantages.tolist() == [1.5, 1.0, 0.0]
-    assert found.returns.tolist() == [3.0, 3.0, 0.0]
+    assert found.columns[RETURNS].tolist() == [3.0, 3.0, 0.0]
 
 
 def test_lambda_by_hand():
@@ -69,7 +67,7 @@ def test_lambda_by_hand():
 
 def test_without_a_critic_there_are_no_targets(toolbox):
     actor = PPOActor(toolbox.TableEngine(), config(gae_length_alpha=0.5))
-    assert actor.with_advantages(toolbox.random_batch(0, 3)).returns is None
+    assert RETURNS not in actor.with_advantages(toolbox.random_batch(0, 3)).columns
     empty = actor.with_advantages(toolbox.select(toolbox.random_batch(0, 3), []))
     assert empty.advantages.tolist() == []
 

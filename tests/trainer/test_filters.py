@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
-from areal.trainer.actor import PPOActor, with_filters
+from areal.trainer.actor import FILTERED, PPOActor, with_filters
 
 
 def config(**options):
@@ -101,9 +101,9 @@ def test_an_update_computes_the_answers_that_are_left(toolbox, batch, num_miniba
         engine = toolbox.TableEngine()
         actor = PPOActor(engine, config(dynamic_sampling=True, **options), shares_first_pass=shares_first_pass)
         filtered, _ = actor.with_filters(batch)
-        assert filtered.filtered.tolist() == [False, True, True, False, True]
+        assert filtered.columns[FILTERED].tolist() == [False, True, True, False, True]
         if not is_removed:
-            filtered = replace(filtered, filtered=None)
+            filtered = filtered.without(FILTERED)
         actor.update(actor.with_advantages(actor.with_correction(actor.with_prox_logprobs(filtered))[0]))
         engines.append(engine)
     computed, everything = ([mini.num_sequences for mini in engine.minibatches] for engine in engines)

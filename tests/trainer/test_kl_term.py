@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from areal.api.batch import CANDIDATE_IDS
 from areal.api.config import KLControlConfig, PPOActorConfig
 from areal.api.data import WeightSpec
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
+from areal.trainer.kl_term import PROX_CANDIDATES, REF_CANDIDATES, REF_KL
 from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.policy_update import output_spec
 from areal.trainer.ppo_loop import batch_metrics
@@ -45,7 +47,7 @@ def make(toolbox):
             if self.candidates is None:
                 return found
             distribution = self.table[batch.input_ids].log_softmax(-1)
-            ids = batch.candidate_ids
+            ids = batch.columns.get(CANDIDATE_IDS)
             if ids is None:
                 assert self.candidates == 0 or not torch.is_grad_enabled(), "the choice is made in forward only"
                 ids = distribution.topk(self.candidates or toolbox.VOCABULARY, dim=-1).indices
@@ -54,7 +56,7 @@ def make(toolbox):
             return replace(found, candidate_ids=ids, candidate_logprobs=distribution.gather(-1, ids))
 
         def forward(self, batch):
-            assert batch.prox_candidate_logprobs is None, "no pass reads them: they would only travel"
+            assert PROX_CANDIDATES not in batch.columns, "no pass reads them: they would only travel"
             plain = super().forward(batch)
             with torch.no_grad():
                 found = self.outputs(batch)
@@ -219,10 +221,10 @@ def test_the_penalty_of_whole_distributions_is_in_the_reward(toolbox, make):
             float(formula(policy.table.detach()[t].log_softmax(-1), reference.table.detach()[t].log_softmax(-1), None))
             for t in (1, 2)
         ]
-        assert batch.ref_full_kl.tolist() == pytest.approx([*expected, 0], abs=1e-6)
+        assert batch.columns[REF_KL].tolist() == pytest.approx([*expected, 0], abs=1e-6)
         assert batch.advantages.tolist() == pytest.approx([-0.5 * sum(expected), -0.5 * expected[1], 0], abs=1e-6)
-        assert batch.prox_candidate_logprobs is None
-        assert batch.ref_candidate_logprobs is None
+        assert PROX_CANDIDATES not in batch.columns
+        assert REF_CANDIDATES not in batch.columns
         actor.update(batch)
         assert metric_values(batch_metrics(batch))["batch/ref_kl_full"] == pytest.approx(sum(expected) / 2)
 
@@ -232,11 +234,11 @@ def test_candidates_cost_a_forward_pass_and_change_no_old_policy(toolbox, make):
     batch = actor.with_prox_logprobs(toolbox.random_batch(2, 4))
     assert policy.num_forwards == 1
     assert batch.prox_logprobs is None
-    assert batch.candidate_ids.shape == (batch.num_tokens, 2)
+    assert batch.columns[CANDIDATE_IDS].shape == (batch.num_tokens, 2)
     batch = ref.with_ref_logprobs(batch)
-    assert batch.ref_candidate_logprobs.shape == (batch.num_tokens, 2)
+    assert batch.columns[REF_CANDIDATES].shape == (batch.num_tokens, 2)
     whole = make(config(kl_loss_coef=1.0, kl_loss_estimator="full", kl_top_k=0))[2]
-    assert whole.with_prox_logprobs(toolbox.random_batch(2, 4)).candidate_ids is None
+    assert CANDIDATE_IDS not in whole.with_prox_logprobs(toolbox.random_batch(2, 4)).columns
     nothing = toolbox.random_batch(2, 4)
     assert make(config(kl_loss_coef=1.0))[2].with_prox_logprobs(nothing) is nothing
 
@@ -256,7 +258,7 @@ def test_a_bad_reference_stops_every_rank_with_one_line(toolbox, make):
     batch = ref.with_ref_logprobs(actor.with_prox_logprobs(toolbox.random_batch(3, 4)))
     place = torch.nonzero(batch.loss_mask)[0]
     with raises_code("algorithm.not_finite", "ref_full_kl"):
-        actor.with_advantages(replace(batch, ref_full_kl=batch.ref_full_kl.index_fill(0, place, NAN)))
+        actor.with_advantages(batch.with_column(REF_KL, batch.columns[REF_KL].index_fill(0, place, NAN)))
 
 
 def test_steps_out_of_order_are_named(toolbox, make):

@@ -1,12 +1,13 @@
 """The whole policy loss against its formula in loops, in any cut into micro-batches and ranks, with every term on."""
 
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import orjson
 import pytest
 import torch
 
+from areal.algorithm.advantage import RETURNS, VALUES
 from areal.api.batch import TokenOutputs
 from areal.api.config import AdaptiveEntropyConfig, NormConfig, PPOActorConfig, PPOCriticConfig
 from areal.api.config.policy_losses import AGGREGATIONS
@@ -165,7 +166,7 @@ def test_any_cut_gives_the_critic_the_gradient_of_the_formula(toolbox, aggregati
     generator = torch.Generator().manual_seed(3)
     batch = toolbox.random_batch(4, 9)
     returns = torch.randn(batch.num_tokens, generator=generator)
-    batch = replace(batch, values=torch.zeros(batch.num_tokens), returns=returns)
+    batch = batch.with_column(VALUES, torch.zeros(batch.num_tokens)).with_column(RETURNS, returns)
     table = toolbox.TableEngine(critic=True).table
     sums = []
     for s in range(batch.num_sequences):

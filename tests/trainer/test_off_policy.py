@@ -11,7 +11,7 @@ from areal.api.config.validate import problems_of
 from areal.api.metrics import merge_metrics, metric_values
 from areal.trainer.actor import PPOActor
 from areal.trainer.minibatch import reduce_metrics
-from areal.trainer.off_policy import correction_of
+from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, correction_of
 
 
 def config(**options):
@@ -50,7 +50,7 @@ def test_ranks_and_micro_batches_make_the_update_of_the_whole_batch(toolbox, bou
     batch = toolbox.random_batch(3, 12)
     alone = toolbox.TableEngine()
     whole, metrics = step(alone, options, batch)
-    left_out = (whole.loss_mask & (whole.behaviour_weights == 0)).sum()
+    left_out = (whole.loss_mask & (whole.columns[BEHAVIOUR_WEIGHTS] == 0)).sum()
     assert 0 < left_out < whole.loss_mask.sum(), "the bounds of this case leave out some"
     assert alone.denominators == [float(whole.loss_mask.sum() - (left_out if renormalize else 0))]
     shares = [list(range(6)), [], list(range(6, 12))]
@@ -70,8 +70,8 @@ def test_ranks_and_micro_batches_make_the_update_of_the_whole_batch(toolbox, bou
             assert values.keys() == expected.keys()
             for name in expected.keys() - {"actor/optimizer_steps"}:
                 assert values[name] == pytest.approx(expected[name], abs=1e-6), name
-        together = torch.cat([share.behaviour_weights for _, share, _ in results])
-        assert torch.allclose(together, whole.behaviour_weights, rtol=0, atol=1e-9)
+        together = torch.cat([share.columns[BEHAVIOUR_WEIGHTS] for _, share, _ in results])
+        assert torch.allclose(together, whole.columns[BEHAVIOUR_WEIGHTS], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -83,7 +83,7 @@ def test_the_denominators_by_hand(toolbox, renormalize):
     batch = toolbox.make_batch([[1, 2], [1, 3]], rewards=[1.0, 1.0], rollout=rollout)
     bound = section(mode="mask", lower=0.0, upper=1.5, renormalize=renormalize)
     trained, metrics = step(engine, config(rollout_correction=bound), batch)
-    assert trained.behaviour_weights.tolist() == pytest.approx([0, 0, 0.5, 0])
+    assert trained.columns[BEHAVIOUR_WEIGHTS].tolist() == pytest.approx([0, 0, 0.5, 0])
     assert trained.trained.tolist() == [not renormalize, False, True, False]
     assert trained.loss_mask.tolist() == [True, False, True, False]
     gradient = torch.zeros_like(engine.gradients[0])
@@ -244,7 +244,7 @@ def test_filters_do_not_change_rewards_and_advantages(toolbox):
     batch = toolbox.random_batch(7, 8)
     corrected, _ = step(toolbox.TableEngine(), config(m2_threshold=0.01), batch)
     plain, _ = step(toolbox.TableEngine(), config(), batch)
-    assert (corrected.behaviour_weights[corrected.loss_mask] == 0).any()
+    assert (corrected.columns[BEHAVIOUR_WEIGHTS][corrected.loss_mask] == 0).any()
     assert torch.equal(corrected.advantages, plain.advantages)
 
 
@@ -253,9 +253,9 @@ def test_the_weights_are_those_of_the_start_of_the_update(toolbox):
     engine, batch = toolbox.TableEngine(lr=5.0), toolbox.random_batch(8, 12)
     whole, _ = step(engine, config(ppo_n_minibatches=3, use_decoupled_loss=True), batch)
     expected = (whole.prox_logprobs - whole.rollout_logprobs).exp() * whole.loss_mask
-    assert torch.allclose(whole.behaviour_weights, expected)
-    parts = torch.cat([mini.behaviour_weights for mini in engine.minibatches])
-    assert parts.sort().values.tolist() == whole.behaviour_weights.sort().values.tolist()
+    assert torch.allclose(whole.columns[BEHAVIOUR_WEIGHTS], expected)
+    parts = torch.cat([mini.columns[BEHAVIOUR_WEIGHTS] for mini in engine.minibatches])
+    assert parts.sort().values.tolist() == whole.columns[BEHAVIOUR_WEIGHTS].sort().values.tolist()
 
 
 def test_a_batch_that_is_left_out_as_a_whole_takes_no_step(toolbox):
@@ -278,7 +278,7 @@ def test_tokens_of_an_earlier_filter_stay_removed(toolbox):
     whole, _ = step(engine, options, replace(batch, policy_mask=policy_mask))
     assert not (whole.policy_mask & ~policy_mask).any()
     assert whole.policy_mask.sum() < policy_mask.sum()
-    assert (whole.behaviour_weights[~policy_mask] == 0).all()
+    assert (whole.columns[BEHAVIOUR_WEIGHTS][~policy_mask] == 0).all()
 
 
 def test_a_loss_around_the_rollout_policy_may_be_measured(toolbox):
@@ -293,7 +293,7 @@ def test_a_loss_around_the_rollout_policy_may_be_measured(toolbox):
     assert torch.equal(plain.gradients[0], measured.gradients[0])
     assert (plain.num_forwards, measured.num_forwards) == (0, 1)
     assert trained.prox_logprobs is None
-    assert trained.behaviour_weights is None
+    assert BEHAVIOUR_WEIGHTS not in trained.columns
     assert {name for name in metrics if name.startswith("batch/mismatch")}
     assert metrics["batch/correction/weight"].value == pytest.approx(metrics["batch/mismatch/ratio"].value)
     assert without.keys() == {name for name in metrics if name.startswith("actor/")}

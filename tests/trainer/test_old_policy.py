@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from areal.algorithm.aggregate import identity_reduce
+from areal.algorithm.policy_loss import CHOSEN
 from areal.api.config import PPOActorConfig
 from areal.api.config.schema import options_without_effect
 from areal.api.metrics import metric_values
@@ -164,10 +165,10 @@ def test_covariances_are_those_of_the_recomputed_policy_where_there_is_one(toolb
         advantages=torch.cat([rising, torch.zeros(1)]),
     )
     options = config(policy_loss={"name": "kl_cov", "ratio": 0.5})
-    of_servers = with_chosen_tokens(batch, options, reduce=identity_reduce).chosen_tokens
+    of_servers = with_chosen_tokens(batch, options, reduce=identity_reduce).columns[CHOSEN]
     assert of_servers.tolist() == [True, False, False, True, False]
     fall = torch.tensor([0.0, -4.0, 0.0, -4.0, 0.0])
-    of_trainer = with_chosen_tokens(replace(batch, prox_logprobs=fall), options, reduce=identity_reduce).chosen_tokens
+    of_trainer = with_chosen_tokens(replace(batch, prox_logprobs=fall), options, reduce=identity_reduce).columns[CHOSEN]
     assert of_trainer.tolist() == [False, True, True, False, False]  # -3, 1, 1, -3 by hand
     with raises_code("training.stage_missing", "advantages"):
         with_chosen_tokens(replace(batch, advantages=None), options, reduce=identity_reduce)

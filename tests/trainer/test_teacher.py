@@ -1,7 +1,5 @@
 """A teacher beside the policy: what it adds to advantages and loss, and that ranks and cuts do not matter."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.config.schema import options_without_effect
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
-from areal.trainer.policy_update import Teacher, distillation_loss
+from areal.trainer.policy_update import TEACHER_LOGPROBS, Teacher, distillation_loss
 from tests.expect import raises_code
 
 
@@ -71,7 +69,7 @@ def test_learning_from_the_teacher_alone_lowers_the_divergence(toolbox, options)
 def test_the_loss_term_has_the_gradient_of_its_estimator(toolbox):
     # k2: x grad log pi with x = log pi - log T = -1 - -3 = 2, times the coefficient 5
     logprobs = torch.tensor([-1.0, 0.0], requires_grad=True)
-    batch = replace(toolbox.make_batch([[1, 2]], rewards=[1.0]), teacher_logprobs=torch.tensor([-3.0, 0.0]))
+    batch = toolbox.make_batch([[1, 2]], rewards=[1.0]).with_column(TEACHER_LOGPROBS, torch.tensor([-3.0, 0.0]))
     losses, stats = distillation_loss(TokenOutputs(logprobs=logprobs), batch, teacher_config(loss_coef=5.0))
     losses.sum().backward()
     assert logprobs.grad.tolist() == [10.0, 0.0]
@@ -106,7 +104,7 @@ def test_a_rank_without_sequences_reports_the_same_names(toolbox):
 def test_numbers_that_are_not_finite_stop_the_run(toolbox):
     batch = toolbox.make_batch([[1, 2]], rewards=[1.0])
     actor = PPOActor(toolbox.TableEngine(), actor_config(), teacher=teacher_config())
-    batch = replace(actor.with_prox_logprobs(batch), teacher_logprobs=torch.tensor([float("nan"), 0.0]))
+    batch = actor.with_prox_logprobs(batch).with_column(TEACHER_LOGPROBS, torch.tensor([float("nan"), 0.0]))
     with raises_code("algorithm.not_finite", "teacher_logprobs"):
         actor.with_advantages(batch)
 

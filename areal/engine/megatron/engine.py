@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SEQUENCE_CLASSES,
 )
 
-from areal.api.batch import LossFn, MicroBatch, TokenOutputs, TrainBatch, required
+from areal.api.batch import CANDIDATE_IDS, LossFn, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import TrainEngineConfig
 from areal.api.data import WeightSpec
 from areal.api.engine import ReduceOp
@@ -221,7 +221,7 @@ class MegatronEngine:
         if not denominator > 0:
             raise ValueError(f"the denominator of a loss must be above 0, but is {denominator}")
         if self._head.spec.candidates:
-            required(batch.candidate_ids, "candidate_ids")  # those that forward returned
+            batch.column(CANDIDATE_IDS)  # those that forward returned
         self._require_optimizer()
         for chunk in self._chunks:
             chunk.train()

@@ -30,4 +30,4 @@ def test_by_hand(kit):
 
 def test_it_requires_the_stage_that_chooses_tokens(kit):
     with raises_code("training.stage_missing", "chosen_tokens"):
-        kit.loss_of(replace(kit.make_tokens([0.0]), chosen=None), policy_loss="clip_cov")
+        kit.loss_of(replace(kit.make_tokens([0.0]), columns={}), policy_loss="clip_cov")
