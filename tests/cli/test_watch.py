@@ -44,6 +44,7 @@ def run(tmp_path):
     processes = [process | {"name": "server-0"}, process | {"name": "controller", "role": "controller"}]
     paths.plan.write_text(json.dumps({"processes": processes, "numbers": {"total_steps": 10}}))
     rows = [{"step": 0, "time": 100.0, "eval/greedy/reward": 0.1, "eval/greedy/episode/reward": 0.1}]
+    evaluated = {"eval/greedy/reward": 0.4, "eval/greedy/missing": 2, "eval/greedy/answers": 8}
     rows += [
         row(1),
         row(2),
