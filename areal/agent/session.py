@@ -10,7 +10,16 @@ from typing import Literal, Protocol
 from areal.agent.images import with_stored_images
 from areal.agent.tool_calls import AnswerStyle, split_answer
 from areal.agent.transcript import Context, Transcript
-from areal.agent.turns import FinishReason, Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings, answer_message
+from areal.agent.turns import (
+    FinishReason,
+    Message,
+    TurnAnswer,
+    TurnRefused,
+    TurnRequest,
+    TurnSettings,
+    answer_message,
+    with_call_ids,
+)
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.engine import InferenceEngine
@@ -135,6 +144,7 @@ class Session:
         self._tasks: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
         self._by_answer: dict[str, _Turn] = {}
         self._names: dict[str, str] = {}  # Ids of tool calls, and numbers of turns, -> turn id.
+        self._model_ids: dict[str, str] = {}  # Id of a tool call -> its id in the text of the answer.
         self.last_answer: TurnAnswer | None = None
         self.last_context: Sequence[int] = ()  # Tokens before the last answer.
         self.last_messages: list[Message] = []  # The dialogue with the last answer; empty after a plain prompt.
@@ -158,7 +168,7 @@ class Session:
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a request, without a turn. Raises TurnRefused."""
-        return len(self._context(await with_stored_images(request, self.transcript.images)).token_ids)
+        return len(self._context(await self._as_recorded(request)).token_ids)
 
     def delivered(self, answers: Sequence[TurnAnswer]) -> None:
         for answer in answers[:1]:
@@ -166,6 +176,12 @@ class Session:
                 turn.num_deliveries += 1
         if self._events is not None:
             self._events.delivered([answer.turn_id for answer in answers if answer.token_ids])
+
+    async def _as_recorded(self, request: TurnRequest) -> TurnRequest:
+        """A request as the transcript has its messages: images are stored, and tool calls have the ids in the text."""
+        request = await with_stored_images(request, self.transcript.images)
+        messages = tuple(with_call_ids(message, self._model_ids) for message in request.messages)
+        return self.transcript.restored(replace(request, messages=messages))
 
     def turn_of(self, name: str) -> str:
         """The turn id that `name` means: a turn id, the id of a tool call, or the number of a turn from 0. RewardError
@@ -208,7 +224,7 @@ class Session:
             self.counts.refused[error.code] += 1
 
     async def _answer(self, request: TurnRequest, room: int | None) -> tuple[TurnAnswer, ...]:
-        request = await with_stored_images(request, self.transcript.images)
+        request = await self._as_recorded(request)
         context = self._context(request, self._forced(request))
         settings = self._settings(request.settings, len(context.token_ids), room)
         first, self._num_answers = self._num_answers, self._num_answers + request.num_answers
@@ -324,6 +340,7 @@ class Session:
             tools=() if request.tool_choice == "none" else request.tools,
             turn_id=turn_id,
             in_reasoning=request.prompt is None and style.opens_reasoning(decode([*plain(prompt[-_END_TOKENS:])[0]])),
+            is_cut=response.stop_reason != "stop",
         )
         finish: FinishReason = "stop" if response.stop_reason == "stop" else "length"
         if finish == "length":
@@ -342,7 +359,8 @@ class Session:
             token_ids=ids,
             logprobs=response.output_logprobs,
         )
-        message = answer_message(answer)
+        self._model_ids |= {call.call_id: call.model_id for call in found.tool_calls if call.model_id}
+        message = with_call_ids(answer_message(answer), self._model_ids)
         self.transcript.add_answer(context, turn_id, response, message)
         self.last_answer, self.last_context = answer, context.token_ids
         self.last_messages = [*request.messages, message] if request.messages else []
