@@ -48,16 +48,7 @@ def run(tmp_path):
     rows += [
         row(1),
         row(2),
-        row(
-            3,
-            **{
-                "eval/greedy/reward": 0.4,
-                "eval/greedy/missing": 2,
-                "eval/greedy/answers": 8,
-                "eval/loss": 2.5,
-                "batch/ref_kl": 0.01,
-            },
-        ),
+        row(3, **evaluated, **{"eval/loss": 2.5, "batch/ref_kl": 0.01}),
         row(4, **{"actor/entropy": None}),
     ]
     paths.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
