@@ -20,7 +20,7 @@ import torch
 from areal.api.config import BaseExperimentConfig, Cadence, ChosenAlarm, HubUploadConfig, PPOConfig, SaverConfig
 from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine
-from areal.api.metrics import Metrics, metric_values
+from areal.api.metrics import Metrics, metric_values, result_text
 from areal.observe.alarms import Alarm, AlarmRules, Row, alarm_stop, alarms_text, by_meaning
 from areal.observe.log import get_logger
 from areal.observe.step_files import SampleRow, StepLines, read_step_lines
@@ -219,8 +219,10 @@ class Saver:
         if self._config.keep_best in metrics:
             scores[step] = metrics[self._config.keep_best]
         else:
-            text = "%s: step %d has no such metric (saver.keep_best): its export cannot be the best"
-            get_logger("trainer").warning(text, self._folder, step)
+            text = "%s: step %d has no such metric (saver.keep_best)%s: its export cannot be the best"
+            name = self._config.keep_best.rpartition("/")[0]
+            why = f": {result_text(metrics, name)}" if f"{name}/answers" in metrics else ""
+            get_logger("trainer").warning(text, self._folder, step, why)
         write_atomic(path, json.dumps(scores).encode())
         return scores
 

@@ -28,7 +28,7 @@ from areal.api.data import REWARD_PART, TEMPERATURES, ProbeScore, ProbeTokens, S
 from areal.api.engine import AdapterSource, Ranks, TrainEngine, WeightChannel, WeightSource
 from areal.api.errors import InputError, TrainingDiverged
 from areal.api.images import ImageRef
-from areal.api.metrics import Metric, Metrics, merge_metrics
+from areal.api.metrics import Metric, Metrics, evaluations_of, merge_metrics, result_text
 from areal.api.table import images_of
 from areal.data.pack import by_session, rows_to_train_batch, to_train_batch
 from areal.data.tokenizer import Tokenizer, load_tokenizer
@@ -425,8 +425,7 @@ class Evaluator:
             question = partial(self._client.evaluate, steps_done, mode)
             result = ask_controller(question, channel=self._channel, ranks=self._ranks, version=steps_done)
             values |= {f"eval/{mode}/{name}": value for name, value in result.items()}
-        rewards = {name.removesuffix("/reward"): value for name, value in values.items() if name.endswith("/reward")}
-        shown = ", ".join(f"{name[5:]} {value:.3f}" for name, value in rewards.items() if "/episode" not in name)
+        shown = "; ".join(f"{name[5:]} {result_text(values, name)}" for name in evaluations_of(values))
         get_logger("trainer").info("evaluation after %d steps: reward %s", steps_done, shown)
         return values
 

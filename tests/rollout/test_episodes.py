@@ -398,7 +398,8 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
     )
     assert first == second
     assert first is not None
-    assert (first["reward"], first["num"], first["failed"]) == ((0 + 1 + 2 + 4) / 4, 4.0, 1.0)
+    assert (first["reward_scored"], first["num"], first["failed"]) == ((0 + 1 + 2 + 4) / 4, 4.0, 1.0)
+    assert "reward" not in first
     assert len(workflow.seen) == 5
     with raises_code("rollout.evaluation_failed", "5", "ValueError"):
         await controller.evaluate(4, "greedy", timeout_s=200.0)
