@@ -111,7 +111,9 @@ WRITE_TIMEOUT_S = 60.0
 KEEP_ALIVE_S = 10.0
 MAX_REWARD, MAX_NUMBERS = 1e30, 4096
 MAX_VALUES = 2**19  # Values of a request, by the marks before them: as objects they block the loop for 0.2 s.
-RETRY_S = 1.0  # Retry-After of a refusal that names no time.
+RETRY_S, MAX_RETRY_S = 1.0, 5.0
+"""Retry-After of a refusal that names no time, and the longest: above 120 s the openai SDK does not try again, below it
+waits beyond its own time limit, and the anthropic SDK waits as long as it is told."""
 KEY_PATTERN = "[A-Za-z0-9_-]{1,128}"
 _KEY = f"{{key:{KEY_PATTERN}}}"
 _NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
@@ -357,6 +359,7 @@ def _refusal(refused: TurnRefused, body: Callable[[TurnRefused], dict[str, Any]]
     answer = _json(body(refused), refused.status)
     wait_s = RETRY_S if refused.retry_after_s is None and refused.status in (429, 503) else refused.retry_after_s
     if wait_s is not None:
+        wait_s = min(wait_s, MAX_RETRY_S)
         answer.headers["Retry-After"] = str(math.ceil(wait_s))
         answer.headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
     return answer
