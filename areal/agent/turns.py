@@ -45,6 +45,7 @@ class TurnRequest:
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool.
     num_answers: int = 1
     settings: TurnSettings = field(default_factory=TurnSettings)
+    num_bytes: int = 0  # Of the request, as JSON.
     fingerprint: str = ""  # SHA-256 of the dialect and the canonical body; equal for a request and its retry.
     retry_count: int = 0
     """`x-stainless-retry-count` of the SDKs: above 0, an equal fingerprint is answered from the record."""
