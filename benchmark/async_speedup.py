@@ -64,6 +64,8 @@ class Run:
 class SimulatedFleet:
     """Servers with a number of seats; every seat generates a token in token_s. Weights change between two tokens."""
 
+    vocab_size = 2**31
+
     def __init__(self, args: argparse.Namespace, lengths: np.ndarray) -> None:
         self.version = 0
         self.num_tokens = 0

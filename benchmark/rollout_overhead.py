@@ -47,6 +47,8 @@ NUM_TOKENS = 16
 class NoFleet:
     """A fleet that has only a version."""
 
+    vocab_size = 1000
+
     def __init__(self) -> None:
         self.version = 0
 

@@ -34,7 +34,7 @@ from areal.fleet.fleet import Fleet  # noqa: E402
 from areal.fleet.native import NativeReplica  # noqa: E402
 from areal.fleet.replica import AnswerForm, ReplicaInfo  # noqa: E402
 from areal.fleet.server_client import ServerClient  # noqa: E402
-from areal.ledger.payload import EncodedEpisode  # noqa: E402
+from areal.ledger.payload import EncodedEpisode, TokenLimits  # noqa: E402
 from areal.rollout.controller_process import collecting_cycles  # noqa: E402
 from areal.rollout.evaluation import evaluate_episode  # noqa: E402
 from areal.rollout.executor import EpisodeEngine, verdict_on  # noqa: E402
@@ -43,6 +43,7 @@ from benchmark.scale_servers import MemoryRegistry  # noqa: E402
 from examples.quickstart.task import CHARACTERS, SPECIALS, make_rows  # noqa: E402
 
 REWARD = str(ROOT / "examples/quickstart/task.py") + ":sorted_digits_reward"
+LIMITS = TokenLimits(vocab_size=2**31, newest_version=0)
 ANSWER_IDS = [3, 4, 5, 6, 7, 1]
 """Five digits and the end."""
 
@@ -124,7 +125,7 @@ async def measure(*, num_prompts: int, group_size: int, repeats: int) -> dict[st
 
     async def train(row: dict[str, Any]) -> None:
         group = await workflow.arun_episode(EpisodeEngine(fleet, counted.append), row)
-        verdict = verdict_on(0, group, accept=None, check_format=False)
+        verdict = verdict_on(0, group, accept=None, limits=LIMITS)
         assert isinstance(verdict, EncodedEpisode)
 
     async def evaluate(row: dict[str, Any]) -> None:

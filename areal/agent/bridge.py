@@ -31,6 +31,8 @@ class PlainSpans:
         self._tokenizer = tokenizer
         longest_first = sorted(controls, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._before = tokenizer.encode("\n", add_special_tokens=False)
+        self._ids_of_control: dict[str, list[int]] = {}  # As plain text.
 
     def marks_for(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
         """Two characters that the messages do not contain; None when no content contains a control token."""
@@ -38,8 +40,8 @@ class PlainSpans:
         if not any(self._control.search(text) for text in texts):
             return None
         whole = repr(messages)  # repr shows most private characters as escapes, so both forms are looked for
-        free = [chr(code) for code in _PRIVATE_USE if chr(code) not in whole and f"\\u{code:04x}" not in whole]
-        return free[0], free[1]
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in whole and f"\\u{code:04x}" not in whole)
+        return next(free), next(free)
 
     def marked(self, message: Mapping[str, Any], marks: tuple[str, str] | None) -> dict[str, Any]:
         """The message with `marks` around each control token of its content."""
@@ -70,14 +72,15 @@ class PlainSpans:
 
     def _plain(self, control: str) -> list[int]:
         """A control token as plain text: none of its parts is a token that the tokenizer finds in text."""
-        return [token for character in control for token in self.inner(character)]
+        if control not in self._ids_of_control:
+            self._ids_of_control[control] = [token for character in control for token in self.inner(character)]
+        return self._ids_of_control[control]
 
     def inner(self, text: str) -> list[int]:
         """Ids of text that is not at the beginning, where some tokenizers insert a space."""
-        before = self._tokenizer.encode("\n", add_special_tokens=False)
         ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
-        if before and ids[: len(before)] == before:
-            return ids[len(before) :]
+        if self._before and ids[: len(self._before)] == self._before:
+            return ids[len(self._before) :]
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -75,11 +75,17 @@ SCENARIOS = (
 
 
 def problems_of(
-    scenario: Scenario, outcome: AgentOutcome, *, reward: float | None, good_reward: float | None, num_lost: int
+    scenario: Scenario,
+    outcome: AgentOutcome,
+    *,
+    reward: float | None,
+    good_reward: float | None,
+    num_lost: int,
+    needs_reward: bool = False,
 ) -> list[Problem]:
     """What was lost in a scenario. `reward`: of its session. `good_reward`: of the first scenario.
 
-    `num_lost`: generated turns that the client never received."""
+    `num_lost`: generated turns that the client never received. `needs_reward`: no function computes one."""
     problems: list[Problem] = []
     if outcome.status == "timeout":
         problems.append("hung")
@@ -93,7 +99,7 @@ def problems_of(
         return problems
     if scenario.may_fail:
         return [*problems, "zero reward"] if reward == 0 else problems
-    if reward is None and good_reward is not None:
+    if reward is None and (good_reward is not None or needs_reward):
         problems.append("no reward")
     if scenario.keeps_reward and reward == 0 and good_reward:
         problems.append("zero reward")

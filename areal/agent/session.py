@@ -5,12 +5,23 @@ import contextvars
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, Protocol
 
 from areal.agent.images import with_stored_images
+from areal.agent.prompt_size import check_bytes, check_tokens, is_large
 from areal.agent.tool_calls import AnswerStyle, split_answer
 from areal.agent.transcript import Context, Transcript
-from areal.agent.turns import FinishReason, Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings, answer_message
+from areal.agent.turns import (
+    FinishReason,
+    Message,
+    TurnAnswer,
+    TurnRefused,
+    TurnRequest,
+    TurnSettings,
+    answer_message,
+    with_call_ids,
+)
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.engine import InferenceEngine
@@ -133,8 +144,10 @@ class Session:
         self._turns: dict[str, list[_Turn]] = {}  # By fingerprint, oldest first.
         self._num_answers = 0
         self._tasks: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
+        self._in_use = asyncio.Lock()  # Of the transcript: no answer is added while a thread reads it.
         self._by_answer: dict[str, _Turn] = {}
         self._names: dict[str, str] = {}  # Ids of tool calls, and numbers of turns, -> turn id.
+        self._model_ids: dict[str, str] = {}  # Id of a tool call -> its id in the text of the answer.
         self.last_answer: TurnAnswer | None = None
         self.last_context: Sequence[int] = ()  # Tokens before the last answer.
         self.last_messages: list[Message] = []  # The dialogue with the last answer; empty after a plain prompt.
@@ -158,7 +171,8 @@ class Session:
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a request, without a turn. Raises TurnRefused."""
-        return len(self._context(await with_stored_images(request, self.transcript.images)).token_ids)
+        _, context = await self._prepared(request)
+        return len(context.token_ids)
 
     def delivered(self, answers: Sequence[TurnAnswer]) -> None:
         for answer in answers[:1]:
@@ -166,6 +180,23 @@ class Session:
                 turn.num_deliveries += 1
         if self._events is not None:
             self._events.delivered([answer.turn_id for answer in answers if answer.token_ids])
+
+    async def _prepared(self, request: TurnRequest) -> tuple[TurnRequest, Context]:
+        """A request as the transcript has its messages (images are stored, and tool calls have the ids in the text),
+        and its context. A large one is rendered in a thread. TurnRefused."""
+        max_tokens, tokenizer = self._setup.settings.max_tokens, self._setup.tokenizer
+        check_bytes(request, max_tokens)
+        if in_thread := is_large(request):
+            await asyncio.to_thread(check_tokens, request, tokenizer, max_tokens)
+        request = await with_stored_images(request, self.transcript.images)
+        messages = tuple(with_call_ids(message, self._model_ids) for message in request.messages)
+
+        def prepared() -> tuple[TurnRequest, Context]:
+            restored = self.transcript.restored(replace(request, messages=messages))
+            return restored, self._context(restored, self._forced(restored))
+
+        async with self._in_use:
+            return await asyncio.to_thread(prepared) if in_thread else prepared()
 
     def turn_of(self, name: str) -> str:
         """The turn id that `name` means: a turn id, the id of a tool call, or the number of a turn from 0. RewardError
@@ -187,8 +218,7 @@ class Session:
         """The turn that `request` repeats. Of several equal ones, the first that the client has not received."""
         if request.retry_count < 1 or not request.fingerprint:
             return None
-        usable = [turn for turn in self._turns.get(request.fingerprint, ()) if not _has_failed(turn.task)]
-        return min(usable, key=lambda turn: turn.num_deliveries, default=None)
+        return min(self._turns.get(request.fingerprint, ()), key=lambda turn: turn.num_deliveries, default=None)
 
     def _begin(self, request: TurnRequest) -> _Turn:
         if self.is_finished:
@@ -199,17 +229,18 @@ class Session:
         turn = _Turn(task)
         self._turns.setdefault(request.fingerprint, []).append(turn)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, request.fingerprint))
         return turn
 
-    def _ended(self, task: asyncio.Task[tuple[TurnAnswer, ...]]) -> None:
+    def _ended(self, fingerprint: str, task: asyncio.Task[tuple[TurnAnswer, ...]]) -> None:
         self._tasks.discard(task)
+        if _has_failed(task):  # its error keeps the request in memory
+            self._turns[fingerprint] = [turn for turn in self._turns[fingerprint] if turn.task is not task]
         if not task.cancelled() and isinstance(error := task.exception(), TurnRefused):
             self.counts.refused[error.code] += 1
 
     async def _answer(self, request: TurnRequest, room: int | None) -> tuple[TurnAnswer, ...]:
-        request = await with_stored_images(request, self.transcript.images)
-        context = self._context(request, self._forced(request))
+        request, context = await self._prepared(request)
         settings = self._settings(request.settings, len(context.token_ids), room)
         first, self._num_answers = self._num_answers, self._num_answers + request.num_answers
         turn_ids = [f"{self.session_id}.{first + number}" for number in range(request.num_answers)]
@@ -231,7 +262,8 @@ class Session:
             raise TurnRefused(str(error), code="agent.generation_failed", status=500) from error
         else:
             pairs = zip(turn_ids, responses, strict=True)
-            found = tuple(self._add(request, context, turn_id, response) for turn_id, response in pairs)
+            async with self._in_use:
+                found = tuple(self._add(request, context, turn_id, response) for turn_id, response in pairs)
         self._names[str(self.counts.turns)] = found[0].turn_id
         self.counts.turns += 1
         self._names |= {call.call_id: answer.turn_id for answer in found for call in answer.tool_calls}
@@ -324,6 +356,7 @@ class Session:
             tools=() if request.tool_choice == "none" else request.tools,
             turn_id=turn_id,
             in_reasoning=request.prompt is None and style.opens_reasoning(decode([*plain(prompt[-_END_TOKENS:])[0]])),
+            is_cut=response.stop_reason != "stop",
         )
         finish: FinishReason = "stop" if response.stop_reason == "stop" else "length"
         if finish == "length":
@@ -342,7 +375,8 @@ class Session:
             token_ids=ids,
             logprobs=response.output_logprobs,
         )
-        message = answer_message(answer)
+        self._model_ids |= {call.call_id: call.model_id for call in found.tool_calls if call.model_id}
+        message = with_call_ids(answer_message(answer), self._model_ids)
         self.transcript.add_answer(context, turn_id, response, message)
         self.last_answer, self.last_context = answer, context.token_ids
         self.last_messages = [*request.messages, message] if request.messages else []

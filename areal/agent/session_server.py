@@ -26,6 +26,7 @@ from areal.agent.dialects import chat_completions, completions, messages, respon
 from areal.agent.dialects.dialect import Asked, Dialect, Fields, Sent, invalid, openai_error
 from areal.agent.directory import OpenRequest, SessionDirectory, SessionReward, Sessions
 from areal.agent.processes import AgentPool
+from areal.agent.prompt_size import LARGE
 from areal.agent.turns import SessionTurns, TurnAnswer, TurnRefused
 from areal.api.config import AgentConfig
 from areal.api.data import tokens_checksum
@@ -109,6 +110,7 @@ WRITE_TIMEOUT_S = 60.0
 """A client that does not read its stream for this time loses the connection; its turn is recorded."""
 KEEP_ALIVE_S = 10.0
 MAX_REWARD, MAX_NUMBERS = 1e30, 4096
+MAX_VALUES = 2**19  # Values of a request, by the marks before them: as objects they block the loop for 0.2 s.
 RETRY_S = 1.0  # Retry-After of a refusal that names no time.
 KEY_PATTERN = "[A-Za-z0-9_-]{1,128}"
 _KEY = f"{{key:{KEY_PATTERN}}}"
@@ -209,8 +211,9 @@ class SessionServer:
         body, canonical = await _json_body(request)
         fingerprint = hashlib.sha256(dialect.name.encode() + b"\0" + canonical).hexdigest()
         retry_count = _retry_count(request)
-        asked = parse(body)
-        return session, replace(asked, turn=replace(asked.turn, fingerprint=fingerprint, retry_count=retry_count))
+        asked = await asyncio.to_thread(parse, body) if len(canonical) > LARGE else parse(body)
+        turn = replace(asked.turn, num_bytes=len(canonical), fingerprint=fingerprint, retry_count=retry_count)
+        return session, replace(asked, turn=turn)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         dialect = messages.DIALECT
@@ -395,6 +398,9 @@ async def _json_body(request: web.Request) -> tuple[dict[str, Any], bytes]:
     except TimeoutError:
         message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
         raise TurnRefused(message, code="request.broken_body", status=408) from None
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        message = f"the body has more than {MAX_VALUES} values"
+        raise TurnRefused(message, code="request.too_large", status=400)
     try:
         body = orjson.loads(data or b"{}")
         canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)

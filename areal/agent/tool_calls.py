@@ -6,8 +6,9 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -102,6 +103,7 @@ class Call(NamedTuple):
     name: str
     arguments: str  # JSON text of an object.
     call_id: str = ""  # The id that the answer itself contains; empty: none.
+    source: str = ""  # Its text in the answer.
 
 
 class Broken(NamedTuple):
@@ -114,7 +116,8 @@ class Thought(NamedTuple):
 
 Piece = str | Call | Broken | Thought  # A str is text for the reader.
 Schemas = Mapping[str, Mapping[str, Any]]  # Name of a tool -> its parameters: name -> JSON schema.
-Parser = Callable[[str, Schemas], list[Piece]]
+Parser = Callable[[str, Schemas, bool], list[Piece]]
+"""Text, schemas of the tools, and whether a limit of length ended the answer: what is not closed then is no call."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _WHOLE = json.JSONDecoder(parse_constant=lambda name: _not_json(name))
 
@@ -131,8 +134,10 @@ def parsed_json(text: str) -> Any:
         return None
 
 
-def leading_json(text: str, start: int) -> tuple[Any, int]:
-    """(the JSON value at `start`, the index after it); (None, start) when there is none."""
+def leading_json(text: str, start: int, *, empty: str | None = None) -> tuple[Any, int]:
+    """(the JSON value at `start`, the index after it); (None, start) when there is none. `empty`: what means {}."""
+    if empty is not None and text.startswith(empty, start):
+        return {}, start
     try:
         return _WHOLE.raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -150,7 +155,7 @@ def checked_call(name: Any, arguments: Any, *, source: str, call_id: str = "") -
         orjson.dumps(orjson.loads(text))  # replies are written by orjson, which refuses lone surrogates and deep values
     except (ValueError, TypeError, RecursionError):
         return Broken(source)
-    return Call(name, text, call_id)
+    return Call(name, text, call_id, source)
 
 
 def json_call(value: Any, *, source: str) -> Call | Broken:
@@ -161,22 +166,6 @@ def json_call(value: Any, *, source: str) -> Call | Broken:
     call_id = value.get("id")
     call_id = call_id if isinstance(call_id, str) and _NAME.fullmatch(call_id) else ""
     return checked_call(value.get("name"), {} if arguments is None else arguments, source=source, call_id=call_id)
-
-
-class Block(NamedTuple):
-    inner: str
-    source: str  # With its markers.
-
-
-def blocks(text: str, start: str, end: str) -> Iterator[str | Block]:
-    """The text outside of the markers, and the blocks between them. The last block may lack its end marker."""
-    position = 0
-    while (first := text.find(start, position)) >= 0:
-        yield text[position:first]
-        last = text.find(end, first + len(start))
-        position = len(text) if last < 0 else last + len(end)
-        yield Block(text[first + len(start) : len(text) if last < 0 else last], text[first:position])
-    yield text[position:]
 
 
 def typed_value(text: str, schema: Any) -> Any:
@@ -200,45 +189,87 @@ _END = re.compile(r"<\|(?:end|call|return|start)\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([a-z]+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]{1,200})")
 _MESSAGE = "<|message|>"
+_SPACE = re.compile(r"\s*")
 
 
-def gpt_oss(text: str, schemas: Schemas) -> list[Piece]:
+def _after_space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def gpt_oss(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """Channel analysis is reasoning, final and commentary are text; a message `to=functions.NAME` is a call."""
     pieces: list[Piece] = []
     position = 0
     while position < len(text):
         head_end = text.find(_MESSAGE, position)
+        head = text[position : head_end if head_end >= 0 else len(text)]
+        recipient = _RECIPIENT.search(head)
+        is_call = recipient is not None and recipient[1] != "user"
         if head_end < 0:
-            pieces.append(_END.sub("", text[position:]))
+            pieces.append(Broken(head) if is_call else _END.sub("", head))
             break
-        body_start = head_end + len(_MESSAGE)
-        end = _END.search(text, body_start)
-        body = text[body_start : end.start() if end else len(text)]
-        pieces.append(_message(text[position:head_end], body, schemas))
-        position = len(text) if end is None else end.end()
+        start = head_end + len(_MESSAGE)
+        # The markers that a JSON text contains do not end its message.
+        json_end = leading_json(text, _after_space(text, start))[1] if is_call else start
+        end = _END.search(text, json_end)
+        stop, following = (end.start(), end.end()) if end else (len(text), len(text))
+        body, channel = text[start:stop], _CHANNEL.search(head)
+        if recipient is not None and is_call:
+            namespace, _, name = recipient[1].partition(".")
+            source = f"{head}{_MESSAGE}{body}"
+            is_known = namespace == "functions" and (end is not None or (body.strip() != "" and not is_cut))
+            pieces.append(checked_call(name, body, source=source) if is_known else Broken(source))
+        else:
+            pieces.append(Thought(body) if channel is not None and channel[1] == "analysis" else body)
+        position = following
     return pieces
 
 
-def _message(head: str, body: str, schemas: Schemas) -> Piece:
-    channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
-    if recipient is not None and recipient[1] != "user":
-        source = f"{head}{_MESSAGE}{body}"
-        namespace, _, name = recipient[1].partition(".")
-        return checked_call(name, body, source=source) if namespace == "functions" else Broken(source)
-    if channel is not None and channel[1] == "analysis":
-        return Thought(body)
-    return body
+# Styles whose calls are JSON between markers: hermes, llama3_json, mistral, deepseek, kimi. The JSON is decoded first,
+# and the marker of its end is looked for after it: a text in it may contain any marker.
+
+Reader = Callable[[str, int], tuple[Callable[..., Call | Broken], int] | None]
+"""What makes the call of a block from its `source`, and where its JSON ends. None: the block is no call."""
 
 
-# Styles whose calls are JSON between markers: hermes, llama3_json, mistral, deepseek, kimi.
+def _blocks(text: str, start: str, end: str, read: Reader, is_cut: bool) -> list[Piece]:
+    """The text outside of the markers, and the calls between them. The last block of a whole answer needs no `end`."""
+    pieces: list[Piece] = []
+    position = 0
+    while (first := text.find(start, position)) >= 0:
+        pieces.append(text[position:first])
+        inner = first + len(start)
+        found = read(text, inner)
+        after = _after_space(text, found[1]) if found else inner
+        if found and text.startswith(end, after):
+            position = after + len(end)
+        elif found and after == len(text) and not is_cut:
+            position = after
+        else:
+            found, last = None, text.find(end, inner)
+            position = len(text) if last < 0 else last + len(end)
+        source = text[first:position]
+        pieces.append(found[0](source=source) if found else Broken(source))
+    return [*pieces, text[position:]]
 
 
-def hermes(text: str, schemas: Schemas) -> list[Piece]:
+def _without(pieces: Iterable[Piece], *markers: str) -> list[Piece]:
+    """The pieces whose text has no markers around several calls."""
+    found = list(pieces)
+    for marker in markers:
+        found = [piece.replace(marker, "") if isinstance(piece, str) else piece for piece in found]
+    return found
+
+
+def hermes(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5 and 3)."""
-    return [
-        json_call(parsed_json(part.inner.strip()), source=part.source) if isinstance(part, Block) else part
-        for part in blocks(text, "<tool_call>", "</tool_call>")
-    ]
+
+    def read(text: str, position: int) -> tuple[Callable[..., Call | Broken], int]:
+        value, end = leading_json(text, _after_space(text, position))
+        return partial(json_call, value), end
+
+    return _blocks(text, "<tool_call>", "</tool_call>", read, is_cut)
 
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -246,113 +277,111 @@ _LOOKS_LIKE_CALL = re.compile(r'\s*\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\
 _BETWEEN = re.compile(r"[\s;,]*")
 
 
-def llama3_json(text: str, schemas: Schemas) -> list[Piece]:
+def llama3_json(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """`{"name": ..., "parameters": {...}}`, several separated by `;`, as the whole answer or after <|python_tag|>."""
-    before, tag, calls = text.partition(_PYTHON_TAG)
-    if not tag:
-        if not _LOOKS_LIKE_CALL.match(text):
-            return [text]
-        before, calls = "", text
-    pieces: list[Piece] = [before]
-    position = 0
-    while position < len(calls):
-        gap = _BETWEEN.match(calls, position)
+    begin = 0 if _LOOKS_LIKE_CALL.match(text) else text.find(_PYTHON_TAG)
+    if begin < 0:
+        return [text]
+    pieces: list[Piece] = [text[:begin]]
+    position = begin + len(_PYTHON_TAG) * text.startswith(_PYTHON_TAG, begin)
+    source = begin  # of the next call
+    while True:
+        gap = _BETWEEN.match(text, position)
         first = gap.end() if gap else position
-        if first >= len(calls):
-            break
-        value, end = leading_json(calls, first)
+        if first >= len(text):
+            return pieces
+        value, end = leading_json(text, first)
         if end == first:
-            pieces.append(Broken((tag if first == position == 0 else "") + calls[position:]))
-            break
-        pieces.append(json_call(value, source=calls[position:end]))
-        position = end
-    return pieces
+            return [*pieces, Broken(text[source:])]
+        pieces.append(json_call(value, source=text[source:end]))
+        position = source = end
 
 
 _MISTRAL = "[TOOL_CALLS]"
 _MISTRAL_CALL = re.compile(r"\s*([A-Za-z0-9_.-]{1,128})(?:\[CALL_ID\]([A-Za-z0-9]{1,64}))?\[ARGS\]\s*")
 
 
-def mistral(text: str, schemas: Schemas) -> list[Piece]:
+def mistral(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}`, repeated."""
-    first, *rest = text.split(_MISTRAL)
-    pieces: list[Piece] = [first]
-    for part in rest:
-        named = _MISTRAL_CALL.match(part)
-        start = named.end() if named else len(part) - len(part.lstrip())
-        value, end = leading_json(part, start)
-        source = _MISTRAL + part[:end]
+    pieces: list[Piece] = []
+    position = 0
+    while (first := text.find(_MISTRAL, position)) >= 0:
+        pieces.append(text[position:first])
+        start = first + len(_MISTRAL)
+        named = _MISTRAL_CALL.match(text, start)
+        value, position = leading_json(text, named.end() if named else _after_space(text, start))
+        source = text[first:position]
         if named and isinstance(value, dict):
             pieces.append(checked_call(named[1], value, source=source, call_id=named[2] or ""))
         elif not named and isinstance(value, list) and value:
-            pieces += [json_call(one, source=_MISTRAL + str(one)) for one in value]
+            calls = [json_call(one, source=_MISTRAL + str(one)) for one in value]
+            pieces += [one._replace(source=source) if isinstance(one, Call) else one for one in calls]
         elif not named and isinstance(value, dict):
             pieces.append(json_call(value, source=source))
         else:
-            pieces.append(Broken(_MISTRAL + part))
-            continue
-        pieces.append(part[end:])
-    return pieces
+            following = text.find(_MISTRAL, start)
+            position = len(text) if following < 0 else following
+            pieces.append(Broken(text[first:position]))
+    return [*pieces, text[position:]]
 
 
-_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-_FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*(?:```\s*)?", re.DOTALL)
+_DEEPSEEK_NAME = re.compile(r"\s*(?!function<)([^<\n]{1,128}?)\s*<｜tool▁sep｜>\s*")
+_DEEPSEEK_FENCED = re.compile(r"\s*function<｜tool▁sep｜>\s*([^\n]{1,128}?)\s*\n\s*```(?:json)?\s*")
+_FENCE_END = re.compile(r"\s*```")
 
 
-def deepseek(text: str, schemas: Schemas) -> list[Piece]:
+def deepseek(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """The calls of DeepSeek V3, R1 and V3.1: `NAME<｜tool▁sep｜>{...}`, or a name and a fenced block of JSON."""
-    text = text.replace(_CALLS_BEGIN, "").replace(_CALLS_END, "")
-    return [_deepseek_call(part) if isinstance(part, Block) else part for part in blocks(text, _CALL_BEGIN, _CALL_END)]
+
+    def read(text: str, position: int) -> tuple[Callable[..., Call | Broken], int] | None:
+        fenced = _DEEPSEEK_FENCED.match(text, position)
+        named = fenced or _DEEPSEEK_NAME.match(text, position)
+        if named is None:
+            return None
+        value, end = leading_json(text, named.end(), empty="<｜tool▁call▁end｜>")
+        closed = _FENCE_END.match(text, end) if fenced else None
+        if fenced and not closed and text[end:].strip():
+            return None
+        return partial(checked_call, named[1], value), closed.end() if closed else end
+
+    pieces = _blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read, is_cut)
+    return _without(pieces, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
-def _deepseek_call(block: Block) -> Call | Broken:
-    name, separator, arguments = block.inner.partition("<｜tool▁sep｜>")
-    if name.strip() == "function" and "```" in arguments:
-        name, _, arguments = arguments.partition("\n")
-        if fenced := _FENCED.fullmatch(arguments):
-            arguments = fenced[1]
-    if not separator:
-        return Broken(block.source)
-    return checked_call(name.strip(), arguments, source=block.source)
+_KIMI_NAME = re.compile(
+    r"\s*((?:functions\.)?([A-Za-z0-9_.-]{1,128}?)(?::(\d{1,9}))?)\s*<\|tool_call_argument_begin\|>\s*"
+)
 
 
-_KIMI_NAME = re.compile(r"\s*(?:functions\.)?([A-Za-z0-9_.-]{1,128}?)(?::(\d{1,9}))?\s*")
-
-
-def kimi(text: str, schemas: Schemas) -> list[Piece]:
+def kimi(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` (Kimi K2)."""
-    for marker in ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"):
-        text = text.replace(marker, "")
-    return [
-        _kimi_call(part) if isinstance(part, Block) else part
-        for part in blocks(text, "<|tool_call_begin|>", "<|tool_call_end|>")
-    ]
 
+    def read(text: str, position: int) -> tuple[Callable[..., Call | Broken], int] | None:
+        named = _KIMI_NAME.match(text, position)
+        if named is None:
+            return None
+        value, end = leading_json(text, named.end(), empty="<|tool_call_end|>")
+        return partial(checked_call, named[2], value, call_id=named[1] if named[3] else ""), end
 
-def _kimi_call(block: Block) -> Call | Broken:
-    head, separator, arguments = block.inner.partition("<|tool_call_argument_begin|>")
-    named = _KIMI_NAME.fullmatch(head)
-    if not separator or not named:
-        return Broken(block.source)
-    return checked_call(named[1], arguments, source=block.source, call_id=head.strip() if named[2] else "")
+    pieces = _blocks(text, "<|tool_call_begin|>", "<|tool_call_end|>", read, is_cut)
+    return _without(pieces, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
 
 # Calls as a Python list, `[f(a=1), g(b="x")]` (Llama 4). The text is parsed, never executed.
 
 _MAX_LENGTH = 100_000
-_PYTHON_MARKERS = ("<|python_start|>", "<|python_end|>")
+_PYTHON_START, _PYTHON_END = "<|python_start|>", "<|python_end|>"
 
 
-def pythonic(text: str, schemas: Schemas) -> list[Piece]:
+def pythonic(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """One list of calls with keyword arguments, as the whole answer."""
-    source = text
-    is_marked = _PYTHON_MARKERS[0] in text
-    for marker in _PYTHON_MARKERS:
-        source = source.replace(marker, "")
-    source = source.strip()
+    source = text.strip()
+    is_marked, is_closed = source.startswith(_PYTHON_START), source.endswith(_PYTHON_END)
+    source = source.removeprefix(_PYTHON_START).removesuffix(_PYTHON_END).strip()
+    if is_marked and is_cut and not is_closed:
+        return [Broken(text)]
     if not (source.startswith("[") and source.endswith("]")):
-        return [Broken(text)] if is_marked else [text]
+        return [Broken(text)] if _PYTHON_START in text else [text]
     try:
         tree = ast.parse(source, mode="eval").body if len(source) <= _MAX_LENGTH else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -375,90 +404,138 @@ def _python_call(node: ast.Call, source: str) -> Call | Broken:
     return checked_call(name, arguments, source=text)
 
 
-# Styles whose arguments are plain text between markers: qwen3_coder, glm, deepseek_dsml. Schemas give the types.
+# Styles whose arguments are plain text between markers: qwen3_coder, glm, deepseek_dsml. Schemas give the types. A
+# value may contain markers: it ends at the last closing marker before the next argument, and a block at the last one
+# before the next block.
 
 
 class _Form(NamedTuple):
     start: str
     end: str
-    call: re.Pattern[str]  # What lies between: name, body.
+    opening: re.Pattern[str]  # The start of a block with a call, which a mention of the marker `start` is not.
+    head: re.Pattern[str]  # The beginning of a block: name.
     argument: re.Pattern[str]
-    """One argument of the body: key, value, and is_text where the style says whether the value is text or JSON."""
+    """The beginning of an argument: key, and is_text where the style says whether the value is text or JSON."""
+    following: re.Pattern[str]  # From the end of a value to the next argument.
+    value_end: str
+    call_end: str = ""  # Between the last argument and `end`; a value before it needs no `value_end`.
 
 
-def _pieces(text: str, schemas: Schemas, form: _Form) -> list[Piece]:
-    return [
-        _call(part, schemas, form) if isinstance(part, Block) else part for part in blocks(text, form.start, form.end)
-    ]
+def _text_blocks(text: str, schemas: Schemas, form: _Form, is_cut: bool) -> list[Piece]:
+    pieces: list[Piece] = []
+    position = 0
+    while (first := text.find(form.start, position)) >= 0:
+        pieces.append(text[position:first])
+        piece, position = _text_block(text, first, schemas, form, is_cut)
+        pieces.append(piece)
+    return [*pieces, text[position:]]
 
 
-def _call(block: Block, schemas: Schemas, form: _Form) -> Call | Broken:
-    call = form.call.fullmatch(block.inner)
-    if not call:
-        return Broken(block.source)
-    name, body, position, arguments = call["name"].strip(), call["body"], 0, {}
-    schema = schemas.get(name, {})
-    while body[position:].strip():
-        found = form.argument.match(body, position)
-        if not found:
-            return Broken(block.source)
-        key, value = found["key"].strip(), found["value"]
+def _text_block(text: str, first: int, schemas: Schemas, form: _Form, is_cut: bool) -> tuple[Call | Broken, int]:
+    """The block that begins at `first`, and the index after it."""
+    inner = first + len(form.start)
+    opening = form.opening.search(text, inner)
+    limit = opening.start() if opening else len(text)
+    last = max(text.rfind(form.call_end or form.value_end, inner, limit), inner)
+    ends = [end for begin in (last, inner) if (end := text.find(form.end, begin, limit)) >= 0]
+    for end in ends:  # the second one, where text after the call mentions a marker
+        stop = end + len(form.end)
+        call = _text_call(text[inner:end], text[first:stop], schemas, form)
+        if isinstance(call, Call) or end == ends[-1]:
+            return call, stop
+    if form.call_end and last > inner and (opening or not is_cut):
+        call = _text_call(text[inner:limit], text[first:limit], schemas, form)
+        if isinstance(call, Call):
+            return call, limit
+    return Broken(text[first:]), len(text)  # the blocks that follow may be part of a value
+
+
+def _text_call(inner: str, source: str, schemas: Schemas, form: _Form) -> Call | Broken:
+    head, arguments = form.head.match(inner), dict[str, Any]()
+    stop = inner.rfind(form.call_end) if form.call_end else -1
+    is_closed = stop >= 0
+    if head is None or (is_closed and inner[stop + len(form.call_end) :].strip()):
+        return Broken(source)
+    name, position, stop = head["name"].strip(), head.end(), stop if is_closed else len(inner)
+    while (position := _after_space(inner, position)) < stop:
+        found = form.argument.match(inner, position, stop)
+        if found is None:
+            return Broken(source)
+        start, following = found.end(), form.following.search(inner, found.end(), stop)
+        if following is not None:
+            end, position = following.span()
+        elif (end := inner.rfind(form.value_end, start, stop)) >= 0:
+            position = end + len(form.value_end)
+        elif is_closed:
+            end = position = stop
+        else:
+            return Broken(source)
+        key, value = found["key"].strip(), inner[start:end]
+        value = value.removesuffix("\n") if form.call_end else value
         match found.groupdict().get("is_text"):
             case "true":
                 arguments[key] = value
             case "false":
                 arguments[key] = parsed_json(value.strip())
+                if arguments[key] is None and value.strip() != "null":
+                    return Broken(source)
             case _:
-                arguments[key] = typed_value(value, schema.get(key))
-        position = found.end()
-    return checked_call(name, arguments, source=block.source)
+                arguments[key] = typed_value(value, schemas.get(name, {}).get(key))
+    return checked_call(name, arguments, source=source)
 
 
 _QWEN3_CODER = _Form(
-    "<tool_call>",
-    "</tool_call>",
-    re.compile(r"\s*<function=(?P<name>[^>\n]{1,128})>(?P<body>.*?)(?:</function>\s*|\Z)", re.DOTALL),
-    re.compile(  # one newline on each side of a value belongs to the format
-        r"\s*<parameter=(?P<key>[^>\n]{1,128})>\n?(?P<value>.*?)\n?(?:</parameter>\s*|(?=<parameter=)|\Z)", re.DOTALL
-    ),
+    start="<tool_call>",
+    end="</tool_call>",
+    opening=re.compile(r"<tool_call>\s*<function="),
+    head=re.compile(r"\s*<function=(?P<name>[^>\n]{1,128})>"),
+    argument=re.compile(r"<parameter=(?P<key>[^>\n]{1,128})>\n?"),  # one newline on each side belongs to the format
+    following=re.compile(r"</parameter>\s*(?=<parameter=)|(?<=\n)(?=<parameter=)"),
+    value_end="</parameter>",
+    call_end="</function>",
 )
 _GLM = _Form(
-    "<tool_call>",
-    "</tool_call>",
-    re.compile(r"\s*(?P<name>[A-Za-z0-9_.-]{1,128})\s*(?P<body>.*)", re.DOTALL),
-    re.compile(r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL),
+    start="<tool_call>",
+    end="</tool_call>",
+    opening=re.compile(r"<tool_call>\s*[A-Za-z0-9_.-]{1,128}\s*(?:<arg_key>|</tool_call>)"),
+    head=re.compile(r"\s*(?P<name>[A-Za-z0-9_.-]{1,128})\s*"),
+    argument=re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+    following=re.compile(r"</arg_value>\s*(?=<arg_key>)"),
+    value_end="</arg_value>",
 )
 _DSML = _Form(
-    "<｜DSML｜invoke",
-    "</｜DSML｜invoke>",
-    re.compile(r'\s*name="(?P<name>[^"\n]{1,128})">(?P<body>.*)', re.DOTALL),
-    re.compile(
-        r'\s*<｜DSML｜parameter name="(?P<key>[^"\n]{1,128})"(?: string="(?P<is_text>true|false)")?>'
-        r"(?P<value>.*?)</｜DSML｜parameter>\s*",
-        re.DOTALL,
+    start="<｜DSML｜invoke",
+    end="</｜DSML｜invoke>",
+    opening=re.compile(r'<｜DSML｜invoke\s+name="'),
+    head=re.compile(r'\s*name="(?P<name>[^"\n]{1,128})">'),
+    argument=re.compile(
+        r'<｜DSML｜parameter name="(?P<key>[^"\n]{1,128})"(?: string="(?P<is_text>true|false)")?>', re.DOTALL
     ),
+    following=re.compile(r'</｜DSML｜parameter>\s*(?=<｜DSML｜parameter name=")'),
+    value_end="</｜DSML｜parameter>",
 )
 
 
-def qwen3_coder(text: str, schemas: Schemas) -> list[Piece]:
+def qwen3_coder(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` (Qwen3-Coder, Qwen3.5)."""
-    return _pieces(text, schemas, _QWEN3_CODER)
+    return _text_blocks(text, schemas, _QWEN3_CODER, is_cut)
 
 
-def glm(text: str, schemas: Schemas) -> list[Piece]:
+def glm(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>` (GLM 4.5 and later)."""
-    return _pieces(text, schemas, _GLM)
+    return _text_blocks(text, schemas, _GLM, is_cut)
 
 
-def deepseek_dsml(text: str, schemas: Schemas) -> list[Piece]:
+def deepseek_dsml(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """`<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">VALUE` ... (DeepSeek V3.2)."""
-    return _pieces(re.sub(r"</?｜DSML｜(?:function_calls|tool_calls)>", "", text), schemas, _DSML)
+    markers = [f"<{slash}｜DSML｜{name}>" for slash in ("", "/") for name in ("function_calls", "tool_calls")]
+    return _without(_text_blocks(text, schemas, _DSML, is_cut), *markers)
 
 
 # From the text of an answer to reasoning, text and tool calls; the style that a chat template implies.
 
 
-def no_calls(text: str, schemas: Schemas) -> list[Piece]:
+def no_calls(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """A template without tools: everything is text."""
     return [text]
 
@@ -532,55 +609,77 @@ def split_answer(
     tools: Sequence[dict[str, Any]],
     turn_id: str,
     in_reasoning: bool = False,
+    is_cut: bool = False,
 ) -> SplitAnswer:
     """Split an answer. Never raises, for any text.
 
-    `text`: the answer with its special tokens. `turn_id` and `token_ids` give calls without an id a unique one.
+    `text`: the answer with its special tokens. `turn_id` and `token_ids` give each call an id, unique in its session.
     `tools`: those of the request, in OpenAI's form; without tools nothing is a call. `in_reasoning`: the prompt has
-    opened the reasoning (`AnswerStyle.opens_reasoning`).
+    opened the reasoning (`AnswerStyle.opens_reasoning`). `is_cut`: a limit of length ended the answer.
     """
-    reasoning, rest = _without_reasoning(text, style, in_reasoning)
-    schemas = {tool["function"]["name"]: _parameters(tool) for tool in tools}
-    parse = STYLES[style.name] if tools or style.name == "gpt_oss" else no_calls
-    pieces = parse(rest, schemas)
+    pieces = answer_pieces(text, style, tools=tools, in_reasoning=in_reasoning, is_cut=is_cut)
     if not tools:
         pieces = [Broken(piece.arguments) if isinstance(piece, Call) else piece for piece in pieces]
     calls = [piece for piece in pieces if isinstance(piece, Call)]
-    thoughts = [reasoning, *(piece.text for piece in pieces if isinstance(piece, Thought))]
+    thoughts = [piece.text for piece in pieces if isinstance(piece, Thought)]
     spoken = "".join(_spoken(piece, style) for piece in pieces)
     spoken = spoken.strip() if calls else spoken.lstrip("\n") if any(thoughts) else spoken
     return SplitAnswer(
         text=spoken,
         reasoning="\n".join(_cleaned(thought, style).strip("\n") for thought in thoughts if thought),
-        tool_calls=_with_ids(calls, turn_id, token_ids),
+        tool_calls=tuple(
+            ToolCall(_new_id(turn_id, token_ids, index), call.name, call.arguments, model_id=call.call_id)
+            for index, call in enumerate(calls)
+        ),
         num_malformed=sum(isinstance(piece, Broken) for piece in pieces),
     )
 
 
-def _with_ids(calls: Sequence[Call], turn_id: str, token_ids: Sequence[int]) -> tuple[ToolCall, ...]:
-    """The calls with unique ids: the one that the answer contains, else a new one."""
-    found: dict[str, ToolCall] = {}
-    for index, call in enumerate(calls):
-        is_free = call.call_id and call.call_id not in found
-        call_id = call.call_id if is_free else _new_id(turn_id, token_ids, index)
-        found[call_id] = ToolCall(call_id=call_id, name=call.name, arguments=call.arguments)
-    return tuple(found.values())
+def answer_pieces(
+    text: str, style: AnswerStyle, *, tools: Sequence[dict[str, Any]], in_reasoning: bool = False, is_cut: bool = False
+) -> list[Piece]:
+    """What an answer consists of, in its order; the arguments are those of `split_answer`.
 
+    A call in reasoning is a thought, and a marker of reasoning in the arguments of a call is a part of them. Without
+    tools only reasoning at the start counts. Where the style has no reasoning, it is text without calls.
+    """
+    schemas = {tool["function"]["name"]: _parameters(tool) for tool in tools}
+    parse = STYLES[style.name] if tools or style.name == "gpt_oss" else no_calls
+    if style.name == "gpt_oss":
+        return parse(text, schemas, is_cut)
+    start, end = style.reasoning or _REASONING[0]
+    pieces: list[Piece] = []
 
-def _without_reasoning(text: str, style: AnswerStyle, in_reasoning: bool) -> tuple[str, str]:
-    """(reasoning, what follows it). Only reasoning at the start counts."""
-    if style.reasoning is None:
-        return "", text
-    start, end = style.reasoning
-    before, opened, after = text.partition(start)
-    if opened and not before.strip():
-        inner = after
-    elif in_reasoning or (end in text and not opened):
-        inner = text
-    else:
-        return "", text
-    reasoning, _, rest = inner.partition(end)
-    return reasoning, rest
+    def in_call(place: int) -> bool:
+        begin = 0
+        for call in (one for one in parse(text, schemas, is_cut) if isinstance(one, Call)):
+            begin = max(text.find(call.source, begin), begin)
+            if begin <= place < begin + len(call.source):
+                return True
+        return False
+
+    def think(begin: int, inner: int) -> str:
+        """Add the reasoning that begins at an index; returns what follows it."""
+        last = text.find(end, inner)
+        stop, following = (len(text), len(text)) if last < 0 else (last, last + len(end))
+        pieces.append(Thought(text[inner:stop]) if style.reasoning else text[begin:following])
+        return text[following:]
+
+    first, last = text.find(start), text.find(end)
+    if first >= 0 and not text[:first].strip():
+        text = think(0, first + len(start))
+    elif style.reasoning and (in_reasoning or (last >= 0 and (first < 0 or last < first) and not in_call(last))):
+        text = think(0, 0)
+    place = text.find(start) if tools else -1
+    while place >= 0:
+        begins_line = not text[:place].rpartition("\n")[2].strip()
+        if (begins_line or end in text[place:]) and not in_call(place):
+            pieces += parse(text[:place], schemas, False)
+            text, place = think(place, place + len(start)), 0
+        else:
+            place += len(start)
+        place = text.find(start, place)
+    return [*pieces, *parse(text, schemas, is_cut)]
 
 
 def _spoken(piece: Piece, style: AnswerStyle) -> str:

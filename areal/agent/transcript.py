@@ -446,6 +446,22 @@ class Transcript:
             )
         return context
 
+    def restored(self, request: TurnRequest) -> TurnRequest:
+        """A request whose answers have the reasoning that the policy generated, where the client sent none back."""
+        place, messages = self._start.next.get(_frozen(request.tools)), list(request.messages)
+        for index, message in enumerate(messages):
+            if place is None:
+                break
+            key = message_key(message)
+            if key not in place.next and _is_answer(key) and not message.get("reasoning_content"):
+                for other, following in place.next.items():
+                    recorded = self.turns[following.turn_ids[0]].message if following.turn_ids else {}
+                    if recorded and message_key({**recorded, "reasoning_content": None}) == key:
+                        messages[index], key = message | {"reasoning_content": recorded["reasoning_content"]}, other
+                        break
+            place = place.next.get(key)
+        return replace(request, messages=tuple(messages))
+
     def call_start(self, request: TurnRequest) -> CallStart | None:
         """What an answer to a request begins with that calls the required tool; None: it cannot be forced."""
         name = "" if request.tool_choice == "required" else request.tool_choice

@@ -1,6 +1,6 @@
 """One turn of a session, independent of the HTTP dialect that it arrives in: request, answer, refusal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -16,11 +16,12 @@ BUDGET_CODES = frozenset({"agent.turn_budget", "agent.token_budget", "agent.prom
 END_CODES = BUDGET_CODES | {"agent.time_budget"}  # Refusals after which every further turn is refused too.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ToolCall:
-    call_id: str
+    call_id: str  # Of areal, unique in the session: clients take a call whose id they know for a call that is done.
     name: str
     arguments: str  # JSON text of an object.
+    model_id: str = ""  # The id in the text of the answer; empty: none.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class TurnRequest:
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool.
     num_answers: int = 1
     settings: TurnSettings = field(default_factory=TurnSettings)
+    num_bytes: int = 0  # Of the request, as JSON.
     fingerprint: str = ""  # SHA-256 of the dialect and the canonical body; equal for a request and its retry.
     retry_count: int = 0
     """`x-stainless-retry-count` of the SDKs: above 0, an equal fingerprint is answered from the record."""
@@ -76,6 +78,15 @@ def assistant_message(content: str | None, reasoning: str | None, calls: Sequenc
 def answer_message(answer: TurnAnswer) -> Message:
     calls = [function_call(call.call_id, call.name, call.arguments) for call in answer.tool_calls]
     return assistant_message(answer.text, answer.reasoning, calls)
+
+
+def with_call_ids(message: Message, ids: Mapping[str, str]) -> Message:
+    """A message with other ids of tool calls, in the calls or in their result; ids that `ids` lacks stay."""
+    if calls := message.get("tool_calls"):
+        return message | {"tool_calls": [{**call, "id": ids.get(call["id"], call["id"])} for call in calls]}
+    if (call_id := message.get("tool_call_id", "")) in ids:
+        return message | {"tool_call_id": ids[call_id]}
+    return message
 
 
 class TurnRefused(ArealError):

@@ -27,6 +27,8 @@ class AlarmRule:
     """Likely causes, without a full stop."""
     look_at: str
     """What to look at, without a full stop."""
+    per: Literal["step", "episode"] = "step"
+    """episode: the value is computed when an episode has ended, also before the first train step."""
 
     @property
     def name(self) -> str:
@@ -57,10 +59,11 @@ def _mismatch(*, code: str, value: str, side: Literal["above", "below"], limit: 
 ALARM_RULES: tuple[AlarmRule, ...] = (
     AlarmRule(
         code="alarm.agent_errors",
-        value="`rollout/agent_errors` as a share of the episodes that ended in the last 20 steps, from the third on",
+        value="share of episodes with an agent that failed, of the last 20 batches of episodes, from the third on",
         side="above",
         limit=0.02,
         steps=1,
+        per="episode",
         meaning="agents fail in sessions, and the policy learns only from the others: it may learn to avoid what "
         "fails, for example a tool call",
         causes="an exception in the agent, its tools or its environment; a process of an agent that dies",
@@ -100,11 +103,22 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         look_at="actor/entropy, actor/approx_kl and actor/clip_ratio over the steps; actor.entropy_coef, actor.kl_ctl",
     ),
     AlarmRule(
+        code="alarm.evaluation_missing",
+        value="largest `eval/MODE/missing` as a share of the answers of the evaluation",
+        side="above",
+        limit=0.05,
+        steps=1,
+        meaning="answers of an evaluation have no reward",
+        causes="an agent that raises, returns no reward or needs too long; a reward function or servers that fail",
+        look_at="eval/MODE/missing and the warnings in logs/controller.log; evaluator.missing_reward",
+    ),
+    AlarmRule(
         code="alarm.failed_episodes",
-        value="share of failed episodes among those that ended in the last 20 steps, from the third failure on",
+        value="share of failed episodes, of the last 20 batches of episodes, from the third failure on",
         side="above",
         limit=0.02,
         steps=1,
+        per="episode",
         meaning="episodes fail, and other prompts replace them",
         causes="an exception in the workflow, the agent or the reward function; reward.timeout_s; servers that fail",
         look_at="the reasons in summary.json and in logs/controller.log",
@@ -126,6 +140,17 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         causes="rewards or advantages without normalisation; a learning rate that is too high; damaged data",
         look_at="actor/grad_norm, batch/advantage_* and batch/reward_*; actor.reward_norm, actor.adv_norm",
     ),
+    AlarmRule(
+        code="alarm.invalid_numbers",
+        value="episodes of the last 20 batches, and answers of servers, with numbers that no trainer can use",
+        side="above",
+        limit=2,
+        steps=1,
+        per="episode",
+        meaning="a server or the workflow gives token ids, log-probabilities, versions or masks that are impossible",
+        causes="a workflow that shifts or changes columns; a server with damaged weights or another vocabulary",
+        look_at="areal show RUN --reason workflow.; invalid_answers of the servers in /status; logs/controller.log",
+    ),
     _mismatch(code="alarm.logprob_gap", value="`batch/prox_rollout_gap_abs` in nats", side="above", limit=1.0, steps=2),
     _mismatch(code="alarm.logprob_k3", value="`batch/mismatch/k3` in nats", side="above", limit=1.0, steps=2),
     AlarmRule(
@@ -138,6 +163,18 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         meaning="the memory of a process grows from step to step",
         causes="a workflow or reward function that keeps every episode; a leak in a server",
         look_at="memory/* over the steps; what the workflow and the reward function keep between episodes",
+    ),
+    AlarmRule(
+        code="alarm.missing_rewards",
+        value="share of episodes rejected as no_reward, agent_timeout or turn_budget, of the last 20 batches of "
+        "episodes, from the third on",
+        side="above",
+        limit=0.2,
+        steps=1,
+        per="episode",
+        meaning="many episodes end without a reward, and the policy learns only from the others",
+        causes="an agent that returns no reward; agent.timeout_s, agent.max_turns or agent.max_tokens is too small",
+        look_at="the reasons in summary.json and `areal watch`; areal show RUN --rejected; areal rehearse",
     ),
     AlarmRule(
         code="alarm.reward_collapse",
@@ -180,6 +217,17 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         meaning="many trained tokens are staler than rollout.max_head_offpolicyness",
         causes="episodes that take several train steps, while shorter ones pass them",
         look_at="rollout/staleness_*; rollout.on_stale (drop, mask or wait); lengths and time limits of episodes",
+    ),
+    AlarmRule(
+        code="alarm.stuck_episodes",
+        value="episodes of the last 20 batches that rollout.episode_timeout_s ended",
+        side="above",
+        limit=0,
+        steps=1,
+        per="episode",
+        meaning="episodes neither end nor fail, and are replaced after their time limit",
+        causes="a workflow that waits for something without a limit: an HTTP request, a lock, an environment",
+        look_at="the stack in logs/controller.log, which shows where the first one waits; rollout.episode_timeout_s",
     ),
     AlarmRule(
         code="alarm.truncated_answers",

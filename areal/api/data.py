@@ -117,6 +117,9 @@ class Trajectory:
     """Further columns: a number, or for a column per token a sequence or an array of T rows."""
 
 
+MAX_LOGPROB = 1e-3
+"""How much a log-probability may be above 0, by rounding in a server."""
+
 # Columns of the workflows of areal. Nothing between these and the stages of the trainer that use them names them.
 
 BASELINE = ColumnSpec("baseline", per="sequence", show="")
@@ -182,6 +185,18 @@ class TrajectoryGroup:
     """Why the agent failed in the first of the sessions without a reward; empty = it did not fail."""
     turn_ids: list[str] = field(default_factory=list[str])
     """Turns of agents in the trajectories. Accepting the episode adopts them."""
+
+
+AGENT_ERROR = "agent_error"
+"""Begins the reason of an episode whose agent failed; the name of the exception follows: agent_error: KeyError."""
+MISSING_REWARDS = {
+    "no_reward": "the agent has ended and nothing gave it a reward: let it return a number or call session.reward(), "
+    "report one by POST, or set reward_fn",
+    "agent_timeout": "the agent did not end in agent.timeout_s: raise it, or look for what the agent waits for",
+    "turn_budget": "the budget of the session was used, and nothing gave a reward for what was done: raise "
+    "agent.max_turns, agent.max_tokens or gconfig.max_tokens, or set reward_fn",
+}
+"""Why an episode of an agent that did not fail has no reward, and what to do."""
 
 
 def tokens_checksum(token_ids: Sequence[int]) -> int:

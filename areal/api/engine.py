@@ -159,6 +159,11 @@ class InferenceEngine(Protocol):
 class InferenceFleet(InferenceEngine, Protocol):
     """The controller's view of its replicas."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the served model, once `start` has returned; a fleet that does not know it takes any token id."""
+        return 2**31
+
     async def start(self) -> None:
         """Find the replicas and wait until each is healthy."""
         ...

@@ -21,6 +21,11 @@ class ArealError(Exception):
         if code is not None:
             self.code = code
 
+    @property
+    def counted_as(self) -> str:
+        """Equal for errors that are counted together."""
+        return self.code
+
 
 class ConfigProblem(NamedTuple):
     """One thing that is wrong in a configuration."""
@@ -67,6 +72,20 @@ class ServerUnavailable(ArealError, ConnectionError):
 
 class RewardError(ArealError, RuntimeError):
     """A reward function raised, exceeded its time limit, killed its worker, or returned no finite number."""
+
+
+class AgentFailed(RewardError):
+    """The agent raised in every session of an episode. `error_type`: the name of the first exception; empty = none."""
+
+    code = "agent.failed"
+
+    def __init__(self, message: str, error_type: str) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+
+    @property
+    def counted_as(self) -> str:
+        return f"agent_error: {self.error_type}" if self.error_type else "agent_error"
 
 
 class LedgerError(ArealError, RuntimeError):

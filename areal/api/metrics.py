@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs several awaitables at the same time.
@@ -72,3 +72,23 @@ def merge_metrics(*parts: Metrics) -> Metrics:
 def metric_values(metrics: Metrics) -> dict[str, float]:
     """The value of every metric."""
     return {name: metric.value for name, metric in metrics.items()}
+
+
+def unscored_text(values: Mapping[str, Any], name: str) -> str:
+    """Of the evaluation eval/MODE or eval/MODE/SET: how many answers have no reward; empty = none."""
+    missing, answers = values.get(f"{name}/missing"), values.get(f"{name}/answers")
+    return f"{missing:.0f} of {answers:.0f} without a reward" if missing and answers else ""
+
+
+def result_text(values: Mapping[str, Any], name: str) -> str:
+    """The result of an evaluation with its count, for example "0.180, 41 of 128 without a reward"."""
+    reward, scored = values.get(f"{name}/reward"), values.get(f"{name}/reward_scored")
+    shown = f"{reward:.3f}" if reward is not None else "no result"
+    if reward is None and scored is not None:
+        shown += f" ({scored:.3f} over the others)"
+    return ", ".join(filter(None, (shown, unscored_text(values, name))))
+
+
+def evaluations_of(values: Mapping[str, Any]) -> list[str]:
+    """The names of the evaluations whose metrics are in `values`: eval/MODE and eval/MODE/SET."""
+    return [name.removesuffix("/answers") for name in values if name.startswith("eval/") and name.endswith("/answers")]

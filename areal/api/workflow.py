@@ -27,6 +27,9 @@ AcceptFn = Callable[[TrajectoryGroup], bool]
 class RolloutWorkflow(ABC):
     """Generates and scores a group of trajectories for one dataset row. One instance runs many episodes at once."""
 
+    has_time_limit = False
+    """Its episodes end after a time limit of their own, so rollout.episode_timeout_s does not apply."""
+
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup | None:
         """Run one episode on row `data`. None rejects the episode; an exception fails only this episode."""

@@ -13,6 +13,7 @@ from typing import Any
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public
 from areal.api.errors import ConfigError, InputError
+from areal.api.metrics import result_text, unscored_text
 from areal.importers.draft import flat
 from areal.observe.metric_table import MAIN_METRICS, matching
 from areal.observe.step_files import read_step_lines
@@ -28,6 +29,7 @@ _WIDTH = 40
 class Curve:
     steps: list[int]  # Train steps done.
     values: list[float]
+    note: str = ""  # How many answers of the newest evaluation have no reward; empty = none.
 
     def tail_mean(self) -> float:
         last = self.values[-max(1, len(self.values) // 10) :]
@@ -167,7 +169,13 @@ def read_runs(folders: Sequence[Path], patterns: Sequence[str]) -> Comparison:
 
 def _curve(rows: dict[int, dict[str, Any]], key: str) -> Curve | None:
     points = [(step, row[key]) for step, row in sorted(rows.items()) if isinstance(row.get(key), int | float)]
-    return Curve([step for step, _ in points], [float(value) for _, value in points]) if points else None
+    if not points:
+        return None
+    name, note = key.removesuffix("/reward"), ""
+    evaluated = [row for _, row in sorted(rows.items()) if f"{name}/answers" in row]
+    if evaluated and unscored_text(evaluated[-1], name):
+        note = result_text(evaluated[-1], name)
+    return Curve([step for step, _ in points], [float(value) for _, value in points], note)
 
 
 def _options(folder: Path) -> dict[str, Any]:
@@ -196,6 +204,7 @@ def _lines(found: Comparison) -> list[str]:
                 lines.append(f"  {name:<{width}}  not recorded")
                 continue
             facts = f"last {curve.values[-1]:.4g}, last tenth {curve.tail_mean():.4g}, {len(curve.values)} values"
+            facts += f"; newest evaluation: {curve.note}" if curve.note else ""
             lines.append(f"  {name:<{width}}  {bars_by_step(curve, (first, end), low, high)}  {facts}")
     return lines
 

@@ -25,6 +25,7 @@ from areal.agent.turns import BUDGET_CODES
 from areal.api.config import DatasetConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.config.validate import raise_problems
+from areal.api.data import MISSING_REWARDS
 from areal.api.errors import ConfigError, InputError
 from areal.api.registry import parse_function_path
 from areal.api.workflow import constructor_problems
@@ -45,6 +46,7 @@ class Target:
     script: Script
     is_online: bool = False
     scorer: Scorer | None = None  # The reward functions for sessions without another reward.
+    needs_reward: bool = False  # The configuration names no such function, so that each session needs a reward.
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -100,7 +102,7 @@ def _target(request: argparse.Namespace) -> Target:
         text = f"--call, --command or --online cannot be read: {error}"
         raise ConfigError(text, code="config.bad_override") from error
     answer = str(row.get("answer", "4")) if request.answer is None else request.answer
-    script, scorer = Script(answer=answer, arguments=request.call), None
+    script, scorer, needs_reward = Script(answer=answer, arguments=request.call), None, False
     if config is None:
         agent = parse_function_path(request.words[0], key="AGENT") if request.words else None
         job = AgentJob(row=row, base_url="", key="", agent=agent, command=command)
@@ -112,8 +114,11 @@ def _target(request: argparse.Namespace) -> Target:
         job = replace(found, row=row)
         has_functions = config.reward_fn or config.reward.names_functions
         scorer = Scorer(config.reward_fn, config.reward) if has_functions else None
+        needs_reward = not has_functions
     job = replace(job, watch=not job.command)
-    return Target(job=job, script=script, is_online=request.online is not None, scorer=scorer)
+    return Target(
+        job=job, script=script, is_online=request.online is not None, scorer=scorer, needs_reward=needs_reward
+    )
 
 
 def _config(file: str, overrides: Sequence[str]) -> PPOConfig:
@@ -170,7 +175,7 @@ async def play(pool: AgentPool, target: Target, scenarios: Sequence[Scenario], *
                 outcome = replace(outcome, status="ok")  # as in a run: the session is scored as it is
             reward = await _reward(target, session, outcome)
             good = reward if scenario is scenarios[0] else good
-            found.append(_facts(scenario, session, outcome, reward, good))
+            found.append(_facts(scenario, session, outcome, reward, good, needs_reward=target.needs_reward))
     return {"good_reward": good, "scenarios": found}
 
 
@@ -229,9 +234,16 @@ async def _reward(target: Target, session: RehearsedSession, outcome: AgentOutco
 
 
 def _facts(
-    scenario: Scenario, session: RehearsedSession, outcome: AgentOutcome, reward: float | None, good: float | None
+    scenario: Scenario,
+    session: RehearsedSession,
+    outcome: AgentOutcome,
+    reward: float | None,
+    good: float | None,
+    *,
+    needs_reward: bool,
 ) -> dict[str, Any]:
-    problems = problems_of(scenario, outcome, reward=reward, good_reward=good, num_lost=session.num_lost)
+    lost = session.num_lost
+    problems = problems_of(scenario, outcome, reward=reward, good_reward=good, num_lost=lost, needs_reward=needs_reward)
     return {
         "scenario": scenario.name, "problems": problems,
         "is_reached": session.has_played_fault or all(step.is_plain for step in scenario.steps), "reward": reward,
@@ -248,6 +260,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         reward = "none" if one["reward"] is None else f"{one['reward']:g}"
         counts = f"{one['num_requests']:>10}{one['num_turns']:>7}{one['num_lost_turns']:>6}"
         lines.append(f"{one['scenario']:<16}{result:<26}{reward:>8}{counts}")
+        if "no reward" in one["problems"] and facts["good_reward"] is None:
+            lines.append(f"    {MISSING_REWARDS['no_reward']}")
         if one["problems"]:
             caught = [] if one["message"] or not one["last_error"] else [f"the agent caught {one['last_error']}"]
             lines += [f"    {text}" for text in (one["message"], *one["leaks"], *caught) if text]

@@ -17,13 +17,22 @@ from typing import Any, NamedTuple
 
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment, save_config
-from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, reward_parts
+from areal.api.data import (
+    MISSING_REWARDS,
+    GenerationRequest,
+    GenerationResponse,
+    Trajectory,
+    TrajectoryGroup,
+    reward_parts,
+)
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError, ConfigError, LaunchError
 from areal.data.image_files import RunImages
 from areal.data.tokenizer import Tokenizer
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
+from areal.ledger.payload import TokenLimits
+from areal.models.model_shape import ModelShape
 from areal.observe.step_files import logged_metrics
 from areal.rollout.executor import Rejected, verdict_on
 from areal.system.file_registry import FileRegistry
@@ -152,13 +161,16 @@ class EpisodeReport:
 async def run_episode(trial: Trial, engine: InferenceEngine) -> EpisodeReport:
     """Run the episode of a trial. An ArealError of it is part of the report; another exception keeps its traceback."""
     recorder, error, group = _Recorder(engine), "", None
+    shape = ModelShape.read(trial.config.actor.path)
+    limits = TokenLimits(2**31 if shape is None else shape.vocabulary, engine.version, strict=True)
     with logged_metrics() as logged:
         try:
             group = await trial.workflow.arun_episode(recorder, dict(trial.row))
             if group is None:
                 error = "the workflow returned None: the episode is rejected"
-            elif isinstance(verdict := verdict_on(0, group, accept=None, check_format=True), Rejected):
-                error = f"the workflow rejected the episode: {verdict.reason}"
+            elif isinstance(verdict := verdict_on(0, group, accept=None, limits=limits), Rejected):
+                advice = MISSING_REWARDS.get(verdict.reason)
+                error = f"the workflow rejected the episode: {verdict.reason}" + (f": {advice}" if advice else "")
         except ArealError as failure:
             error = f"{failure} [{failure.code}]"
     end_ids = set(request_settings(trial.config.gconfig, trial.tokenizer).stop_token_ids)

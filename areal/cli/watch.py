@@ -26,6 +26,7 @@ from rich.text import Text
 from areal.api.config import BaseExperimentConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import InputError
+from areal.api.metrics import evaluations_of, result_text, unscored_text
 from areal.cli.compare import Curve, sparkline
 from areal.cli.show import safe
 from areal.launcher.preflight import has_launcher
@@ -74,6 +75,7 @@ class RunView:
     eta_s: float | None  # Seconds of training that remain of a running run, at the speed of the newest steps.
     curves: dict[str, Curve]
     held_out: dict[str, Curve]  # Evaluation -> its curve.
+    unscored: Sequence[str]  # The newest results of evaluations with answers without a reward.
     staleness: Mapping[str, float]  # Staleness in versions -> share of the generated tokens of the newest steps.
     seconds_by_phase: Mapping[str, float]  # Mean of the newest steps, the longest first.
     waits: Mapping[str, float]  # Who waits for whom -> share of the time of the newest steps.
@@ -97,6 +99,8 @@ class _Metrics:
     path: Path
     newest: deque[dict[str, Any]] = field(default_factory=lambda: deque[dict[str, Any]](maxlen=WINDOW + 1))
     points: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
+    results: dict[str, str] = field(default_factory=dict[str, str])
+    """Evaluation -> its newest result, if answers of it have no reward."""
     _read_bytes: int = 0
     _file: int = -1
 
@@ -124,6 +128,8 @@ class _Metrics:
     def _take(self, step: int, row: dict[str, Any]) -> None:
         if step:  # line 0 is the evaluation before training
             self.newest.append(row)
+        for name in evaluations_of(row):
+            self.results[name] = result_text(row, name) if unscored_text(row, name) else ""
         shown = {key for keys in _CURVES.values() for key in keys} & row.keys()
         shown |= {key for key in row if _EVALUATION.fullmatch(key) and _NOT_EVALUATION not in key}
         for key in shown:
@@ -177,6 +183,7 @@ class Watched:
             eta_s=(total - step) * step_s if is_running and total and step_s is not None else None,
             curves=self._curves(),
             held_out=self._held_out(),
+            unscored=[f"{name}/reward: {text}" for name, text in self._metrics.results.items() if text],
             staleness=_staleness(rows),
             seconds_by_phase=_phases(rows),
             waits=_waits(rows),
@@ -512,6 +519,7 @@ def _episodes(found: RunView) -> RenderableType:
 def _problems(found: RunView) -> Text:
     lines = [f"first failure: {safe(found.first_failure)}"] if found.first_failure else []
     lines += [f"{name} was restarted: {safe(cause)}" for name, causes in found.restarts.items() for cause in causes]
+    lines += found.unscored
     lines += [alarms_text(group) for group in by_meaning(found.alarms)[-3:]]
     return Text("\n".join(lines))
 

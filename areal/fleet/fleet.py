@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
 from array import array
 from collections import Counter
@@ -18,13 +19,15 @@ from contextlib import aclosing
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from areal.api.columns import ExpertShape, Packed, RoutedExperts, Runs, RunsBuilder, append, joined, to_runs
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
-from areal.api.data import GenerationRequest, GenerationResponse, StopReason
+from areal.api.data import MAX_LOGPROB, GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
 from areal.data.image_files import RunImages
-from areal.fleet.replica import AnswerForm, PartChunk, Replica, ReplicaFactory, RequestLimits
+from areal.fleet.replica import NO_VERSION, AnswerForm, PartChunk, Replica, ReplicaFactory, RequestLimits
 from areal.fleet.replica_set import ReplicaSet, Slot, State
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
@@ -69,6 +72,8 @@ class Answer:
         """None while the answer is not complete."""
         self._form = form
         self._experts = None if form.experts is None else RoutedExperts(form.experts, b"")
+        self._vocab_size = 2**31
+        """Of the servers, once `check` knows it."""
         self._budget = token_budget(request.gconfig, len(request.input_ids))
         self._token_ids = array("i")
         self._logprobs = array("f")
@@ -100,7 +105,8 @@ class Answer:
         Such a request ends some servers, and others silently shorten its answer.
         """
         gconfig, num_prompt = self.request.gconfig, len(self.request.input_ids)
-        vocab_size, context = limits.vocab_size, limits.context_length
+        self._vocab_size = vocab_size = limits.vocab_size
+        context = limits.context_length
         _check_ids(self.request.input_ids, vocab_size, "the prompt", "use the tokenizer of the served model")
         if gconfig.stop_token_ids:
             _check_ids(gconfig.stop_token_ids, vocab_size, "gconfig.stop_token_ids", "remove it")
@@ -223,8 +229,23 @@ class Answer:
     def _broken(self, text: str) -> ServerUnavailable:
         return ServerUnavailable(f"{self._replicas[-1]} {text}", code="server.unreadable_answer")
 
-    def end_part(self) -> None:
-        """A part that was aborted or failed may have completed the answer nevertheless."""
+    def end_part(self, highest_version: int) -> str:
+        """A part that was aborted or failed may have completed the answer nevertheless.
+
+        Returns why the part has numbers that no trainer can use, and drops its tokens; empty: it has none.
+        """
+        self._ended_s = time.perf_counter()
+        start, versions, problem = self._part_start, self._versions.values, ""
+        if len(self._token_ids) > start:
+            problem = _problem_of(self._token_ids, self._logprobs, start, self._vocab_size)
+            if not NO_VERSION <= versions[0] <= versions[-1] <= highest_version:
+                problem = (
+                    f"versions {versions[0]} to {versions[-1]}, and {highest_version} is the highest published one"
+                )
+        if problem:
+            self._cut(start)
+            self.stop_reason = None
+            return f"{self._replicas[-1]} sent {problem}"
         gconfig, token_ids = self.request.gconfig, self._token_ids
         if self.stop_reason is None:
             may_stop = token_ids and not gconfig.ignore_eos and len(token_ids) >= gconfig.min_new_tokens
@@ -232,7 +253,7 @@ class Answer:
                 self.stop_reason = "length"
             elif may_stop and token_ids[-1] in gconfig.stop_token_ids:
                 self.stop_reason = "stop"
-        self._ended_s = time.perf_counter()
+        return ""
 
     def response(self) -> GenerationResponse:
         first_s = self._ended_s if self._first_token_s is None else self._first_token_s
@@ -249,6 +270,25 @@ class Answer:
             latency_s=self._ended_s - self._started_s,
             ttft_s=first_s - self._started_s,
         )
+
+
+_SHORT = 32
+"""Up to this number of tokens, the functions of Python are faster than those of numpy."""
+
+
+def _problem_of(ids: array[int], logprobs: array[float], start: int, vocab_size: int) -> str:
+    """What no trainer can use in the tokens from `start` on; empty = they are right. NaN compares false."""
+    if len(ids) - start > _SHORT:
+        found, numbers = np.frombuffer(ids, "u4", offset=4 * start), np.frombuffer(logprobs, "f4", offset=4 * start)
+        are_ids = np.maximum.reduce(found) < vocab_size  # a negative id is a large number
+        are_logprobs = np.maximum.reduce(numbers) <= MAX_LOGPROB and np.minimum.reduce(numbers) > -np.inf
+    else:
+        ids, logprobs = (ids[start:], logprobs[start:]) if start else (ids, logprobs)
+        are_ids = min(ids) >= 0 and max(ids) < vocab_size
+        are_logprobs = max(logprobs) <= MAX_LOGPROB and sum(logprobs) > -math.inf
+    if not are_ids:
+        return f"a token id outside of its vocabulary (0 to {vocab_size - 1})"
+    return "" if are_logprobs else "a log-probability that is positive or not finite"
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int, where: str, fix: str) -> None:
@@ -497,6 +537,10 @@ class Fleet:
         """The policy version that the fleet serves."""
         return self._replicas.target_version
 
+    @property
+    def vocab_size(self) -> int:
+        return self._replicas.limits.vocab_size
+
     async def start(self) -> None:
         """Wait until `num_servers` replicas are healthy. ServerUnavailable, with the reasons, if they do not get so in
         setup_timeout after all are registered."""
@@ -578,23 +622,27 @@ class Fleet:
                     self._calls.drop(answer)
         is_expected = self._updater.updating_to is not None or version != self.version
         for answer in answers:
-            answer.end_part()
+            invalid = answer.end_part(self._replicas.highest_version)
             if answer.stop_reason is not None:
                 continue
-            if problem is None and not is_expected and not answer.has_new_tokens:
+            if invalid:
+                slot.num_invalid += 1
+                self._replicas.request_failed(slot, replica, invalid)
+                self._failed(answer, slot, invalid, code="server.invalid_answer")
+            elif problem is None and not is_expected and not answer.has_new_tokens:
                 # counted as a failure: without a limit the request would be sent again forever
                 self._failed(answer, slot, f"{slot.name} aborted the request without a token")
             elif problem:
                 self._failed(answer, slot, problem)
 
-    def _failed(self, answer: Answer, slot: Slot, problem: str) -> None:
+    def _failed(self, answer: Answer, slot: Slot, problem: str, code: str = "fleet.too_many_retries") -> None:
         answer.avoid = slot.name
         answer.num_failures += 1
         if answer.num_failures > self._config.request_retries:
             raise ServerUnavailable(
                 f"request {answer.request.request_id} failed {answer.num_failures} times "
                 f"(rollout.request_retries={self._config.request_retries}), last: {problem}",
-                code="fleet.too_many_retries",
+                code=code,
             )
 
     async def _pick(self, answer: Answer) -> Slot:

@@ -275,6 +275,8 @@ class Slot:
         """The last report; None when the server does not answer."""
         self.num_running = 0
         self.num_failures = 0
+        self.num_invalid = 0
+        """Answers with numbers that no trainer can use."""
         self.wake = asyncio.Event()
         """Set to run the next health check at once."""
         self.changes = 0
@@ -297,6 +299,7 @@ class Slot:
             "weights": self.weights.name.lower(),
             "running": self.num_running,
             "failures": self.num_failures,
+            "invalid_answers": self.num_invalid,
             "load": None if self.load is None else dataclasses.asdict(self.load),
         }
 
@@ -341,6 +344,8 @@ class ReplicaSet:
         """It always has exactly the slots that serve."""
         self._abandoned = abandoned
         """Versions from before the trainer recovered. A server that has one when it is first met got it before that."""
+        self.highest_version = abandoned.stop - 1
+        """No replica can have generated a token of a higher version."""
         self.slots: list[Slot] = []
         """The slots by index."""
         self.target_version = NO_VERSION
@@ -471,6 +476,7 @@ class ReplicaSet:
             for slot in self.slots:
                 slot.weights = after_target_decreased(slot.weights, slot.version, version)
         self.target_version = version
+        self.highest_version = max(self.highest_version, version)
         for slot in self.slots:
             self.apply(slot, Event.TARGET_CHANGED)
         self.announce()

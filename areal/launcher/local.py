@@ -54,7 +54,14 @@ from areal.launcher.preflight import (
     tracker_problems,
     tried_row,
 )
-from areal.launcher.result import facts_text, goal_text, help_if_asked, main_metrics, metrics_text
+from areal.launcher.result import (
+    facts_text,
+    goal_text,
+    help_if_asked,
+    main_metrics,
+    metrics_text,
+    unscored_lines,
+)
 from areal.launcher.status import (
     EvaluationSource,
     Source,
@@ -432,7 +439,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         if outcome.status == "interrupted" and interruptions.may_wait and config.recover.mode != "disabled":
             line.say(how_to_continue(newest_checkpoint(paths), config.recover.mode, sys.orig_argv))
         _print_summary(request, paths, summary)
-        for row in metrics_text(metrics):
+        for row in [*metrics_text(metrics), *unscored_lines(rows)]:
             line.say(f"areal: {row}")
         return _report(outcome, paths, line, goal)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.config import EvaluatorConfig
+from areal.api.metrics import evaluations_of, result_text, unscored_text
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
 from areal.observe.metric_table import MAIN_METRICS, matching
 from areal.observe.step_files import StepLines, read_step_lines
@@ -100,6 +101,12 @@ def main_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
         if values:
             metrics[key] = {"first": sum(values[:tenth]) / tenth, "last": sum(values[-tenth:]) / tenth}
     return metrics
+
+
+def unscored_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each evaluation whose newest result lacks rewards; `rows`: the lines of the metrics."""
+    newest = {name: row for row in rows for name in evaluations_of(row)}
+    return [f"{name}/reward: {result_text(row, name)}" for name, row in newest.items() if unscored_text(row, name)]
 
 
 def metrics_text(metrics: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -303,8 +303,41 @@ def _listed(found: Collection[str]) -> str:
 
 _COUNTERS = ("step", "version", "updating_to", "admitted", "accepted", "rejected", "failed", "batched", "consumed")
 _COUNTERS += ("generated_tokens", "awaited")  # the latter contains the progress of an evaluation
+SLOW_STEP_S, SLOW_STEPS = 30.0, 10
+"""A train step is slow after this time and after this number of mean steps, also while single episodes still end."""
+_MIN_STEPS = 3
+"""Train steps whose time is known before one can be slow."""
 _MAX_SHARE_PER_LOOK = 0.25
 """Share of stall_s that one look adds at most: a launcher that was stopped itself has seen no progress."""
+
+
+class _StepTimes:
+    """Finds a train step that takes much longer than the steps so far. A step counts from the end of the one before, as
+    this process saw it, without the time of evaluations."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._began_s = 0.0
+        self._looked_s = 0.0
+        self._times: list[float] = []
+        self._was_reported = False
+
+    def slow(self, status: Mapping[str, Any], now_s: float) -> str:
+        """What to report, once for each step; empty = nothing."""
+        step, since_s, self._looked_s = status.get("step"), now_s - self._looked_s, now_s
+        if step != self._step:
+            if self._step is not None:
+                self._times.append(now_s - self._began_s)
+            self._step, self._began_s, self._was_reported = step, now_s, False
+        if str(status.get("awaited")).startswith("the evaluation"):
+            self._began_s += min(since_s, now_s - self._began_s)
+        if len(self._times) < _MIN_STEPS or self._was_reported:
+            return ""
+        mean_s, spent_s = sum(self._times) / len(self._times), now_s - self._began_s
+        if spent_s < max(SLOW_STEP_S, SLOW_STEPS * mean_s):
+            return ""
+        self._was_reported = True
+        return f"no train step for {spent_s:.0f} s, and a step took {mean_s:.1f} s so far"
 
 
 class StallWatch:
@@ -326,6 +359,7 @@ class StallWatch:
         self._looked_s: float | None = None
         self._stalled_s = 0.0
         self._num_reports = 0
+        self._steps = _StepTimes()
         self._names: set[str] = set()
         self._pids: Mapping[str, int] = {}
         self._status: dict[str, Any] | None = None
@@ -352,6 +386,8 @@ class StallWatch:
         self._unanswered_s = 0.0 if status is not None else self._unanswered_s + since_s
         has_progress = self._has_progress(status, alive, pids)
         self._status = status or self._status
+        if status is not None and (headline := self._steps.slow(status, now_s)):
+            return self._report(headline, alive, silent_s, pids)
         if has_progress:
             stalled_s, was_reported = self._stalled_s, self._num_reports > 0
             self._stalled_s, self._num_reports = 0.0, 0
@@ -360,7 +396,7 @@ class StallWatch:
         if self._stalled_s < self._stall_s * (self._num_reports + 1):
             return None
         self._num_reports += 1
-        return self._report(alive, silent_s, pids)
+        return self._report(f"no progress for {self._stalled_s:.0f} s", alive, silent_s, pids)
 
     def _has_progress(self, status: dict[str, Any] | None, alive: Mapping[str, Beat], pids: Mapping[str, int]) -> bool:
         changed = dict(pids) != self._pids
@@ -376,8 +412,9 @@ class StallWatch:
             self._phases[name] = beat
         return changed
 
-    def _report(self, alive: Mapping[str, Beat], silent_s: Mapping[str, float], pids: Mapping[str, int]) -> str:
-        headline = f"no progress for {self._stalled_s:.0f} s"
+    def _report(
+        self, headline: str, alive: Mapping[str, Beat], silent_s: Mapping[str, float], pids: Mapping[str, int]
+    ) -> str:
         snapshot = RunSnapshot(
             status=self._status if self._unanswered_s < SILENT_S else None,
             beats=alive,
@@ -572,7 +609,7 @@ def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_waiting:
         _step(status, status.get("total_steps") or total_steps),
         f"reward {_number(status.get('reward_mean'), '.3f')}",
         f"queue {status.get('waiting', 0)}+{status.get('running', 0)} running"
-        + "".join(f", {status[name]} {name}" for name in ("rejected", "failed") if status.get(name)),
+        + "".join(_ended(status, name) for name in ("rejected", "failed") if status.get(name)),
         f"staleness {_number(status.get('staleness_mean'), '.2f')}",
         f"{_number(status.get('tokens_per_s'), ',.0f')} tokens/s",
     ]
@@ -583,6 +620,14 @@ def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_waiting:
             parts.append(f"{num_serving} of {len(replicas)} servers serve")
         parts.append(f"waits for {status.get('awaited') or '?'}")
     return " | ".join(parts)
+
+
+def _ended(status: dict[str, Any], outcome: str) -> str:
+    """The number of episodes with an outcome, and its most frequent reason."""
+    prefix, reasons = f"{outcome}: ", status.get("reasons") or {}
+    counts = {name.removeprefix(prefix): count for name, count in reasons.items() if name.startswith(prefix)}
+    reason = f" ({max(counts, key=counts.__getitem__)})" if counts else ""
+    return f", {status[outcome]} {outcome}{reason}"
 
 
 def finished_line(record: dict[str, Any], total_steps: int | None) -> str:

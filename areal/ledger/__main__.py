@@ -1,4 +1,4 @@
-"""The command `python -m areal.ledger audit|stats RUN`. It only reads, also while the run is in progress."""
+"""The command `python -m areal.ledger audit|stats|skip RUN`. Only skip writes, while nothing runs."""
 
 import argparse
 import os
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import orjson
 
 from areal.api.errors import LaunchError, LedgerError
-from areal.ledger.audit import audit, ledger_folder
+from areal.ledger.audit import audit, ledger_folder, listed
+from areal.ledger.ledger import skip_batch
 from areal.ledger.stats import ledger_stats
 from areal.system.run_paths import existing_run
 
@@ -16,8 +17,8 @@ from areal.system.run_paths import existing_run
 def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Read the ledger of a run. The run may be in progress.",
-        epilog="exit status: 0 = success, 1 = the audit found violations, 2 = no readable ledger",
+        description="Read the ledger of a run, which may be in progress; or skip a batch that trainers refuse.",
+        epilog="exit status: 0 = success, 1 = the audit found violations, 2 = no readable ledger, or no batch to skip",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     as_json = argparse.ArgumentParser(add_help=False)
@@ -29,12 +30,18 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         ("stats", "histograms, reasons of rejections and failures, rates"),
     ):
         commands.add_parser(name, parents=[run, as_json], help=text, description=f"{text.capitalize()}.")
+    text = "leave the newest batch, which trainers refuse, out of the training; the run must have ended"
+    commands.add_parser("skip", parents=[run], help=text, description=f"{text.capitalize()}.")
     return parser.parse_args(argv)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     """The output and the exit status."""
     folder = ledger_folder(arguments.run)
+    if arguments.command == "skip":
+        record = skip_batch(folder)
+        ids = listed(record.episode_ids)
+        return f"skipped batch {record.step}: its episodes {ids} are rejected; the next start makes another one", 0
     if arguments.command == "audit":
         report = audit(folder)
         status = 0 if report.is_clean else 1

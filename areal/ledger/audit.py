@@ -24,7 +24,7 @@ from areal.data.prompt_stream import PromptStream, row_stream
 from areal.ledger.event_files import IncompleteTail, LedgerReader, PayloadReader, Progress, open_reader, payload_path
 from areal.ledger.kept import kept_names, read_kept
 from areal.ledger.payload import record_of, recorded_sessions, to_table
-from areal.ledger.state import FAILED, IDENTITY, REJECTED, STATE_NAMES, Event, LedgerState
+from areal.ledger.state import FAILED, IDENTITY, REJECTED, SKIPPED_KEY, STATE_NAMES, Event, LedgerState, failure_key
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The result of an audit: broken rules and totals, as lines for people and as JSON for programs.
@@ -554,7 +554,7 @@ class AuditRules:
 
     def _failed(self, event: Event) -> None:
         self._ended(event, "failed")
-        self.report.reasons[f"failed: {str(event['reason']).partition(':')[0]}"] += 1
+        self.report.reasons[failure_key(event)] += 1
 
     def _batched(self, event: Event) -> None:
         step, version, ids = int(event["step"]), int(event["version"]), [int(number) for number in event["ids"]]
@@ -612,6 +612,20 @@ class AuditRules:
                 episode.state = "consumed"
         self._trained = step + 1
 
+    def _skipped(self, event: Event) -> None:
+        """The newest batch, which a trainer refused, is left out; another one is made for its step."""
+        step = int(event["step"])
+        batch = self.batches.get(step)
+        if batch is None or batch.is_consumed or step != self._next_step - 1:
+            self._bad_batch("skipped", step, "was skipped, but it is not the newest batch, or was consumed")
+            return
+        for episode_id in batch.ids:
+            if (episode := self._episodes.get(episode_id)) is not None and episode.step == step:
+                episode.state = "rejected"
+        self.report.reasons[SKIPPED_KEY] += len(batch.ids)
+        self._next_step = step
+        del self.batches[step]
+
     def _trained_again(self, event: Event) -> None:
         step, batch = self._trained_on(event, "trained again")
         if batch is None:
@@ -664,6 +678,7 @@ class AuditRules:
         "failed": _failed,
         "batched": _batched,
         "consumed": _consumed,
+        "skipped": _skipped,
         "trained_again": _trained_again,
         "committed": _committed,
         "pruned": _pruned,

@@ -404,6 +404,33 @@ class LedgerLock:
         self._file.close()
 
 
+def skip_batch(folder: Path) -> BatchRecord:
+    """Leave the newest batch out of the training, which no trainer has consumed: its episodes become rejected.
+
+    Another batch is made for its step. LedgerError when there is none, or another process writes the ledger.
+    """
+    lock = LedgerLock(folder)
+    try:
+        found = recover_folder(folder)
+        state = found.state
+        record = state.batches.get(state.next_step - 1)
+        if record is None or record.step in state.consumed_steps:
+            text = f"{folder} records no batch that a trainer has not consumed: there is nothing to skip"
+            raise LedgerError(text, code="ledger.no_open_batch")
+        event = {"event": "skipped", "step": record.step, "ids": list(record.episode_ids), "at": time.time()}
+        state.apply(event)
+        writer = GroupWriter(folder, found.next_number, after=found.end)
+        try:
+            writer.write([event], [])
+        except OSError as error:
+            raise not_writable(folder, error) from error
+        finally:
+            writer.close()
+    finally:
+        lock.release()
+    return record
+
+
 class Ledger:
     """Records all events of a run. The state of an episode changes only through these methods."""
 
@@ -556,10 +583,11 @@ class Ledger:
         self._keep(episode_id, payload)
         self._record({"event": "rejected", "id": episode_id, "reason": _clean(reason)})
 
-    def fail(self, episode_id: int, reason: str, *, payload: bytes = b"") -> None:
-        """An episode ended with an error. `payload`: its answers so far, as in `reject`."""
+    def fail(self, episode_id: int, reason: str, *, kind: str, payload: bytes = b"") -> None:
+        """An episode ended with an error. `kind`: equal for errors that are counted together. `payload`: its answers
+        so far, as in `reject`."""
         self._keep(episode_id, payload)
-        self._record({"event": "failed", "id": episode_id, "reason": _clean(reason)})
+        self._record({"event": "failed", "id": episode_id, "reason": _clean(reason), "kind": kind})
 
     def _keep(self, episode_id: int, payload: bytes) -> None:
         running = self.state.running.get(episode_id)

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from areal.api.columns import ColumnSpec, to_array
-from areal.api.data import Trajectory, TrajectoryGroup, first_of_sessions
+from areal.api.data import BASELINE, MAX_LOGPROB, TURN_REWARDS, Trajectory, TrajectoryGroup, first_of_sessions
 from areal.api.errors import ArealError, LedgerError
 from areal.api.table import CORE, IMAGE_COUNT, SESSION, StoredColumn, TokenTable, image_columns, images_of, to_numpy
 from areal.ledger.event_files import PayloadReader
@@ -57,6 +57,20 @@ class EncodedEpisode(NamedTuple):
         return self.counts.reward
 
 
+class TokenLimits(NamedTuple):
+    """What a trainer can train on, in an episode that is accepted now."""
+
+    vocab_size: int
+    newest_version: int
+    """The highest policy version that can have generated a token."""
+    strict: bool = False
+    """rollout.check_trajectory_format."""
+
+
+LARGEST_REWARD = 1e15
+"""The square of a larger number, summed over a batch, is beyond float32."""
+
+
 def check_episode(group: TrajectoryGroup) -> None:
     """Raise TrajectoryError for a group without trajectories, unequal lengths or a reward that is not finite."""
     _require_trajectories(group)
@@ -67,10 +81,14 @@ def check_episode(group: TrajectoryGroup) -> None:
         raise _wrong_type(error) from error
 
 
-def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
-    """The payload of a group. Raises TrajectoryError as `check_episode`, and for values of a wrong type or range."""
+def encode_episode(episode_id: int, group: TrajectoryGroup, limits: TokenLimits | None = None) -> EncodedEpisode:
+    """The payload of a group. Raises TrajectoryError as `check_episode`, and for values of a wrong type or range.
+
+    `limits`: it is to be trained on; numbers that a trainer cannot use are errors too.
+    """
     _require_trajectories(group)
-    return _encode(episode_id, group.trajectories, record=group.record)._replace(turn_ids=tuple(group.turn_ids))
+    encoded = _encode(episode_id, group.trajectories, record=group.record, limits=limits)
+    return encoded._replace(turn_ids=tuple(group.turn_ids))
 
 
 def encode_unscored(episode_id: int, trajectories: list[Trajectory]) -> bytes:
@@ -79,10 +97,15 @@ def encode_unscored(episode_id: int, trajectories: list[Trajectory]) -> bytes:
 
 
 def _encode(
-    episode_id: int, trajectories: list[Trajectory], *, is_scored: bool = True, record: str = ""
+    episode_id: int,
+    trajectories: list[Trajectory],
+    *,
+    is_scored: bool = True,
+    record: str = "",
+    limits: TokenLimits | None = None,
 ) -> EncodedEpisode:
     try:
-        return _joined(episode_id, trajectories, is_scored=is_scored, record=record)
+        return _joined(episode_id, trajectories, is_scored=is_scored, record=record, limits=limits)
     except TrajectoryError:
         raise
     except (TypeError, OverflowError, ValueError) as error:
@@ -103,7 +126,8 @@ def _wrong_type(error: Exception) -> TrajectoryError:
 
 
 def _not_finite(name: str, value: float) -> TrajectoryError:
-    return TrajectoryError(f"a trajectory has {name}={value}, which is not finite", code="workflow.not_finite")
+    message = f"a trajectory has {name}={value}, which is no finite number of at most {LARGEST_REWARD:g}"
+    return TrajectoryError(message, code="workflow.not_finite")
 
 
 def _checked_length(trajectory: Trajectory, *, is_scored: bool) -> int:
@@ -117,12 +141,74 @@ def _checked_length(trajectory: Trajectory, *, is_scored: bool) -> int:
             "output_versions: they must be equally long and not empty",
             code="workflow.trajectory_lengths",
         )
-    if is_scored and not math.isfinite(trajectory.reward):
+    if is_scored and not abs(trajectory.reward) <= LARGEST_REWARD:
         raise _not_finite("reward", trajectory.reward)
     return size
 
 
-def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool, record: str) -> EncodedEpisode:
+class _Tokens(NamedTuple):
+    """The per-token columns of an episode, as arrays."""
+
+    token_ids: np.ndarray
+    versions: np.ndarray
+    logprobs: np.ndarray
+    loss_mask: np.ndarray
+    lengths: list[int]
+
+    def check(self, limits: TokenLimits, num_trained: int, oldest: int, newest: int) -> None:
+        """Raise TrajectoryError for numbers that no trainer can use. Four passes over whole columns.
+
+        `num_trained` counts the tokens with loss mask 1; `oldest`, `newest`: of all versions.
+        """
+        ids, logprobs, mask = self.token_ids, self.logprobs, self.loss_mask
+        if np.maximum.reduce(ids.view("u4")) >= limits.vocab_size:  # a negative id is a large number
+            wrong = (ids < 0) | (ids >= limits.vocab_size)
+            raise self._wrong("token_ids", ids, wrong, f"outside of the vocabulary (0 to {limits.vocab_size - 1})")
+        if np.maximum.reduce(mask) > 1:
+            raise self._wrong("loss_mask", mask, mask > 1, "neither 0 nor 1")
+        if not np.maximum.reduce(logprobs) <= MAX_LOGPROB or np.minimum.reduce(logprobs) == -np.inf:
+            wrong = ~((logprobs <= MAX_LOGPROB) & np.isfinite(logprobs))  # the maximum of a column with NaN is NaN
+            raise self._wrong("rollout_logprobs", logprobs, wrong, "which is not a log-probability")
+        if newest > limits.newest_version or oldest < -1:
+            wrong = (self.versions > limits.newest_version) | (self.versions < -1)
+            text = f"which is no policy version: the newest one is {limits.newest_version}"
+            raise self._wrong("output_versions", self.versions, wrong, text)
+        if num_trained <= len(self.lengths) or limits.strict:
+            self._require_trained(limits.strict)
+
+    def _require_trained(self, strict: bool) -> None:
+        firsts = np.cumsum([0, *self.lengths[:-1]])
+        trained = np.add.reduceat(self.loss_mask, firsts, dtype=np.int64) - self.loss_mask[firsts]
+        if not trained.any() or (strict and not trained.all()):
+            problem = "marks no token to train on: the first one has no prediction"
+            raise TrajectoryError(f"loss_mask {problem}", code="workflow.loss_mask")
+        if strict:
+            self._check_form(firsts)
+
+    def _check_form(self, firsts: np.ndarray) -> None:
+        """The additional rules of rollout.check_trajectory_format."""
+        is_first = np.zeros(len(self.loss_mask), bool)
+        is_first[firsts] = True
+        is_trained = self.loss_mask > 0
+        for name, values, wrong, text in (
+            ("loss_mask", self.loss_mask, is_trained & is_first, "on the first token, which has no prediction"),
+            ("rollout_logprobs", self.logprobs, ~is_trained & (self.logprobs != 0), "but loss_mask is 0 there"),
+            ("output_versions", self.versions, is_trained & (self.versions < 0), "but loss_mask marks this token"),
+        ):
+            if wrong.any():
+                raise self._wrong(name, values, wrong, text)
+
+    def _wrong(self, name: str, values: np.ndarray, wrong: np.ndarray, text: str) -> TrajectoryError:
+        place, row = int(np.flatnonzero(wrong)[0]), 0
+        value = values[place]
+        while place >= self.lengths[row]:
+            place, row = place - self.lengths[row], row + 1
+        return TrajectoryError(f"{name}[{place}] of trajectory {row} is {value}, {text}", code=f"workflow.{name}")
+
+
+def _joined(
+    episode_id: int, trajectories: list[Trajectory], *, is_scored: bool, record: str, limits: TokenLimits | None
+) -> EncodedEpisode:
     lengths: list[int] = []
     rewards: list[float] = []
     token_ids, versions, logprobs, loss_mask = array("i"), array("i"), array("f"), bytearray()
@@ -140,7 +226,16 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
         versions += made_numbers
         logprobs += to_array("f", trajectory.rollout_logprobs)
         loss_mask += mask_numbers
-    by_version = count_by_version(np.frombuffer(versions, "i4"), np.frombuffer(loss_mask, np.uint8))
+    tokens = _Tokens(
+        np.frombuffer(token_ids, "i4"),
+        np.frombuffer(versions, "i4"),
+        np.frombuffer(logprobs, "f4"),
+        np.frombuffer(loss_mask, np.uint8),
+        lengths,
+    )
+    by_version, num_trained = count_by_version(tokens.versions, tokens.loss_mask), loss_mask.count(1)
+    if limits is not None:
+        tokens.check(limits, num_trained, by_version[0][0], by_version[-1][0])
     columns = list(_columns(trajectories, lengths, record))
     header = orjson.dumps([_declared(spec, values) for spec, values in columns]) if columns else b""
     finished = bytes([trajectory.finished for trajectory in trajectories])
@@ -164,7 +259,7 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     return EncodedEpisode(
         b"".join((_MAGIC, checksum.to_bytes(4, "little"), *body)),
         len(token_ids),
-        loss_mask.count(1),
+        num_trained,
         min(made_by, default=-1),
         max(made_by, default=-1),
         counts,
@@ -204,21 +299,31 @@ def _token_column(spec: ColumnSpec, given: Sequence[Any], lengths: Sequence[int]
             raise TrajectoryError(f"{text}: give one row for each", code="workflow.trajectory_lengths")
     rows = [missing.filled(size) if values is None else values for values, size in zip(arrays, lengths, strict=True)]
     found = np.concatenate(rows)
-    if found.dtype.kind == "f" and (np.isinf(found).any() or (spec.fill is not None and np.isnan(found).any())):
-        raise _not_finite(spec.name, float(found[~np.isfinite(found)][0]))
+    _require_finite(spec, found, may_be_nan=spec.fill is None)
     return found
 
 
 def _sequence_column(spec: ColumnSpec, given: Sequence[Any]) -> np.ndarray:
     numbers: list[Any] = [value for value in given if value is not None]
     found = to_numpy(numbers, spec.dtype)
-    if found.dtype.kind == "f" and not np.isfinite(found).all():
-        raise _not_finite(spec.name, float(found[~np.isfinite(found)][0]))
+    _require_finite(spec, found, may_be_nan=False)
     if len(numbers) < len(given):
         every = StoredColumn(spec, found.dtype.str, found.shape[1:]).filled(len(given))
         every[[value is not None for value in given]] = found
         return every
     return found
+
+
+def _require_finite(spec: ColumnSpec, values: np.ndarray, *, may_be_nan: bool) -> None:
+    if values.dtype.kind != "f":
+        return
+    wrong = ~np.isfinite(values)
+    if may_be_nan:
+        wrong &= ~np.isnan(values)
+    if spec in (BASELINE, TURN_REWARDS):
+        wrong |= np.abs(values) > LARGEST_REWARD
+    if wrong.any():
+        raise _not_finite(spec.name, float(values[wrong][0]))
 
 
 def _check_rewards(trajectories: Sequence[Trajectory]) -> None:

@@ -119,7 +119,8 @@ class Samples:
             record.state, record.payload, record.stats = "accepted", tuple(event["payload"]), event["stats"]
         elif kind in ("rejected", "failed"):
             record = self._record(event)
-            record.state, record.reason = kind, event["reason"]
+            counted_as, reason = event.get("kind", ""), event["reason"]
+            record.state, record.reason = kind, reason if counted_as in reason else f"{counted_as}: {reason}"
         elif kind == "batched":
             self.batches[event["step"]] = event["ids"]
             for record in self.of_step(event["step"]):
@@ -127,6 +128,10 @@ class Samples:
         elif kind == "consumed" and event["step"] in self.batches:
             for record in self.of_step(event["step"]):
                 record.state = "trained"
+        elif kind == "skipped":
+            for record in self.of_step(event["step"]):
+                record.state, record.reason, record.step = "rejected", "skipped", None
+            del self.batches[event["step"]]
 
     def _record(self, event: Event) -> EpisodeRecord:
         return self.records.setdefault(event["id"], EpisodeRecord(episode=event["id"]))
@@ -142,8 +147,9 @@ class Samples:
     def of_step(self, step: int) -> list[EpisodeRecord]:
         """The episodes of a batch. LedgerError when there is no batch of this step."""
         if (ids := self.batches.get(step)) is None:
-            known = f"batches are recorded for steps {min(self.batches)} to {max(self.batches)}"
-            message = f"there is no batch of step {step} in {self.folder}: {known if self.batches else 'it has none'}"
+            steps = self.batches
+            known = f"batches are recorded for steps {min(steps)} to {max(steps)}" if steps else "it has none"
+            message = f"there is no batch of step {step} in {self.folder}: {known}"
             raise LedgerError(message, code="ledger.not_found")
         return [self._record({"id": episode_id}) for episode_id in ids]
 
@@ -295,6 +301,9 @@ class _EpisodeHistory:
             self._own(at, event)
         elif kind == "batched" and self.episode_id in event["ids"]:
             self._batched(at, event)
+        elif kind == "skipped" and self.episode_id in event["ids"]:
+            self.state, self.step = "rejected", -1
+            self.timeline.add(at, f"rejected: batch {event['step']} was skipped by hand")
         elif self.step >= 0 and kind in ("consumed", "trained_again", "committed", "attached"):
             self._trained(at, event)
 
@@ -406,6 +415,9 @@ def show_step(folder: Path, step: int) -> list[str]:
             weights = event.get("weights", "")
             checksum = f" with checksum {weights}" if weights else ""
             timeline.add(at, f"consumed, which made version {event['version']}{checksum}")
+        elif kind == "skipped" and event["step"] == step:
+            batch = None
+            timeline.add(at, f"a batch of {len(event['ids'])} episodes was skipped by hand")
         elif kind == "trained_again" and event["step"] == step:
             timeline.add(at, f"trained on again; {same_weights(weights, event)}")
         elif kind == "evaluated" and event["step"] == step + 1:

@@ -4,7 +4,7 @@ The running controller, its recovery and the audit use the same `apply`, so the 
 equals the state that its files describe.
 
     admitted -> running -> accepted (waiting) -> batched(step) -> consumed(step)
-                   |           `-> rejected("stale")
+                   |           `-> rejected("stale")    `-> rejected("skipped"), by hand
                    |-> rejected(reason)
                    `-> failed(reason)
 
@@ -360,9 +360,8 @@ class LedgerState:
 
     def _failed(self, event: Event) -> None:
         episode_id: int = event["id"]
-        reason: str = event["reason"]
         self._end(episode_id, FAILED, "failed")
-        self.reasons[f"failed: {reason.partition(':')[0]}"] += 1
+        self.reasons[failure_key(event)] += 1
 
     def _batched(self, event: Event) -> None:
         step: int = event["step"]
@@ -396,6 +395,15 @@ class LedgerState:
         self._move_all(self.batches[step].episode_ids, BATCHED, CONSUMED)
         self.consumed_steps.add(step)
         self.trained_steps = step + 1
+
+    def _skipped(self, event: Event) -> None:
+        step: int = event["step"]
+        record = self.batches.get(step)
+        if record is None or step in self.consumed_steps or step != self.next_step - 1:
+            raise _broken(f"batch of step {step} skipped, but it is not the newest batch, or was consumed")
+        self._move_all(record.episode_ids, BATCHED, REJECTED)
+        del self.batches[step]
+        self.reasons[SKIPPED_KEY] += len(record.episode_ids)
 
     def _trained_again(self, event: Event) -> None:
         step: int = event["step"]
@@ -435,10 +443,20 @@ class LedgerState:
         "evaluated": _evaluated,
         "committed": _committed,
         "pruned": _pruned,
+        "skipped": _skipped,
         "trained_again": _trained_again,
         "group": lambda state, event: None,
         "compared": lambda state, event: None,
     }
+
+
+SKIPPED_KEY = "rejected: skipped"
+"""How the episodes of a `skipped` batch are counted."""
+
+
+def failure_key(event: Event) -> str:
+    """How a `failed` event is counted. Ledgers of before have no kind."""
+    return f"failed: {event.get('kind') or str(event['reason']).partition(':')[0]}"
 
 
 def _broken(message: str) -> LedgerError:

@@ -10,7 +10,7 @@ import numpy as np
 from areal.api.errors import LedgerError
 from areal.ledger.event_files import PayloadReader, Progress, open_reader
 from areal.ledger.payload import read_table
-from areal.ledger.state import Event
+from areal.ledger.state import SKIPPED_KEY, Event, failure_key
 
 BAR_WIDTH = 40
 MAX_SINGLE = 16
@@ -191,10 +191,11 @@ class _Reading:
         elif kind == "accepted":
             self._accepted(event)
         elif kind in ("rejected", "failed"):
-            reason = event["reason"] if kind == "rejected" else event["reason"].partition(":")[0]
-            self.stats.reasons[f"{kind}: {reason}"] += 1
+            self.stats.reasons[f"rejected: {event['reason']}" if kind == "rejected" else failure_key(event)] += 1
             self._versions.pop(event["id"], None)
             self._ended(event["id"])
+        elif kind == "skipped":
+            self.stats.reasons[SKIPPED_KEY] += len(event["ids"])
         elif kind == "batched":
             for episode_id in event["ids"]:
                 for version, times in self._versions.pop(episode_id, []):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from areal.api.config import ChosenAlarm
+from areal.api.errors import ArealError
 
 Row = Mapping[str, float]
 """The metrics of one train step, as in metrics.jsonl without the values that are not finite."""
@@ -16,12 +17,13 @@ Measure = Callable[[Sequence[Row]], float | None]
 
 WINDOW = 100
 """Steps that a rule can read."""
-FAILURE_WINDOW, MIN_FAILURES = 20, 3
 SOLVED = 0.95
 """Share of the highest reward from which on a low entropy is expected."""
 REWARD_MEAN, MIN_BEST_REWARD = 5, 0.05
 MEMORY_PART, MEMORY_START, MIN_GROWTH = 10, 5, 0.05
 REPLICA_START, SPEED_MEAN = 5, 5
+MISSING = "/missing"
+"""Ends the name of the metric that counts the answers of an evaluation without a reward."""
 MEMORY, REPLICA_SPEED = "memory/", "rollout/replica_tokens_per_s/"
 
 
@@ -48,6 +50,21 @@ class Alarm:
     def comparison(self) -> str:
         """The value and its limit in a few words."""
         return f"{self.name} {self.value:.4g} is {self.side} {self.limit:g}"
+
+
+class AlarmStop(ArealError, RuntimeError):
+    """An alarm with action=stop ended the run. A restart is useless."""
+
+
+def alarm_stop(chosen: ChosenAlarm, step: int) -> AlarmStop:
+    """The error that ends the run after `step` train steps."""
+    rule = chosen.rule
+    return AlarmStop(
+        f"{rule.meaning}: the alarm {rule.name} ended the run after train step {step} "
+        f"({rule.side} {chosen.limit:g} in {chosen.steps} steps, action stop; alarms.jsonl contains the value). "
+        f"Likely causes: {rule.causes}. Look at: {rule.look_at}",
+        code=rule.code,
+    )
 
 
 def alarms_text(alarms: Sequence[Alarm]) -> str:
@@ -79,13 +96,23 @@ class AlarmRules:
         self._within: dict[str, int] = {}
         """Consecutive steps within the limit since the alarm was raised; no entry = it was not raised."""
 
+    @property
+    def has_raised(self) -> bool:
+        """Some alarm was raised, and its value has not been within the limit since."""
+        return bool(self._within)
+
     def step(self, step: int, row: Row) -> list[Alarm]:
         """The alarms that the metrics after train step `step` raise."""
         self._rows.append(row)
         rows = tuple(self._rows)
+        names = [one.rule.name for one in self._chosen if one.rule.per == "step"]
+        return self.look(step, {name: MEASURES[name](rows) for name in names})
+
+    def look(self, step: int, values: Mapping[str, float | None]) -> list[Alarm]:
+        """The alarms that these values raise, by the name of their rule; None = it has none."""
         result: list[Alarm] = []
         for chosen in self._chosen:
-            value = MEASURES[chosen.rule.name](rows)
+            value = values.get(chosen.rule.name)
             if value is not None and self._raises(chosen, value):
                 result.append(_alarm(step, chosen, value))
         return result
@@ -150,19 +177,11 @@ def entropy(rows: Sequence[Row]) -> float | None:
     return row.get("actor/entropy")
 
 
-def share_of_ended(key: str) -> Measure:
-    """The share of the episodes that `key` counts among those that ended; 0 below MIN_FAILURES."""
-
-    def share(rows: Sequence[Row]) -> float | None:
-        newest = [row for row in rows[-FAILURE_WINDOW:] if key in row]
-        found = sum(row[key] for row in newest)
-        outcomes = ("rollout/accepted", "rollout/rejected", "rollout/failed")
-        ended = sum(row.get(outcome, 0.0) for row in newest for outcome in outcomes)
-        if ended == 0:
-            return None
-        return found / ended if found >= MIN_FAILURES else 0.0
-
-    return share
+def unscored_share(rows: Sequence[Row]) -> float | None:
+    """The largest share of answers without a reward in the evaluations of the step."""
+    row = rows[-1]
+    counts = [(row[name], row[f"{name.removesuffix(MISSING)}/answers"]) for name in row if name.endswith(MISSING)]
+    return max((missing / answers for missing, answers in counts), default=None)
 
 
 def memory_growth(rows: Sequence[Row]) -> float | None:
@@ -221,10 +240,9 @@ def slowest_replica(rows: Sequence[Row]) -> float | None:
 
 
 MEASURES: dict[str, Measure] = {
-    "agent_errors": share_of_ended("rollout/agent_errors"),
     "effective_sample_size": latest("batch/mismatch/ess_token"),
     "entropy_collapse": entropy,
-    "failed_episodes": share_of_ended("rollout/failed"),
+    "evaluation_missing": unscored_share,
     "fresh_logprob_gap": fresh_logprob_gap,
     "grad_norm": latest("actor/grad_norm", "grad_norm"),
     "logprob_gap": latest("batch/prox_rollout_gap_abs"),

@@ -229,9 +229,12 @@ logps/rejected: nats: Mean log-probability of rejected answers.
 nll/chosen: nats: Mean negative log-likelihood per token of chosen answers.
 
 # Evaluations
-eval/MODE/reward: reward: Mean reward of the held-out rows (MODE: sampled or greedy).
+eval/MODE/reward: reward: Mean reward of the held-out rows (MODE: sampled or greedy), by evaluator.missing_reward.
+eval/MODE/reward_scored: reward: The mean over the scored answers alone, where others have no reward.
+eval/MODE/answers: answers: Answers of the evaluation.
 eval/MODE/num: answers: Scored answers.
-eval/MODE/failed: answers: Answers without a score.
+eval/MODE/missing: answers: Answers without a reward.
+eval/MODE/failed: answers: Those of them that an error of a server, the workflow or a reward function ended.
 eval/MODE/generated: tokens: Mean generated tokens of an answer.
 eval/MODE/seconds: s: Time of the evaluation of all sets.
 eval/MODE/mean@N: reward: Mean reward of N answers to each row, then mean over rows (evaluator.n_samples above 1).

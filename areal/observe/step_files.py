@@ -80,8 +80,7 @@ class StepLines:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def append(self, step: int, facts: Mapping[str, Any]) -> None:
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **facts}, allow_nan=False)
-        append_whole(self._file, line.encode() + b"\n")
+        append_whole(self._file, _line(step, facts))
 
     def flush(self) -> None:
         os.fsync(self._file.fileno())
@@ -90,6 +89,18 @@ class StepLines:
         if not self._file.closed:
             self.flush()
             self._file.close()
+
+
+def append_step_line(path: Path, step: int, facts: Mapping[str, Any]) -> None:
+    """Append to a StepLines file that another process has open; that process may replace the file at its start."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab", buffering=0) as file:
+        append_whole(file, _line(step, facts))
+
+
+def _line(step: int, facts: Mapping[str, Any]) -> bytes:
+    line = json.dumps({"step": step, "time": round(time.time(), 3), **facts}, allow_nan=False)
+    return line.encode() + b"\n"
 
 
 def read_step_lines(path: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ that event calls what it may unblock. The process waits for `ended`.
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from areal.api.config import PPOConfig
@@ -20,6 +21,7 @@ from areal.ledger.state import BatchRecord, LedgerState
 from areal.observe.log import get_logger
 from areal.observe.spans import track
 from areal.rollout.control_requests import RunShape
+from areal.rollout.episode_alarms import EpisodeAlarms
 from areal.rollout.evaluation import Evaluations, HeldOutOptions
 from areal.rollout.executor import Executor, ProducerStats
 from areal.rollout.gate import GateLimits
@@ -218,7 +220,9 @@ class Controller:
         eval_workflows: Mapping[str, RolloutWorkflow] | None = None,
         eval_options: HeldOutOptions | None = None,
         accept: AcceptFn | None = None,
+        alarms_path: Path | None = None,
     ) -> None:
+        """`alarms_path`: of alarms.jsonl; None = alarms about episodes are only in the log."""
         limits, options = GateLimits.of(config, total_steps=total_steps), config.rollout
         self._fleet, self._rows, self._ledger = fleet, rows, ledger
         self._workflows = list({id(each): each for each in [workflow, *(eval_workflows or {}).values()]}.values())
@@ -229,6 +233,14 @@ class Controller:
         self._is_attached = self._has_met_trainer = False
         self._restoring: asyncio.Task[None] | None = None
         self._producer = ProducerStats()
+        alarms = EpisodeAlarms(
+            config.alarms.chosen(),
+            alarms_path,
+            batch_size=limits.batch_size,
+            steps_done=lambda: ledger.state.trained_steps or 0,
+            invalid_answers=self._invalid_answers,
+            on_stop=self.fail,
+        )
         self.batches = TrainBatches(
             ledger,
             batch_size=limits.batch_size,
@@ -248,6 +260,7 @@ class Controller:
             accept=accept,
             options=options,
             producer=self._producer,
+            alarms=alarms,
             on_decided=self.batches.compose_if_ready,
             on_fatal=self.fail,
         )
@@ -261,6 +274,10 @@ class Controller:
             count_answer=self._producer.count_answer,
             ledger=ledger,
         )
+
+    def _invalid_answers(self) -> dict[str, int]:
+        replicas: list[dict[str, Any]] = self._fleet.status().get("replicas", [])
+        return {replica["name"]: replica.get("invalid_answers", 0) for replica in replicas}
 
     async def start(self) -> None:
         """Start writing the ledger and wait for the fleet. Episodes start once a trainer is attached."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from areal.api.columns import total
 from areal.api.data import GenerationResponse, TrajectoryGroup, first_of_sessions
 from areal.api.engine import InferenceEngine
-from areal.api.errors import RequestError, RewardError, ServerUnavailable
+from areal.api.errors import AgentFailed, RequestError, RewardError, ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import check_episode
@@ -132,6 +132,12 @@ class EvaluationFailed(RequestError):
     code = "rollout.evaluation_failed"
 
 
+class EpisodeRejected(RewardError):
+    """The workflow rejected an episode of an evaluation, so that it has no reward."""
+
+    code = "workflow.episode_rejected"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedEpisode:
     """One answer of an evaluation: the result of one episode of the evaluation workflow."""
@@ -159,7 +165,7 @@ async def evaluate_episode(
     if group is None:
         return None
     if group.rejected:
-        raise RewardError(f"the workflow rejected the episode: {group.rejected}", code="workflow.episode_rejected")
+        raise EpisodeRejected(f"the workflow rejected the episode: {group.rejected}")
     check_episode(group)
     check_stats(group)
     sessions = first_of_sessions(group.trajectories)
@@ -192,38 +198,63 @@ class HeldOutOptions:
     correct_reward: float = 1.0
     answer_of: Callable[[TrajectoryGroup], str | None] = lambda group: None
     """The final answer of an episode, for the majority vote."""
+    missing_reward: str = "zero"
+    """evaluator.missing_reward"""
 
 
 class _Results:
     """The results of one evaluation on one set of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, missing_reward: str) -> None:
+        """`missing_reward`: evaluator.missing_reward."""
+        self._missing_reward = missing_reward
         self._scored: dict[tuple[int, int], tuple[dict[str, float], Graded]] = {}
+        self._missed: list[tuple[int, int]] = []
+        """Row and sample of the answers without a reward because of the agent or the workflow."""
         self.num_failed = 0
         self._last_failure = ""
         self._is_transient = False
 
     @property
     def num_done(self) -> int:
-        return len(self._scored) + self.num_failed
+        return len(self._scored) + len(self._missed) + self.num_failed
 
     def add(self, row: int, sample: int, stats: dict[str, float], graded: Graded) -> None:
         self._scored[row, sample] = stats, graded
 
     def summary(self, num_samples: int, correct_reward: float) -> dict[str, float]:
-        """Mean of each statistic over the answers that have it; with several samples also pass@k and more."""
-        scored = [self._scored[key] for key in sorted(self._scored)]
-        names = dict.fromkeys(name for stats, _ in scored for name in stats)
-        means = {name: fmean(stats[name] for stats, _ in scored if name in stats) for name in names}
-        means |= {"num": float(len(scored)), "failed": float(self.num_failed)}
+        """Mean of each statistic over the answers that have it; with several samples also pass@k and more.
+
+        Without `reward` and those metrics if the evaluation has no result (evaluator.missing_reward).
+        """
+        scored = {key: self._scored[key] for key in sorted(self._scored)}
+        names = dict.fromkeys(name for stats, _ in scored.values() for name in stats)
+        means = {name: fmean(stats[name] for stats, _ in scored.values() if name in stats) for name in names}
+        missing = len(self._missed) + self.num_failed
+        means |= {"num": float(len(scored)), "missing": float(missing), "answers": float(len(scored) + missing)}
+        means["failed"] = float(self.num_failed)
+        graded = {key: one for key, (_, one) in scored.items()}
+        if missing and scored:
+            means["reward_scored"] = means["reward"]
+        if self._missing_reward == "zero":
+            graded |= dict.fromkeys(self._missed, Graded(reward=0.0))
+        if (self._missing_reward == "zero" and self.num_failed) or (self._missing_reward == "refuse" and missing):
+            means.pop("reward", None)
+            return means
+        means["reward"] = fmean(one.reward for one in graded.values())
         if num_samples > 1:
             rows: dict[int, list[Graded]] = {}
-            for row, sample in sorted(self._scored):
-                rows.setdefault(row, []).append(self._scored[row, sample][1])
+            for row, sample in sorted(graded):
+                rows.setdefault(row, []).append(graded[row, sample])
             metrics = answer_metrics([*rows.values()], num_samples=num_samples, correct_reward=correct_reward)
             for name, metric in metrics.items():
                 means |= {name: metric.mean} | ({} if metric.stderr is None else {f"{name}/stderr": metric.stderr})
         return means
+
+    def miss(self, row: int, sample: int, reason: str) -> None:
+        """Count an answer to which the agent or the workflow gave no reward."""
+        self._missed.append((row, sample))
+        self._last_failure, self._is_transient = reason, False
 
     def fail(self, reason: str, *, is_transient: bool = False) -> None:
         """Count a failed answer. Raises like `require_scored` after MAX_FIRST_FAILURES without a scored one."""
@@ -235,9 +266,9 @@ class _Results:
 
     def require_scored(self) -> None:
         """EvaluationFailed when none was scored; ServerUnavailable when the last one failed for lack of a server."""
-        if not self._scored:
+        if not self._scored and not (self._missed and self._missing_reward == "zero"):
             kind = ServerUnavailable if self._is_transient else EvaluationFailed
-            message = f"none of {self.num_failed} held-out rows could be scored; the last failure: {self._last_failure}"
+            message = f"none of {self.num_done} held-out rows could be scored; the last failure: {self._last_failure}"
             raise kind(message, code=EvaluationFailed.code)
 
 
@@ -339,7 +370,7 @@ class Evaluations:
             for row in range(len(rows))
             for sample in range(num_samples)
         ]
-        results = {name: _Results() for name in self._sets}
+        results = {name: _Results(self._options.missing_reward) for name in self._sets}
         task = loop.create_task(self._evaluate(step, mode, items, results), name=f"evaluate-{mode}-{step}")
         return _Running(task=task, results=results, num_answers=len(items), start_s=loop.time())
 
@@ -363,7 +394,7 @@ class Evaluations:
         await self._ledger.durable()
 
     async def _score(self, workflow: RolloutWorkflow, set_name: str, row: int, sample: int, results: _Results) -> None:
-        """Record reward and length of one answer, or a failure when its episode failed or returned None."""
+        """Record reward and length of one answer, or that it has none: its episode failed, or was rejected."""
         try:
             episode = await evaluate_episode(
                 self._engine, workflow, self._sets[set_name][row], count_answer=self._count_answer
@@ -371,11 +402,15 @@ class Evaluations:
             graded = episode and Graded(reward=episode.reward, answer=self._options.answer_of(episode.group))
         except Exception as error:  # noqa: BLE001 - user code: an error fails this one answer
             reason = f"{type(error).__name__}: {error}"
-            _log.warning("held-out row %d failed: %s", row, reason)
-            results.fail(reason, is_transient=isinstance(error, ServerUnavailable))
+            if isinstance(error, AgentFailed | EpisodeRejected):
+                _log.warning("held-out row %d has no reward: %s", row, reason)
+                results.miss(row, sample, reason)
+            else:
+                _log.warning("held-out row %d failed: %s", row, reason)
+                results.fail(reason, is_transient=isinstance(error, ServerUnavailable))
             return
         if episode is None or graded is None:
-            results.fail("the workflow returned None")
+            results.miss(row, sample, "the workflow returned None")
             return
         stats = {f"episode/{name}": value for name, value in episode.stats.items()}
         results.add(row, sample, stats | {"reward": episode.reward, "generated": episode.num_generated}, graded)

@@ -15,19 +15,21 @@ from typing import Any
 
 from areal.api.columns import to_runs
 from areal.api.config import InferenceEngineConfig
-from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup
-from areal.api.engine import InferenceEngine
+from areal.api.data import AGENT_ERROR, MISSING_REWARDS, GenerationRequest, GenerationResponse, TrajectoryGroup
+from areal.api.engine import InferenceEngine, InferenceFleet
 from areal.api.errors import ArealError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.kept import encode_answers
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import EncodedEpisode, TrajectoryError, encode_episode
+from areal.ledger.payload import EncodedEpisode, TokenLimits, TrajectoryError, encode_episode
 from areal.ledger.state import REJECTED, WAITING
 from areal.observe.log import get_logger
 from areal.observe.spans import episode_ended, span, track
 from areal.observe.step_files import logged_metrics
+from areal.rollout.episode_alarms import EpisodeAlarms
 from areal.rollout.gate import GateCounts, GateLimits, room, why_closed
+from areal.system.stacks import waiting_stack
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Counts the results of episodes since the last batch, and the rate of generated tokens.
@@ -132,6 +134,12 @@ class ProducerStopped(ArealError, RuntimeError):
     """Episodes only fail or are only rejected, so no further batch can be composed."""
 
 
+class StuckEpisode(ArealError, TimeoutError):
+    """An episode has not ended in rollout.episode_timeout_s."""
+
+    code = "rollout.episode_timeout"
+
+
 class FailurePolicy:
     """Counts failed and rejected episodes, warns, and returns the error that ends the run once there are too many.
 
@@ -158,10 +166,10 @@ class FailurePolicy:
         self._failing_since_s = 0.0
         self._first_causes: dict[int, str] = {}
 
-    def ended(self) -> None:
+    def ended(self, *, has_reward: bool) -> None:
         """An episode ended without failing, whatever the verdict on it."""
         self.failed_in_a_row = 0
-        self._has_results = True
+        self._has_results = self._has_results or has_reward
 
     def accepted(self) -> None:
         """A group is accepted. The last group of a train step resets the counts of the step."""
@@ -171,8 +179,13 @@ class FailurePolicy:
             self._accepted_of_step = 0
             self._rejected_of_step.clear()
 
-    def rejected(self, reason: str) -> ProducerStopped | None:
-        """A group is rejected. Warns once per train step when few groups are accepted."""
+    def rejected(self, reason: str, episode_id: int | None = None) -> ProducerStopped | None:
+        """A group is rejected. Warns once per train step when few groups are accepted. `episode_id`: it has no reward,
+        and the cause is neither a time limit nor a lost server."""
+        if episode_id is not None and self._is_first_cause(episode_id, reason):
+            advice = MISSING_REWARDS.get(reason) or "`areal show RUN --reason agent_error` has the errors"
+            why = f"the first {FIRST_FAILURES} episodes all ended without a reward ({reason}): {advice}"
+            return ProducerStopped(why, code="rollout.first_failed")
         self._rejected_in_a_row += 1
         self._rejected_of_step[reason] += 1
         total = self._rejected_of_step.total()
@@ -211,9 +224,13 @@ class FailurePolicy:
     def _fails_from_the_start(self, episode_id: int, error: Exception) -> bool:
         """Lost servers and time limits do not count. Ids are compared, because rows without the error may take
         longer to end."""
-        if self._has_results or episode_id >= FIRST_FAILURES or isinstance(error, ConnectionError | TimeoutError):
+        return not isinstance(error, ConnectionError | TimeoutError) and self._is_first_cause(episode_id, _cause(error))
+
+    def _is_first_cause(self, episode_id: int, cause: str) -> bool:
+        """Whether this episode completes the first ones, which all have one cause."""
+        if self._has_results or episode_id >= FIRST_FAILURES:
             return False
-        self._first_causes[episode_id] = _cause(error)
+        self._first_causes[episode_id] = cause
         return len(self._first_causes) == FIRST_FAILURES and len(set(self._first_causes.values())) == 1
 
     def _rejections_text(self) -> str:
@@ -222,7 +239,7 @@ class FailurePolicy:
         texts = {"workflow": "by the workflow, which returned None", "filter": f"by the filter {self._filter_name}"}
         named = ", ".join(f"{count} {texts.get(reason, reason).rstrip()}" for reason, count in reasons.most_common())
         counts = f"{self._accepted_of_step} of {self._batch_size} groups were accepted, {total} were rejected ({named})"
-        agent_errors = sum(count for reason, count in reasons.items() if reason.startswith("agent_error"))
+        agent_errors = sum(count for reason, count in reasons.items() if reason.startswith(AGENT_ERROR))
         if 2 * agent_errors > total:
             show = "`areal show RUN --reason agent_error` has its errors and their lines"
             return f"{counts}. To fix this, correct the agent: {show}."
@@ -331,7 +348,7 @@ class Rejected:
 
 
 def verdict_on(
-    episode_id: int, group: TrajectoryGroup | None, *, accept: AcceptFn | None, check_format: bool
+    episode_id: int, group: TrajectoryGroup | None, *, accept: AcceptFn | None, limits: TokenLimits
 ) -> EncodedEpisode | Rejected:
     """Whether the result of an episode is accepted. Raises TrajectoryError when it cannot be used."""
     if group is None:
@@ -339,10 +356,7 @@ def verdict_on(
     check_stats(group)
     if group.rejected and not group.trajectories:
         return Rejected(reason=group.rejected)
-    encoded = encode_episode(episode_id, group)
-    if check_format:
-        for trajectory in group.trajectories:
-            check_trajectory(trajectory)
+    encoded = encode_episode(episode_id, group, None if group.rejected else limits)
     _check_filter_rewards(group)
     if group.rejected:
         return Rejected(reason=group.rejected, payload=encoded.payload)
@@ -372,34 +386,8 @@ def check_stats(group: TrajectoryGroup) -> None:
             )
 
 
-def check_trajectory(trajectory: Trajectory) -> None:
-    """The additional rules of rollout.check_trajectory_format. Raises TrajectoryError for the first broken one."""
-    if any(token_id < 0 for token_id in trajectory.token_ids):
-        raise TrajectoryError("token_ids holds a negative id", code="workflow.wrong_type")
-    mask_values = set(trajectory.loss_mask)
-    problem = ""
-    if not mask_values <= {0, 1}:
-        problem = f"holds {sorted(mask_values)}; only 0 and 1 are allowed"
-    elif 1 not in mask_values:
-        problem = "marks no token to train on"
-    elif trajectory.loss_mask[0]:
-        problem = "marks the first token, which has no prediction"
-    if problem:
-        raise TrajectoryError(f"loss_mask {problem}", code="workflow.loss_mask")
-    columns = zip(trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions, strict=True)
-    for position, (mask, logprob, version) in enumerate(columns):
-        if not math.isfinite(logprob) or logprob > 1e-3:
-            problem = "which is not a log-probability"
-        elif not mask and logprob != 0.0:
-            problem = "but must be 0.0 where loss_mask is 0"
-        if problem:
-            message = f"rollout_logprobs[{position}] is {logprob}, {problem}"
-            raise TrajectoryError(message, code="workflow.rollout_logprobs")
-        if mask and version < 0:
-            message = f"output_versions[{position}] is {version}, but loss_mask marks this token"
-            raise TrajectoryError(message, code="workflow.output_versions")
-
-
+CLOSE_S = 10.0
+"""Maximum seconds that a controller which ends waits for its cancelled episodes."""
 STARTS_PER_TURN = 64
 """Episodes that one turn of the event loop starts; each costs about 0.1 ms until its first request."""
 
@@ -411,7 +399,7 @@ class Executor:
         self,
         *,
         limits: GateLimits,
-        engine: InferenceEngine,
+        engine: InferenceFleet,
         workflow: RolloutWorkflow,
         rows: PromptStream[dict[str, Any]],
         ledger: Ledger,
@@ -419,6 +407,7 @@ class Executor:
         options: InferenceEngineConfig,
         temperature: float,
         producer: ProducerStats,
+        alarms: EpisodeAlarms,
         on_decided: Callable[[], None],
         on_fatal: Callable[[Exception], None],
     ) -> None:
@@ -433,6 +422,7 @@ class Executor:
         self._options = options
         self._temperature = temperature
         self._producer = producer
+        self._alarms = alarms
         state = ledger.state
         self._failures = FailurePolicy(
             batch_size=limits.batch_size,
@@ -450,6 +440,8 @@ class Executor:
         self._to_restart = deque(state.running)  # same ids, next attempt; they wait for room like new ones
         self.first_failure = ""
         """Id and cause of the first episode in this process that failed, or in which an agent failed; empty = none."""
+        self._num_stuck = 0
+        """Episodes that exceeded rollout.episode_timeout_s."""
         self._admits_more = False
         """The next turn of the loop starts more episodes."""
 
@@ -467,6 +459,11 @@ class Executor:
             waiting=state.counts[WAITING],
             next_step=state.next_step,
         )
+
+    def _token_limits(self) -> TokenLimits:
+        """Servers may have a version before the ledger, and a trainer that went back has published higher ones."""
+        newest = max(self._engine.version, self._ledger.state.highest_version)
+        return TokenLimits(self._engine.vocab_size, newest, self._options.check_trajectory_format)
 
     def hold_requests(self, hold: bool) -> None:
         """Let running episodes send no new request while true; requests already sent continue."""
@@ -537,27 +534,58 @@ class Executor:
             keep_answers=options.keep_rejected > 0,
             temperature=self._temperature,
         )
+        timer = self._limit(episode_id, engine, task)
         result: tuple[TrajectoryGroup | None, EncodedEpisode | Rejected, dict[str, float]] | Exception
         try:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
                 with track("episode", str(episode_id)), logged_metrics() as logged:
                     group = await self._workflow.arun_episode(engine, row)
-                check_format = options.check_trajectory_format
-                verdict = verdict_on(episode_id, group, accept=self._accept, check_format=check_format)
+                verdict = verdict_on(episode_id, group, accept=self._accept, limits=self._token_limits())
                 stats = logged.means() | ({} if group is None else group.stats)
                 result = group, verdict, {name: float(value) for name, value in stats.items()}
             except asyncio.CancelledError:
                 result = RuntimeError("the workflow cancelled itself")
             except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
                 result = error
+            if timer is not None:
+                timer.cancel()
             if task.cancelling():  # whatever the workflow made of it
-                return  # the controller stops or runs the episode again; the ledger keeps it as running
+                return  # stuck, or the controller stops or runs it again: then the ledger keeps it as running
             if isinstance(result, Exception):
                 self._failed(episode_id, result, engine)
             else:
                 self._ended(episode_id, *result, engine, loop.time() - start_s)
             del self._tasks[episode_id]
+            self.admit()
+        except Exception as error:  # noqa: BLE001 - an error of ours, for example of the ledger: it ends the run
+            self._on_fatal(error)
+
+    def _limit(self, episode_id: int, engine: EpisodeEngine, task: asyncio.Task[None]) -> asyncio.TimerHandle | None:
+        if self._workflow.has_time_limit:
+            return None
+        limit_s = self._options.episode_timeout_s
+        return asyncio.get_running_loop().call_later(limit_s, self._expired, episode_id, engine, task)
+
+    def _expired(self, episode_id: int, engine: EpisodeEngine, task: asyncio.Task[None]) -> None:
+        """Fail an episode that does not end, and start another one in its place."""
+        if self._tasks.get(episode_id) is not task:
+            return
+        if not self._may_send.is_set():  # it may have waited for the trainer
+            self._limit(episode_id, engine, task)
+            return
+        try:
+            stack = waiting_stack(task)
+            place = stack[-1] if stack else "no code that Python shows"
+            text = f"episode {episode_id} has not ended in {self._options.episode_timeout_s:g} s"
+            if self._num_stuck == 0:
+                _log.warning("%s; it waits in:\n  %s", text, "\n  ".join(stack))
+            self._num_stuck += 1
+            del self._tasks[episode_id]
+            task.cancel()
+            self._dropped = [one for one in self._dropped if not one.done()] + [task]
+            error = StuckEpisode(f"{text} (rollout.episode_timeout_s): it waits in {place}")
+            self._failed(episode_id, error, engine)
             self.admit()
         except Exception as error:  # noqa: BLE001 - an error of ours, for example of the ledger: it ends the run
             self._on_fatal(error)
@@ -571,17 +599,24 @@ class Executor:
         engine: EpisodeEngine,
         seconds: float,
     ) -> None:
+        loop = asyncio.get_running_loop()
         if group is not None and group.agent_error:
             self._producer.num_agent_errors += 1
             failure = f"the agent failed in episode {episode_id}: {group.agent_error}"
             _log.warning("%s", failure)
             self.first_failure = self.first_failure or failure
-        self._failures.ended()
         self._producer.count_ended(stats)
+        reason = verdict.reason if isinstance(verdict, Rejected) else ""
+        has_failed_agent, is_missing = reason.startswith(AGENT_ERROR), reason in MISSING_REWARDS
+        signs = ["agent_errors"] * (group is not None and bool(group.agent_error)) + ["missing_rewards"] * is_missing
+        cause = f"episode {episode_id}: {reason}" if is_missing else "" if group is None else group.agent_error
+        self._alarms.ended(signs, cause, loop.time())
+        self._failures.ended(has_reward=not (has_failed_agent or is_missing))
         if isinstance(verdict, Rejected):
             self._producer.num_rejected += 1
             self._reject(episode_id, verdict.reason, verdict.payload or _answers_of(episode_id, engine))
-            self._stop(self._failures.rejected(verdict.reason))
+            counts = has_failed_agent or (is_missing and reason != "agent_timeout")
+            self._stop(self._failures.rejected(verdict.reason, episode_id if counts else None))
             self._on_decided()
             return
         if self._is_dropped(verdict.min_version):
@@ -612,12 +647,18 @@ class Executor:
         without_traceback = isinstance(error, ArealError) or self._failures.failed_in_a_row > 0
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if without_traceback else error)
         self._producer.num_failed += 1
-        self._producer.num_agent_errors += isinstance(error, ArealError) and error.code == "agent.failed"
-        self._ledger.fail(episode_id, reason, payload=_answers_of(episode_id, engine))
+        is_of_agent = isinstance(error, ArealError) and error.code == "agent.failed"
+        self._producer.num_agent_errors += is_of_agent
+        kind = error.counted_as if isinstance(error, ArealError) else type(error).__name__
+        self._ledger.fail(episode_id, reason, kind=kind, payload=_answers_of(episode_id, engine))
         self._trace(episode_id, "failed")
         episode_ended(episode_id, "failed", reason)
         self.first_failure = self.first_failure or f"episode {episode_id} failed: {reason}"
         now_s, was_held = asyncio.get_running_loop().time(), not self._may_send.is_set()
+        kinds = {"agent_errors": is_of_agent, "stuck_episodes": isinstance(error, StuckEpisode)}
+        kinds["invalid_numbers"] = isinstance(error, TrajectoryError)
+        signs = ["failed_episodes", *(name for name, is_so in kinds.items() if is_so)]
+        self._alarms.ended(signs, f"{type(self._workflow).__name__}, episode {episode_id}: {reason}", now_s)
         self._stop(self._failures.failed(episode_id, error, reason, now_s=now_s, was_held=was_held))
 
     def _stop(self, error: ProducerStopped | None) -> None:
@@ -640,7 +681,8 @@ class Executor:
         tasks = [*self._tasks.values(), *self._dropped]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:  # a workflow may ignore that it is cancelled
+            await asyncio.wait(tasks, timeout=CLOSE_S)
 
 
 def _answers_of(episode_id: int, engine: EpisodeEngine) -> bytes:

@@ -91,6 +91,18 @@ def describe_tasks(tasks: set[asyncio.Task[Any]]) -> str:
     return "".join(lines)
 
 
+def waiting_stack(task: asyncio.Task[Any]) -> list[str]:
+    """Where a task waits: file, line and function of each frame, the outermost first. Follows tasks that it gathers."""
+    frames: list[str] = []
+    current: asyncio.Task[Any] | None = task
+    while current is not None:
+        frames += [text for _, text in _frames(current.get_coro())]
+        waits_for: Any = getattr(current, "_fut_waiter", None)  # no public function has it before Python 3.14
+        children = getattr(waits_for, "_children", [waits_for])
+        current = next((one for one in children if isinstance(one, asyncio.Task) and not one.done()), None)
+    return frames
+
+
 def _place(task: asyncio.Task[Any]) -> str:
     frames = _frames(task.get_coro())
     if not frames:

@@ -20,9 +20,8 @@ import torch
 from areal.api.config import BaseExperimentConfig, Cadence, ChosenAlarm, HubUploadConfig, PPOConfig, SaverConfig
 from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine
-from areal.api.errors import ArealError
-from areal.api.metrics import Metrics, metric_values
-from areal.observe.alarms import Alarm, AlarmRules, Row, alarms_text, by_meaning
+from areal.api.metrics import Metrics, metric_values, result_text
+from areal.observe.alarms import Alarm, AlarmRules, Row, alarm_stop, alarms_text, by_meaning
 from areal.observe.log import get_logger
 from areal.observe.step_files import SampleRow, StepLines, read_step_lines
 from areal.observe.trackers import Tracker, build_trackers
@@ -36,25 +35,11 @@ from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 # The sanity alarms of a run, on trainer rank 0: reads the metrics of every step, writes alarms.jsonl and the log.
 
 
-class AlarmStop(ArealError, RuntimeError):
-    """An alarm with action=stop ended the run. A restart is useless."""
-
-
-def alarm_stop(chosen: ChosenAlarm, step: int) -> AlarmStop:
-    """The error that ends the run after `step` train steps."""
-    rule = chosen.rule
-    return AlarmStop(
-        f"{rule.meaning}: the alarm {rule.name} ended the run after train step {step} "
-        f"({rule.side} {chosen.limit:g} in {chosen.steps} steps, action stop; alarms.jsonl contains the value). "
-        f"Likely causes: {rule.causes}. Look at: {rule.look_at}",
-        code=rule.code,
-    )
-
-
 def chosen_alarms(config: BaseExperimentConfig) -> list[ChosenAlarm]:
-    """The rules that apply to this kind of run."""
+    """The rules on metrics of train steps that apply to this kind of run."""
     compares_groups = isinstance(config, PPOConfig) and config.gconfig.n_samples > 1 and config.critic is None
-    return [one for one in config.alarms.chosen() if compares_groups or one.rule.name != "uniform_groups"]
+    chosen = [one for one in config.alarms.chosen() if one.rule.per == "step"]
+    return [one for one in chosen if compares_groups or one.rule.name != "uniform_groups"]
 
 
 class RunAlarms:
@@ -234,8 +219,10 @@ class Saver:
         if self._config.keep_best in metrics:
             scores[step] = metrics[self._config.keep_best]
         else:
-            text = "%s: step %d has no such metric (saver.keep_best): its export cannot be the best"
-            get_logger("trainer").warning(text, self._folder, step)
+            text = "%s: step %d has no such metric (saver.keep_best)%s: its export cannot be the best"
+            name = self._config.keep_best.rpartition("/")[0]
+            why = f": {result_text(metrics, name)}" if f"{name}/answers" in metrics else ""
+            get_logger("trainer").warning(text, self._folder, step, why)
         write_atomic(path, json.dumps(scores).encode())
         return scores
 
@@ -379,7 +366,9 @@ class AfterStep:
     def before_first(self) -> None:
         """Evaluate before any training."""
         if self._hooks.evaluate is not None:
-            self._track(0, self._hooks.evaluate(0))
+            self._track(0, values := self._hooks.evaluate(0))
+            if (stopped_by := self._stopped_by(0, values)) is not None:
+                raise alarm_stop(stopped_by, 0)
 
     def __call__(self, info: StepInfo, metrics: Metrics, seconds: dict[str, float]) -> bool:
         """Raises AlarmStop on every rank when an alarm ends the run."""

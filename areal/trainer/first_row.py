@@ -4,8 +4,12 @@ Started by the launcher, because it runs the user's code: `python -m areal.train
 one JSON object; what the user's code prints goes to standard error.
 """
 
+import ast
+import inspect
 import os
+import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +23,7 @@ from areal.agent.agent_run import first_messages
 from areal.agent.tool_calls import tool_schema
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
-from areal.api.data import row_json
+from areal.api.data import MISSING_REWARDS, row_json
 from areal.api.errors import ArealError, ConfigProblem, InputError
 from areal.api.registry import FunctionRef, entries, load_function
 from areal.api.workflow import RolloutWorkflow
@@ -131,6 +135,8 @@ def try_first_row(config: PPOConfig) -> FirstRow:
         has_rewards = bool(config.reward_fn or config.reward.names_functions)
         if has_rewards:
             _try_rewards(trial, prompt, result)
+        elif config.workflow == "agent":
+            _look_for_reward(config, result)
         _try_held_out(trial, result, has_rewards=has_rewards)
     except ArealError as error:
         result.problems += list(getattr(error, "problems", ())) or [ConfigProblem("row 0", str(error), error.code)]
@@ -185,6 +191,22 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
         result = parsed_result(value)
         if result["status"] != "ok":
             found.problems.append(ConfigProblem(str(term.function), result["message"], "reward.not_a_number"))
+
+
+def _look_for_reward(config: PPOConfig, found: FirstRow) -> None:
+    """Warn of an agent in Python that neither returns a value nor reports one, where no function scores."""
+    job = agent_job(**config.workflow_args)
+    if job is None or job.agent is None:
+        return
+    agent = load_function(job.agent)
+    function = agent.run if isinstance(agent, type) else agent
+    with suppress(OSError, SyntaxError):  # its source is not there
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        returns = any(isinstance(node, ast.Return) and node.value is not None for node in ast.walk(tree))
+        file = Path(inspect.getsourcefile(function) or "").read_text()
+        if not returns and not re.search(r"\.reward\(|/reward", file):
+            text = f"{job.agent} returns nothing, and no reward function is set, so that no episode has a reward"
+            found.warnings.append(f"{text}: {MISSING_REWARDS['no_reward']}")
 
 
 def _try_held_out(trial: Trial, found: FirstRow, *, has_rewards: bool) -> None:

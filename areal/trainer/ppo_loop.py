@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Protocol, TypeVar
@@ -26,9 +26,9 @@ from areal.api.batch import BatchShare, TokenOutputs, TrainBatch, required
 from areal.api.config import EvaluatorConfig, PPOConfig, StatsLoggerConfig
 from areal.api.data import REWARD_PART, TEMPERATURES, ProbeScore, ProbeTokens, StepInfo, reward_parts
 from areal.api.engine import AdapterSource, Ranks, TrainEngine, WeightChannel, WeightSource
-from areal.api.errors import InputError
+from areal.api.errors import InputError, TrainingDiverged
 from areal.api.images import ImageRef
-from areal.api.metrics import Metric, Metrics, merge_metrics
+from areal.api.metrics import Metric, Metrics, evaluations_of, merge_metrics, result_text
 from areal.api.table import images_of
 from areal.data.pack import by_session, rows_to_train_batch, to_train_batch
 from areal.data.tokenizer import Tokenizer, load_tokenizer
@@ -332,34 +332,35 @@ class PPOLoop:
         for info in self._progress.remaining_steps():
             began_s = time.monotonic()
             self._clock.begin_step(info.step)
-            with phase("rollout"):
-                share = self._next_share(info.step)
-                batch = to_train_batch(share)
-            with phase("scores"):
-                batch, scored = reward_model.with_scores(batch) if reward_model else (batch, {})
-            with phase("filters"):
-                batch, filtered = actor.with_filters(batch)
-            with phase("prox_logprobs"):
-                batch = actor.with_prox_logprobs(batch)
-            with phase("ref_logprobs"):
-                batch = reference.with_ref_logprobs(batch) if reference else batch
-            with phase("teacher_logprobs"):
-                batch = teacher.with_teacher_logprobs(batch) if teacher else batch
-            with phase("values"):
-                batch = critic.with_values(batch) if critic else batch
-            with phase("correction"):
-                batch, mismatch = actor.with_correction(batch)
-            with phase("advantages"):
-                batch = actor.with_advantages(batch)
-                batch, distilled = teacher.with_advantages(batch) if teacher else (batch, {})
-            with phase("publish_weights"):
-                self._channel.wait_served()
-            with phase("update"):
-                chosen, resampled = actor.with_resampling(batch)
-                metrics = resampled | actor.update(chosen, step=info.step)
-                metrics |= critic.update(chosen, step=info.step) if critic else {}
-                metrics |= reference.after_update(info.step + 1) if reference else {}
-                batch, measured = actor.with_first_pass(batch)
+            with _batch_of(info.step):
+                with phase("rollout"):
+                    share = self._next_share(info.step)
+                    batch = to_train_batch(share)
+                with phase("scores"):
+                    batch, scored = reward_model.with_scores(batch) if reward_model else (batch, {})
+                with phase("filters"):
+                    batch, filtered = actor.with_filters(batch)
+                with phase("prox_logprobs"):
+                    batch = actor.with_prox_logprobs(batch)
+                with phase("ref_logprobs"):
+                    batch = reference.with_ref_logprobs(batch) if reference else batch
+                with phase("teacher_logprobs"):
+                    batch = teacher.with_teacher_logprobs(batch) if teacher else batch
+                with phase("values"):
+                    batch = critic.with_values(batch) if critic else batch
+                with phase("correction"):
+                    batch, mismatch = actor.with_correction(batch)
+                with phase("advantages"):
+                    batch = actor.with_advantages(batch)
+                    batch, distilled = teacher.with_advantages(batch) if teacher else (batch, {})
+                with phase("publish_weights"):
+                    self._channel.wait_served()
+                with phase("update"):
+                    chosen, resampled = actor.with_resampling(batch)
+                    metrics = resampled | actor.update(chosen, step=info.step)
+                    metrics |= critic.update(chosen, step=info.step) if critic else {}
+                    metrics |= reference.after_update(info.step + 1) if reference else {}
+                    batch, measured = actor.with_first_pass(batch)
             with phase("publish_weights"):
                 self._publish(info.step)
             measured = merge_metrics(scored, filtered, mismatch, measured, distilled, batch_metrics(batch))
@@ -381,6 +382,17 @@ class PPOLoop:
         checksum = self._channel.publish(step + 1)
         if self._ranks.rank == 0:
             self._batches.consumed(step, step + 1, checksum)
+
+
+@contextlib.contextmanager
+def _batch_of(step: int) -> Iterator[None]:
+    """Adds to a refusal of the batch what the user can do: a recorded batch would be served again at every start."""
+    try:
+        yield
+    except (InputError, TrainingDiverged) as error:
+        advice = f"batch {step} is recorded: `python -m areal.ledger skip RUN` leaves it out, if it stays unusable"
+        error.args = (f"{error}; {advice}",)
+        raise
 
 
 def _share_metrics(share: BatchShare, began_s: float) -> Metrics:
@@ -413,8 +425,7 @@ class Evaluator:
             question = partial(self._client.evaluate, steps_done, mode)
             result = ask_controller(question, channel=self._channel, ranks=self._ranks, version=steps_done)
             values |= {f"eval/{mode}/{name}": value for name, value in result.items()}
-        rewards = {name.removesuffix("/reward"): value for name, value in values.items() if name.endswith("/reward")}
-        shown = ", ".join(f"{name[5:]} {value:.3f}" for name, value in rewards.items() if "/episode" not in name)
+        shown = "; ".join(f"{name[5:]} {result_text(values, name)}" for name in evaluations_of(values))
         get_logger("trainer").info("evaluation after %d steps: reward %s", steps_done, shown)
         return values
 

@@ -86,6 +86,7 @@ def serve_rollouts(
             eval_workflows=evaluation_workflows(config, eval_workflow or workflow) if valid_sets else None,
             eval_options=held_out_options(config) if valid_sets else None,
             accept=accept or resolve_accept_fn(config.rollout.should_accept_fn),
+            alarms_path=RunPaths.of(config).alarms,
         )
 
     paths = RunPaths.of(config)
@@ -119,7 +120,12 @@ def recorded_experts(config: PPOConfig) -> ExpertShape | None:
 
 def held_out_options(config: PPOConfig) -> HeldOutOptions:
     """How an evaluation of a training answers and grades its rows."""
-    options = HeldOutOptions(num_samples=config.evaluator.n_samples, correct_reward=config.evaluator.correct_reward)
+    evaluator = config.evaluator
+    options = HeldOutOptions(
+        num_samples=evaluator.n_samples,
+        correct_reward=evaluator.correct_reward,
+        missing_reward=evaluator.missing_reward,
+    )
     if options.num_samples == 1:
         return options
     tokenizer, answer_of = tokenizer_of(config, config.actor.path), answer_function(config)

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,9 +24,9 @@ from areal.agent.tool_calls import special_tokens, style_of
 from areal.agent.transcript import Cut, OnDrift, Transcript, trajectories
 from areal.agent.turns import BUDGET_CODES, END_CODES
 from areal.api.config import AgentConfig, GenerationHyperparameters, RewardConfig
-from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.data import AGENT_ERROR, Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
-from areal.api.errors import ConfigError, RewardError, ServerUnavailable
+from areal.api.errors import AgentFailed, ConfigError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
 from areal.api.registry import FunctionRef, parse_function_path
 from areal.api.workflow import RewardFn, RolloutWorkflow
@@ -127,9 +128,9 @@ class FinishedSession:
 
 def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> TrajectoryGroup:
     """The group of the sessions of one row. Rejected when a session has no reward (agent.missing_reward): with the
-    reason `agent_error` and the kind of error where the agent failed, else `no_reward`.
+    reason `agent_error` and the kind of error where the agent failed, else with one of MISSING_REWARDS.
 
-    When no session has a reward, raises RewardError if an agent failed, and ServerUnavailable if the servers did.
+    When no session has a reward, raises AgentFailed if an agent failed, and ServerUnavailable if the servers did.
     """
     usable = [one for one in found if one.is_usable]
     for one in found:
@@ -138,12 +139,13 @@ def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> Trajec
     agent_error = next((one.agent_error for one in found if one.agent_error), "")
     if not usable and agent_error:
         what = "agent_error in every session" if _EXCEPTION.match(agent_error) else "no session has a reward"
-        raise RewardError(f"{what}: {agent_error}", code="agent.failed")
+        kind = _EXCEPTION.match(agent_error)
+        raise AgentFailed(f"{what}: {agent_error}", kind[0] if kind else "")
     unserved = next((one.outcome for one in found if one.outcome.status == "error" and not one.outcome.refusal), None)
     if not usable and unserved is not None:
         raise ServerUnavailable(f"no session has a reward: {unserved.message}", code="agent.no_server")
     least = len(found) if config.missing_reward == "reject" else min(2, len(found))
-    missing = _reason(agent_error) if agent_error else "no_reward"
+    missing = _reason(agent_error) if agent_error else _missing_reason(found)
     rejected = missing if len(usable) < least else ""
     rows: list[Trajectory] = []
     for number, one in enumerate(usable):
@@ -163,7 +165,18 @@ def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> Trajec
 def _reason(agent_error: str) -> str:
     """Why a group is rejected: the name of the exception, if the message begins with one, without its text."""
     kind = _EXCEPTION.match(agent_error)
-    return f"agent_error: {kind[0]}" if kind else "agent_error"
+    return f"{AGENT_ERROR}: {kind[0]}" if kind else AGENT_ERROR
+
+
+def _missing_reason(found: Sequence[FinishedSession]) -> str:
+    """The most frequent one of MISSING_REWARDS in the sessions without a reward."""
+    reasons = Counter(
+        "agent_timeout" if one.outcome.status == "timeout" or one.outcome.refusal == "agent.time_budget"
+        else "turn_budget" if any(one.session.counts.refused[code] for code in BUDGET_CODES)
+        else "no_reward"
+        for one in found if not one.is_usable
+    )  # fmt: skip
+    return reasons.most_common(1)[0][0] if reasons else "no_reward"
 
 
 def _trajectories(one: FinishedSession, number: int, config: AgentConfig) -> list[Trajectory]:
@@ -246,6 +259,8 @@ class AgentWorkflow(RolloutWorkflow):
     and `step`, with or without `tools`; `tools` alone; or `online`, programs that areal does not start. The reward is
     what was reported by POST, else what the agent returned, else that of the reward functions for the last answer.
     """
+
+    has_time_limit = True
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class Conversation:
         """`prompt`: the first fixed tokens. `max_tokens`: limit of all tokens together; None = none. `images`: those of
         the dialogue; `token_ids` and `prompt` then have their places in the form of `DialogueImages`."""
         self._images = images
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._enable_thinking = enable_thinking
         self._tree = TokenTree()
@@ -116,7 +116,7 @@ class Conversation:
         return EncodedPrompt(text, self._shown(self.token_ids[: answer.position]))
 
     def add_answer(self, response: GenerationResponse) -> str:
-        text = self._tokenizer.decode(list(response.output_ids), skip_special_tokens=True)
+        text = self.tokenizer.decode(list(response.output_ids), skip_special_tokens=True)
         position, finished = self._end.end, response.stop_reason == "stop"
         self._texts.append((position, text))
         self._end = self._tree.add_generated(
@@ -150,7 +150,7 @@ class Conversation:
         elif any(part.get("type") == "image" for one in messages for part in parts_of(one)):
             text = "the messages have images, and the policy takes text only"
             raise InputError(text, code="agent.multimodal")
-        token_ids = tokens_after_answer(self._tokenizer, messages, enable_thinking=self._enable_thinking)
+        token_ids = tokens_after_answer(self.tokenizer, messages, enable_thinking=self._enable_thinking)
         return token_ids if self._images is None else self._images.placed(token_ids, messages)
 
     def request_ids(self) -> tuple[Sequence[int], Sequence[ImageRef]]:
@@ -168,7 +168,7 @@ class Conversation:
         if self._end.is_generated and self._end.token_ids[-1:] == token_ids[:1]:
             token_ids = token_ids[1:]
         written = token_ids if self._images is None else self._images.written(token_ids)
-        self._add_fixed(token_ids, self._tokenizer.decode(list(written)))
+        self._add_fixed(token_ids, self.tokenizer.decode(list(written)))
         return True
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
@@ -176,7 +176,7 @@ class Conversation:
 
     def add_text(self, text: str) -> bool:
         """Append plain text, encoded without special tokens. False, and no change, as in `add_turn`."""
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         if not self._has_room(token_ids):
             return False
         self._add_fixed(token_ids, text)

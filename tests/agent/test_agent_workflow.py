@@ -90,7 +90,7 @@ EPISODES = {  # agent, policy, options -> rewards of the trajectories, why the g
     "sessions without reward are left out": (
         "sometimes_without_reward", ["1", "2", "1"], {"n_samples": 3, "missing_reward": "leave_out"},
         [1.0, 1.0], "", {"no_reward": pytest.approx(1 / 3)}),
-    "an agent that hangs": ("hangs", "1", {"timeout_s": 0.3}, [], "no_reward", {"agent_timeouts": 1}),
+    "an agent that hangs": ("hangs", "1", {"timeout_s": 0.3}, [], "agent_timeout", {"agent_timeouts": 1}),
     "the reward function scores the last answer": ("without_reward", "42", SCORED, [1.0], "", {}),
     "a used-up budget is scored": (
         "too_many_turns", "42", SCORED | {"max_turns": 2}, [1.0] * 2, "", {"budget_stops": 1, "num_turns": 2}),
@@ -139,10 +139,12 @@ async def test_sessions_that_the_servers_failed_are_no_error_of_the_agent(play, 
         await play("run", fails)
 
 
-@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_seconds": 1e-9}])
-async def test_a_used_up_budget_without_a_reward_is_no_error_of_the_agent(play, limit) -> None:
+@pytest.mark.parametrize(
+    ("limit", "reason"), [({"max_turns": 2}, "turn_budget"), ({"max_seconds": 1e-9}, "agent_timeout")]
+)
+async def test_a_used_up_budget_without_a_reward_is_no_error_of_the_agent(play, limit, reason) -> None:
     group = await play("too_many_turns", "42", **limit)
-    assert (group.rejected, group.agent_error) == ("no_reward", "")
+    assert (group.rejected, group.agent_error) == (reason, "")
 
 
 @pytest.mark.parametrize(

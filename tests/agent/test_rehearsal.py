@@ -61,6 +61,14 @@ ZERO, ERROR = AgentOutcome(status="ok", reward=0.0), AgentOutcome(status="error"
 LEAK = AgentOutcome(status="ok", reward=1.0, leaks=["a"])
 
 
+@pytest.mark.parametrize("needs_reward", [False, True])
+def test_a_good_answer_needs_a_reward_where_no_function_gives_one(needs_reward):
+    found = problems_of(
+        SCENARIOS[0], AgentOutcome(status="ok"), reward=None, good_reward=None, num_lost=0, needs_reward=needs_reward
+    )
+    assert found == ["no reward"] * needs_reward
+
+
 @pytest.mark.parametrize(
     ("name", "outcome", "good", "lost", "problems"),
     [  # a zero counts where the policy is not at fault, and an error is right in an outage only

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from areal.agent.transcript import Cut, Transcript, rows_of_tree, trajectories, tree_of_rows
 from areal.agent.turns import TurnRequest
 from areal.api.columns import ROUTED_EXPERTS
-from areal.api.data import TURN_REWARDS, TURNS
-from areal.rollout.executor import check_trajectory
+from areal.api.data import TURN_REWARDS, TURNS, TrajectoryGroup
+from areal.ledger.payload import TokenLimits, encode_episode
 from tests.agent.char_bridge import CharBridge, answer, messages_of, request_of, response_of, text_of
 
 CUTS = get_args(Cut)
@@ -19,7 +19,7 @@ def trained(rows):
     """Every trained token with the tokens before it and what is recorded about it."""
     found = []
     for row in rows:
-        check_trajectory(row)
+        encode_episode(0, TrajectoryGroup(trajectories=[row]), TokenLimits(2**16, 99, strict=True))
         rewards = row.columns.get(TURN_REWARDS) or [row.reward] * len(row.token_ids)
         for place, flag in enumerate(row.loss_mask):
             if flag:

@@ -41,6 +41,37 @@ def request(text="2+2?", **options) -> TurnRequest:
     return TurnRequest(messages=({"role": "user", "content": text},), fingerprint=text, **options)
 
 
+async def test_ids_of_calls_are_unique_in_the_session_and_the_prompt_keeps_those_of_the_policy() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}, "id": "mine"}</tool_call>'
+    engine = ScriptedEngine(lambda prompt: text)
+    session = session_of(engine, template=CHATML.replace("{{ message", "{{ message.tool_call_id }}{{ message"))
+    dialogue = [QUESTION]
+    for turn in range(3):
+        (answer,) = await session.answer(TurnRequest(messages=tuple(dialogue), tools=(ADD,), fingerprint=str(turn)))
+        (call,) = answer.tool_calls
+        dialogue += [answer_message(answer), {"role": "tool", "tool_call_id": call.call_id, "content": "1"}]
+        assert session.turn_of(call.call_id) == answer.turn_id
+    assert len({call["id"] for one in dialogue for call in one.get("tool_calls", ())}) == 3
+    assert session.transcript.num_forks == 0
+    assert [one.get("tool_call_id") for one in session.last_messages if one["role"] == "tool"] == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("is_sent_back", [True, False])
+async def test_reasoning_that_a_client_does_not_send_back_is_restored(is_sent_back) -> None:
+    texts = iter(["<think>\nhm\n</think>\n\nfour", "five"])
+    engine = ScriptedEngine(lambda prompt: next(texts))
+    session = session_of(engine)
+    (answer,) = await session.answer(request())
+    message = answer_message(answer)
+    assert (answer.text, answer.reasoning) == ("four", "hm")
+    if not is_sent_back:
+        del message["reasoning_content"]
+    await session.answer(TurnRequest(messages=(QUESTION, message, QUESTION), fingerprint="2"))
+    assert (session.transcript.num_forks, session.transcript.num_drifts) == (0, 0)
+    assert "hm" in tool_tokenizer().decode(list(engine.requests[-1].input_ids))
+    assert session.last_messages[1]["reasoning_content"] == "hm"
+
+
 def numbered() -> ScriptedEngine:
     counter = iter(range(100))
     return ScriptedEngine(lambda prompt: str(next(counter)))

@@ -25,7 +25,7 @@ def runs(tmp_path):
         (folder / "config.yaml").write_text(re.sub(r"\blr: \S+", f"lr: {rate}", QUICKSTART.read_text()))
         rows = [{"step": step, "time": 1.0, "rollout/reward": value} for step, value in enumerate(rewards, start=1)]
         if name == "fast":
-            rows[2]["eval/greedy/reward"] = 0.75
+            rows[2] |= {"eval/greedy/reward": 0.75, "eval/greedy/missing": 4, "eval/greedy/answers": 16}
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         folders.append(str(folder))
     return folders
@@ -36,10 +36,11 @@ def test_options_that_differ_and_curves(runs, json_of):
     assert found["runs"] == ["slow", "fast"]
     assert found["config"] == {"actor.optimizer.lr": [4e-4, 8e-4]}
     slow, fast = found["curves"]["rollout/reward"]
-    assert slow == {"steps": [1, 2], "values": [0.1, 0.2]}
+    assert slow == {"steps": [1, 2], "values": [0.1, 0.2], "note": ""}
     assert fast["values"] == [0.1, 0.5, 0.9]
-    assert found["curves"]["eval/greedy/reward"] == [None, {"steps": [3], "values": [0.75]}]
-    assert list(json_of("compare", *runs, "--metric", "eval/*")["curves"]) == ["eval/greedy/reward"]
+    note = "0.750, 4 of 16 without a reward"
+    assert found["curves"]["eval/greedy/reward"] == [None, {"steps": [3], "values": [0.75], "note": note}]
+    assert list(json_of("compare", *runs, "--metric", "eval/*/reward")["curves"]) == ["eval/greedy/reward"]
 
 
 def test_the_text_has_a_line_per_run_and_metric(runs, text_of):

@@ -44,10 +44,11 @@ def run(tmp_path):
     processes = [process | {"name": "server-0"}, process | {"name": "controller", "role": "controller"}]
     paths.plan.write_text(json.dumps({"processes": processes, "numbers": {"total_steps": 10}}))
     rows = [{"step": 0, "time": 100.0, "eval/greedy/reward": 0.1, "eval/greedy/episode/reward": 0.1}]
+    evaluated = {"eval/greedy/reward": 0.4, "eval/greedy/missing": 2, "eval/greedy/answers": 8}
     rows += [
         row(1),
         row(2),
-        row(3, **{"eval/greedy/reward": 0.4, "eval/loss": 2.5, "batch/ref_kl": 0.01}),
+        row(3, **evaluated, **{"eval/loss": 2.5, "batch/ref_kl": 0.01}),
         row(4, **{"actor/entropy": None}),
     ]
     paths.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
@@ -71,10 +72,11 @@ def drawn(found, width):
 def test_a_dead_run_is_described_from_its_files(run, json_of):
     found = json_of("watch", run.root)
     assert (found["state"], found["step"], found["total_steps"], found["eta_s"]) == ("dead", 4, 10, None)
-    assert found["curves"]["reward"] == {"steps": [1, 2, 3, 4], "values": [0.1, 0.2, 0.3, 0.4]}
+    assert found["curves"]["reward"] == {"steps": [1, 2, 3, 4], "values": [0.1, 0.2, 0.3, 0.4], "note": ""}
     assert found["curves"]["entropy"]["steps"] == [1, 2, 3]
-    loss = {"steps": [3], "values": [2.5]}  # of supervised training
-    assert found["held_out"] == {"greedy": {"steps": [0, 3], "values": [0.1, 0.4]}, "loss": loss}
+    loss = {"steps": [3], "values": [2.5], "note": ""}  # of supervised training
+    assert found["held_out"] == {"greedy": {"steps": [0, 3], "values": [0.1, 0.4], "note": ""}, "loss": loss}
+    assert found["unscored"] == ["eval/greedy/reward: 0.400, 2 of 8 without a reward"]
     assert found["staleness"] == {"0": 0.25, "1": 0.75}
     assert list(found["seconds_by_phase"]) == ["update", "rollout", "publish_weights"]
     assert found["waits"]["the trainer waits for answers"] == 0.25

@@ -185,8 +185,9 @@ def test_a_workflow_that_shifts_tokens_and_a_reward_that_fails_or_is_constant(fo
     done = launch(folder, "shifted", *words, f"alarms.rules=[{few_tokens}]")
     assert done.returncode == 0, done.stderr
     found = alarms_of(run)
-    assert found[: len(first)] == first
-    assert len(set(found)) == len(found)
+    assert [one for one in found if one in first] == first
+    of_steps = [one for one in found if one[1] != "failed_episodes"]
+    assert len(set(of_steps)) == len(of_steps)
     names = {name for _, name in found}
     assert {"logprob_gap", "logprob_k3", "effective_sample_size", "reward_constant"} <= names
     assert "uniform_groups" not in names
@@ -194,12 +195,13 @@ def test_a_workflow_that_shifts_tokens_and_a_reward_that_fails_or_is_constant(fo
     episodes = summary["episodes"]
     assert [(alarm["step"], alarm["name"]) for alarm in summary["alarms"]] == found
     assert episodes["consumed"] == 32
-    assert episodes["failed"] == episodes["reasons"]["failed: RewardError"] > 3
+    assert episodes["failed"] == episodes["reasons"]["failed: workflow.reward_failed"] > 3
     last = done.stderr.strip().splitlines()[-1]
     assert f"{episodes['failed']} failed" in last
     assert all(name in last for name in names)
     new = [line for line in done.stderr.splitlines() if line.startswith("areal: alarm at step")]
     assert new
+    new = [line for line in new if "failed_episodes" not in line]  # the second controller raises it again
     assert not [line for line in new if int(line.removeprefix("areal: alarm at step ").partition(":")[0]) <= 3]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import math
 import struct
 
 import pytest
@@ -16,7 +17,7 @@ from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.fleet import Answer, token_budget
-from areal.fleet.replica import AnswerForm, PartChunk
+from areal.fleet.replica import AnswerForm, PartChunk, RequestLimits
 from areal.fleet.server_client import experts_of, prior_output_bias, versions_of
 from areal.inference.engine import _adjusted, sample
 from areal.inference.scheduler import ALL_TOKENS, SamplingParams, Sequence
@@ -54,7 +55,7 @@ def test_parts_add_up_to_the_whole_budget(budget: int, minimum: int, cuts: list[
         assert part.gconfig.min_new_tokens == max(0, min(minimum, budget) - len(expected))
         made = list(range(len(expected), min(len(expected) + size, budget)))
         answer.add(chunk(*made, version=part_index, finish=None if len(expected) + size < budget else "length"))
-        answer.end_part()
+        answer.end_part(99)
         expected += made
     response = answer.response()
     assert response.output_ids == expected == list(range(budget))
@@ -84,7 +85,7 @@ def test_a_stop_token_ends_an_answer_without_its_last_chunk(gconfig: dict, finis
     answer = Answer(a_request(**gconfig), AnswerForm(stream_interval=8))
     answer.next_part("server-0")
     answer.add(chunk(5, 9))
-    answer.end_part()
+    answer.end_part(99)
     assert (answer.stop_reason is not None) == finished
 
 
@@ -110,6 +111,35 @@ def test_of_a_chunk_with_unusable_numbers_nothing_is_kept() -> None:
     answer.add(chunk(4))
     found = answer.response()
     assert (found.output_ids, len(found.output_logprobs), len(found.output_versions)) == ([1, 4], 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("token_id", "logprob", "version"),
+    [
+        (-1, -1.0, 3),
+        (100, -1.0, 3),
+        (5, math.nan, 3),
+        (5, math.inf, 3),
+        (5, -math.inf, 3),
+        (5, 0.5, 3),
+        (5, -1.0, 4),
+        (5, -1.0, -2),
+    ],
+)
+@pytest.mark.parametrize("finish", ["stop", None])
+def test_a_part_with_a_number_that_no_trainer_can_use_is_dropped(token_id, logprob, version, finish) -> None:
+    answer = Answer(a_request(max_new_tokens=8), AnswerForm(stream_interval=8))
+    answer.check(RequestLimits(vocab_size=100, context_length=99))
+    answer.next_part("server-0")
+    answer.add(PartChunk([99, 0], [0.0005, -9999.0], [-1, -1] if version < -1 else [3, 3], "abort"))
+    assert answer.end_part(3) == ""
+    if version < -1:
+        answer = Answer(a_request(max_new_tokens=8), AnswerForm(stream_interval=8))
+    answer.next_part("server-1")
+    answer.add(PartChunk([7, token_id, 8], [-1.0, logprob, -1.0], [version] * 3, finish))
+    assert answer.end_part(3).startswith("server-1 sent ")
+    assert answer.stop_reason is None
+    assert answer.response().output_ids == ([] if version < -1 else [99, 0])
 
 
 def test_version_spans_are_expanded_to_one_per_token() -> None:
@@ -322,7 +352,7 @@ def test_an_answer_is_complete_with_correct_versions_after_any_failures(budget: 
             world.play(plan, part, answer)
         except ServerUnavailable:
             failed = True
-        answer.end_part()
+        answer.end_part(99)
         now = answer.response()
         assert now.output_ids == list(range(len(now.output_ids)))
         assert now.output_logprobs == [-float(token) for token in now.output_ids]
@@ -370,7 +400,7 @@ def test_an_answer_whose_last_part_has_no_record_is_unknown_there() -> None:
     answer = Answer(a_request(max_new_tokens=2), AnswerForm(stream_interval=8, experts=SHAPE))
     answer.next_part("server-0")
     answer.add(chunk(5, 6))
-    answer.end_part()
+    answer.end_part(99)
     assert answer.stop_reason is not None
     assert answer.response().routed_experts == rows(255, 255, 255, 255)
 

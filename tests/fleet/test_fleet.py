@@ -11,6 +11,7 @@ from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
 from areal.fleet.fleet import Fleet
+from tests.expect import raises_code
 from tests.fleet.fake_server import FleetKit, until
 from tests.fleet.fake_vllm import FakeVLLM
 
@@ -79,6 +80,25 @@ async def test_new_weights_during_an_answer(kit: FleetKit, mode: str, num_tokens
     expected = ["load", "commit"] if kit.dialect == "native" else ["pause", "load", "commit", "resume"]
     assert server.acts()[-len(expected) :] == expected
     assert server.keeps_cache == (mode == "keep_cache")
+
+
+async def test_an_answer_with_a_version_that_was_not_published_is_generated_elsewhere(kit: FleetKit) -> None:
+    wrong, _ = await kit.server(0), await kit.server(1)
+    fleet = await kit.fleet(2, schedule_policy="round_robin", health_check_interval_s=3600.0)
+    wrong.version_of = lambda asked: 7
+    for response in [await fleet.agenerate(a_request(f"r{number}", num_tokens=4)) for number in range(2)]:
+        assert_whole(response, 4)
+        assert response.output_versions == [0] * 4
+    invalid = {replica["name"]: replica["invalid_answers"] for replica in fleet.status()["replicas"]}
+    assert invalid == {"server-0": 1, "server-1": 0}
+
+
+async def test_answers_that_are_always_invalid_fail_with_a_code_of_their_own(kit: FleetKit) -> None:
+    wrong = await kit.server(0)
+    fleet = await kit.fleet(1, request_retries=1)
+    wrong.version_of = lambda asked: 7
+    with raises_code("server.invalid_answer", "server-0", "7"):
+        await fleet.agenerate(a_request(num_tokens=4))
 
 
 @pytest.mark.parametrize("interval", [1, 8, 30, 32])

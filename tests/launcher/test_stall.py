@@ -340,3 +340,34 @@ def test_a_run_without_a_controller_is_explained_by_its_ranks():
     run.trainers({0: ("update", 3), 1: ("data", 3)}, for_s=2.0)
     run.beats["trainer-1"] = beat(31, "data", 8.0, 3)
     assert explains(run.line(), ("trainer-1", "data", 3, 69), ("trainer-0", "update", 3, 63))
+
+
+def steps(run, number, seconds):
+    """Train steps of `seconds`, in each of which episodes end."""
+    reports = []
+    for _ in range(number):
+        for _ in range(seconds):
+            run.status["admitted"] = run.status.get("admitted", 0) + 1
+            reports.append(run.look())
+        run.status["step"] += 1
+    return [line for line in reports if line]
+
+
+@pytest.mark.parametrize(("step_s", "after_s"), [(2, 30), (5, 50)])
+def test_a_slow_step_is_explained_once_although_episodes_end(step_s, after_s):
+    run = Watched(stall_s=300.0)
+    assert steps(run, 5, step_s) == []
+    (line,) = steps(run, 1, 3 * after_s)
+    assert in_order(line, f"no train step for {after_s} s", BATCH, STACKS)
+    assert steps(run, 1, step_s) == []
+
+
+def test_an_evaluation_and_the_first_steps_are_not_slow():
+    run = Watched(stall_s=300.0)
+    assert steps(run, 3, 60) == []
+    run = Watched(stall_s=300.0)
+    steps(run, 5, 2)
+    run.status["awaited"] = "the evaluation: greedy after step 5, 3 of 9 answers done"
+    assert steps(run, 1, 100) == []
+    run.status["awaited"] = BATCH
+    assert steps(run, 1, 29) == []

@@ -52,6 +52,9 @@ def test_status_lines():
     status["replicas"]["replicas"][0]["state"] = "absent"
     assert rollout_line(status, None, is_waiting=True).endswith("| 1 of 2 servers serve | waits for the trainer")
     assert rollout_line({}, 5, is_waiting=False).startswith("step 0/5 | reward - | queue 0+0 running")
+    reasons = {"rejected: no_reward": 3, "rejected: agent_error: KeyError": 4, "failed: TypeError": 1}
+    ended = rollout_line({"rejected": 7, "failed": 1, "reasons": reasons}, 5, is_waiting=False)
+    assert "running, 7 rejected (agent_error: KeyError), 1 failed (TypeError) |" in ended
     assert training_line({"step": 2, "loss": 0.5, "trained_tokens_per_s": 10.0}, None) == (
         "step 2/? | loss 0.5000 | 10 tokens/s"
     )

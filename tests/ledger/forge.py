@@ -97,6 +97,9 @@ class Forge:
         self.published(step + 1)
         self.consumed(step, weights=weights, again=again)
 
+    def skipped(self, step: int, *ids: int) -> None:
+        self.events.append({"event": "skipped", "step": step, "ids": list(ids), "at": 1.0})
+
     def committed(self, step: int) -> None:
         self.events.append({"event": "committed", "step": step, "path": f"recover/step{step}", "at": 1.0})
 

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from areal.ledger.__main__ import main
-from areal.ledger.event_files import Progress, events_path, payload_path
-from areal.ledger.show import show_episode, show_step
+from areal.ledger.audit import audit
+from areal.ledger.event_files import Progress, events_path, payload_path, recover_folder
+from areal.ledger.show import Samples, show_episode, show_step
 from areal.ledger.stats import Histogram, ledger_stats
 from tests.expect import raises_code
 
@@ -215,3 +216,48 @@ def test_a_closed_output_pipe_is_no_error(forge, tmp_path):
     command = f"{sys.executable} -m areal.ledger stats {tmp_path} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=250)
     assert done.stderr == ""
+
+
+def test_a_batch_that_no_trainer_consumed_is_skipped_once(forge, capsys, tmp_path):
+    forge.two_steps()
+    forge.accepted(5)
+    forge.batched(2, 4, 5)
+    forge.write()
+    assert run(capsys, "skip", tmp_path)[0] == 0
+    state = recover_folder(forge.folder).state
+    assert (state.next_step, sorted(state.batches), state.reasons["rejected: skipped"]) == (2, [0, 1], 2)
+    assert audit(forge.folder).is_clean
+    assert ledger_stats(forge.folder).reasons["rejected: skipped"] == 2
+    status, _, err = run(capsys, "skip", tmp_path)
+    assert (status, "[ledger.no_open_batch]" in err) == (2, True)
+
+
+def test_the_step_of_a_skipped_batch_gets_another_one(forge):
+    forge.two_steps()
+    forge.accepted(5)
+    forge.batched(2, 4, 5)
+    forge.skipped(2, 4, 5)
+    forge.started()
+    forge.attached(2, 2)
+    forge.admitted(6, 7, version=2)
+    forge.accepted(6, 7, version=2)
+    forge.batched(2, 6, 7)
+    forge.trained(2)
+    forge.write()
+    report = audit(forge.folder)
+    assert report.is_clean, report.lines()
+    assert report.counts["rejected"] == report.reasons["rejected: skipped"] == 2
+    assert show_episode(forge.folder, 4)[0] == "episode 4: rejected"
+    assert sum("skipped" in line for line in show_step(forge.folder, 2)) == 1
+    records = Samples.read(forge.folder)
+    assert [records.episode(number).reason for number in (4, 6)] == ["skipped", ""]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_skip_of_a_consumed_or_unknown_batch_is_a_violation(forge, step):
+    forge.two_steps()
+    forge.skipped(step, 2, 3)
+    forge.write()
+    assert {violation.rule for violation in audit(forge.folder).violations} == {"skipped"}
+    with raises_code("ledger.broken_rule"):
+        recover_folder(forge.folder)

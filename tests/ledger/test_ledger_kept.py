@@ -104,7 +104,7 @@ async def test_the_limit_holds_over_restarts_of_the_controller(tmp_path):
     payload = next(iter(kept_names(tmp_path).values())).read_bytes()
     ledger.start(lambda error: pytest.fail(str(error)))
     episode_id = ledger.admit(version=ledger.state.version)
-    ledger.fail(episode_id, "ValueError: no", payload=payload)
+    ledger.fail(episode_id, "ValueError: no", kind="ValueError", payload=payload)
     await ledger.durable()
     await ledger.close()
     found = set(kept_names(tmp_path))

@@ -86,37 +86,13 @@ def test_a_low_entropy_is_expected_of_a_solved_task():
     assert first_alarm("entropy_collapse", [{**row(0.019, 0.0), "batch/reward_max": 0.0}] * 9) == 5
 
 
-def row_of_episodes(failed, accepted=7, rejected=0):
-    return {"rollout/failed": failed, "rollout/accepted": accepted, "rollout/rejected": rejected}
+def test_answers_of_an_evaluation_without_a_reward_raise_an_alarm():
+    def row(missing, answers, name="eval/greedy"):
+        return {f"{name}/missing": missing, f"{name}/answers": answers, f"{name}/reward": 0.5}
 
-
-def test_failures_count_over_twenty_steps_and_from_the_third_on():
-    assert first_alarm("failed_episodes", [row_of_episodes(2, 2)]) is None  # half of four, but only two
-    assert first_alarm("failed_episodes", [row_of_episodes(3, 2)]) == 1
-    at = [row_of_episodes(3, 100, 47)]  # 3 of 150 are 2%
-    assert first_alarm("failed_episodes", at) is None
-    assert first_alarm("failed_episodes", [row_of_episodes(3, 100, 46)]) == 1
-    assert first_alarm("failed_episodes", [row_of_episodes(1)] * 2 + [row_of_episodes(0)] * 2) is None
-    assert first_alarm("failed_episodes", [row_of_episodes(1)] * 3) == 3
-    spread = [row_of_episodes(1), *[row_of_episodes(0)] * 9, row_of_episodes(1), *[row_of_episodes(0)] * 9]
-    assert first_alarm("failed_episodes", [*spread, row_of_episodes(1)]) is None  # the first left the window
-    assert first_alarm("failed_episodes", [*spread[:-1], row_of_episodes(1)]) == 20
-    assert first_alarm("failed_episodes", [row_of_episodes(0, 0)]) is None
-
-
-def test_agent_errors_count_among_the_episodes_that_ended():
-    def row(errors, failed=0):
-        return {**row_of_episodes(failed, 100, 50 - failed), "rollout/agent_errors": errors}
-
-    assert first_alarm("agent_errors", [row(3)]) is None  # 3 of 150 are 2%
-    assert first_alarm("agent_errors", [row(4, failed=1)]) == 1
-    assert first_alarm("agent_errors", [row(2)]) is None
-    assert first_alarm("agent_errors", [row_of_episodes(9)] * 3) is None
-
-
-def test_the_eleven_failures_of_fifty_nine_episodes_are_seen():
-    rows = [row_of_episodes(2, 8), row_of_episodes(1, 8), row_of_episodes(2, 8), row_of_episodes(6, 24)]
-    assert first_alarm("failed_episodes", rows) == 2
+    assert first_alarm("evaluation_missing", [row(5.0, 100.0)]) is None
+    assert first_alarm("evaluation_missing", [row(41.0, 128.0)]) == 1
+    assert first_alarm("evaluation_missing", [row(0.0, 9.0) | row(1.0, 9.0, "eval/greedy/set")]) == 1
 
 
 def memory(values):
@@ -218,6 +194,6 @@ def test_alarms_of_one_cause_are_one_line():
 
 
 def test_every_rule_has_a_value():
-    assert set(MEASURES) == set(ALARM_NAMES)
+    assert set(MEASURES) == {rule.name for rule in ALARM_RULES if rule.per == "step"}
     assert sorted(ALARM_NAMES) == list(ALARM_NAMES)
     assert all(rule.code == f"alarm.{rule.name}" for rule in ALARM_RULES)

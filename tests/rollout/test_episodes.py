@@ -9,18 +9,14 @@ from collections import Counter
 import pytest
 
 from areal.api.columns import ColumnSpec
-from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
+from areal.api.data import BASELINE, TURN_REWARDS, Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.table import joined
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import (
-    TrajectoryError,
-    encode_episode,
-    to_table,
-)
+from areal.ledger.payload import TokenLimits, TrajectoryError, encode_episode, to_table
 from areal.observe.spans import SessionTracer, tracing
 from areal.observe.step_files import log_metric
 from areal.rollout import executor
-from areal.rollout.executor import check_trajectory, verdict_on
+from areal.rollout.executor import Rejected, verdict_on
 from areal.rollout.share_codec import decode_share
 from tests.expect import raises_code
 from tests.rollout import rollout_kit
@@ -83,24 +79,77 @@ def test_unusable_trajectories_are_refused(change, code):
     assert error.value.code == f"workflow.{code}"
 
 
+LIMITS = TokenLimits(vocab_size=10, newest_version=4)
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
-    ("change", "code", "value"),
+    ("change", "code", "value", "is_strict"),
     [
-        ({"token_ids": [5, -6, 7]}, "wrong_type", "token_ids"),
-        ({"loss_mask": [0, 2, 1]}, "loss_mask", r"\[0, 1, 2\]"),
-        ({"loss_mask": [0, 0, 0], "rollout_logprobs": [0.0] * 3}, "loss_mask", " no token"),
-        ({"loss_mask": [1, 1, 1]}, "loss_mask", " first token"),
-        ({"rollout_logprobs": [0.0, float("nan"), -1.0]}, "rollout_logprobs", r"rollout_logprobs\[1\] is nan"),
-        ({"rollout_logprobs": [0.0, 1.0, -1.0]}, "rollout_logprobs", r"rollout_logprobs\[1\] is 1.0"),
-        ({"output_versions": [-1, -1, 4]}, "output_versions", r"output_versions\[1\] is -1"),
-        ({"loss_mask": [0, 0, 1]}, "rollout_logprobs", r"rollout_logprobs\[1\] is -0.5"),
+        ({"token_ids": [5, -6, 7]}, "token_ids", "token_ids[1] of trajectory 1 is -6", False),
+        ({"token_ids": [10, 6, 7]}, "token_ids", "token_ids[0] of trajectory 1 is 10", False),
+        ({"loss_mask": [0, 7, 1]}, "loss_mask", "loss_mask[1] of trajectory 1 is 7", False),
+        (
+            {"rollout_logprobs": [0.0, NAN, -1.0]},
+            "rollout_logprobs",
+            "[1] of trajectory 1 is nan",
+            False,
+        ),
+        (
+            {"rollout_logprobs": [NAN, -1.0, -1.0]},
+            "rollout_logprobs",
+            "[0] of trajectory 1 is nan",
+            False,
+        ),
+        ({"rollout_logprobs": [0.0, -INF, -1.0]}, "rollout_logprobs", "[1] of trajectory 1 is -inf", False),
+        ({"rollout_logprobs": [0.0, INF, -1.0]}, "rollout_logprobs", "[1] of trajectory 1 is inf", False),
+        ({"rollout_logprobs": [0.0, -1.0, 1.0]}, "rollout_logprobs", "[2] of trajectory 1 is 1.0", False),
+        ({"output_versions": [-1, 4, 5]}, "output_versions", "output_versions[2] of trajectory 1 is 5", False),
+        ({"output_versions": [-2, 4, 4]}, "output_versions", "output_versions[0] of trajectory 1 is -2", False),
+        ({"reward": 1e20}, "not_finite", "reward=1e+20", False),
+        ({"columns": {BASELINE: 1e30}}, "not_finite", "baseline=", False),
+        ({"columns": {TURN_REWARDS: [0.0, 1e30, 0.0]}}, "not_finite", "turn_rewards=", False),
+        ({"loss_mask": [0, 0, 0], "rollout_logprobs": [0.0] * 3}, "loss_mask", "no token", True),
+        ({"loss_mask": [1, 0, 0], "rollout_logprobs": [0.0] * 3}, "loss_mask", "no token", True),
+        ({"loss_mask": [1, 1, 1]}, "loss_mask", "first token", True),
+        ({"output_versions": [-1, -1, 4]}, "output_versions", "output_versions[1] of trajectory 1 is -1", True),
+        ({"loss_mask": [0, 0, 1]}, "rollout_logprobs", "rollout_logprobs[1] of trajectory 1 is -0.5", True),
     ],
 )
-def test_the_format_check_names_the_rule_broken(change, code, value):
-    check_trajectory(GOOD)
-    with pytest.raises(TrajectoryError, match=value) as error:
-        check_trajectory(dataclasses.replace(GOOD, **change))
-    assert error.value.code == f"workflow.{code}"
+def test_a_number_that_no_trainer_can_use_fails_the_episode(change, code, value, is_strict):
+    """`is_strict`: a rule of rollout.check_trajectory_format, which other episodes may break."""
+    group = TrajectoryGroup(trajectories=[GOOD, dataclasses.replace(GOOD, **change)])
+    for strict in {is_strict, True}:
+        with pytest.raises(TrajectoryError) as error:
+            verdict_on(0, group, accept=None, limits=LIMITS._replace(strict=strict))
+        assert error.value.code == f"workflow.{code}"
+        assert value in str(error.value)
+    if is_strict:
+        assert not isinstance(verdict_on(0, group, accept=None, limits=LIMITS), Rejected)
+
+
+@pytest.mark.parametrize("change", [{"loss_mask": [0, 0, 0]}, {"loss_mask": [1, 0, 0]}])
+def test_an_episode_without_a_trained_token_fails(change):
+    with raises_code("workflow.loss_mask"):
+        verdict_on(0, TrajectoryGroup(trajectories=[dataclasses.replace(GOOD, **change)]), accept=None, limits=LIMITS)
+
+
+async def test_an_episode_with_a_bad_number_fails_and_none_is_in_a_batch():
+    class Workflow(rollout_kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            group = await super().arun_episode(engine, data)
+            wrong = {1: {"output_versions": [-1, 0, 7]}, 2: {"token_ids": [-5, 0, 1]}, 3: {"loss_mask": [0, 7, 1]}}
+            one = dataclasses.replace(group.trajectories[0], **wrong.get(data["index"] % 4, {}))
+            return dataclasses.replace(group, trajectories=[one])
+
+    ledger = rollout_kit.memory_ledger()
+    config = rollout_kit.make_config(check_format=False)
+    assert await run_one_batch(Workflow(), ledger, config=config) is not None
+    assert set(ledger.state.reasons) == {
+        "failed: workflow.output_versions",
+        "failed: workflow.token_ids",
+        "failed: workflow.loss_mask",
+    }
 
 
 async def run_one_batch(workflow, ledger, **options):
@@ -126,7 +175,7 @@ async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_i
     workflow = Workflow(lambda index: script(outcome="nan" if index % 4 == 2 else "accept", token_s=0.0))
     assert await run_one_batch(workflow, ledger, config=rollout_kit.make_config(batch_size=8), num_rows=40) is not None
     reasons = set(ledger.state.reasons)
-    assert reasons == {"failed: RuntimeError", "failed: KeyError", "failed: TrajectoryError"}
+    assert reasons == {"failed: RuntimeError", "failed: KeyError", "failed: workflow.not_finite"}
     ledger.state.check_integrity()
 
 
@@ -233,11 +282,11 @@ def test_filter_rewards_are_one_finite_number_per_trajectory(values, code):
     group = TrajectoryGroup(trajectories=[GOOD, GOOD], filter_rewards=values)
     if code:
         with pytest.raises(TrajectoryError) as error:
-            verdict_on(0, group, accept=None, check_format=False)
+            verdict_on(0, group, accept=None, limits=LIMITS)
         assert error.value.code == f"workflow.{code}"
     else:
         seen = []
-        assert verdict_on(0, group, accept=lambda given: bool(seen.append(given.filter_rewards)), check_format=False)
+        assert verdict_on(0, group, accept=lambda given: bool(seen.append(given.filter_rewards)), limits=LIMITS)
         assert seen == [[1.0, 2.0]]
 
 
@@ -349,7 +398,8 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
     )
     assert first == second
     assert first is not None
-    assert (first["reward"], first["num"], first["failed"]) == ((0 + 1 + 2 + 4) / 4, 4.0, 1.0)
+    assert (first["reward_scored"], first["num"], first["failed"]) == ((0 + 1 + 2 + 4) / 4, 4.0, 1.0)
+    assert "reward" not in first
     assert len(workflow.seen) == 5
     with raises_code("rollout.evaluation_failed", "5", "ValueError"):
         await controller.evaluate(4, "greedy", timeout_s=200.0)

@@ -1,12 +1,13 @@
 """When failed and rejected episodes warn, and when they end a run that would otherwise go on for ever."""
 
 import asyncio
+import json
 import logging
 from dataclasses import replace
 
 import pytest
 
-from areal.api.errors import RewardError, ServerUnavailable
+from areal.api.errors import AgentFailed, ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
 from areal.rollout.evaluation import MAX_FIRST_FAILURES, EvaluationFailed
 from areal.rollout.executor import (
@@ -166,6 +167,84 @@ async def test_other_failures_do_not_end_the_run(error_of):
     await controller.close()
 
 
+class Rejects(rollout_kit.ScriptedWorkflow):
+    """Episodes are rejected for the reasons in their order; empty = accepted."""
+
+    def __init__(self, reason_of):
+        super().__init__()
+        self.reason_of = reason_of
+        self.num_started = 0
+
+    async def arun_episode(self, engine, data):
+        number, self.num_started = self.num_started, self.num_started + 1
+        group = await super().arun_episode(engine, data)
+        return replace(group, rejected=self.reason_of(number))
+
+
+@pytest.mark.parametrize("reason", ["no_reward", "turn_budget", "agent_error: KeyError"])
+async def test_the_first_episodes_without_a_reward_for_one_cause_end_the_run(reason):
+    controller = await started(Rejects(lambda number: reason))
+    with raises_code("rollout.first_failed", reason, "3"):
+        await controller.ended(report_s=0.0)
+    await controller.close()
+    assert controller.state.reasons[f"rejected: {reason}"] < 20
+
+
+@pytest.mark.parametrize(
+    "reasons",
+    [
+        ["no_reward", "no_reward", ""],
+        ["no_reward", "turn_budget", "no_reward"],
+        ["agent_timeout"] * 3,
+        ["other"] * 3,
+        ["no_reward", "filter of the workflow", "no_reward"],
+    ],
+)
+async def test_other_rejections_of_the_first_episodes_do_not_end_the_run(reasons):
+    controller = await started(Rejects(lambda number: reasons[number] if number < len(reasons) else ""))
+    assert await controller.next_batch(0, timeout_s=60.0) is not None
+    assert not controller.is_over
+    await controller.close()
+
+
+class Stuck(rollout_kit.ScriptedWorkflow):
+    """Episodes of odd rows wait for ever, and ignore that they are cancelled once."""
+
+    async def arun_episode(self, engine, data):
+        if data["index"] % 2:
+            try:
+                await asyncio.gather(self.waits())
+            except asyncio.CancelledError:
+                await asyncio.sleep(5.0)
+        return await super().arun_episode(engine, data)
+
+    async def waits(self):
+        await asyncio.get_running_loop().create_future()
+
+
+def test_stuck_episodes_are_replaced_with_a_reason_a_stack_and_an_alarm(tmp_path, caplog):
+    async def main():
+        config = rollout_kit.make_config(max_concurrent=4)
+        config = replace(config, rollout=replace(config.rollout, episode_timeout_s=60.0))
+        controller = await started(Stuck(), config=config, alarms_path=tmp_path / "alarms.jsonl")
+        blobs = await rollout_kit.train(controller, range(4))
+        reasons, first = dict(controller.state.reasons), controller.status()["first_failure"]
+        await controller.close()
+        controller.state.check_integrity()
+        return len(blobs), reasons, first
+
+    with caplog.at_level(logging.WARNING):
+        num_steps, reasons, first = rollout_kit.run_virtual(asyncio.wait_for(main(), 1e6))
+    assert num_steps == 4
+    assert set(reasons) == {"failed: rollout.episode_timeout"}
+    assert "waits" in first
+    assert "test_failure_policy.py" in first
+    assert len([text for text in caplog.messages if "it waits in:" in text]) == 1
+    names = [json.loads(line)["name"] for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
+    assert {"stuck_episodes", "failed_episodes"} == set(names)
+    assert names.count("stuck_episodes") == 1
+
+
 AGENT_ERROR = "KeyError: 'itm' (bad.py:28)"
 
 
@@ -182,7 +261,7 @@ class AgentFails(rollout_kit.ScriptedWorkflow):
         if data["index"] % 2:
             return group
         if self.in_all:
-            raise RewardError(AGENT_ERROR, code="agent.failed")
+            raise AgentFailed(AGENT_ERROR, "KeyError")
         return replace(group, agent_error=AGENT_ERROR, rejected="agent_error: KeyError")
 
 
@@ -195,8 +274,8 @@ async def test_an_agent_error_is_the_first_failure_and_is_counted(in_all):
     assert controller.episodes()["first_failure"] == status["first_failure"]
     assert not status["rejected" if in_all else "failed"]
     assert batch.stats["agent_errors"] == batch.stats["failed" if in_all else "rejected"] >= 1
-    if not in_all:
-        assert status["reasons"]["rejected: agent_error: KeyError"] == status["rejected"]
+    outcome = "failed" if in_all else "rejected"
+    assert status["reasons"][f"{outcome}: agent_error: KeyError"] == status[outcome]
     await controller.close()
 
 

@@ -214,3 +214,23 @@ def test_a_chat_template_with_a_wrong_syntax_is_a_problem(config_of, monkeypatch
     monkeypatch.setattr(CharTokenizer, "apply_chat_template", refuse)
     rows = ({"messages": [{"role": "user", "content": "2+2="}], "answer": "4"},)
     assert codes_of(config_of(rows=rows)) == ["data.template_refused"]
+
+
+@pytest.mark.parametrize(
+    ("body", "warns"),
+    [
+        ("await client.x()", True),
+        ("return", True),
+        ("return 1.0", False),
+        ("session.reward(1.0)", False),
+        ("post(base + '/reward')", False),
+    ],
+)
+def test_an_agent_that_gives_no_reward_is_warned_of_where_no_function_does(config_of, tmp_path, body, warns):
+    path = tmp_path / "agent.py"
+    path.write_text(f"async def run(row, client, session):\n    {body}\n")
+    for reward_fn in ("", "good"):
+        config = config_of(reward_fn, workflow="agent", workflow_args={"agent": f"{path}:run"})
+        found = try_first_row(config)
+        assert found.problems == []
+        assert any("session.reward()" in text for text in found.warnings) == (warns and not reward_fn)

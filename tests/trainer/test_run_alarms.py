@@ -17,10 +17,11 @@ from areal.api.config import (
     TrainDatasetConfig,
 )
 from areal.api.metrics import Metric
+from areal.observe.alarms import AlarmStop
 from areal.observe.step_files import JsonlTracker
 from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
-from areal.trainer.after_step import AlarmStop, RunAlarms, chosen_alarms
+from areal.trainer.after_step import RunAlarms, chosen_alarms
 from tests.trainer.test_after_step import LENGTH, make, no_hooks
 
 HIGH = {"actor/grad_norm": 500.0}

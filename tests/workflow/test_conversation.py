@@ -1,8 +1,8 @@
 import pytest
 
 from areal.api.config import GenerationHyperparameters
-from areal.api.data import GenerationResponse, reward_parts
-from areal.rollout.executor import check_trajectory
+from areal.api.data import GenerationResponse, TrajectoryGroup, reward_parts
+from areal.ledger.payload import TokenLimits, encode_episode
 from areal.workflow import Conversation, ConversationWorkflow, chat_prompt, generate, score
 from tests.expect import raises_code
 
@@ -57,7 +57,7 @@ class TestTokens:
         conversation.add_messages([{"role": "user", "content": "no"}])
         conversation.add_answer(response(tokenizer.encode("4"), stop_reason="length"))
         trajectory = conversation.to_trajectory(0.5, reward_parts={"exact": 1.0})
-        check_trajectory(trajectory)
+        encode_episode(0, TrajectoryGroup(trajectories=[trajectory]), TokenLimits(2**16, 99, strict=True))
         between = len(tokenizer.encode("\n<s>user\nno<e>\n<s>assistant\n"))
         assert trajectory.loss_mask == [0] * len(tokenizer.encode(FIRST)) + [1, 1] + [0] * between + [1]
         for mask, logprob, version in zip(

@@ -47,6 +47,10 @@ def test_calls_in_a_text():
     text = 'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call> and <tool_call>{"name": "hang"}'
     assert parse_tool_calls(text) == [ToolCall(name="add", arguments={"a": 1}), ToolCall(name="hang")]
     assert parse_tool_calls("no call") == []
+    assert parse_tool_calls(f"<think>{text}</think>no") == []
+    assert parse_tool_calls('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>') == [
+        ToolCall(name="add", arguments={"a": "</tool_call>"})
+    ]
 
 
 @pytest.mark.parametrize("body", ["add(1)", "[]", '{"name": 5}', '{"name": "add", "arguments": "1"}', "{}"])
@@ -92,6 +96,21 @@ async def test_the_loop_ends_with_an_answer_without_calls(tokenizer, engine_of):
     assert trajectory.reward == 1.0
     assert "<s>tool\n5<e>\n<s>assistant\n5<e>" in tokenizer.decode(trajectory.token_ids)
     assert logged.means() == {"tool_errors": 0.0, "tool_calls": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_calls"),
+    [
+        ('<think>or <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call></think>5<e>', 0),
+        ("<tool_call><function=add><parameter=a>2</parameter></function></tool_call><e>", 1),
+    ],
+)
+async def test_calls_are_those_of_a_session_with_this_template(tokenizer, engine_of, answer, num_calls):
+    tokenizer.chat_template += "{# <tool_call><function= </think> #}"
+    workflow = WithTools("exact", GenerationHyperparameters(n_samples=1), tokenizer)
+    with logged_metrics() as logged:
+        await workflow.arun_episode(engine_of([answer, "5<e>"]), ROW)
+    assert logged.means()["tool_calls"] == num_calls
 
 
 async def test_the_loop_has_at_most_max_turns(tokenizer, engine_of):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import orjson
@@ -80,11 +81,11 @@ def joined_content(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) ->
 def merged(parts: list[Json]) -> str | list[Json]:
     """Parts whose neighbouring texts are joined by a newline; one text instead of a list without images."""
     found: list[Json] = []
-    for part in parts:
-        if part["type"] == "text" and found and found[-1]["type"] == "text":
-            found[-1] = {"type": "text", "text": f"{found[-1]['text']}\n{part['text']}"}
+    for kind, group in groupby(parts, lambda part: part["type"]):
+        if kind == "text":
+            found.append({"type": "text", "text": "\n".join(part["text"] for part in group)})
         else:
-            found.append(part)
+            found += group
     if all(part["type"] == "text" for part in found):
         return found[0]["text"] if found else ""
     return found

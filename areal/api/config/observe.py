@@ -102,6 +102,8 @@ class EvaluatorConfig(Cadence):
     """An answer is correct with at least this reward (pass@k, majority vote)."""
     answer_fn: str = option("", relevant=_GENERATES)
     """Final answer of a completion for the majority vote: number, choice, text or a function; empty = by reward_fn."""
+    missing_reward: str = choice("zero", "zero", "leave_out", "refuse", relevant=_GENERATES)
+    """Answers without a reward: zero = 0 if the agent is the cause, else no result; leave_out; refuse = no result."""
     stop_at: dict[str, float] = section(dict[str, float], relevant=_GENERATES)
     """End training at these mean rewards by mode ({greedy: 0.95}); {} = never. Few answers are noisy: use 1000."""
 

@@ -270,7 +270,7 @@ class InferenceEngineConfig:
     schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded", "prefix_affinity")
     """Server of a request: in turn, fewest running requests, or longest cached prefix; groups stay on one server."""
     check_trajectory_format: bool = False
-    """Check lengths, masks and finite numbers of every trajectory and fail the episode of an invalid one."""
+    """Also require for each trajectory: a trained token, log-probability 0 and version -1 only where not trained."""
     enable_rollout_tracing: bool = False
     """Log every start and end of an episode with the policy version and the numbers of episodes in each state."""
     should_accept_fn: str = ""
@@ -293,6 +293,8 @@ class InferenceEngineConfig:
     """Tokens per event of a streamed answer; a request whose server fails loses at most this many tokens."""
     request_timeout: float = number(3600.0, above=0)
     """Maximum seconds of a generation request on one server; it then continues on another."""
+    episode_timeout_s: float = number(3600.0, above=0)
+    """Maximum seconds of an episode; it then fails and another one starts. Agents have agent.timeout_s instead."""
     request_retries: int = number(3, low=1)
     """Maximum server failures of one request before its episode fails."""
     pause_grace_period: float = number(0.0, low=0)

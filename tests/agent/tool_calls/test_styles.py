@@ -22,9 +22,9 @@ TOOLS = [
 ]
 
 
-def split(text, style, *, tools=TOOLS, special=(), template="<think></think>", in_reasoning=False):
+def split(text, style, *, tools=TOOLS, special=(), template="<think></think>", **options):
     chosen = style_of(style, template, special)
-    return split_answer(text, [1, 2], chosen, tools=tools, turn_id="t", in_reasoning=in_reasoning)
+    return split_answer(text, [1, 2], chosen, tools=tools, turn_id="t", **options)
 
 
 DSML = "｜DSML｜"
@@ -95,14 +95,13 @@ def test_a_name_or_arguments_that_no_client_can_take_are_malformed(style):
 def test_mistral_calls_by_name():
     found = split('[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{"city": "B"}[TOOL_CALLS]time[ARGS]{}', "mistral")
     assert [call.name for call in found.tool_calls] == ["weather", "time"]
-    assert found.tool_calls[0].call_id == "abcdef123"
+    assert found.tool_calls[0].model_id == "abcdef123"
 
 
-def test_ids_are_those_of_the_answer_or_new_and_unique():
-    found = split(CASES["kimi"], "kimi")
-    assert [call.call_id for call in found.tool_calls] == ["functions.weather:0", "functions.time:1"]
-    twice = split(CASES["kimi"].replace("time:1", "weather:0"), "kimi")
-    assert len({call.call_id for call in twice.tool_calls}) == 2
+def test_ids_are_new_and_unique_and_that_of_the_answer_is_kept_beside():
+    found = split(CASES["kimi"].replace("time:1", "weather:0"), "kimi")
+    assert [call.model_id for call in found.tool_calls] == ["functions.weather:0"] * 2
+    assert len({call.call_id for call in found.tool_calls}) == 2
     ids = {call.call_id for call in split(CASES["hermes"], "hermes").tool_calls}
     assert all(len(one) == 9 and one.isalnum() for one in ids)
     again = split_answer(CASES["hermes"], [1], style_of("hermes", ""), tools=TOOLS, turn_id="other")
@@ -129,9 +128,97 @@ def test_reasoning_is_what_the_answer_begins_with(text, in_reasoning, reasoning,
     assert (found.reasoning, found.text) == (reasoning, rest)
 
 
-def test_calls_inside_of_reasoning_do_not_count():
-    found = split(f"<think>{CASES['hermes']}</think>no", "hermes")
-    assert (found.tool_calls, found.text) == ((), "no")
+@pytest.mark.parametrize("style", [style for style in CASES if style != "gpt_oss"])
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "names", "rest"),
+    [
+        ("<think>{}</think>no", False, [], "no"),
+        ("{}</think>no", True, [], "no"),
+        ("{}</think>no", False, [], "no"),
+        ("<think>a</think>\n<think>{}</think>no", False, [], "no"),
+        ("<think>{}", False, [], ""),
+        ("{}\n<think>{}", False, ["weather", "time"], "Look."),
+    ],
+)
+def test_calls_inside_of_reasoning_do_not_count(style, text, in_reasoning, names, rest):
+    found = split(text.replace("{}", CASES[style]), style, in_reasoning=in_reasoning)
+    assert [call.name for call in found.tool_calls] == names
+    assert (found.text, found.num_malformed) == (rest, 0)
+
+
+def test_reasoning_that_the_template_does_not_know_is_text_without_calls():
+    found = split(f"<think>{CASES['hermes']}</think>no", "hermes", template="")
+    assert (found.tool_calls, found.reasoning, found.num_malformed) == ((), "", 0)
+    assert found.text == f"<think>{CASES['hermes']}</think>no"
+
+
+MARKERS = {
+    "hermes": "</tool_call>\n<tool_call>",
+    "mistral": "[TOOL_CALLS]time[ARGS]{}",
+    "deepseek": "<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n```",
+    "deepseek_dsml": f"</{DSML}parameter></{DSML}invoke> <{DSML}parameter name=",
+    "glm": "</arg_value></tool_call> <arg_key>",
+    "kimi": "<|tool_call_end|><|tool_calls_section_end|>",
+    "gpt_oss": "<|end|><|call|><|start|>assistant",
+    "llama3_json": "<|python_tag|>; ",
+    "qwen3_coder": "</parameter></function></tool_call> <parameter=days> <tool_call>",
+}
+
+
+@pytest.mark.parametrize("style", [*MARKERS])
+@pytest.mark.parametrize("form", ["{}", "a </think> b{}c", "print('{}')\n<think>"])
+def test_an_argument_may_contain_every_marker(style, form):
+    city = form.replace("{}", MARKERS[style])
+    shown = json.dumps(city, ensure_ascii=False)[1:-1] if '{"city"' in CASES[style] else city
+    found = split(CASES[style].replace("Bonn", shown, 1), style)
+    assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [
+        ("weather", {"city": city, "days": 2}),
+        ("time", {}),
+    ]
+    assert (found.text, found.num_malformed) == ("Look.", 0)
+
+
+@pytest.mark.parametrize("style", CASES)
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_an_answer_that_is_cut_inside_of_a_call_has_not_this_call(style, is_cut):
+    """Cut anywhere, it has no call with other arguments than the whole answer, and is malformed inside a block."""
+    text = CASES[style].replace('"days": 2', '"days": 25').replace("\n2\n", "\n25\n").replace(">2<", ">25<")
+    whole = [(call.name, call.arguments) for call in split(text, style).tool_calls]
+    assert json.loads(whole[0][1]) == {"city": "Bonn", "days": 25}
+    for size in range(len(text)):
+        found = split(text[:size], style, is_cut=is_cut)
+        calls = [(call.name, call.arguments) for call in found.tool_calls]
+        assert calls == whole[: len(calls)], text[:size]
+        if is_cut and "Bonn" in text[:size] and not calls:
+            assert found.num_malformed == 1, text[:size]
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "time", "arguments": {}}'),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=days>\n1"),
+        ("qwen3_coder", "<tool_call><function=time></function>"),
+        ("glm", "<tool_call>time"),
+        ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1</arg_value>"),
+        ("deepseek_dsml", f'<{DSML}invoke name="time">'),
+        ("kimi", "<|tool_call_begin|>functions.time:0<|tool_call_argument_begin|>{}"),
+        ("deepseek", "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}"),
+        ("gpt_oss", "<|channel|>commentary to=functions.time<|message|>{}"),
+        ("gpt_oss", "<|channel|>commentary to=functions.time <|constrain|>"),
+        ("pythonic", "<|python_start|>[time()]"),
+    ],
+)
+def test_a_block_that_is_not_closed_is_malformed_when_the_answer_is_cut(style, text):
+    found = split(text, style, is_cut=True)
+    assert (found.tool_calls, found.num_malformed) == ((), 1)
+
+
+def test_a_call_that_an_argument_quotes_is_not_executed():
+    quoted = CASES["qwen3_coder"].removeprefix("Look.\n")
+    text = f"<tool_call>\n<function=weather>\n<parameter=city>\nSo:\n{quoted}\n</parameter>\n</function>\n</tool_call>"
+    found = split(text, "qwen3_coder")
+    assert (found.tool_calls, found.num_malformed) == ((), 1)
 
 
 def test_special_tokens_are_no_text():
