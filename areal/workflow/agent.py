@@ -48,6 +48,7 @@ class FinishedSession:
     outcome: AgentOutcome
     reported: SessionReward  # By POST.
     num_open: int  # Sessions that were open at its start.
+    budget_reward: str = "keep"  # agent.budget_reward
     score: Score | None = None  # Of the reward functions, for the last answer.
     source_stats: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -58,18 +59,32 @@ class FinishedSession:
         return self.outcome.status == "ok" or self.outcome.refusal in BUDGET_CODES
 
     @property
+    def _ruling(self) -> str:
+        """zero or none, whatever the agent returns; keep: its reward. A time limit says nothing about the policy."""
+        refused = self.session.counts.refused
+        if self.session.counts.timed_out or refused["agent.time_budget"]:
+            return "none"
+        codes = {code for code in ("agent.turn_budget", "agent.token_budget") if refused[code]}
+        return self.budget_reward if (codes | {self.outcome.refusal}) & BUDGET_CODES else "keep"
+
+    @property
     def turn_rewards(self) -> dict[str, float]:
         """Turn id -> reward. What was reported by POST replaces what the agent returned."""
+        if self._ruling != "keep":
+            return {}
         given = self.outcome.rewards | self.reported.turns
         return {self.session.turn_of(name): value for name, value in given.items()}
 
     @property
     def given_reward(self) -> float | None:
+        if self._ruling != "keep":
+            return 0.0 if self._ruling == "zero" else None
         return self.outcome.reward if self.reported.reward is None else self.reported.reward
 
     @property
     def wants_score(self) -> bool:
-        return self.has_ended_well and self.given_reward is None and not self.turn_rewards
+        is_open = self.given_reward is None and not self.turn_rewards and self._ruling == "keep"
+        return self.has_ended_well and is_open
 
     @property
     def reward(self) -> float | None:
@@ -415,7 +430,13 @@ class AgentWorkflow(RolloutWorkflow):
     async def _finished(
         self, entry: Entry, outcome: AgentOutcome, row: dict[str, Any], num_open: int
     ) -> FinishedSession:
-        found = FinishedSession(session=entry.session, outcome=outcome, reported=entry.reported, num_open=num_open)
+        found = FinishedSession(
+            session=entry.session,
+            outcome=outcome,
+            reported=entry.reported,
+            num_open=num_open,
+            budget_reward=self._config.budget_reward,
+        )
         if found.wants_score and self._scorer is not None and entry.session.last_answer is not None:
             found.score = await self._score(self._scorer, entry.session, row)
             found.source_stats = self._scorer.stats(row, [found.score], reward=found.score.reward)

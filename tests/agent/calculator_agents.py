@@ -1,11 +1,14 @@
 """Agents for tests: they use the plain openai SDK."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import time
 from typing import Any
+
+import openai
 
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
 
@@ -88,6 +91,14 @@ async def too_many_turns(row: dict[str, Any], client: Any, session: Any) -> floa
     for _ in range(10):
         await ask(row, client)
     return 1.0
+
+
+async def returns_its_own(row: dict[str, Any], client: Any, session: Any) -> float:
+    """Asks until it is refused, and returns its own reward."""
+    with contextlib.suppress(openai.BadRequestError):
+        while True:
+            await ask(row, client)
+    return 0.25
 
 
 async def fails_beyond_budget(row: dict[str, Any], client: Any, session: Any) -> float:

@@ -13,6 +13,8 @@ from openai import AsyncOpenAI
 from transformers.utils import generic
 
 from areal.agent import session
+from areal.agent.agent_run import AgentOutcome
+from areal.agent.directory import SessionReward
 from areal.api.alarm_rules import ALARM_RULES
 from areal.api.columns import packed_ids
 from areal.api.config import AgentConfig, GenerationHyperparameters
@@ -22,9 +24,10 @@ from areal.data.chat import EncodedPrompt
 from areal.observe.spans import span, tracing, track
 from areal.observe.trace import ChromeTracer, join_traces
 from areal.workflow import Conversation
-from areal.workflow.agent import AgentWorkflow
+from areal.workflow.agent import AgentWorkflow, FinishedSession
 from tests.agent.calculator_agents import Lookups
 from tests.agent.policies import ScriptedEngine, tool_tokenizer
+from tests.agent.test_session import request, session_of
 from tests.expect import raises_code
 
 AGENTS = Path(__file__).parent / "calculator_agents.py"
@@ -94,6 +97,11 @@ EPISODES = {  # agent, policy, options -> rewards of the trajectories, why the g
     "the reward function scores the last answer": ("without_reward", "42", SCORED, [1.0], "", {}),
     "a used-up budget is scored": (
         "too_many_turns", "42", SCORED | {"max_turns": 2}, [1.0] * 2, "", {"budget_stops": 1, "num_turns": 2}),
+    **{
+        f"an own reward after the budget, {rule}": (
+            "returns_its_own", "42", {"n_samples": 1, "budget_reward": rule, "max_turns": 1}, rewards, rejected, {})
+        for rule, rewards, rejected in [("keep", [0.25], ""), ("zero", [0.0], ""), ("none", [], "turn_budget")]
+    },
     "tools alone need no agent": ("", use_tool, SCORED | TOOLS | {"row": TASK}, [1.0], "", {"num_turns": 2}),
     "an environment gives rewards of turns": ("", ["1", "42"], GUESSING, None, "", {"num_turns": 2, "reward": 1.0}),
     "an environment that no answer reached gives 0 when the budget ends": (
@@ -145,6 +153,16 @@ async def test_sessions_that_the_servers_failed_are_no_error_of_the_agent(play, 
 async def test_a_used_up_budget_without_a_reward_is_no_error_of_the_agent(play, limit, reason) -> None:
     group = await play("too_many_turns", "42", **limit)
     assert (group.rejected, group.agent_error) == (reason, "")
+
+
+@pytest.mark.parametrize(("code", "reward"), [("agent.time_budget", None), ("agent.token_budget", 0.25)])
+async def test_the_time_of_a_session_leaves_no_reward_whatever_its_agent_returns(code, reward) -> None:
+    one = session_of(ScriptedEngine(lambda prompt: "42"))
+    await one.answer(request())
+    one.counts.refused[code] += 1
+    outcome = AgentOutcome(status="ok", reward=0.25, refusal="")
+    found = FinishedSession(session=one, outcome=outcome, reported=SessionReward(), num_open=1)
+    assert (found.reward, found.wants_score, found.agent_error) == (reward, False, "")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import httpx
 import pytest
 
 from areal.agent.directory import OpenRequest, SessionReward
+from areal.agent.turns import TurnRefused
 from tests.agent.session_kit import KEY, served
 from tests.run_token import BEARER
 
@@ -23,6 +24,17 @@ async def test_a_full_server_names_the_time_of_the_next_attempt():
     async with served() as (address, _, _), httpx.AsyncClient() as http:
         got = await http.post(f"{address}/sessions", json={"group": "full"}, headers=BEARER)
         assert (got.status_code, got.headers["Retry-After"], got.headers["retry-after-ms"]) == (429, "3", "2500")
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize(("wait_s", "seconds"), [(None, "1"), (0.2, "1"), (4.5, "5"), (600.0, "5")])
+async def test_a_client_waits_for_one_to_five_seconds(status, wait_s, seconds):
+    refused = TurnRefused("no", code="agent.no_server", status=status, retry_after_s=wait_s)
+    async with served(refused) as (address, _, _), httpx.AsyncClient() as http:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        got = await http.post(f"{address}/sessions/{KEY}/v1/chat/completions", json=body)
+        assert (got.status_code, got.headers["Retry-After"]) == (status, seconds)
+        assert float(got.headers["retry-after-ms"]) <= 5000
 
 
 @pytest.mark.parametrize(

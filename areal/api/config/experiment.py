@@ -146,6 +146,8 @@ class AgentConfig:
     """Factor per later turn by which a reward counts for an earlier turn of the session; 1 = all turns alike."""
     missing_reward: str = choice("reject", "reject", "leave_out")
     """A session without a reward: reject = its episode is rejected; leave_out = train on the others."""
+    budget_reward: str = choice("keep", "keep", "zero", "none")
+    """A session that used its max_turns or tokens: keep = as a finished one; zero; none = as a missing reward."""
     reward_window_s: float = number(0.0, low=0)
     """Seconds that a finished session waits for a reward by POST; 0 = it must come before the agent ends."""
     inline: bool = False
