@@ -1,4 +1,4 @@
-"""A resumed Trackio run keeps both values of a step that is logged again, where wandb, whose API it has, drops the second.
+"""A resumed Trackio run keeps both values of a step that is logged again, where wandb drops the second.
 
 Version: trackio 0.43.0, Python 3.11 to 3.13, Linux.
 
