@@ -34,7 +34,7 @@ from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.data.tokenizer import Tokenizer
 from areal.observe.log import HttpLogger, get_logger
 from areal.system.device import cpu_count
-from areal.system.durable import write_atomic
+from areal.system.durable import append_whole, write_atomic
 from areal.system.http_guard import Refusal, RequestGuard, read_body, wrong_type
 from areal.system.network import Host, http_address, listen, new_token, run_token
 from areal.system.process import ProcessContext
@@ -49,8 +49,7 @@ class TurnJournal:
         folder.mkdir(parents=True, exist_ok=True)
         taken = {path.stem for path in folder.glob("*.jsonl")}
         name = next(name for number in itertools.count(1) if (name := f"{number:06d}") not in taken)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
-        self._file = os.open(folder / f"{name}.jsonl", flags, 0o644)
+        self._file = open(folder / f"{name}.jsonl", "xb", buffering=0)  # noqa: SIM115 - closed by aclose()
         self._num_written = self._num_durable = 0
         self._sync: asyncio.Task[None] | None = None
 
@@ -66,7 +65,7 @@ class TurnJournal:
         self._write({"event": "delivered", "turns": turn_ids})
 
     def _write(self, event: dict[str, Any]) -> None:
-        os.write(self._file, orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
+        append_whole(self._file, orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
         self._num_written += 1
 
     async def durable(self) -> None:
@@ -80,7 +79,7 @@ class TurnJournal:
     async def _to_disk(self) -> None:
         reached = self._num_written
         try:
-            await asyncio.to_thread(os.fsync, self._file)
+            await asyncio.to_thread(os.fsync, self._file.fileno())
             self._num_durable = reached
         finally:
             self._sync = None
@@ -88,7 +87,7 @@ class TurnJournal:
     async def aclose(self) -> None:
         if self._sync is not None:
             await asyncio.gather(self._sync, return_exceptions=True)
-        os.close(self._file)
+        self._file.close()
 
 
 # The HTTP interface of sessions: turns in the dialects of OpenAI and Anthropic, and sessions opened from outside.

@@ -39,6 +39,7 @@ from areal.rollout.evaluation import (
     run_all,
 )
 from areal.system.discovery import registry_of
+from areal.system.durable import append_whole
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.process import ProcessContext, run_main
 from areal.system.run_paths import RunPaths
@@ -96,7 +97,7 @@ class Evaluation:
 
             async def answer(key: SampleKey) -> None:
                 sample = await self._sample(fleet, key)
-                file.write(sample.line())
+                append_whole(file, sample.line())
                 self.done[key] = sample
                 if sample.error:
                     self._count_failed(sample)
