@@ -23,7 +23,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from areal.agent.dialects import chat_completions, completions, messages, responses
-from areal.agent.dialects.dialect import Asked, Dialect, Fields, Sent, invalid, openai_error
+from areal.agent.dialects.dialect import Asked, Dialect, Fields, Sent, invalid, openai_error, unsupported
 from areal.agent.directory import OpenRequest, SessionDirectory, SessionReward, Sessions
 from areal.agent.processes import AgentPool
 from areal.agent.prompt_size import LARGE
@@ -138,15 +138,18 @@ class SessionServer:
         model: str = "policy",
         keep_alive_s: float = KEEP_ALIVE_S,
         max_body_mb: int = 16,
+        refuses_foreign: bool = False,
     ) -> None:
         """`admin_token`: opens sessions from outside. `token_text`: text of a token id. `model`: its listed name.
-        `max_body_mb`: limit of a request in MiB."""
+        `max_body_mb`: limit of a request in MiB. `refuses_foreign`: refuse the fields `FieldTable.foreign`."""
         self._directory = directory
         self._guard = RequestGuard(admin_token, host or Host())
         self._token_text = functools.lru_cache(maxsize=2**18)(token_text)
         self._model = model
         self._keep_alive_s = keep_alive_s
         self._max_body_bytes = max_body_mb * 2**20
+        self._refuses_foreign = refuses_foreign
+        self._seen_foreign = set[str]()  # Fields that were warned about.
         self._turns: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
 
     def application(self) -> web.Application:
@@ -213,6 +216,12 @@ class SessionServer:
         fingerprint = hashlib.sha256(dialect.name.encode() + b"\0" + canonical).hexdigest()
         retry_count = _retry_count(request)
         asked = await asyncio.to_thread(parse, body) if len(canonical) > LARGE else parse(body)
+        for name, why in asked.foreign.items():
+            if self._refuses_foreign:
+                raise unsupported(name, f"{why} (agent.foreign_fields: ignore accepts it)")
+            if name not in self._seen_foreign:
+                self._seen_foreign.add(name)
+                _log.warning("the field %s of a request has no effect: %s", name, why)
         turn = replace(asked.turn, num_bytes=len(canonical), fingerprint=fingerprint, retry_count=retry_count)
         return session, replace(asked, turn=turn)
 
@@ -461,6 +470,7 @@ class AgentServices:
             token_text=lambda token_id: self._tokenizer.decode([token_id]),
             host=host,
             max_body_mb=self._max_body_mb,
+            refuses_foreign=self._config.foreign_fields == "refuse",
         )
         self._http_log = HttpLogger()
         self._runner = server.runner(self._http_log)
