@@ -233,7 +233,8 @@ class AgentJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOutcome:
-    status: OutcomeStatus  # timeout = ended at its limit; died = its process ended; unusable = it cannot be loaded.
+    status: OutcomeStatus
+    """timeout = ended at its limit; died = its process ended, not by it; unusable = it cannot be loaded."""
     message: str = ""  # Why the status is not ok, with the line of the agent's code.
     reward: float | None = None  # None: the agent gave none for the whole session.
     rewards: dict[str, float] = field(default_factory=dict[str, float])
