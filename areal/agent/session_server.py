@@ -74,6 +74,7 @@ class TurnJournal:
         while self._num_durable < wanted:
             if self._sync is None:
                 self._sync = asyncio.create_task(self._to_disk(), name="turn-journal-sync")
+                self._sync.add_done_callback(lambda sync: sync.cancelled() or sync.exception())  # callers may leave
             await asyncio.shield(self._sync)
 
     async def _to_disk(self) -> None:
