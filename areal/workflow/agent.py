@@ -227,6 +227,7 @@ def _stats(found: Sequence[FinishedSession], usable: Sequence[FinishedSession]) 
         "num_turns": mean([one.turns for one in counts]),
         "tool_calls": mean([one.tool_calls for one in counts]),
         "malformed_tool_calls": mean([one.malformed_calls for one in counts]),
+        "format_errors": mean([one.format_errors for one in counts]),
         "cut_answers": mean([one.cut_answers for one in counts]),
         "output_tokens": mean([one.generated_tokens for one in counts]),
         "budget_stops": mean([any(one.refused[code] for code in BUDGET_CODES) for one in counts]),
@@ -452,7 +453,8 @@ class AgentWorkflow(RolloutWorkflow):
         written = session.last_context if images is None else images.written(session.last_context)
         texts = [(answer.text, list(answer.token_ids))]
         columns = (row if self._images is None else self._images.without_images(row)) | {
-            "messages": session.last_messages
+            "messages": session.last_messages,
+            "format_errors": session.counts.format_errors,
         }
         (found,) = await scorer.score(self.tokenizer.decode(list(written)), context_ids, texts, columns)
         return found
