@@ -74,7 +74,7 @@ test-cluster: .venv/.installed
 
 # The same with a real Ray on the nodes.
 test-ray: .venv/.installed
-	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
+	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	$(PYTEST) -m 'ray and not slow' tests/cluster $(ARGS)
 
 # A real Slurm on three such nodes: needs the Debian packages slurmctld slurmd slurm-client munge. Without them: exit 2.
@@ -126,7 +126,7 @@ test-parallel: .venv/.installed
 # The Megatron-Core engine, whose sources a fixture compiles for the CPU: docs/train_engines.md.
 test-megatron: export PYTHONPATH := $(CURDIR)/tests/megatron/cpu
 test-megatron: .venv/.installed
-	$(BIN)/python -c 'import megatron.core' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[megatron]'
+	$(BIN)/python -c 'import megatron.core' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[megatron]'
 	$(PYTEST) -m megatron tests/megatron tests/faults/test_kills.py tests/faults/test_kill_in_save.py tests/trainer/test_sft_killed.py $(ARGS)
 
 # A real etcd on loopback, and on nodes as above (root): apt-get install etcd-server etcd-client
@@ -145,7 +145,7 @@ lint: .venv/.installed
 
 # The site in build/site, with the pages of options, metrics, alarms and error codes that the code generates.
 docs: .venv/.installed
-	$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	rm -rf build/site_source
 	mkdir -p build/site_source/docs
 	for name in README.md CONTRIBUTING.md SECURITY.md benchmark examples areal; do ln -sfn ../../$$name build/site_source/$$name; done

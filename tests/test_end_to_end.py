@@ -303,7 +303,8 @@ def check_replacements(found: Run, folder: Path) -> None:
     assert {name: counts[name] for name in fate} == dict(fate)
     assert fate["rejected"] >= 8
     assert fate["failed"] >= 1
-    assert found.report.reasons == {"rejected: filter": fate["rejected"], "failed: RewardError": fate["failed"]}
+    reasons = {"rejected: filter": fate["rejected"], "failed: workflow.reward_failed": fate["failed"]}
+    assert found.report.reasons == reasons
     assert counts["running"] == counts["waiting"] == counts["batched"] == 0
 
 

@@ -91,6 +91,8 @@ def first_messages(row: dict[str, Any]) -> list[Message]:
 
 def _sent_back(answer: Any) -> Message:
     message: Message = {"role": "assistant", "content": answer.content}
+    if reasoning := (answer.model_extra or {}).get("reasoning_content"):
+        message["reasoning_content"] = reasoning
     if answer.tool_calls:
         message["tool_calls"] = [call.model_dump() for call in answer.tool_calls]
     return message
@@ -233,7 +235,8 @@ class AgentJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOutcome:
-    status: OutcomeStatus  # timeout = ended at its limit; died = its process ended; unusable = it cannot be loaded.
+    status: OutcomeStatus
+    """timeout = ended at its limit; died = its process ended, not by it; unusable = it cannot be loaded."""
     message: str = ""  # Why the status is not ok, with the line of the agent's code.
     reward: float | None = None  # None: the agent gave none for the whole session.
     rewards: dict[str, float] = field(default_factory=dict[str, float])

@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
+import mmap
+import tempfile
 
 import orjson
 
 from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents
-from areal.agent.agent_worker import job_message
+from areal.agent.agent_worker import MARK_BYTES, MARK_VARIABLE, guilty_job, job_message
 from areal.api.data import row_json
 from areal.observe.log import get_logger
 from areal.system.network import TOKEN_VARIABLE
@@ -20,14 +22,18 @@ _log = get_logger(__name__)
 
 class _Worker:
     def __init__(self) -> None:
-        self.process = WorkerProcess("areal.agent.agent_worker", {}, without=(TOKEN_VARIABLE,))
+        self._mark_file = tempfile.NamedTemporaryFile(prefix="areal-agents-")  # noqa: SIM115 - until the process ends
+        self._mark_file.truncate(MARK_BYTES)
+        self._mark = mmap.mmap(self._mark_file.fileno(), MARK_BYTES)
+        env = {MARK_VARIABLE: self._mark_file.name}
+        self.process = WorkerProcess("areal.agent.agent_worker", env, without=(TOKEN_VARIABLE,))
         self.jobs: dict[int, asyncio.Future[AgentOutcome]] = {}
         self.ready = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._receive(), name=f"agent worker {self.process.pid}")
         self.has_ended = False
 
     async def run(self, number: int, job: AgentJob, timeout_s: float) -> AgentOutcome:
-        """The outcome of a job; `died` when this process ends before."""
+        """The outcome of a job. When this process ends before: `error` for the job that ended it, `died` for others."""
         done = self.jobs[number] = asyncio.get_running_loop().create_future()
         try:
             if not await self.ready:
@@ -76,10 +82,13 @@ class _Worker:
                 self.ready.set_result(False)
             self.process.close()
             code = await asyncio.to_thread(self.process.end, wait_s=0.5)
+            guilty = guilty_job(self._mark)
+            self._mark_file.close()
             died = AgentOutcome(status="died", message=f"its process ended with exit code {code}")
-            for done in self.jobs.values():
+            own = AgentOutcome(status="error", message=f"ProcessEnded: the agent ended its process, exit code {code}")
+            for number, done in self.jobs.items():
                 if not done.done():
-                    done.set_result(died)
+                    done.set_result(own if number == guilty else died)
 
     async def aclose(self) -> None:
         self.process.kill()

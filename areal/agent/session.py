@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol
 
+from areal.agent.answer_format import has_format
 from areal.agent.images import with_stored_images
 from areal.agent.prompt_size import check_bytes, check_tokens, is_large
 from areal.agent.tool_calls import AnswerStyle, split_answer
@@ -83,6 +84,7 @@ class SessionCounts:
     tool_calls: int = 0
     malformed_calls: int = 0
     retries: int = 0  # Requests that were answered from the record.
+    format_errors: int = 0  # Answers that are not of the format that the client asked for.
     cut_answers: int = 0  # Answers that a limit of tokens ended.
     timed_out: int = 0  # Turns that the time limit of the session ended.
     other_sampling: int = 0  # Turns with another temperature or top_p than the run.
@@ -278,7 +280,10 @@ class Session:
             raise TurnRefused(str(error), code="agent.template_refused", status=400, param="messages") from error
 
     def _forced(self, request: TurnRequest) -> list[int]:
-        """The tokens that make an answer call the tool that the request requires. TurnRefused where none are known."""
+        """The tokens that an answer begins with: a text, or what makes it call the tool that the request requires.
+        TurnRefused where none are known."""
+        if request.prefill:
+            return self._setup.tokenizer.encode(request.prefill, add_special_tokens=False)
         if request.tool_choice in ("auto", "none"):
             return []
         start = self.transcript.call_start(request)
@@ -363,6 +368,8 @@ class Session:
             counts.cut_answers += 1
         elif found.tool_calls:
             finish = "tool_calls"
+        if request.answer_schema is not None and not found.tool_calls:
+            counts.format_errors += not has_format(found.text, request.answer_schema)
         counts.tool_calls += len(found.tool_calls)
         counts.malformed_calls += found.num_malformed
         answer = TurnAnswer(

@@ -23,7 +23,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from areal.agent.dialects import chat_completions, completions, messages, responses
-from areal.agent.dialects.dialect import Asked, Dialect, Fields, Sent, invalid, openai_error
+from areal.agent.dialects.dialect import Asked, Dialect, Fields, Sent, invalid, openai_error, unsupported
 from areal.agent.directory import OpenRequest, SessionDirectory, SessionReward, Sessions
 from areal.agent.processes import AgentPool
 from areal.agent.prompt_size import LARGE
@@ -34,7 +34,7 @@ from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.data.tokenizer import Tokenizer
 from areal.observe.log import HttpLogger, get_logger
 from areal.system.device import cpu_count
-from areal.system.durable import write_atomic
+from areal.system.durable import append_whole, write_atomic
 from areal.system.http_guard import Refusal, RequestGuard, read_body, wrong_type
 from areal.system.network import Host, http_address, listen, new_token, run_token
 from areal.system.process import ProcessContext
@@ -49,8 +49,7 @@ class TurnJournal:
         folder.mkdir(parents=True, exist_ok=True)
         taken = {path.stem for path in folder.glob("*.jsonl")}
         name = next(name for number in itertools.count(1) if (name := f"{number:06d}") not in taken)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
-        self._file = os.open(folder / f"{name}.jsonl", flags, 0o644)
+        self._file = open(folder / f"{name}.jsonl", "xb", buffering=0)  # noqa: SIM115 - closed by aclose()
         self._num_written = self._num_durable = 0
         self._sync: asyncio.Task[None] | None = None
 
@@ -66,7 +65,7 @@ class TurnJournal:
         self._write({"event": "delivered", "turns": turn_ids})
 
     def _write(self, event: dict[str, Any]) -> None:
-        os.write(self._file, orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
+        append_whole(self._file, orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
         self._num_written += 1
 
     async def durable(self) -> None:
@@ -75,12 +74,13 @@ class TurnJournal:
         while self._num_durable < wanted:
             if self._sync is None:
                 self._sync = asyncio.create_task(self._to_disk(), name="turn-journal-sync")
+                self._sync.add_done_callback(lambda sync: sync.cancelled() or sync.exception())  # callers may leave
             await asyncio.shield(self._sync)
 
     async def _to_disk(self) -> None:
         reached = self._num_written
         try:
-            await asyncio.to_thread(os.fsync, self._file)
+            await asyncio.to_thread(os.fsync, self._file.fileno())
             self._num_durable = reached
         finally:
             self._sync = None
@@ -88,7 +88,7 @@ class TurnJournal:
     async def aclose(self) -> None:
         if self._sync is not None:
             await asyncio.gather(self._sync, return_exceptions=True)
-        os.close(self._file)
+        self._file.close()
 
 
 # The HTTP interface of sessions: turns in the dialects of OpenAI and Anthropic, and sessions opened from outside.
@@ -139,15 +139,18 @@ class SessionServer:
         model: str = "policy",
         keep_alive_s: float = KEEP_ALIVE_S,
         max_body_mb: int = 16,
+        refuses_foreign: bool = False,
     ) -> None:
         """`admin_token`: opens sessions from outside. `token_text`: text of a token id. `model`: its listed name.
-        `max_body_mb`: limit of a request in MiB."""
+        `max_body_mb`: limit of a request in MiB. `refuses_foreign`: refuse the fields `FieldTable.foreign`."""
         self._directory = directory
         self._guard = RequestGuard(admin_token, host or Host())
         self._token_text = functools.lru_cache(maxsize=2**18)(token_text)
         self._model = model
         self._keep_alive_s = keep_alive_s
         self._max_body_bytes = max_body_mb * 2**20
+        self._refuses_foreign = refuses_foreign
+        self._seen_foreign = set[str]()  # Fields that were warned about.
         self._turns: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
 
     def application(self) -> web.Application:
@@ -214,6 +217,12 @@ class SessionServer:
         fingerprint = hashlib.sha256(dialect.name.encode() + b"\0" + canonical).hexdigest()
         retry_count = _retry_count(request)
         asked = await asyncio.to_thread(parse, body) if len(canonical) > LARGE else parse(body)
+        for name, why in asked.foreign.items():
+            if self._refuses_foreign:
+                raise unsupported(name, f"{why} (agent.foreign_fields: ignore accepts it)")
+            if name not in self._seen_foreign:
+                self._seen_foreign.add(name)
+                _log.warning("the field %s of a request has no effect: %s", name, why)
         turn = replace(asked.turn, num_bytes=len(canonical), fingerprint=fingerprint, retry_count=retry_count)
         return session, replace(asked, turn=turn)
 
@@ -462,6 +471,7 @@ class AgentServices:
             token_text=lambda token_id: self._tokenizer.decode([token_id]),
             host=host,
             max_body_mb=self._max_body_mb,
+            refuses_foreign=self._config.foreign_fields == "refuse",
         )
         self._http_log = HttpLogger()
         self._runner = server.runner(self._http_log)

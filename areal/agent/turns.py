@@ -43,6 +43,8 @@ class TurnRequest:
     prompt: str | tuple[int, ...] | None = None  # A plain prompt of the completions dialect: text or token ids.
     tools: tuple[dict[str, Any], ...] = ()  # Schemas in OpenAI's form: {"type": "function", "function": {...}}.
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool.
+    prefill: str = ""  # Text that the answer begins with; it is part of the prompt.
+    answer_schema: dict[str, Any] | None = None  # JSON schema of an answer without tool calls; None: any text.
     num_answers: int = 1
     settings: TurnSettings = field(default_factory=TurnSettings)
     num_bytes: int = 0  # Of the request, as JSON.

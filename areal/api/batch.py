@@ -69,9 +69,6 @@ class TrainBatch:
     """Policy version at the start of the update with this batch."""
     update_progress: float = 0.0
     """Fraction of that update's optimiser steps before this mini-batch, below 1."""
-    shares_first_pass: bool = False
-    """The first mini-batch makes its prox_logprobs in training: its part of the column is rollout_logprobs until then.
-    The column is None if there is one mini-batch only."""
     images: tuple[ImageRef, ...] = ()
     """The images of the whole share; a part of a batch has all of them too."""
 

@@ -18,7 +18,7 @@ import uvloop
 
 from areal.api.config import PPOConfig, load_experiment
 from areal.api.engine import InferenceEngine
-from areal.api.errors import ServerUnavailable
+from areal.api.errors import AgentFailed, ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
 from areal.data.dataset import load_rows
 from areal.data.image_files import RunImages
@@ -32,6 +32,7 @@ from areal.observe.log import get_logger
 from areal.reward.text import AnswerFn, answer_function
 from areal.rollout.evaluation import (
     MAX_FIRST_FAILURES,
+    EpisodeRejected,
     EvaluatedEpisode,
     EvaluationFailed,
     evaluate_episode,
@@ -39,6 +40,7 @@ from areal.rollout.evaluation import (
     run_all,
 )
 from areal.system.discovery import registry_of
+from areal.system.durable import append_whole
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.process import ProcessContext, run_main
 from areal.system.run_paths import RunPaths
@@ -96,7 +98,7 @@ class Evaluation:
 
             async def answer(key: SampleKey) -> None:
                 sample = await self._sample(fleet, key)
-                file.write(sample.line())
+                append_whole(file, sample.line())
                 self.done[key] = sample
                 if sample.error:
                     self._count_failed(sample)
@@ -117,12 +119,13 @@ class Evaluation:
         try:
             episode = await evaluate_episode(fleet, self._workflows[key.mode], row, count_answer=lambda response: None)
             if episode is None:
-                return dataclasses.replace(empty, error="the workflow returned None")
+                return dataclasses.replace(empty, error="the workflow returned None", by_agent=True)
             return self._filled(empty, episode)
         except ServerUnavailable:
             raise  # the launcher starts this process again
         except Exception as error:  # noqa: BLE001 - user code: an error fails this one answer
-            return dataclasses.replace(empty, error=f"{type(error).__name__}: {error}")
+            by_agent = isinstance(error, AgentFailed | EpisodeRejected)
+            return dataclasses.replace(empty, error=f"{type(error).__name__}: {error}", by_agent=by_agent)
 
     def _filled(self, empty: Sample, episode: EvaluatedEpisode) -> Sample:
         trajectory = episode.group.trajectories[-1]

@@ -124,7 +124,9 @@ def _make_answers(config: PPOConfig, given: argparse.Namespace) -> int:
 
 def _report(config: PPOConfig, ks: Sequence[int]) -> Report:
     samples = read_samples(RunPaths.of(config).answers, with_failed=True).values()
-    return make_report(samples, correct_reward=config.evaluator.correct_reward, ks=ks)
+    evaluator = config.evaluator
+    missing = evaluator.missing_reward
+    return make_report(samples, correct_reward=evaluator.correct_reward, ks=ks, missing_reward=missing)
 
 
 # Scores of generations that were made elsewhere.

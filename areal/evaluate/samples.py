@@ -40,6 +40,7 @@ class Sample:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Parts of the reward, and other numbers that the reward functions and the workflow report."""
     error: str = ""  # Why there is no answer or no score; empty when there is one.
+    by_agent: bool = False  # With an error: the agent or the workflow is the cause.
 
     def line(self) -> bytes:
         """The JSON line, with its end. Equal samples have equal lines."""
@@ -182,7 +183,8 @@ class SetResult:
     rows: int
     samples: int  # Scored answers.
     failed: int  # Answers without a score.
-    metrics: Mapping[str, Estimate]  # mean@n, pass@k, majority@n (`areal.rollout.evaluation`).
+    metrics: Mapping[str, Estimate]
+    """mean@n, pass@k, majority@n (`areal.rollout.evaluation`); empty = no result (evaluator.missing_reward)."""
     means: Mapping[str, float]
     """Mean over the scored answers of `tokens` (generated), `finished`, and each number of the reward functions."""
 
@@ -205,8 +207,13 @@ class Report:
         return self.num_failed + sum(one.samples for one in self.results if not one.source)
 
 
-def make_report(samples: Iterable[Sample], *, correct_reward: float, ks: Sequence[int] = ()) -> Report:
-    """The report of scored samples. `ks`: as in `answer_metrics`; those above the number of samples are left out."""
+def make_report(
+    samples: Iterable[Sample], *, correct_reward: float, ks: Sequence[int] = (), missing_reward: str = "leave_out"
+) -> Report:
+    """The report of scored samples. `ks`: as in `answer_metrics`; those above the number of samples are left out.
+
+    `missing_reward`: as evaluator.missing_reward.
+    """
     groups: dict[tuple[str, str, str], list[list[Sample]]] = {}
     first_error = ""
     for row in rows_of(samples):
@@ -215,19 +222,31 @@ def make_report(samples: Iterable[Sample], *, correct_reward: float, ks: Sequenc
         groups.setdefault((mode, set_name, ""), []).append(row)
         if source:
             groups.setdefault((mode, set_name, source), []).append(row)
-    results = [_result(*key, rows, correct_reward, ks) for key, rows in sorted(groups.items())]
+    results = [_result(*key, rows, correct_reward, ks, missing_reward) for key, rows in sorted(groups.items())]
     return Report(correct_reward=correct_reward, results=results, first_error=first_error)
 
 
 def _result(
-    mode: str, set_name: str, source: str, rows: Sequence[Sequence[Sample]], correct_reward: float, ks: Sequence[int]
+    mode: str,
+    set_name: str,
+    source: str,
+    rows: Sequence[Sequence[Sample]],
+    correct_reward: float,
+    ks: Sequence[int],
+    missing_reward: str,
 ) -> SetResult:
-    num_samples = max(map(len, rows))
+    num_samples, counts_zero = max(map(len, rows)), missing_reward == "zero"
+    scored = [one for row in rows for one in row if one.reward is not None and not one.error]
+    missing = [one for row in rows for one in row if one.error]
     graded = [
-        [Graded(reward=one.reward, answer=one.answer) for one in row if one.reward is not None and not one.error]
+        [
+            Graded(reward=0.0 if one.error else one.reward or 0.0, answer=one.answer)
+            for one in row
+            if (counts_zero and one.by_agent if one.error else one.reward is not None)
+        ]
         for row in rows
     ]
-    scored = [one for row in rows for one in row if one.reward is not None and not one.error]
+    refused = missing_reward == "refuse" or (counts_zero and not all(one.by_agent for one in missing))
     used = [k for k in ks if k <= num_samples]
     numbers = [{"tokens": one.num_tokens, "finished": float(one.finished), **one.metrics} for one in scored]
     names = dict.fromkeys(name for found in numbers for name in found)
@@ -238,7 +257,9 @@ def _result(
         rows=len(rows),
         samples=len(scored),
         failed=sum(map(len, rows)) - len(scored),
-        metrics=answer_metrics(graded, num_samples=num_samples, correct_reward=correct_reward, ks=used),
+        metrics={}
+        if missing and refused
+        else answer_metrics(graded, num_samples=num_samples, correct_reward=correct_reward, ks=used),
         means={name: fmean(found[name] for found in numbers if name in found) for name in names},
     )
 
@@ -249,7 +270,7 @@ def table(report: Report) -> str:
     modes = dict.fromkeys(one.mode for one in report.results)
     text = "\n".join(_table(mode, [one for one in report.results if one.mode == mode]) for mode in modes)
     if report.num_failed:
-        counts = f"{report.num_failed} of {report.num_answers} answers failed and count in no mean"
+        counts = f"{report.num_failed} of {report.num_answers} answers have no reward (evaluator.missing_reward)"
         text += f"warning: {counts}; the first: {report.first_error}\n"
     return text
 

@@ -77,6 +77,20 @@ JOIN_TIMEOUT_S = 120.0
 _in_thread = partial(in_daemon_thread, name="weight-update")
 
 
+async def _outlasting(work: asyncio.Future[None]) -> None:
+    """Wait for work that continues when the client leaves, which cancels its handler: then its error is logged."""
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        work.add_done_callback(_log_error)
+        raise
+
+
+def _log_error(work: asyncio.Future[None]) -> None:
+    if not work.cancelled() and (error := work.exception()) is not None:
+        _LOG.error("a request whose client has left failed: %s: %s", type(error).__name__, error)
+
+
 class WeightRoutes:
     """Weight updates of one server, one at a time. A client that disconnects does not interrupt one."""
 
@@ -174,7 +188,7 @@ class WeightRoutes:
         task = asyncio.create_task(run())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        await asyncio.shield(task)
+        await _outlasting(task)
         return ok()
 
     def _check_group(self, name: str) -> None:
@@ -243,7 +257,7 @@ class ServerApp:
 
     async def _run(self, command: Callable[[], None]) -> None:
         """Run a command in the engine thread between two steps."""
-        await asyncio.shield(asyncio.wrap_future(self._engine.call(command)))
+        await _outlasting(asyncio.wrap_future(self._engine.call(command)))
 
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request, AbortBody)

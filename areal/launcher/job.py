@@ -369,7 +369,8 @@ def _planned(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         **({} if context.role == "controller" else {k: os.environ.get(k, v) for k, v in MALLOC.items()}),
-        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else {}),
+        # Also without GPUs: an actor of Ray with num_gpus=0 sees all GPUs of its node.
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         **gpu_variables(context.role, gpus, nccl),
         **({} if command is None else _server_env(context, config, command, machine)),
         **({TRAINERS_VARIABLE: trainers} if context.role == "server" else {}),

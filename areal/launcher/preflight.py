@@ -51,7 +51,7 @@ from areal.models.checkpoint_files import stored_weights
 from areal.models.mesh_rules import trainer_problem
 from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import read_vision_layout
-from areal.observe.trackers import FIRST_REQUEST, entry_of_key, keys_on, missing_packages, mlflow_uri
+from areal.observe.trackers import FIRST_REQUEST, entry_of_key, keys_on, missing_packages, mlflow_uri, wandb_id
 from areal.system.durable import is_complete, write_atomic, write_problem
 from areal.system.network import BACKLOG, bind_socket
 from areal.system.process import AREAL_PROCESS
@@ -277,7 +277,7 @@ def _settings(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks:
     """What `tracker_probe` reads."""
     chosen = config.stats_logger
     wandb = {
-        "run_id": "_".join(filter(None, [config.experiment_name, config.trial_name, chosen.wandb.id_suffix])),
+        "run_id": wandb_id(config, chosen.wandb),
         "project": chosen.wandb.project or config.experiment_name,
         "run_tags": chosen.wandb.tags,
     }

@@ -30,6 +30,7 @@ from areal.launcher.preflight import newest_checkpoint, step_of
 from areal.launcher.result import RunAlarmLines
 from areal.launcher.units import Child
 from areal.system.discovery import NameRegistry
+from areal.system.durable import append_line
 from areal.system.heartbeat import Beat, read_beats, write_beats
 from areal.system.run_paths import RunPaths
 
@@ -782,5 +783,4 @@ def keep_changes(paths: RunPaths, changes: Sequence[str]) -> None:
         return
     newest = newest_checkpoint(paths)
     row = {"step": step_of(newest) if newest else 0, "changes": [line.removeprefix(_CHANGED) for line in changes]}
-    with open(paths.option_changes, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    append_line(paths.option_changes, json.dumps(row).encode())

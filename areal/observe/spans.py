@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from areal.api.config import PerfTracerConfig
+from areal.system.durable import append_whole
 from areal.system.run_paths import RunPaths
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,9 +68,9 @@ class SessionTracer:
 
     def _write(self) -> None:
         if self._lines:
-            with open(self._path, "a") as file:
-                file.write("\n".join(self._lines) + "\n")
-            self._lines = []
+            lines, self._lines = self._lines, []
+            with open(self._path, "ab", buffering=0) as file:
+                append_whole(file, ("\n".join(lines) + "\n").encode())
 
 
 def open_session_tracer(config: PerfTracerConfig | None, paths: RunPaths) -> SessionTracer | None:

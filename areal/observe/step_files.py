@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from areal.api.errors import InputError
-from areal.system.durable import append_whole, write_atomic
+from areal.system.durable import append_line, append_whole, write_atomic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class StepLines:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def append(self, step: int, facts: Mapping[str, Any]) -> None:
-        append_whole(self._file, _line(step, facts))
+        append_whole(self._file, _line(step, facts) + b"\n")
 
     def flush(self) -> None:
         os.fsync(self._file.fileno())
@@ -93,14 +93,11 @@ class StepLines:
 
 def append_step_line(path: Path, step: int, facts: Mapping[str, Any]) -> None:
     """Append to a StepLines file that another process has open; that process may replace the file at its start."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab", buffering=0) as file:
-        append_whole(file, _line(step, facts))
+    append_line(path, _line(step, facts))
 
 
 def _line(step: int, facts: Mapping[str, Any]) -> bytes:
-    line = json.dumps({"step": step, "time": round(time.time(), 3), **facts}, allow_nan=False)
-    return line.encode() + b"\n"
+    return json.dumps({"step": step, "time": round(time.time(), 3), **facts}, allow_nan=False).encode()
 
 
 def read_step_lines(path: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from areal.api.config import PerfTracerConfig
 from areal.api.errors import InputError
+from areal.system.durable import append_whole
 from areal.system.process import run_main
 from areal.system.run_paths import RunPaths, existing_run
 
@@ -198,9 +199,9 @@ class ChromeTracer:
 
     def _write(self) -> None:
         if self._lines:
-            with open(self._path, "a") as file:
-                file.write("\n".join(self._lines) + "\n")
-            self._lines = []
+            lines, self._lines = self._lines, []
+            with open(self._path, "ab", buffering=0) as file:
+                append_whole(file, ("\n".join(lines) + "\n").encode())
         self._written_s = time.monotonic()
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from uuid import uuid4
 
 from areal.api.config import (
@@ -32,7 +32,7 @@ from areal.api.config.redaction import public, public_text
 from areal.api.errors import ConfigError
 from areal.api.registry import Entry, entries, registered
 from areal.data.image_files import ImageFiles, colours_of
-from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow
+from areal.observe.step_files import SAMPLE_COLUMNS, JsonlTracker, SampleRow, read_step_lines
 from areal.system.durable import write_atomic
 from areal.system.run_paths import RunPaths
 
@@ -60,45 +60,77 @@ class TrackerRun:
     images: ImageFiles
     first_step: int
     """The first step that will be logged."""
+    last_step: int = -1
+    """The last step that was logged before a recovery; -1 = none."""
+
+    def id_of(self, record: str, make: Callable[[], str]) -> str:
+        """The id of the run at a dashboard, which the file `record` keeps: a start from the first step is a new run."""
+        path = self.paths.root / record
+        if self.first_step <= 1 or not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, make().encode())
+        return path.read_text()
+
+
+@runtime_checkable
+class KnowsSteps(Protocol):
+    """A tracker that replaces repeated steps, or knows which ones it has."""
+
+    last_step: int
+    """Steps up to this one are not sent to it again."""
 
 
 class TensorBoardTracker:
-    def __init__(self, settings: TensorBoardConfig, run: TrackerRun) -> None:
-        from tensorboardX import SummaryWriter
+    """Event files, written at once: the queue of tensorboardX's SummaryWriter is lost when the process is killed."""
 
-        purge_step = run.first_step if run.first_step > 1 else None
-        self._writer = SummaryWriter(logdir=settings.path or "", purge_step=purge_step)
-        self._images = run.images
+    def __init__(self, settings: TensorBoardConfig, run: TrackerRun) -> None:
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
+        folder = Path(settings.path or "")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = EventsWriter(str(folder / "events"), f".{uuid4().hex[:8]}")
+        self._event, self._summary, self._images = vars(event_pb2)["Event"], summary, run.images
+        first_step = max(run.first_step, 0) if run.first_step > 1 else 0
+        self.last_step = first_step - 1
+        session = vars(event_pb2)["SessionLog"]  # protobuf makes these classes at import
+        for start in ({"file_version": "brain.Event:2"}, {"session_log": session(status=session.START)}):
+            self._write(first_step, **start)  # TensorBoard forgets what earlier files have from this step on
+        self.flush()
+
+    def _write(self, step: int, **content: Any) -> None:
+        self._events.write_event(self._event(wall_time=time.time(), step=step, **content))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in _finite(values).items():
-            self._writer.add_scalar(name, value, global_step=step)
+            self._write(step, summary=self._summary.scalar(name, value))
+        self.flush()
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Write a Markdown table, which TensorBoard shows under Text, and its images under Images."""
-        self._writer.add_text("samples", _markdown_table(rows), global_step=step)
+        self._write(step, summary=self._summary.text("samples", _markdown_table(rows)))
         for name, path in _pictures(rows, self._images):
-            self._writer.add_image(name, colours_of(path.read_bytes()), global_step=step, dataformats="HWC")
+            picture = self._summary.image(name, colours_of(path.read_bytes()), dataformats="HWC")
+            self._write(step, summary=picture)
+        self.flush()
 
     def flush(self) -> None:
-        self._writer.flush()
+        self._events.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._events.close()
 
 
-def _suffix(settings: WandBConfig, folder: Path) -> str | None:
-    """The suffix of the run id: `timestamp` is the time of the first start, so that a resumed run continues its run."""
-    if settings.id_suffix != "timestamp":
-        return settings.id_suffix
-    record = folder / "wandb_start"
-    if not record.exists():
-        write_atomic(record, time.strftime("%Y_%m_%d_%H_%M_%S").encode())
-    return record.read_text()
+def wandb_id(config: BaseExperimentConfig, settings: WandBConfig) -> str:
+    """The id of a new run. It ends with random letters: W&B would mix a new run with an earlier one of the same id."""
+    is_time = settings.id_suffix == "timestamp"
+    suffix = time.strftime("%Y_%m_%d_%H_%M_%S") if is_time else settings.id_suffix
+    return "_".join(filter(None, [config.experiment_name, config.trial_name, suffix, uuid4().hex[:8]]))
 
 
 class WandBTracker:
-    """A Weights & Biases run. The x axis is a metric, `train_step`, so that steps can repeat after a recovery."""
+    """A Weights & Biases run. The x axis is a metric, `train_step`: W&B's own step cannot go back."""
 
     def __init__(self, settings: WandBConfig, run: TrackerRun) -> None:
         import wandb
@@ -107,18 +139,18 @@ class WandBTracker:
         folder.mkdir(parents=True, exist_ok=True)
         given = {"base_url": settings.wandb_base_url, "api_key": settings.wandb_api_key}
         connection: dict[str, Any] = {name: value for name, value in given.items() if value}
-        names = [config.experiment_name, config.trial_name]
+        group = "_".join([config.experiment_name, config.trial_name])
         try:
             self._run = wandb.init(
                 mode=settings.mode,  # pyright: ignore[reportArgumentType] - the choices are checked with the config
                 dir=str(folder),
-                id="_".join([*names, *filter(None, [_suffix(settings, folder)])]),
+                id=run.id_of("wandb_run", partial(wandb_id, config, settings)),
                 resume="allow",
                 entity=settings.entity,
                 project=settings.project or config.experiment_name,
                 name=settings.name or config.trial_name,
                 job_type=settings.job_type,
-                group=settings.group or "_".join(names),
+                group=settings.group or group,
                 notes=settings.notes,
                 tags=settings.tags,
                 config=public(dataclasses.asdict(config) | (settings.config or {})),
@@ -158,10 +190,7 @@ class SwanLabTracker:
     def __init__(self, settings: SwanlabConfig, run: TrackerRun) -> None:
         import swanlab
 
-        config, folder, images, first_step = run.config, run.paths.root, run.images, run.first_step
-        record = folder / "swanlab_run"
-        if first_step <= 1 or not record.exists():
-            write_atomic(record, uuid4().hex.encode())
+        config, folder, images = run.config, run.paths.root, run.images
         logs = Path(settings.logdir or folder / "swanlog")
         logs.mkdir(parents=True, exist_ok=True)
         mode = "online" if settings.mode == "cloud" else settings.mode
@@ -171,7 +200,7 @@ class SwanLabTracker:
         self._run = swanlab.init(
             mode=mode,  # pyright: ignore[reportArgumentType]
             log_dir=str(logs),
-            id=record.read_text(),
+            id=run.id_of("swanlab_run", lambda: uuid4().hex),
             resume="allow",
             project=settings.project or config.experiment_name,
             name=settings.name or f"{config.trial_name}_train",
@@ -225,6 +254,7 @@ class MlflowTracker:
             experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, place)
             continued = self._continued_run(experiment_id, config) if first_step > 1 else None
             self._run = continued or self._new_run(experiment_id, config, settings.name or config.trial_name)
+            self.last_step = self._newest_step() if continued else -1
         except MlflowException as error:
             message = f"stats_logger.mlflow.mode={settings.mode}: MLflow did not start: {public_text(str(error))}"
             raise ConfigError(message, code="launch.tracker_failed") from None
@@ -246,6 +276,12 @@ class MlflowTracker:
     def _continued_run(self, experiment_id: str, config: BaseExperimentConfig) -> str | None:
         found = self._client.search_runs([experiment_id], f"tags.`areal.run` = '{_run_name(config)}'", max_results=1)
         return found[0].info.run_id if found else None
+
+    def _newest_step(self) -> int:
+        """The newest step that MLflow has. It would keep both values of a step that is sent again."""
+        names = sorted(self._client.get_run(self._run).data.metrics, key=lambda name: name != "epoch")  # of each step
+        points = [point.step for name in names[:1] for point in self._client.get_metric_history(self._run, name)]
+        return max(points, default=-1)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         now_ms = int(time.time() * 1000)
@@ -351,7 +387,7 @@ class TrackioTracker:
             name=settings.name or config.trial_name,
             space_id=settings.space_id if settings.mode == "online" else None,
             config=public(dataclasses.asdict(config)),
-            resume="allow",
+            resume="allow" if run.first_step > 1 else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
@@ -406,17 +442,24 @@ def _finite(values: dict[str, float]) -> dict[str, float]:
 
 
 class GuardedTracker:
-    """A dashboard whose errors do not end the training: metrics.jsonl has everything that it lacks."""
+    """A dashboard whose errors do not end the training: metrics.jsonl has everything that it lacks.
 
-    def __init__(self, tracker: Tracker) -> None:
+    Steps that it has from before a recovery are not sent again: dashboards keep both values, and draw a zigzag.
+    """
+
+    def __init__(self, tracker: Tracker, last_step: int = -1) -> None:
+        """`last_step`: the last one that was logged before, unless the tracker knows better."""
         self._tracker = tracker
+        self._last_step = tracker.last_step if isinstance(tracker, KnowsSteps) else last_step
         self._is_failing = False
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self._call("the metrics", partial(self._tracker.log, step, values))
+        if step > self._last_step:
+            self._call("the metrics", partial(self._tracker.log, step, values))
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        self._call("the samples", partial(self._tracker.log_samples, step, rows))
+        if step > self._last_step:
+            self._call("the samples", partial(self._tracker.log_samples, step, rows))
 
     def flush(self) -> None:
         self._call("a flush", self._tracker.flush)
@@ -446,12 +489,16 @@ def build_trackers(
     """
     if missing := missing_packages(config):
         raise ConfigError("; ".join(missing), code="launch.package_missing")
-    run = TrackerRun(config=config, paths=paths, images=ImageFiles(paths.images), first_step=first_step)
+    logged = [line["step"] for line in read_step_lines(paths.metrics)] if first_step > 1 and keys_on(config) else []
+    last_step = max(logged, default=-1)
+    run = TrackerRun(
+        config=config, paths=paths, images=ImageFiles(paths.images), first_step=first_step, last_step=last_step
+    )
     makers = {
         key: partial(entry_of_key(key).load(), config.stats_logger.settings(entry_of_key(key).name), run)
         for key in keys_on(config)
     }
-    started = [_started(key, make, after_failure=after_failure) for key, make in makers.items()]
+    started = [_started(key, make, last_step, after_failure=after_failure) for key, make in makers.items()]
     dashboards = [tracker for tracker in started if tracker is not None]
     return [JsonlTracker(paths.metrics, first_step=first_step), *dashboards]
 
@@ -483,9 +530,9 @@ def entry_of_key(key: str) -> Entry:
     return registered("trackers", key.removeprefix("trackers.").partition(".")[0])
 
 
-def _started(key: str, make: Callable[[], Tracker], *, after_failure: bool) -> GuardedTracker | None:
+def _started(key: str, make: Callable[[], Tracker], last_step: int, *, after_failure: bool) -> GuardedTracker | None:
     try:
-        return GuardedTracker(make())
+        return GuardedTracker(make(), last_step)
     except ConfigError as found:
         error = found
     except Exception as found:  # noqa: BLE001 - of one dashboard

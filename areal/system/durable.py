@@ -90,6 +90,13 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
         raise
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file that this process does not hold open, or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab", buffering=0) as file:
+        append_whole(file, line + b"\n")
+
+
 def checksum_of(path: Path) -> int:
     """CRC-32 of a file."""
     result, buffer = 0, memoryview(bytearray(2**20))

@@ -48,7 +48,6 @@ from areal.algorithm.policy_loss import (
 from areal.algorithm.registered import ClipCovOptions, KlCovOptions, PasskOptions
 from areal.algorithm.shared_prefix import contested_prefixes
 from areal.api.batch import TrainBatch, required
-from areal.api.columns import ColumnSpec
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.config.algorithm import AdvantageRecipe, GdpoOptions
 from areal.api.config.policy_losses import loss_facts
@@ -57,9 +56,9 @@ from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
 from areal.data.pack import SESSION_IDS, by_session, session_view, take
-from areal.trainer.first_pass import FirstPass, without_first
+from areal.trainer.first_pass import FirstPass
 from areal.trainer.kl_term import REF_KL, kl_penalty, num_candidates, with_candidates
-from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches
+from areal.trainer.minibatch import FILTERED, Passes, global_mean, prefixed, train_on_minibatches, without_filtered
 from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, needs_prox_logprobs, with_correction
 from areal.trainer.policy_update import TEACHER_LOGPROBS, PolicyUpdate
 from areal.trainer.progress import updating
@@ -70,10 +69,6 @@ from areal.trainer.recover import ActorState
 #
 # A filter removes tokens from `TrainBatch.policy_mask` only. Rewards, baselines, advantages, their norms and the critic
 # use `loss_mask`, which still contains them.
-
-
-FILTERED = ColumnSpec("filtered", "u1", per="sequence", show="", made_by="with_filters")
-"""[S] bool: filters left no token of the sequence in the policy loss, so its update does not compute it."""
 
 
 def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch, Metrics]:
@@ -340,7 +335,7 @@ class PPOActor:
         `shares_first_pass`: the first mini-batch makes its proximal log-probabilities in training where it can."""
         self._shares_first_pass = shares_first_pass
         self._first_pass: FirstPass | None = None
-        """The first pass of the running update."""
+        """That of the batch in training."""
         self._teacher = teacher
         self._engine = engine
         self._config = config
@@ -380,7 +375,8 @@ class PPOActor:
         if not (is_needed or config.has_token_baseline) and num_candidates(config) is None:
             return batch
         if self._shares_first_pass and not self._has_sessions(batch):
-            return self._with_later_logprobs(batch)
+            self._first_pass = FirstPass(config, batch)
+            return self._first_pass.begun(batch, self._engine)
         outputs = self._engine.forward(batch)
         logprobs = required(outputs.logprobs, "logprobs")
         if config.has_token_baseline:
@@ -394,31 +390,21 @@ class PPOActor:
         has_sessions = torch.tensor([float(SESSION_IDS in batch.columns)], dtype=torch.float64)
         return bool(self._engine.all_reduce(has_sessions, "max").item())
 
-    def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add the proximal log-probabilities of all sequences but those of the first mini-batch."""
-        batch, in_loss = replace(batch, shares_first_pass=True), sequences_in_loss(batch)
-        cut = Passes(num_minibatches=self._config.ppo_n_minibatches).rows(without_filtered(batch), epoch=0)
-        first = [in_loss[row] for row in cut[0]]
-        self._first_pass = FirstPass(self._config, first, cut)
-        others = sorted(set(range(batch.num_sequences)).difference(first))
-        if (
-            self._config.ppo_n_minibatches == 1 and FILTERED not in batch.columns
-        ):  # on all ranks: the pass is a collective
-            return batch
-        logprobs = required(self._engine.forward(take(batch, others)).logprobs, "logprobs")
-        return replace(batch, prox_logprobs=without_first(logprobs, batch, others))
+    def with_correction(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
+        """Add off-policy weights and rejections of the whole batch, and their metrics; a collective. While the first
+        mini-batch lacks its proximal log-probabilities, there are no metrics."""
+        if self._first_pass is not None and batch.prox_logprobs is None:
+            return batch, {}
+        batch, metrics = with_correction(batch, self._config, reduce=self._engine.all_reduce)
+        return batch, {} if self._first_pass is not None else metrics
 
-    def with_first_pass(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
-        """After `update`: add the proximal log-probabilities that the first mini-batch made, and the metrics of
+    def after_update(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
+        """Add the proximal log-probabilities that the first mini-batch made in training, and the metrics of
         `with_correction`; a collective. Other batches are unchanged."""
-        if not batch.shares_first_pass or self._first_pass is None:
+        if self._first_pass is None:
             return batch, {}
         batch, self._first_pass = self._first_pass.completed(batch), None
         return batch, self.with_correction(batch)[1]
-
-    def with_correction(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
-        """Add off-policy weights and rejections of the whole batch, and their metrics; a collective."""
-        return with_correction(batch, self._config, reduce=self._engine.all_reduce)
 
     def with_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Rewards -> advantages; a collective (statistics are over all ranks).
@@ -470,7 +456,7 @@ class PPOActor:
         Sequences that filters removed are not computed. Metrics of this rank's tokens.
         """
         batch = with_chosen_tokens(batch, self._config, reduce=self._engine.all_reduce)
-        config, first_pass = self._config, self._first_pass if batch.shares_first_pass else None
+        config, first_pass = self._config, self._first_pass
         passes = Passes(
             num_minibatches=config.ppo_n_minibatches,
             num_epochs=config.ppo_epochs if step >= self._frozen_steps else 0,
@@ -480,7 +466,7 @@ class PPOActor:
         )
         with updating("actor", step):
             metrics = train_on_minibatches(
-                self._engine, without_filtered(batch), passes, self._rule(first_pass), target_kl=config.target_kl
+                self._engine, without_filtered(batch), passes, self._rule(), target_kl=config.target_kl
             )
         metrics |= penalty_metrics(batch, config, self._max_new_tokens) | to_metrics(self._estimator_stats)
         if batch.ref_logprobs is not None:
@@ -492,9 +478,10 @@ class PPOActor:
                 self._entropy_coef = adapted_entropy_coef(self._entropy_coef, entropy, config.adaptive_entropy)
         return prefixed("actor", metrics)
 
-    def _rule(self, first_pass: FirstPass | None = None) -> PolicyUpdate:
+    def _rule(self) -> PolicyUpdate:
+        completed = None if self._first_pass is None else self._first_pass.in_training
         coef = self._entropy_coef
-        return PolicyUpdate(self._config, entropy_coef=coef, teacher=self._teacher, first_pass=first_pass)
+        return PolicyUpdate(self._config, entropy_coef=coef, teacher=self._teacher, completed=completed)
 
     def _require_finite(self, batch: TrainBatch) -> None:
         """Raise on every rank when any rank has a number that is not finite, so that no rank waits for another."""
@@ -516,18 +503,6 @@ class PPOActor:
             raise InputError(
                 f"{message}; check rewards, models and, for remax, greedy answers", code="algorithm.not_finite"
             )
-
-
-def sequences_in_loss(batch: TrainBatch) -> list[int]:
-    """The sequences that filters did not remove, in order."""
-    if FILTERED not in batch.columns:
-        return list(range(batch.num_sequences))
-    return (~batch.columns[FILTERED]).nonzero().flatten().tolist()  # pyright: ignore[reportUnknownMemberType]
-
-
-def without_filtered(batch: TrainBatch) -> TrainBatch:
-    """The batch of `sequences_in_loss`; the batch itself, which may be large, if filters removed none."""
-    return batch if FILTERED not in batch.columns else take(batch, sequences_in_loss(batch))
 
 
 def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> TrainBatch:

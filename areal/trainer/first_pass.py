@@ -1,16 +1,18 @@
 """The proximal log-probabilities of the first mini-batch, which its own forward pass in training gives."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from areal.algorithm.correction import Spans, correct
-from areal.api.batch import MicroBatch, TrainBatch
+from areal.api.batch import MicroBatch, TrainBatch, required
 from areal.api.config import PPOActorConfig, PPOConfig
 from areal.api.config.algorithm import OWN_FUNCTION
 from areal.api.config.policy_losses import loss_facts
-from areal.data.pack import token_positions
+from areal.api.engine import TrainEngine
+from areal.data.pack import take, token_positions
 from areal.trainer.kl_term import num_candidates
+from areal.trainer.minibatch import FILTERED, Passes, sequences_in_loss, without_filtered
 from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, correction_of, drops, is_around_prox
 
 
@@ -38,41 +40,52 @@ def may_share_first_pass(run: PPOConfig) -> bool:
     return in_training and not reads_batch and not before_update
 
 
-@dataclass(slots=True)
 class FirstPass:
-    """What the losses of the first mini-batch compute in place of the proximal pass."""
+    """What the losses of the first mini-batch compute in place of the proximal pass of a batch.
 
-    config: PPOActorConfig
-    rows: list[int]
-    """The sequences of the batch that are in the mini-batch, in order."""
-    cut: list[list[int]]
-    """`Passes.rows` of the first epoch."""
-    _found: list[tuple[list[int], Tensor]] = field(default_factory=list[tuple[list[int], Tensor]])
+    Until `completed`, the part of the first mini-batch in `prox_logprobs` is rollout_logprobs; the column is absent if
+    there is one mini-batch only.
+    """
 
-    def filled(self, micro: MicroBatch, logprobs: Tensor) -> TrainBatch:
+    def __init__(self, config: PPOActorConfig, batch: TrainBatch) -> None:
+        self._config = config
+        self.cut = Passes(num_minibatches=config.ppo_n_minibatches).rows(without_filtered(batch), epoch=0)
+        """`Passes.rows` of the first epoch."""
+        in_loss = sequences_in_loss(batch)
+        self._rows = [in_loss[row] for row in self.cut[0]]
+        """The sequences of the batch that are in the mini-batch, in order."""
+        self._made: list[tuple[list[int], Tensor]] = []
+
+    def begun(self, batch: TrainBatch, engine: TrainEngine) -> TrainBatch:
+        """Add the proximal log-probabilities of all sequences but those of the first mini-batch; a collective."""
+        others = sorted(set(range(batch.num_sequences)).difference(self._rows))
+        if self._config.ppo_n_minibatches == 1 and FILTERED not in batch.columns:  # equal on all ranks
+            return batch
+        logprobs = required(engine.forward(take(batch, others)).logprobs, "logprobs")
+        whole = batch.rollout_logprobs.to(logprobs.dtype, copy=True)  # so that all numbers are finite
+        whole[token_positions(batch.cu_seqlens, others)[0]] = logprobs
+        return replace(batch, prox_logprobs=whole)
+
+    def in_training(self, micro: MicroBatch, logprobs: Tensor) -> TrainBatch:
         """The tokens of a micro-batch with what a pass before the update adds, from the log-probabilities [T]."""
-        own, batch, options = logprobs.detach(), micro.batch, correction_of(self.config)
-        self._found.append(([self.rows[i] for i in micro.source_index], own.cpu()))
-        batch = replace(batch, prox_logprobs=own)
+        batch, options = micro.batch, correction_of(self._config)
+        if batch.update_progress > 0:
+            return batch
+        logprobs = logprobs.detach()
+        self._made.append(([self._rows[i] for i in micro.source_index], logprobs.cpu()))
+        batch = replace(batch, prox_logprobs=logprobs)
         if options is None:
             return batch
         spans = Spans(batch.trained, batch.sequence_index, batch.num_sequences)
-        found = correct(own, batch.rollout_logprobs, spans, options)
-        batch = batch.with_column(BEHAVIOUR_WEIGHTS, found.weights)
-        return replace(batch, ratio_mask=found.kept if drops(options) else None)
+        correction = correct(logprobs, batch.rollout_logprobs, spans, options)
+        batch = batch.with_column(BEHAVIOUR_WEIGHTS, correction.weights)
+        return replace(batch, ratio_mask=correction.kept if drops(options) else None)
 
     def completed(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the proximal log-probabilities of all sequences that a pass has computed."""
-        given = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
-        logprobs = given.clone()
-        for rows, values in self._found:
+        known = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
+        logprobs = known.clone()
+        for rows, values in self._made:
             logprobs = logprobs.to(values.dtype)
             logprobs[token_positions(batch.cu_seqlens, rows)[0]] = values
-        return replace(batch, prox_logprobs=logprobs, shares_first_pass=False)
-
-
-def without_first(logprobs: Tensor, batch: TrainBatch, rows: list[int]) -> Tensor:
-    """[T] from those of the sequences `rows` alone; the servers' at the other tokens, so that all are finite."""
-    whole = batch.rollout_logprobs.to(logprobs.dtype, copy=True)
-    whole[token_positions(batch.cu_seqlens, rows)[0]] = logprobs
-    return whole
+        return replace(batch, prox_logprobs=logprobs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from areal.api.batch import LossFn, TrainBatch
+from areal.api.columns import ColumnSpec
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.balance import balanced_parts
@@ -51,6 +52,22 @@ def reduce_metrics(metrics: Metrics, engine: TrainEngine) -> Metrics:
 
 PER_EPOCH = ("approx_kl", "clip_ratio", "entropy")
 """Metrics that are also reported per epoch, when there are several."""
+
+
+FILTERED = ColumnSpec("filtered", "u1", per="sequence", show="", made_by="with_filters")
+"""[S] bool: filters left no token of the sequence in the policy loss, so its update does not compute it."""
+
+
+def sequences_in_loss(batch: TrainBatch) -> list[int]:
+    """The sequences that filters did not remove, in order."""
+    if FILTERED not in batch.columns:
+        return list(range(batch.num_sequences))
+    return (~batch.columns[FILTERED]).nonzero().flatten().tolist()  # pyright: ignore[reportUnknownMemberType]
+
+
+def without_filtered(batch: TrainBatch) -> TrainBatch:
+    """The batch of `sequences_in_loss`; the batch itself, which may be large, if filters removed none."""
+    return batch if FILTERED not in batch.columns else take(batch, sequences_in_loss(batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

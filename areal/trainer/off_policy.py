@@ -82,12 +82,11 @@ def correction_of(config: PPOActorConfig) -> RolloutCorrectionConfig | None:
 def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> tuple[TrainBatch, Metrics]:
     """Add the weights and rejections of the whole batch, and report the distance of the policies; a collective.
 
-    While the first mini-batch lacks its proximal log-probabilities, there are no metrics.
     Without a forward pass before the update (ratio to the rollout policy, loglinear, bypass mode) nothing happens
-    here: see `late_correction`, and `FirstPass` for the first mini-batch. With apply_weights=false and no bound the
+    here: see `late_correction`. With apply_weights=false and no bound the
     batch is only measured. A session that was cut into several sequences counts as one.
     """
-    if not needs_prox_logprobs(config) or (batch.shares_first_pass and batch.prox_logprobs is None):
+    if not needs_prox_logprobs(config):
         return batch, {}
     view = session_view(batch)
     if view is None:
@@ -111,14 +110,13 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
 def _with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> tuple[TrainBatch, Metrics]:
     old, rollout = required(batch.prox_logprobs, "prox_logprobs"), batch.rollout_logprobs
     spans = Spans(batch.trained, batch.sequence_index, batch.num_sequences)
-    is_measured = not batch.shares_first_pass
-    metrics = mismatch_metrics(old, rollout, spans, reduce=reduce) if is_measured else {}
+    metrics = mismatch_metrics(old, rollout, spans, reduce=reduce)
     options = correction_of(config)
     if options is None:
         return batch, prefixed("batch", metrics)
     found = correct(old, rollout, spans, options, m2_threshold=config.m2_threshold, reduce=reduce)
-    metrics |= to_metrics(found.stats) if is_measured else {}
-    if is_measured and options.mode != "off":
+    metrics |= to_metrics(found.stats)
+    if options.mode != "off":
         weight = found.stats["correction/weight"]
         metrics["correction/ess"] = effective_sample_size(weight.values, weight.mask, reduce=reduce)
     metrics = prefixed("batch", metrics)

@@ -1,5 +1,6 @@
 """The policy's loss of a micro-batch: token losses, off-policy correction, aggregation weights and statistics."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -42,7 +43,6 @@ from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.data.pack import SESSION_TOKENS, with_session_tokens
-from areal.trainer.first_pass import FirstPass
 from areal.trainer.kl_term import kl_loss, num_candidates
 from areal.trainer.minibatch import prefixed
 from areal.trainer.off_policy import behaviour_weights, drops_late, late_correction, old_logprobs, prox_errors
@@ -128,11 +128,11 @@ class PolicyUpdate:
         *,
         entropy_coef: float = 0.0,
         teacher: TeacherConfig | None = None,
-        first_pass: FirstPass | None = None,
+        completed: Callable[[MicroBatch, Tensor], TrainBatch] | None = None,
     ) -> None:
-        """`entropy_coef`: of this train step. `teacher` None: there is none. `first_pass` None: the proximal
-        log-probabilities of every mini-batch are in the batch."""
-        self._first_pass = first_pass
+        """`entropy_coef`: of this train step. `teacher` None: there is none. `completed` adds columns to a micro-batch
+        from the log-probabilities [T] of the policy in training; None = the batch has all."""
+        self._completed = completed
         self._config = config
         self._teacher = teacher
         self._entropy_coef = entropy_coef
@@ -174,8 +174,8 @@ class PolicyUpdate:
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch, *, denominators: list[float]) -> LossOutput:
         """Sum of weighted token losses of a micro-batch; the engine divides by the first denominator."""
         batch, logprobs = micro.batch, required(outputs.logprobs, "logprobs")
-        if self._first_pass is not None and batch.update_progress == 0:
-            batch = self._first_pass.filled(micro, logprobs)
+        if self._completed is not None:
+            batch = self._completed(micro, logprobs)
         trained = batch.trained
         tokens = PolicyTokens(
             logprobs=logprobs,

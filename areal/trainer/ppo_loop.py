@@ -360,7 +360,7 @@ class PPOLoop:
                     metrics = resampled | actor.update(chosen, step=info.step)
                     metrics |= critic.update(chosen, step=info.step) if critic else {}
                     metrics |= reference.after_update(info.step + 1) if reference else {}
-                    batch, measured = actor.with_first_pass(batch)
+                    batch, measured = actor.after_update(batch)
             with phase("publish_weights"):
                 self._publish(info.step)
             measured = merge_metrics(scored, filtered, mismatch, measured, distilled, batch_metrics(batch))

@@ -243,16 +243,18 @@ def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[s
         is_base = config.reference_is_base
         engine = trained["actor"] if is_base else frozen["ref"]
         reference = Reference(engine, config.actor, resets=resets, is_base=is_base)
+    policy = trained["actor"]
+    repeats = isinstance(policy, FSDPEngine) and policy.repeats_passes
     return PPORoles(
         actor=PPOActor(
-            trained["actor"],
+            policy,
             config.actor,
             max_new_tokens=config.gconfig.max_new_tokens,
             seed=config.seed,
             frozen_steps=0 if critic is None else critic.warmup_steps,
             critic_lambda=None if critic is None else critic.gae_lambda,
             teacher=config.teacher,
-            shares_first_pass=_shares_first_pass(config, trained["actor"]),
+            shares_first_pass=repeats and may_share_first_pass(config),
         ),
         reference=reference,
         critic=None if critic is None else Critic(trained["critic"], critic, seed=config.seed),
@@ -261,11 +263,6 @@ def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[s
         trained=trained,
         frozen=frozen,
     )
-
-
-def _shares_first_pass(config: PPOConfig, engine: TrainEngine) -> bool:
-    is_equal = isinstance(engine, FSDPEngine) and engine.repeats_passes
-    return is_equal and may_share_first_pass(config)
 
 
 def _actor_steps(config: PPOConfig, length: TrainingLength) -> int:

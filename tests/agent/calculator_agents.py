@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import time
 from typing import Any
 
@@ -76,14 +75,6 @@ async def hangs(row: dict[str, Any], client: Any, session: Any) -> float:
 async def blocks(row: dict[str, Any], client: Any, session: Any) -> float:
     await ask(row, client)
     time.sleep(3600)
-    return 1.0
-
-
-async def dies_once(row: dict[str, Any], client: Any, session: Any) -> float:
-    await ask(row, client)
-    if not os.path.exists(row["mark"]):
-        with open(row["mark"], "w"):
-            os._exit(3)
     return 1.0
 
 

@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import secrets
+import signal
+from pathlib import Path
 from typing import Any
 
 from areal.workflow import log_metric
@@ -26,7 +29,27 @@ async def waits(row: dict[str, Any], client: Any, session: Any) -> float:
     return 1.0
 
 
+async def works(row: dict[str, Any], client: Any, session: Any) -> float:
+    """Runs a little, again and again."""
+    Path(row["folder"], secrets.token_hex(4)).touch()
+    while True:
+        await asyncio.sleep(0)
+
+
 async def dies(row: dict[str, Any], client: Any, session: Any) -> float:
+    """Ends its process when two others work in it."""
+    while len(os.listdir(row["folder"])) < 2:
+        await asyncio.sleep(0)
+    if row["how"] == "thread":
+        await asyncio.to_thread(os._exit, 3)
+    if row["how"] == "task":
+        await asyncio.create_task(_ends())
+    if row["how"] == "abort":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(3)
+
+
+async def _ends() -> None:
     os._exit(3)
 
 

@@ -1,5 +1,6 @@
 """The pool of agent processes: results, errors, blocked and dead workers, commands."""
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -58,9 +59,14 @@ async def test_an_agent_beyond_its_time_is_cancelled_and_its_process_stays(pool)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_sessions_of_a_dead_process_die_and_the_next_one_runs_in_a_new_process(pool) -> None:
+@pytest.mark.parametrize("how", ["exit", "thread", "task", "abort"])
+async def test_an_agent_that_ends_its_process_fails_and_the_others_in_it_die(pool, how, tmp_path) -> None:
     first = await pool.run(job("process_id"), timeout_s=60)
-    assert (await pool.run(job("dies"), timeout_s=60)).status == "died"
+    (tmp_path / "ready").mkdir()
+    others = [asyncio.create_task(pool.run(job("works", folder=str(tmp_path / "ready")), timeout_s=60)) for _ in "ab"]
+    found = await pool.run(job("dies", how=how, folder=str(tmp_path / "ready")), timeout_s=60)
+    assert (found.status, found.message[:13]) == ("error", "ProcessEnded:")
+    assert [one.status for one in await asyncio.gather(*others)] == ["died", "died"]
     assert (await pool.run(job("process_id"), timeout_s=60)).reward != first.reward
 
 

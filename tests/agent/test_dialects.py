@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import anthropic
 import httpx
 import openai
+import pydantic
 import pytest
 from agents import (
     Agent,
@@ -118,8 +119,9 @@ WRONG = {
         ({"x": 1}, "x", "unknown_field"), ({"temperature": 3}, "temperature", "invalid_field"),
         ({"n": 0}, "n", "invalid_field"), ({"stop": [""]}, "stop", "invalid_field"),
         ({"user": 1}, "user", "invalid_field"), ({"top_logprobs": 2}, "top_logprobs", "unsupported_field"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_field"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_field"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_field"),
+        ({"logit_bias": {"1": 2}}, "logit_bias", "unsupported_field"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_field"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_field"),
         ({"messages": user(REMOTE)}, "messages[0].content[0].image_url.url", "remote_image"),
@@ -139,8 +141,7 @@ WRONG = {
     ],
     "responses": [
         ({"previous_response_id": "x"}, "previous_response_id", "unsupported_field"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "unsupported_field"),
-        ({"reasoning": {"effort": "low"}}, "reasoning", "unsupported_field"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_field"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_field"),
         ({"include": ["file_search_call.results"]}, "include", "unsupported_field"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "unsupported_field"),
@@ -150,10 +151,9 @@ WRONG = {
     "messages": [
         ({"x": 1}, "x", "unknown_field"), ({"max_tokens": None}, "max_tokens", "invalid_field"),
         ({"temperature": 1.5}, "temperature", "invalid_field"), ({"metadata": "x"}, "metadata", "invalid_field"),
-        ({"thinking": {"type": "disabled"}}, "thinking", "unsupported_field"),
         ({"messages": user(REMOTE_SOURCE)}, "messages[0].content[0].source", "remote_image"),
         ({"messages": user({"type": "video"})}, "messages[0].content[0].type", "multimodal"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "4"}]}, "messages", "unsupported_field"),
+        ({"messages": [{"role": "assistant", "content": "4"}]}, "messages", "unsupported_field"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", "unsupported_field"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_field"),
         ({"tool_choice": {}}, "tool_choice.type", "invalid_field"),
@@ -172,6 +172,70 @@ async def test_a_wrong_field_is_refused_by_its_name(name):
             expected = (400, "invalid_request_error", param, f"agent.{code}")
             assert (got.status_code, error["type"], error["param"], error["code"]) == expected, more
         assert session.requests == []
+
+
+FOREIGN = {
+    "chat": {
+        "reasoning_effort": "low", "verbosity": "low", "presence_penalty": 0.5, "chat_template_kwargs": {"a": 1},
+        "prediction": {"type": "content", "content": "x"}, "thinking": {"type": "enabled"}, "min_p": 0.1,
+    },
+    "completions": {"presence_penalty": 0.5},
+    "responses": {"reasoning": {"effort": "low"}, "text.verbosity": "low", "max_tool_calls": 3},
+    "messages": {"thinking": {"type": "enabled", "budget_tokens": 2048}, "output_config.effort": "low"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+async def test_a_foreign_field_is_ignored_with_one_warning_or_refused(name, caplog):
+    for path, value in FOREIGN[name].items():
+        first, _, inner = path.partition(".")
+        more = {first: {inner: value} if inner else value}
+        caplog.clear()
+        async with served() as (address, session, _), SDKS[name].client(address) as api:
+            for _ in range(2):
+                await SDKS[name].ask(api)(**SDKS[name].body, extra_body=more)
+            assert [path in one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [True]
+        async with served(refuses_foreign=True) as (address, session, _), SDKS[name].client(address) as api:
+            with pytest.raises(SDKS[name].errors.BadRequestError) as caught:
+                await SDKS[name].ask(api)(**SDKS[name].body, extra_body=more)
+            assert (code_of(caught.value), session.requests) == ("agent.unsupported_field", [])
+
+
+@pytest.mark.parametrize("name", ["chat", "completions"])
+@pytest.mark.parametrize("empty", [None, {}, []])
+async def test_an_empty_bias_has_no_effect(name, empty):
+    async with served() as (address, _, _), SDKS[name].client(address) as api:
+        await SDKS[name].ask(api)(**SDKS[name].body, logit_bias=empty, presence_penalty=0)
+
+
+class Found(pydantic.BaseModel):
+    number: int
+    kind: Literal["a", "b"] | None = None
+
+
+async def test_the_wanted_format_of_an_answer_arrives_as_a_schema():
+    expected = Found.model_json_schema()["properties"].keys()
+    async with served(answer('{"number": 4, "kind": null}')) as (address, session, _), openai_client(address) as api:
+        chat = await api.chat.completions.parse(**CHAT, response_format=Found)
+        response = await api.responses.parse(**RESPONSE, text_format=Found)
+        await api.chat.completions.create(**CHAT, response_format={"type": "json_object"})
+        await api.chat.completions.create(**CHAT, response_format={"type": "text"})
+        async with anthropic_client(address) as claude:
+            await claude.messages.parse(**MESSAGE, output_format=Found)
+    assert chat.choices[0].message.parsed == response.output_parsed == Found(number=4)
+    schemas = [request.answer_schema for request in session.requests]
+    assert [schema and schema.get("properties", {}).keys() for schema in schemas] == [
+        expected, expected, {}.keys(), None, expected,
+    ]  # fmt: skip
+
+
+async def test_a_last_message_of_the_assistant_begins_the_answer():
+    async with served(answer('{"a": 4}')) as (address, session, _), anthropic_client(address) as api:
+        got = await api.messages.create(
+            **MESSAGE | {"messages": [*QUESTION, {"role": "assistant", "content": '{"a":'}]}
+        )
+    assert (session.requests[0].prefill, session.requests[0].messages) == ('{"a":', tuple(QUESTION))
+    assert got.content[0].text == " 4}"
 
 
 @pytest.mark.parametrize("stream", [True, False])

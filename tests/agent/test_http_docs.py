@@ -25,6 +25,7 @@ def section(path, table):
             f"`{name}` ({' or '.join(f'`{text.decode()}`' for text in texts)})" for name, texts in shown.items()
         ]
         lines.append(f"Only with one value: {', '.join(one_value)}.")
+    lines.append(f"Foreign: {', '.join(f'`{name}`' for name in table.foreign)}.")
     lines.append(f"Refused: {', '.join(f'`{name}`' for name in table.refused)}.")
     return "\n".join([f"### `{path}`", "", "| field | meaning |", "|---|---|", *lines, ""])
 

@@ -230,6 +230,40 @@ async def test_a_required_call_is_begun_by_tokens_that_are_not_trained(choice, f
     assert f"{forced}{rest}<|im_end|>" in decode(row.token_ids)
 
 
+SCHEMA = {
+    "$defs": {"Kind": {"enum": ["a", "b"]}}, "type": "object", "required": ["n"], "additionalProperties": False,
+    "properties": {
+        "n": {"type": "integer"}, "k": {"$ref": "#/$defs/Kind"},
+        "l": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "number"}}]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "has_it"),
+    [
+        ('{"n": 1}', True), (' {"n": 1, "k": "b", "l": [1, 2.5]}\n', True), ('{"n": 1, "l": null}', True),
+        ('{"n": "1"}', False), ('{"n": true}', False), ('{"k": "a"}', False), ('{"n": 1, "k": "c"}', False),
+        ('{"n": 1, "l": ["x"]}', False), ('{"n": 1, "m": 2}', False), ("[]", False), ("n is 1", False), ("", False),
+    ],
+)  # fmt: skip
+async def test_an_answer_without_the_wanted_format_is_counted(text, has_it) -> None:
+    session = session_of(ScriptedEngine(lambda prompt: text))
+    await session.answer(request(answer_schema=SCHEMA))
+    assert session.counts.format_errors == (not has_it)
+
+
+async def test_an_answer_continues_a_text_that_is_not_trained() -> None:
+    session = session_of(ScriptedEngine(lambda prompt: " 4}" if prompt.endswith('assistant\n{"a":') else "?"))
+    (answer,) = await session.answer(request(prefill='{"a":'))
+    assert answer.text == '{"a": 4}'
+    await session.answer(TurnRequest(messages=(QUESTION, answer_message(answer), QUESTION), fingerprint="2"))
+    assert session.transcript.num_forks == 0
+    (row,) = trajectories(session.transcript, cut="tree", reward=1.0, session=0)
+    trained = [token for token, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask]
+    assert tool_tokenizer().decode(trained) == " 4}<|im_end|>?<|im_end|>"
+
+
 async def test_a_forced_call_that_the_policy_does_not_complete_is_text_and_counted() -> None:
     session = session_of(ScriptedEngine(lambda prompt: "no"))
     (answer,) = await session.answer(request(tools=(ADD,), tool_choice="required"))

@@ -1,5 +1,6 @@
 """What is wrong with a configuration is reported before anything starts: its path, its code and its value."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ allocation_mode: native:d1+fsdp:d1
 train_dataset: {path: rows.jsonl, batch_size: 8}
 actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
 """
+
+ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join(7 * [f'*{before}'])}]\n" for before, name in pairwise("abcdef")
+)
+"""117,649 values in f alone."""
 
 
 @pytest.fixture
@@ -118,6 +124,11 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         ("out_of_range", "gconfig.top_p=2", "gconfig.top_p", ["2", "above 0 and at most 1"]),
         ("out_of_range", "actor.optimizer.beta2=1", "actor.optimizer.beta2", ["1", "below 1"]),
         ("out_of_range", "actor.optimizer.lr=.nan", "actor.optimizer.lr", ["nan", "finite"]),
+        ("out_of_range", "launcher.save_grace_s=1e60", "launcher.save_grace_s", ["1e+60", "at most 3.16224e+07"]),
+        ("out_of_range", "actor.optimizer.weight_decay=1e308", "actor.optimizer.weight_decay", ["at most 1e+09"]),
+        ("out_of_range", "actor.reward_bias=-1e308", "actor.reward_bias", ["from -1e+09 to 1e+09"]),
+        ("out_of_range", "rollout.queue_size=99999999999", "rollout.queue_size", ["at most 2.14748e+09 or null"]),
+        ("wrong_type", "actor.path=.nan", "actor.path", [".nan", "expected text"]),
         ("out_of_range", "rollout.max_concurrent_rollouts=0", "rollout.max_concurrent_rollouts", ["0", "1 or null"]),
         ("required", "experiment_name=???", "experiment_name", []),
         ("required", "train_dataset.path=???", "train_dataset.path", []),
@@ -283,6 +294,7 @@ def test_an_empty_mapping_reports_all_that_is_required(problem) -> None:
         ("a: " + "[" * 5000 + "]" * 5000, "nested"),
         ("seed: " + "1" * 5000, "digits"),
         ("a: &a {b: *a}", "recursive"),
+        (ALIASES, "the aliases make more than 100000 values"),
         ("a: !!python/object/apply:os.getcwd []", "constructor"),
         ("a: 1\n---\nb: 1\n", "single document"),
     ],

@@ -2,6 +2,7 @@
 
 import ctypes
 import http.client
+import importlib.util
 import os
 import signal
 import socket
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import pytest
 
 from areal.system.network import LOOPBACK
-from tests.cluster.nodes import SSH_PORT, Node, Nodes, Ssh, start_ray
+from tests.cluster.nodes import SSH_PORT, Node, Nodes, Ssh, ssh_missing, start_ray
 from tests.cluster.slurm_cluster import SlurmCluster
+from tests.cluster.slurm_cluster import missing as slurm_missing
 from tests.faults.conftest import CONFIG, REWARD
 from tests.faults.driver import ROOT, Run, process_name
 from tests.faults.ledger_proof import raw_events
@@ -54,6 +57,13 @@ class NodeConnection(http.client.HTTPConnection):
         thread.join()
         if failures:
             raise failures[0]
+
+
+def require(launcher: str) -> None:
+    """Fail the test when this machine lacks what the launcher needs."""
+    no_ray = "" if importlib.util.find_spec("ray") else "needs the package ray: pip install -e '.[ray]'"
+    if problem := {"ray": no_ray, "slurm": slurm_missing(), "ssh": ssh_missing()}[launcher]:
+        pytest.fail(problem)
 
 
 class Cluster:

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster_run import Cluster, left_behind, write_config
+from tests.cluster.cluster_run import Cluster, left_behind, require, write_config
 from tests.cluster.nodes import Nodes, wait_for
-from tests.cluster.slurm_cluster import missing as slurm_missing
 from tests.faults.driver import ROOT
 
 pytestmark = pytest.mark.timeout(900)
@@ -64,12 +63,9 @@ class Site:
     scope="module",
     params=["ssh", pytest.param("ray", marks=pytest.mark.ray), pytest.param("slurm", marks=pytest.mark.slurm)],
 )
-def site(request: Any, can_have_ssh: None, data: Path, tmp_path_factory: Any) -> Iterator[Site]:
+def site(request: Any, can_have_nodes: None, data: Path, tmp_path_factory: Any) -> Iterator[Site]:
     launcher = request.param
-    if launcher == "ray":
-        pytest.importorskip("ray", reason="needs the package ray: pip install -e '.[ray]'")
-    if launcher == "slurm":
-        assert not (problem := slurm_missing()), problem
+    require(launcher)
     folder = tmp_path_factory.mktemp(launcher)
     with Nodes(4 if launcher == "slurm" else 3, private=("/tmp/ray",)) as nodes:
         made = Site(Cluster(nodes, launcher, folder / "files"), folder, data)

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from tests.cluster.cluster_run import LIMIT_S, Cluster, cluster_run, write_config
-from tests.cluster.slurm_cluster import missing as slurm_missing
+from tests.cluster.cluster_run import LIMIT_S, Cluster, cluster_run, require, write_config
 from tests.faults.ledger_proof import raw_events
 
 FEW = pytest.param(4, marks=pytest.mark.timeout(1800))
@@ -78,13 +77,11 @@ class Elastic:
 @pytest.fixture(
     params=["ssh", pytest.param("ray", marks=pytest.mark.ray), pytest.param("slurm", marks=pytest.mark.slurm)]
 )
-def elastic(request, make_nodes, can_have_ssh, data, tmp_path):
+def elastic(request, make_nodes, data, tmp_path):
     """With Slurm each server has a separate job, and a node for it."""
     launcher, keeps, options = request.param, (), OPTIONS
-    if launcher == "ray":
-        pytest.importorskip("ray", reason="needs the package ray: pip install -e '.[ray]'")
+    require(launcher)
     if launcher == "slurm":
-        assert not (problem := slurm_missing()), problem
         keeps, options = ("trainer-0",), (*OPTIONS, "launcher.slurm.separate_jobs=true")
     cluster = Cluster(make_nodes(7 if launcher == "slurm" else 3, private=("/tmp/ray",)), launcher, tmp_path / "files")
     made = Elastic(cluster_run(cluster, tmp_path, write_config(tmp_path, data), *options), keeps)

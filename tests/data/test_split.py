@@ -72,7 +72,7 @@ def test_take_picks_whole_sequences_in_the_given_order():
     assert some.sequence_index.tolist() == [0, 1, 1]
     assert some.loss_mask.tolist() == [False, True, False]
     assert some.group_ids.tolist() == [2, 0]
-    assert some.values is None
+    assert some.advantages is None
     assert take(batch, []).num_tokens == 0
     assert take(batch, []).num_sequences == 0
 

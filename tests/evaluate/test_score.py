@@ -126,3 +126,19 @@ def test_the_last_line_of_the_table_names_the_failed_answers_and_the_first_error
     assert "2 of 3" in last
     assert errors[1] in last
     assert "warning" not in table(make_report(samples[:1], correct_reward=1.0))
+
+
+@pytest.mark.parametrize(
+    ("missing_reward", "by_agent", "mean"),
+    [("zero", True, 0.5), ("zero", False, None), ("leave_out", False, 1.0), ("refuse", True, None)],
+)
+def test_answers_without_a_reward_count_as_configured(missing_reward, by_agent, mean):
+    def key(row):
+        return SampleKey("sampled", "test", row, 0)
+
+    samples = [Sample(key=key(0), data={}, reward=1.0), Sample(key=key(1), data={}, error="x", by_agent=by_agent)]
+    report = make_report(samples, correct_reward=1.0, missing_reward=missing_reward)
+    (result,) = report.results
+    assert (result.samples, result.failed) == (1, 1)
+    assert (result.metrics["mean@1"].mean if result.metrics else None) == mean
+    assert "1 of 2 answers" in table(report)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.algorithm.losses import policy_loss
-from areal.algorithm.policy_loss import PolicyTokens
+from areal.algorithm.policy_loss import CHOSEN, PolicyTokens
 from areal.api.config import FSDPEngineConfig, PolicyLossOptions, TrainEngineConfig
 from areal.api.registry import entries
 from areal.data.pack import rows_to_train_batch
@@ -111,7 +111,7 @@ def loss_errors(device: torch.device) -> dict[str, float]:
                 mask=mask.to(place),
                 sequence_index=index.to(place),
                 num_sequences=5,
-                chosen=chosen.to(place),
+                columns={CHOSEN: chosen.to(place)},
             )
             losses = policy_loss(tokens, PolicyLossOptions(policy_loss=name)).losses
             losses.sum().backward()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+from concurrent.futures import Future
 
 import orjson
 import pytest
@@ -12,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal.api.data import WeightSpec
+from areal.api.errors import InputError
+from areal.inference.server import WeightRoutes
 from areal.system.network import Host
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, serve_store
 
@@ -65,6 +69,23 @@ async def test_weights_from_disk_switch_in_mid_answer(served, mode, checkpoint, 
     assert (await served.get("/get_model_info"))["weight_version"] == "1"
     fresh = await served.generate()
     assert fresh["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
+
+
+async def test_an_update_that_fails_after_its_client_has_left_is_logged(caplog):
+    unhandled = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context["message"]))
+    work = Future()
+    routes = WeightRoutes(None, None)
+    handler = asyncio.create_task(routes._one_at_a_time(lambda command: work, lambda: None))
+    await asyncio.sleep(0)
+    (update,) = routes._running
+    handler.cancel()  # as aiohttp does when the client leaves
+    await asyncio.gather(handler, return_exceptions=True)
+    work.set_exception(InputError("no such folder", code="weights.no_folder"))
+    await asyncio.wait([update])
+    del update, handler
+    gc.collect()
+    assert (unhandled, "no such folder" in caplog.text) == ([], True)
 
 
 async def test_a_bad_update_is_refused_and_changes_nothing(served, tmp_path, checkpoint):

@@ -3,6 +3,8 @@ import io
 import json
 import math
 import os
+import re
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -140,6 +142,93 @@ def test_tensorboard_events(tmp_path):
     assert b"huge" not in content
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.observe.test_trackers import *
+package, first_step, value, steps, waits = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4], sys.argv[5]
+folder = Path.cwd()
+kinds = {"tensorboard": TensorBoardConfig(path="tb"), "mlflow": MlflowConfig(mode="local")}
+kinds["trackio"] = TrackioConfig(mode="local")
+trackers = build_trackers(config_with(**{package: kinds[package]}), RunPaths(folder), first_step=first_step)
+for step in map(int, steps.split(",")):
+    for tracker in trackers:
+        tracker.log(step, {"loss": value + step, "epoch": 0.0})
+while len(logged(package, folder)) < int(waits):
+    time.sleep(0.05)  # a thread of the package sends them
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def logged(package, folder):
+    """(run, step, loss) of every point that a dashboard has."""
+    if package == "tensorboard":
+        return [("", step, loss) for step, loss in points_of(folder / "tb")]
+    if package == "mlflow":
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+        runs = [run.info.run_id for run in client.search_runs([client.get_experiment_by_name("exp").experiment_id])]
+        return [(run, point.step, point.value) for run in runs for point in client.get_metric_history(run, "loss")]
+    try:
+        with contextlib.closing(sqlite3.connect(folder / "trackio" / "exp.db")) as database:
+            rows = database.execute("SELECT run_id, step, metrics FROM metrics ORDER BY id").fetchall()
+    except sqlite3.OperationalError:  # its thread has not made the tables yet
+        return []
+    return [(run, step, json.loads(metrics)["loss"]) for run, step, metrics in rows]
+
+
+def points_of(folder):
+    """What TensorBoard shows of event files: a start of a session removes what earlier files have from its step on."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    points = []
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            if event.session_log.status == SessionLog.START:
+                points = [point for point in points if point[0] < event.step]
+            points += [(event.step, value.simple_value) for value in event.summary.value if value.tag == "loss"]
+    return points
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["tensorboard", pytest.param("mlflow", marks=pytest.mark.slow), pytest.param("trackio", marks=pytest.mark.slow)],
+)
+def test_after_a_kill_no_step_is_missing_or_there_twice_and_a_start_is_a_new_run(tmp_path, package):
+    pytest.importorskip({"tensorboard": "tensorboardX"}.get(package, package))
+    environ = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def life(*words, num_points):
+        waits = "0" if package == "tensorboard" else str(num_points)
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, package, *words, waits],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+
+    life("1", "0.5", "1,2,3,4", num_points=4)
+    assert [point[1:] for point in logged(package, tmp_path)] == [(step, 0.5 + step) for step in (1, 2, 3, 4)]
+    life("3", "0.25", "3,4,5", num_points=5)
+    repeated = 0.25 if package == "tensorboard" else 0.5  # it replaces what it gets again
+    expected = [(1, 1.5), (2, 2.5), (3, 3 + repeated), (4, 4 + repeated), (5, 5.25)]
+    assert [point[1:] for point in logged(package, tmp_path)] == expected
+    life("1", "0.75", "1,2", num_points=7)
+    newest = [(1, 1.75), (2, 2.75)]
+    points = logged(package, tmp_path)
+    if package == "tensorboard":  # one folder has one run: the earlier one is no longer shown
+        assert [point[1:] for point in points] == newest
+    else:
+        runs = {run: [point[1:] for point in points if point[0] == run] for run, _, _ in points}
+        assert sorted(runs.values()) == sorted([expected, newest])
+
+
 def test_wandb_refuses_an_address_without_showing_its_password(tmp_path):
     pytest.importorskip("wandb")
     wrong = WandBConfig(mode="offline", wandb_base_url="me:s3cr3t@wandb.example")
@@ -195,20 +284,33 @@ def test_every_option_of_wandb_reaches_its_run(tmp_path, monkeypatch):
     assert {name: given[name] for name in texts if name in given} == {
         name: text for name, text in texts.items() if name != "wandb_api_key"
     }
-    assert (given["mode"], given["id"], given["tags"], given["config"]["x"]) == ("online", "exp_trial_s", ["a"], 1)
+    assert (given["mode"], given["tags"], given["config"]["x"]) == ("online", ["a"], 1)
+    assert re.fullmatch("exp_trial_s_[0-9a-f]{8}", given["id"])
     assert given["settings"]["base_url"] == "https://w.example"
     assert given["settings"]["api_key"] == "my-wandb_api_key"
 
 
-def test_a_timestamp_in_the_id_of_wandb_is_that_of_the_first_start(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("package", "mode"), [("wandb", "online"), ("swanlab", "cloud")])
+def test_a_recovery_continues_the_run_and_a_start_makes_a_new_one(tmp_path, monkeypatch, package, mode):
+    calls = []
+    monkeypatch.setitem(sys.modules, package, fake_package(calls))
+    kind = {"wandb": WandBConfig, "swanlab": SwanlabConfig}[package]
+    for first_step in (1, 5, 0):
+        build_trackers(config_with(**{package: kind(mode=mode)}), RunPaths(tmp_path), first_step=first_step)
+    first, recovered, again = [given["id"] for name, _, given in calls if name == "init"]
+    assert first == recovered != again
+    assert {given["resume"] for name, _, given in calls if name == "init"} == {"allow"}
+
+
+def test_a_timestamp_in_the_id_of_wandb_is_that_of_the_start(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setitem(sys.modules, "wandb", fake_package(calls))
     times = iter(["first", "second"])
     monkeypatch.setattr(trackers.time, "strftime", lambda form: next(times))
     config = config_with(wandb=WandBConfig(mode="online", id_suffix="timestamp"))
-    for folder in ("a", "a", "b"):
-        build_trackers(config, RunPaths(tmp_path / folder))
-    ids = [given["id"] for name, _, given in calls if name == "init"]
+    for first_step in (1, 4, 1):
+        build_trackers(config, RunPaths(tmp_path), first_step=first_step)
+    ids = [given["id"].rpartition("_")[0] for name, _, given in calls if name == "init"]
     assert ids == ["exp_trial_first", "exp_trial_first", "exp_trial_second"]
 
 
@@ -234,16 +336,6 @@ def test_only_a_run_of_swanlab_that_is_online_logs_in(tmp_path, monkeypatch, mod
     assert [given["mode"] for name, _, given in calls if name == "init"] == [mode]
 
 
-def test_a_recovery_continues_the_run_of_swanlab(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setitem(sys.modules, "swanlab", fake_package(calls))
-    for first_step in (1, 5, 1):
-        build_trackers(config_with(swanlab=SwanlabConfig(mode="cloud")), RunPaths(tmp_path), first_step=first_step)
-    first, recovered, again = [given["id"] for name, _, given in calls if name == "init"]
-    assert first == recovered != again
-    assert {given["resume"] for name, _, given in calls if name == "init"} == {"allow"}
-
-
 def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "250")  # its own process gets half a minute to start otherwise
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "250")
@@ -252,7 +344,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
     own = WandBConfig(mode="offline", wandb_api_key="k" * 40, tags=["a"], config={"note": "own-note"})
     config = config_with(wandb=own)
     log_three(build_trackers(config, RunPaths(tmp_path)), with_pictures(tmp_path))
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-exp_trial_train.wandb")
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-exp_trial_train_*.wandb")
     deadline = time.monotonic() + 200
     while b"train_step" not in (content := file.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.05)  # wandb's own process writes on for a moment after finish()

@@ -179,7 +179,7 @@ def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int, sh
             chosen, resampled = actor.with_resampling(batch)
             found = resampled | actor.update(chosen, step=step)
             found |= values.update(chosen, step=step) if values else {}
-            batch, measured = actor.with_first_pass(batch)
+            batch, measured = actor.after_update(batch)
             found = merge_metrics(found, filtered, mismatch, measured, taught, batch_metrics(batch))
             logged.append(metric_values(reduce_metrics(found, policy)))
         return policy.table.detach(), logged, actor.state()

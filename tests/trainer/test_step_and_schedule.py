@@ -93,7 +93,7 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
         with_advantages=passing("advantages", plain),
         with_resampling=passing("resampling", pair),
         update=passing("actor", metrics),
-        with_first_pass=passing("first pass", pair),
+        after_update=passing("after update", pair),
     )
     critic = SimpleNamespace(with_values=passing("values", plain), update=passing("critic", metrics))
     roles = SimpleNamespace(actor=actor, critic=critic, reference=None, reward_model=None, teacher=None)
@@ -111,6 +111,6 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
         patch.setattr(ppo_loop, "to_train_batch", lambda given: batch)
         loop.run()
     before = ["filters", "prox", "values", "correction", "advantages"]
-    update = ["resampling", "actor", "critic", "first pass"]
+    update = ["resampling", "actor", "critic", "after update"]
     assert [name for name, _ in told] == [*before, "served", *update] * 2 + ["served"]
     assert [step for name, step in told if name in ("actor", "critic")] == [7, 7, 8, 8]

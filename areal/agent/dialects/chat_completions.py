@@ -300,7 +300,14 @@ def stops(value: Any, path: str = "stop") -> tuple[str, ...]:
 
 
 _RUN = "the configuration of the run decides"
-_CONSTRAINED = "answers are not constrained to a format"
+FORMAT = "answers are not constrained to it; the metric format_errors counts those that differ"
+FOREIGN: Mapping[str, str] = {
+    "reasoning_effort": _RUN, "verbosity": _RUN, "chat_template_kwargs": _RUN, "thinking": _RUN, "reasoning": _RUN,
+    "enable_thinking": _RUN, "min_p": _RUN, "repetition_penalty": _RUN, "min_tokens": _RUN, "max_tool_calls": _RUN,
+    "presence_penalty": "no server applies it exactly: use frequency_penalty", "prediction": "is no input of a policy",
+    "moderation": "nothing is moderated", "context_management": "a prompt is never shortened",
+}  # fmt: skip
+"""Fields that OpenAI's dialects know, or other servers."""
 NO_EFFECT: Mapping[str, tuple[Kind, str]] = {
     "user": ("text", "metadata"),
     "safety_identifier": ("text", "metadata"),
@@ -316,7 +323,7 @@ SAMPLING: Mapping[str, str] = {
     "temperature": "0 to 2; 0 is greedy", "top_p": "above 0, at most 1", "top_k": "extension: at least 1",
     "frequency_penalty": "-2 to 2", "seed": "0 to 2^63 - 1", "stop": "one text or at most 16",
     "n": "1 to 128 answers; each is a leaf of the transcript",
-    "stream": "the whole answer is computed first, then sent as events",
+    "stream": "the answer is computed first",
     "stream_options": "`include_usage`; `include_obfuscation` has no effect",
 }  # fmt: skip
 """Fields of chat completions and completions."""
@@ -324,27 +331,26 @@ FIELDS = FieldTable(
     read={
         "messages": "roles system, developer (read as system), user, assistant, tool; content is text or text parts, "
         "which are joined by a newline; `reasoning_content` of assistant messages is read",
-        "model": "required; every name means the policy, and the reply repeats it",
-        "max_tokens": "limit of generated tokens; at least 1",
+        "model": "required; every name means the policy",
+        "max_tokens": "most generated tokens; at least 1",
         "max_completion_tokens": "as max_tokens; the smaller one counts",
         **SAMPLING,
         "logprobs": "log-probabilities of the generated tokens, also of reasoning and tool calls",
         "tools": "of type `function`; `strict` has no effect",
         "tool_choice": "auto, none, required, or one function",
+        "response_format": f"text, json_object or json_schema; {FORMAT}",
     },
     ignored={**NO_EFFECT, "metadata": ("object", "metadata")},
     only={
         "top_logprobs": ((0,), "only the log-probability of the sampled token is known: use 0"),
-        "presence_penalty": ((0, 0.0), "is not supported: use 0, or frequency_penalty"),
-        "logit_bias": (({},), "is not supported"),
-        "response_format": (({"type": "text"},), _CONSTRAINED),
+        "presence_penalty": ((0, 0.0), ""),
+        "logit_bias": (({}, []), "is not supported"),
         "modalities": ((["text"],), "only text is supported"),
     },
+    foreign=FOREIGN,
     refused={
         "audio": "only text is supported", "functions": "is replaced by tools",
-        "function_call": "is replaced by tool_choice", "reasoning_effort": _RUN, "verbosity": _RUN,
-        "prediction": "is not supported", "moderation": "is not supported", "web_search_options": "is not supported",
-        "chat_template_kwargs": _RUN,
+        "function_call": "is replaced by tool_choice", "web_search_options": "is not supported",
     },
 )  # fmt: skip
 
@@ -359,9 +365,31 @@ def parse(body: Json) -> Asked:
     num_answers = given.integer("n", 1, MAX_ANSWERS) or 1
     stream, include_usage = stream_fields(given)
     logprobs = given.flag("logprobs")
+    wanted = given.fields("response_format")
+    schema = None if wanted is None else answer_schema(wanted, nested=True)
     given.finish(FIELDS)
-    turn = TurnRequest(messages=messages, tools=tools, tool_choice=choice, num_answers=num_answers, settings=settings)
-    return Asked(turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=logprobs)
+    turn = TurnRequest(
+        messages=messages, tools=tools, tool_choice=choice, answer_schema=schema, num_answers=num_answers,
+        settings=settings,
+    )  # fmt: skip
+    return Asked(
+        turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=logprobs, foreign=given.foreign
+    )
+
+
+def answer_schema(given: Fields, *, nested: bool) -> Json | None:
+    """The JSON schema of a wanted format; None: text. `nested`: in its field `json_schema`, as in chat completions."""
+    kind = given.choice("type", ("text", "json_object", "json_schema"))
+    schema: Json | None = {"type": "object"} if kind == "json_object" else None
+    if kind == "json_schema":
+        inner = given.fields("json_schema") if nested else given
+        if inner is None:
+            raise invalid(given.name("json_schema"), "is required")
+        schema = inner.object("schema") or {}
+        inner.skip(name="text", description="text", strict="flag")
+        inner.finish()
+    given.finish()
+    return schema
 
 
 def openai_settings(given: Fields, limits: tuple[str, ...], default: int | None = None) -> TurnSettings:

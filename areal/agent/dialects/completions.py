@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal.agent.dialects.chat_completions import (
+    FOREIGN,
     MAX_ANSWERS,
     MAX_TOKENS,
     SAMPLING,
@@ -31,18 +32,19 @@ DEFAULT_MAX_TOKENS = 16  # Of OpenAI's dialect.
 FIELDS = FieldTable(
     read={
         "prompt": "required: a text or a list of token ids, or a list with one of them",
-        "model": "required; every name means the policy, and the reply repeats it",
-        "max_tokens": f"limit of generated tokens; at least 1; without it {DEFAULT_MAX_TOKENS}",
+        "model": "required; every name means the policy",
+        "max_tokens": f"most generated tokens; at least 1; without it {DEFAULT_MAX_TOKENS}",
         **SAMPLING,
         "logprobs": "0: log-probabilities of the generated tokens; others are refused",
     },
     ignored={"user": ("text", "metadata")},
     only={
-        "presence_penalty": ((0, 0.0), "is not supported: use 0, or frequency_penalty"),
-        "logit_bias": (({},), "is not supported"),
+        "presence_penalty": ((0, 0.0), ""),
+        "logit_bias": (({}, []), "is not supported"),
         "echo": ((False,), "the prompt is not repeated"),
         "best_of": ((1,), "use n"),
     },
+    foreign={name: FOREIGN[name] for name in ("presence_penalty", "min_p", "repetition_penalty", "min_tokens")},
     refused={"suffix": "is not supported"},
 )
 
@@ -59,7 +61,9 @@ def parse(body: Json) -> Asked:
         raise unsupported("logprobs", "only the log-probability of the sampled token is known: use 0")
     given.finish(FIELDS)
     turn = TurnRequest(prompt=prompt, num_answers=num_answers, settings=settings)
-    return Asked(turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=top == 0)
+    return Asked(
+        turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=top == 0, foreign=given.foreign
+    )
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:

@@ -31,11 +31,13 @@ class FieldTable:
     ignored: Mapping[str, tuple[Kind, str]]  # Accepted without an effect on the answer: name -> (type, why).
     only: Mapping[str, tuple[tuple[Any, ...], str]]
     """Accepted with these values only, which change nothing: name -> (values, why others are refused)."""
+    foreign: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Fields of other servers, and values that `only` lacks: agent.foreign_fields decides: name -> why no effect."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     """Known to the dialect and refused with any value but null: name -> why."""
 
     def knows(self, name: str) -> bool:
-        return name in self.ignored or name in self.only or name in self.refused
+        return any(name in names for names in (self.ignored, self.only, self.foreign, self.refused))
 
 
 def invalid(path: str, problem: str) -> TurnRefused:
@@ -54,6 +56,7 @@ class Fields:
         if not isinstance(value, dict):
             raise invalid(path or "body", "must be a JSON object")
         self._left: Json = dict(value)
+        self.foreign: dict[str, str] = {}  # Fields that `finish` has met, with why they have no effect.
         self.path = path
 
     def name(self, field_name: str) -> str:
@@ -140,9 +143,14 @@ class Fields:
         if table is not None and (kept := table.ignored.get(field_name)):
             if not isinstance(value, _KINDS[kept[0]]):
                 raise invalid(path, f"must be of type {kept[0]}")
+        elif table is not None and any(
+            type(value) is type(one) and value == one for one in table.only.get(field_name, ((), ""))[0]
+        ):
+            return
+        elif table is not None and field_name in table.foreign:
+            self.foreign[field_name] = table.foreign[field_name]
         elif table is not None and (only := table.only.get(field_name)):
-            if not any(type(value) is type(one) and value == one for one in only[0]):
-                raise unsupported(path, only[1])
+            raise unsupported(path, only[1])
         elif table is not None and field_name in table.refused:
             raise unsupported(path, table.refused[field_name])
         else:
@@ -157,6 +165,7 @@ class Asked:
     stream: bool = False
     include_usage: bool = False  # Of a stream of OpenAI's chat or completions dialect.
     logprobs: bool = False
+    foreign: Mapping[str, str] = field(default_factory=dict[str, str])  # Fields without effect here, and why.
     repeated: dict[str, Any] | None = None  # Fields of the request that the reply of the responses dialect repeats.
 
 

@@ -6,7 +6,10 @@ from typing import Any
 import orjson
 
 from areal.agent.dialects.chat_completions import (
+    FOREIGN,
+    FORMAT,
     MAX_TOKENS,
+    answer_schema,
     checked_choice,
     content_part,
     function_tool,
@@ -41,22 +44,22 @@ from areal.agent.turns import (
     function_call,
 )
 
-_RUN = "the configuration of the run decides"
 FIELDS = FieldTable(
     read={
-        "model": "required; every name means the policy, and the reply repeats it",
+        "model": "required; every name means the policy",
         "messages": "roles user, assistant and system; content is text or blocks of the types text, image "
-        "(base64), tool_use, tool_result and thinking; `is_error` has no effect; the last message must not be of the "
-        "assistant",
+        "(base64), tool_use, tool_result and thinking; `is_error` has no effect; a last message of the assistant "
+        "begins the answer: it is part of the prompt, and not trained",
         "system": "text or text blocks, which are joined by a newline",
-        "max_tokens": "required (not for count_tokens): limit of generated tokens; at least 1",
+        "max_tokens": "required (not for count_tokens): most generated tokens; at least 1",
         "temperature": "0 to 1; 0 is greedy",
         "top_p": "above 0, at most 1",
         "top_k": "at least 1",
         "stop_sequences": "at most 16; an answer that one ended has the stop_reason end_turn",
-        "stream": "the whole answer is computed first, then sent as events",
+        "stream": "the answer is computed first",
         "tools": "with an input_schema; `strict` and hints have no effect",
         "tool_choice": "auto, any, none, or one tool; `disable_parallel_tool_use` has no effect",
+        "output_config": f"`format`: json_schema; {FORMAT}; `effort` has no effect",
     },
     ignored={
         "metadata": ("object", "metadata"),
@@ -65,13 +68,8 @@ FIELDS = FieldTable(
         "inference_geo": ("text", "there is one place"),
     },
     only={"speed": (("standard",), "there is one speed")},
-    refused={
-        "thinking": _RUN,
-        "output_config": _RUN,
-        "container": "is not supported",
-        "mcp_servers": "is not supported",
-        "context_management": "is not supported",
-    },
+    foreign={name: FOREIGN[name] for name in ("thinking", "context_management")},
+    refused={"container": "is not supported", "mcp_servers": "is not supported"},
 )
 
 
@@ -96,8 +94,12 @@ def _parse(body: Json, *, needs_limit: bool) -> Asked:
         raise invalid("messages", "must be a list with at least one message")
     for index, value in enumerate(values):
         messages += _chat_messages(Fields(value, f"messages[{index}]"))
+    prefill = ""
     if messages[-1]["role"] == "assistant":
-        raise unsupported("messages", "the last message must not be of the assistant: answers are not continued")
+        last = messages.pop()
+        if "tool_calls" in last or "reasoning_content" in last or not messages:
+            raise unsupported("messages", "the last message of the assistant may have text only, after another message")
+        prefill = last["content"] or ""
     tools = unique_tools([_tool(Fields(value, f"tools[{at}]")) for at, value in enumerate(given.items("tools"))])
     choice = _tool_choice(given.fields("tool_choice"), tools)
     settings = TurnSettings(
@@ -107,10 +109,19 @@ def _parse(body: Json, *, needs_limit: bool) -> Asked:
         top_k=given.integer("top_k", 1, MAX_TOKENS),
         stop=stops(given.items("stop_sequences"), "stop_sequences"),
     )
-    stream = given.flag("stream")
+    stream, schema, foreign = given.flag("stream"), None, dict[str, str]()
+    if (output := given.fields("output_config")) is not None:
+        wanted = output.fields("format")
+        schema = None if wanted is None else answer_schema(wanted, nested=False)
+        if output.text("effort"):
+            foreign["output_config.effort"] = FOREIGN["reasoning_effort"]
+        output.finish()
     given.finish(FIELDS)
-    turn = TurnRequest(messages=tuple(messages), tools=tools, tool_choice=choice, settings=settings)
-    return Asked(turn=turn, model=model, stream=stream)
+    turn = TurnRequest(
+        messages=tuple(messages), tools=tools, tool_choice=choice, prefill=prefill, answer_schema=schema,
+        settings=settings,
+    )  # fmt: skip
+    return Asked(turn=turn, model=model, stream=stream, foreign=foreign | given.foreign)
 
 
 def _chat_messages(given: Fields) -> list[Message]:
@@ -205,12 +216,13 @@ def _tool_choice(given: Fields | None, tools: tuple[Json, ...]) -> str:
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def _blocks(answer: TurnAnswer) -> list[Json]:
+def _blocks(asked: Asked, answer: TurnAnswer) -> list[Json]:
     found: list[Json] = []
     if answer.reasoning:
         found.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-    if answer.text or not answer.tool_calls:
-        found.append({"type": "text", "text": answer.text})
+    text = answer.text.removeprefix(asked.turn.prefill)
+    if text or not answer.tool_calls:
+        found.append({"type": "text", "text": text})
     for call in answer.tool_calls:
         found.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": orjson.loads(call.arguments)})
     return found
@@ -223,7 +235,7 @@ def _message(asked: Asked, answer: TurnAnswer, blocks: list[Json]) -> Json:
 
 
 def reply(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> Json:
-    return _message(asked, answers[0], _blocks(answers[0]))
+    return _message(asked, answers[0], _blocks(asked, answers[0]))
 
 
 def events(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> list[bytes]:
@@ -231,7 +243,7 @@ def events(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> list[byte
     whole = _message(asked, answer, [])
     start = {**whole, "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
     found = [{"type": "message_start", "message": start}]
-    for index, block in enumerate(_blocks(answer)):
+    for index, block in enumerate(_blocks(asked, answer)):
         found += _block_events(index, block, answer)
     delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
     found.append({"type": "message_delta", "delta": delta, "usage": whole["usage"]})

@@ -4,8 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from areal.agent.dialects.chat_completions import (
+    FOREIGN,
+    FORMAT,
     MAX_TOKENS,
     NO_EFFECT,
+    answer_schema,
     checked_arguments,
     joined_content,
     joined_text,
@@ -143,7 +146,6 @@ def _reasoning(given: Fields) -> str:
     return content or summary or ""
 
 
-_RUN = "the configuration of the run decides"
 _STATE = "the server keeps no state between requests: send all items as input"
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 FIELDS = FieldTable(
@@ -151,29 +153,28 @@ FIELDS = FieldTable(
         "input": "required: a text, or items of the types message, function_call, function_call_output and reasoning "
         "with text parts, which are joined by a newline",
         "instructions": "the system message",
-        "model": "required; every name means the policy, and the reply repeats it",
-        "max_output_tokens": "limit of generated tokens; at least 1",
+        "model": "required; every name means the policy",
+        "max_output_tokens": "most generated tokens; at least 1",
         "temperature": "0 to 2; 0 is greedy",
         "top_p": "above 0, at most 1",
-        "stream": "the whole answer is computed first, then sent as events",
+        "stream": "the answer is computed first",
         "stream_options": "`include_obfuscation` has no effect",
         "include": f"`{_LOGPROBS}`; `{_ENCRYPTED}` has no effect",
         "tools": "of type `function`; `strict` has no effect",
         "tool_choice": "auto, none, required, or one function",
         "metadata": "repeated in the reply",
+        "text": f"`format`: text, json_object or json_schema; {FORMAT}; `verbosity` has no effect",
     },
     ignored=NO_EFFECT,
     only={
         "top_logprobs": ((0,), "only the log-probability of the sampled token is known: use 0"),
-        "truncation": (("disabled",), "a prompt is never shortened"),
+        "truncation": (("disabled", "auto"), "a prompt is never shortened"),
         "background": ((False,), "the answer is part of the reply"),
-        "text": (({}, {"format": {"type": "text"}}), "answers are not constrained to a format"),
-        "reasoning": (({},), _RUN),
+        "reasoning": (({},), ""),
     },
+    foreign={name: FOREIGN[name] for name in ("reasoning", "max_tool_calls", "moderation", "context_management")},
     refused={
         "previous_response_id": _STATE, "conversation": _STATE, "prompt": "is not supported",
-        "max_tool_calls": "there are no tools on the server", "context_management": "is not supported",
-        "moderation": "is not supported",
     },
 )  # fmt: skip
 
@@ -197,16 +198,26 @@ def parse(body: Json) -> Asked:
     for one in include:
         if one not in (_LOGPROBS, _ENCRYPTED):
             raise unsupported("include", f"{str(one)[:80]!r} is not supported")
-    metadata = given.object("metadata")
+    metadata, schema, foreign = given.object("metadata"), None, dict[str, str]()
+    if (text := given.fields("text")) is not None:
+        wanted = text.fields("format")
+        schema = None if wanted is None else answer_schema(wanted, nested=False)
+        if text.text("verbosity"):
+            foreign["text.verbosity"] = FOREIGN["verbosity"]
+        text.finish()
     given.finish(FIELDS)
-    turn = TurnRequest(messages=messages, tools=tools, tool_choice=choice, settings=settings)
+    turn = TurnRequest(messages=messages, tools=tools, tool_choice=choice, answer_schema=schema, settings=settings)
     repeated = {
         "instructions": body.get("instructions"), "max_output_tokens": settings.max_new_tokens,
         "metadata": metadata or {}, "parallel_tool_calls": body.get("parallel_tool_calls", True),
         "temperature": settings.temperature, "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [], "top_p": settings.top_p,
+        "text": body.get("text") or {"format": {"type": "text"}},
     }  # fmt: skip
-    return Asked(turn=turn, model=model, stream=stream, logprobs=_LOGPROBS in include, repeated=repeated)
+    foreign |= given.foreign
+    return Asked(
+        turn=turn, model=model, stream=stream, logprobs=_LOGPROBS in include, foreign=foreign, repeated=repeated
+    )
 
 
 def _items(asked: Asked, answer: TurnAnswer, sent: Sent) -> list[Json]:
@@ -242,7 +253,6 @@ def _response(asked: Asked, answer: TurnAnswer, sent: Sent, items: list[Json]) -
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "store": False,
-        "text": {"format": {"type": "text"}},
         "truncation": "disabled",
         "usage": {
             "input_tokens": prompt,

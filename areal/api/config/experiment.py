@@ -136,6 +136,8 @@ class AgentConfig:
     """Maximum seconds of one run of an agent; it is then cancelled, and killed 5 s later."""
     sampling: str = choice("client", "client", "config")
     """Whose temperature, top_p, top_k and frequency_penalty count: those of the client's request, or gconfig only."""
+    foreign_fields: str = choice("ignore", "ignore", "refuse")
+    """Request fields that the policy cannot follow (reasoning_effort, thinking): ignore = one warning each; refuse."""
     tool_parser: str = "auto"
     """Format of tool calls: auto = from the chat template, or the name of a model family (docs/agents.md)."""
     enable_thinking: bool = False

@@ -114,6 +114,8 @@ def default_text(spec: FieldSpec) -> str:
 # YAML text, in files and in overrides: values that look like numbers and are text, and why text cannot be read.
 
 MAX_DEPTH = 32
+MAX_NODES = 100_000
+"""Values in one text, where an alias counts as often as it is used."""
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """What reading text as YAML raises: ValueError for bytes that are not UTF-8, thousands of digits and `${`."""
 _STARTS = tuple("+-.0123456789")
@@ -127,6 +129,8 @@ _FLOAT = re.compile(
 
 class _Loader(yaml.SafeLoader):
     """YAML with the numbers of `_FLOAT`, and without dates."""
+
+    num_built = 0
 
 
 class _CheckedLoader(cast("type[yaml.SafeLoader]", getattr(yaml, "CSafeLoader", yaml.SafeLoader))):
@@ -168,6 +172,10 @@ def check_interpolations(value: Any) -> None:
 
 def _built(loader: Any, node: yaml.Node, hint: Any, above: tuple[yaml.Node, ...]) -> Any:
     """The value of a node that is read as `hint`; None = of any type. `above`: the nodes that contain it."""
+    loader.num_built += 1
+    if loader.num_built > MAX_NODES:
+        text = f"the aliases make more than {MAX_NODES} values: write fewer"
+        raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
     if node in above:
         raise yaml.constructor.ConstructorError(None, None, "found unconstructable recursive node", node.start_mark)
     if isinstance(node, yaml.ScalarNode):

@@ -190,7 +190,7 @@ class WandBConfig:
     config: dict[str, Any] | None = option(None, relevant=_TRACKS)
     """More entries of the run's configuration there; null = none."""
     id_suffix: str | None = option("train", relevant=_TRACKS)
-    """Suffix of the run id; timestamp = the time of the first start, which a resumed run keeps; null = none."""
+    """Part of the run id before its random end; timestamp = the time of the start, which a recovery keeps."""
 
     def problems(self) -> Problems:
         if self.wandb_base_url and not _SERVER.match(self.wandb_base_url):

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import re
 import types
 import typing
@@ -266,6 +267,9 @@ def number(
 
 MISSING = "???"
 """Value of a required field until it is given (OmegaConf's mark)."""
+_YEAR_S = 366 * 86400.0
+_LARGEST = 1e9
+_LARGEST_INTEGER = 2**31 - 1
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -303,6 +307,15 @@ class FieldSpec:
     def range_text(self) -> str:
         """The range of a number in words, or ''."""
         return " and ".join(f"{_BOUNDS[name]} {limit:g}" for name, limit in self.bounds)
+
+    @property
+    def largest(self) -> float:
+        """The most that the absolute value of a number may be; no larger one has a use."""
+        if any(name in ("le", "lt") for name, _ in self.bounds):
+            return math.inf
+        if re.search(r"_s$|_secs$|timeout|period", self.name):
+            return _YEAR_S
+        return math.inf if "seed" in self.name else _LARGEST_INTEGER if self.hint is int else _LARGEST
 
     @property
     def other_paths(self) -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from areal.api.registry import registered
 
 T = TypeVar("T")
 _MAX_INTEGER = 2**63
+_NOT_A_NUMBER = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
+"""How YAML writes numbers that are not finite."""
 _BREAKS: dict[str, Callable[[float, float], bool]] = {
     "ge": lambda value, limit: value < limit,
     "gt": lambda value, limit: value <= limit,
@@ -129,6 +132,8 @@ class _Conversion:
         for name, limit in spec.bounds:
             if _BREAKS[name](value, limit):
                 raise _WrongError(value, spec.hint, "", "config.out_of_range")
+        if isinstance(value, int | float) and abs(value) > spec.largest:
+            raise _WrongError(value, spec.hint, "", "config.out_of_range")
         return value
 
     def _below(self, spec: FieldSpec, cls: type[Any], value: Any, path: str, default: Any) -> Any:
@@ -175,6 +180,8 @@ def _read(value: Any, hint: Any, path: str) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
         if isinstance(value, str):
+            if _NOT_A_NUMBER.fullmatch(value):  # an option that was meant for a number
+                raise _WrongError(value, hint, path)
             return value
     elif hint is bool:
         value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
@@ -243,7 +250,11 @@ def _problem(path: str, error: _WrongError, spec: FieldSpec) -> ConfigProblem:
     value = public(error.value, path)
     if error.code == "config.out_of_range":
         is_finite = not isinstance(value, float) or math.isfinite(value)
-        advice = f"use a {'' if is_finite else 'finite '}number {spec.range_text}".rstrip()
+        most = ""
+        if isinstance(value, int | float) and is_finite and abs(value) > spec.largest:
+            largest = f"{spec.largest:g}"
+            most = f" and at most {largest}" if spec.bounds else f" from -{largest} to {largest}"
+        advice = f"use a {'' if is_finite else 'finite '}number {spec.range_text}".rstrip() + most
         return ConfigProblem(path, f"{shown(value)} is not allowed: {advice}{or_null}", error.code)
     if error.code == "config.not_a_choice":
         advice = f"use one of {', '.join(spec.choices)}{or_null}"
