@@ -91,6 +91,8 @@ def first_messages(row: dict[str, Any]) -> list[Message]:
 
 def _sent_back(answer: Any) -> Message:
     message: Message = {"role": "assistant", "content": answer.content}
+    if reasoning := (answer.model_extra or {}).get("reasoning_content"):
+        message["reasoning_content"] = reasoning
     if answer.tool_calls:
         message["tool_calls"] = [call.model_dump() for call in answer.tool_calls]
     return message

@@ -4,92 +4,32 @@ import datetime
 import functools
 import json
 import random
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, Protocol
 
 from areal.agent.turns import Message
 from areal.api.errors import InputError
-from areal.data.chat import AnswerTail, BridgeGap, ChatTemplate, MessageForms, answer_tail, placeholder, split_tail
+from areal.data.chat_template import (
+    MARK,
+    QUESTION,
+    RESULT,
+    TOOLS,
+    AnswerTail,
+    BridgeGap,
+    ChatTemplate,
+    DialogueTemplate,
+    TemplateFacts,
+    TemplateScenario,
+    answer,
+    control_texts,
+    placeholder,
+    result_of,
+    split_tail,
+    user,
+)
 from areal.data.tokenizer import Tokenizer
-
-# Text of messages that looks like a control token, encoded as plain text.
-
-_PRIVATE_USE = range(0xE000, 0xF8FF)  # Code points that no tokenizer and no template gives a meaning.
-
-
-class PlainSpans:
-    """Marks control tokens in the content of messages, and encodes what a template renders from such messages.
-
-    A tool result that contains an end token then does not end the turn. Answers are not marked.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, controls: Sequence[str]) -> None:
-        """`controls`: the texts of the control tokens."""
-        self._tokenizer = tokenizer
-        longest_first = sorted(controls, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._before = tokenizer.encode("\n", add_special_tokens=False)
-        self._ids_of_control: dict[str, list[int]] = {}  # As plain text.
-
-    def marks_for(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-        """Two characters that the messages do not contain; None when no content contains a control token."""
-        texts = [text for message in messages if message["role"] != "assistant" for text in _texts_of(message)]
-        if not any(self._control.search(text) for text in texts):
-            return None
-        whole = repr(messages)  # repr shows most private characters as escapes, so both forms are looked for
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in whole and f"\\u{code:04x}" not in whole)
-        return next(free), next(free)
-
-    def marked(self, message: Mapping[str, Any], marks: tuple[str, str] | None) -> dict[str, Any]:
-        """The message with `marks` around each control token of its content."""
-        content = message.get("content")
-        if marks is None or message["role"] == "assistant" or not isinstance(content, str | list):
-            return dict(message)
-        first, last = marks
-
-        def plain(text: str) -> str:
-            return self._control.sub(lambda match: f"{first}{match[0]}{last}", text)
-
-        if isinstance(content, str):
-            return {**message, "content": plain(content)}
-        parts = [{**part, "text": plain(part["text"])} if part["type"] == "text" else part for part in content]
-        return {**message, "content": parts}
-
-    def encode(self, text: str, marks: tuple[str, str] | None) -> list[int]:
-        """Token ids of rendered text, without those of `marks`."""
-        if marks is None:
-            return self._tokenizer.encode(text, add_special_tokens=False)
-        first, last = marks
-        pieces = re.split(f"{first}({self._control.pattern}){last}|[{first}{last}]", text)
-        ids = self._tokenizer.encode(pieces[0], add_special_tokens=False)
-        for index, piece in enumerate(pieces[1:], start=1):
-            if piece:
-                ids += self._plain(piece) if index % 2 else self.inner(piece)
-        return ids
-
-    def _plain(self, control: str) -> list[int]:
-        """A control token as plain text: none of its parts is a token that the tokenizer finds in text."""
-        if control not in self._ids_of_control:
-            self._ids_of_control[control] = [token for character in control for token in self.inner(character)]
-        return self._ids_of_control[control]
-
-    def inner(self, text: str) -> list[int]:
-        """Ids of text that is not at the beginning, where some tokenizers insert a space."""
-        ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
-        if self._before and ids[: len(self._before)] == self._before:
-            return ids[len(self._before) :]
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-
-def _texts_of(message: Mapping[str, Any]) -> list[str]:
-    content = message.get("content")
-    if isinstance(content, list):
-        return [part["text"] for part in content if part["type"] == "text"]
-    return [content] if isinstance(content, str) else []
-
 
 # How a chat template begins an answer that calls a tool, found by rendering such an answer.
 
@@ -137,195 +77,6 @@ def _calling(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments)}
     call = {"id": "call00000", "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-# What a chat template takes and writes, found by rendering short dialogues: forms of messages, and end tokens.
-
-QUESTION, RESULT, MARK = "areal1question", "areal2result", "areal3answer"
-TOOLS: tuple[dict[str, Any], ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks a word up.",
-            "parameters": {
-                "type": "object",
-                "properties": {"word": {"type": "string", "description": "The word."}},
-                "required": ["word"],
-            },
-        },
-    },
-)
-_CLOSING_TAG = re.compile(r"""split\(\s*["']\s*(?:\\n)*(</(\w+)>)""")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateFacts:
-    forms: MessageForms
-    stops: tuple[str, ...]  # Texts of the tokens that end an answer, those that the user declares first.
-    takes_system: bool
-    takes_tools: bool  # Whether a call and its result are rendered.
-    refusal: str  # The error of the template for a call and its result.
-    takes_reasoning: bool
-
-
-def user(text: str = QUESTION) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def answer(*, reasoning: bool = False, content: bool = True, num_calls: int = 0, first_call: int = 0) -> dict[str, Any]:
-    """An answer with MARK in each of its texts. Ids of calls have nine letters and digits, as some templates demand."""
-    message: dict[str, Any] = {"role": "assistant", "content": MARK if content else ""}
-    if reasoning:
-        message["reasoning_content"] = MARK
-    if num_calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call{number:05d}",
-                "type": "function",
-                "function": {"name": "lookup", "arguments": f'{{"word": "{MARK}"}}'},
-            }
-            for number in range(first_call, first_call + num_calls)
-        ]
-    return message
-
-
-def result_of(call: Mapping[str, Any], text: str = RESULT) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
-
-
-def probe(template: ChatTemplate, declared_stops: Sequence[str]) -> TemplateFacts:
-    """Find the forms and the end tokens. Raises InputError when not even a question and an answer are rendered."""
-    forms = _content_form(template)
-    template = template.with_forms(forms)
-    call_forms = _call_forms(template)
-    if call_forms is not None:
-        template = template.with_forms(call_forms)
-    reasoning_forms = _reasoning_form(template)
-    if reasoning_forms is not None:
-        template = template.with_forms(reasoning_forms)
-    system = _render(template, [{"role": "system", "content": "areal0system"}, user()])
-    return TemplateFacts(
-        forms=template.forms,
-        stops=_stops(template, declared_stops, with_calls=call_forms is not None),
-        takes_system=system is not None and "areal0system" in system,
-        takes_tools=call_forms is not None,
-        refusal="" if call_forms is not None else _refusal(template),
-        takes_reasoning=reasoning_forms is not None,
-    )
-
-
-def _render(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], *, tools: bool = False) -> str | None:
-    for schemas in (TOOLS,) if tools else ((), TOOLS):  # some templates render nothing without tools
-        try:
-            return template.render(messages, schemas)
-        except InputError:
-            continue
-    return None
-
-
-def _content_form(template: ChatTemplate) -> MessageForms:
-    """Content as text, or as a list of parts. Raises InputError."""
-    dialogue = [user(), answer(), user("areal4again")]
-    for form in ("text", "parts"):
-        forms = replace(template.forms, content=form)
-        text = _render(template.with_forms(forms), dialogue)
-        if text is not None and QUESTION in text and MARK in text:
-            return forms
-    template.render(dialogue)  # raises the template's own error
-    message = "the chat template does not show a question and its answer, so it supports no further turns"
-    raise InputError(message, code="data.chat_template")
-
-
-def _call_forms(template: ChatTemplate) -> MessageForms | None:
-    """Arguments as text or mapping, and empty content. None: the template shows no calls or no results.
-
-    Text that the template inserts as it is comes first, because a policy's own spelling of the JSON is then kept.
-    """
-    question = answer(content=False, num_calls=1)
-    written = question["tool_calls"][0]["function"]["arguments"]
-    shown: list[MessageForms] = []
-    for arguments in ("text", "mapping"):
-        for empty in ("text", "missing"):
-            forms = replace(template.forms, arguments=arguments, empty_content=empty)
-            text = _render(
-                template.with_forms(forms), [user(), question, result_of(question["tool_calls"][0])], tools=True
-            )
-            if text is None or MARK not in text or RESULT not in text:
-                continue
-            if arguments == "text" and written not in text:  # escaped twice
-                continue
-            shown.append(forms)
-    return shown[0] if shown else None
-
-
-def _refusal(template: ChatTemplate) -> str:
-    called = answer(content=False, num_calls=1)
-    try:
-        template.render([user(), called, result_of(called["tool_calls"][0])], TOOLS)
-    except InputError as error:
-        return f"{type(error.__cause__).__name__}: {error.__cause__}"
-    return ""
-
-
-def _reasoning_form(template: ChatTemplate) -> MessageForms | None:
-    """The form in which the template reads reasoning. None: it shows none, not even of the last answer."""
-    thought = {**answer(content=True), "reasoning_content": "areal5thought"}
-    last = [user(), thought]
-    called = answer(content=False, num_calls=1)
-    loop = [user(), {**called, "reasoning_content": "areal5thought"}, result_of(called["tool_calls"][0])]
-    for key in ("reasoning_content", "reasoning", "thinking"):
-        forms = replace(template.forms, reasoning_key=key)
-        for dialogue, tools in ((last, False), ([*last, user()], False), (loop, True)):
-            text = _render(template.with_forms(forms), dialogue, tools=tools)
-            if text is not None and "areal5thought" in text:
-                return forms
-    tags = _CLOSING_TAG.search(template.source)
-    if tags is None:
-        return None
-    return replace(template.forms, reasoning_key="", reasoning_tags=(f"<{tags[2]}>", tags[1]))
-
-
-def _stops(template: ChatTemplate, declared: Sequence[str], *, with_calls: bool) -> tuple[str, ...]:
-    """The end tokens: the declared ones, and the first control token after an answer where none of them follows it.
-
-    A template may end an answer by the header of the next message, and a call by another token than a text.
-    """
-    stops = list(declared)
-    for end in _ends(template, with_calls=with_calls):
-        if any(stop in end for stop in stops):
-            continue
-        for found in (
-            _first_of(end, control_texts(template, special=True)),
-            _first_of(end, control_texts(template, special=False)),
-        ):
-            if found is not None:
-                stops.append(found)
-                break
-    return tuple(stops)
-
-
-def _ends(template: ChatTemplate, *, with_calls: bool) -> Iterator[str]:
-    dialogues: list[tuple[list[dict[str, Any]], str]] = [([user(), answer(), user("areal4again")], "areal4again")]
-    if with_calls:
-        called = answer(content=False, num_calls=1)
-        dialogues.append(([user(), called, result_of(called["tool_calls"][0])], RESULT))
-    for messages, following in dialogues:
-        text = _render(template, messages, tools=following == RESULT)
-        if text is not None:
-            start = text.rfind(MARK) + len(MARK)
-            yield text[start : text.find(following, start)]
-
-
-def _first_of(text: str, tokens: Iterable[str]) -> str | None:
-    places = [(text.find(token), -len(token), token) for token in tokens if token in text]
-    return min(places)[2] if places else None
-
-
-def control_texts(template: ChatTemplate, *, special: bool) -> list[str]:
-    """Texts of the added tokens; `special`: only of those that decoding leaves out."""
-    tokens = template.tokenizer.added_tokens_decoder.values()
-    return [token.content for token in tokens if token.special or not special]
 
 
 # The table of a chat template: for each kind of answer and each next message, whether the bridge is exact.
@@ -522,27 +273,13 @@ def _lacks_prompt(
     if template.render(node.messages, schemas, add_generation_prompt=False) != node.prompt:
         return False
     header = prompt[len(node.prompt) : prompt.find(mark)]
-    controls = [text for text in control_texts(template, special=True) if text in header]
+    controls = [text for text in control_texts(template.tokenizer, special=True) if text in header]
     shared = any(text in node.prompt[: node.prompt.find(QUESTION)] for text in controls)
     return "assistant" in header.lower() or shared
 
 
-__all__ = ["BridgeGap", "CallStart", "PromptBridge", "TemplateBridge", "TemplateScenario", "template_bridge"]
-
 _LOCAL_GAPS = ("tail_differs", "no_prompt", "no_stop")
 """Reasons that a check of one dialogue at run time does not find."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateScenario:
-    """What the user declares about a chat template."""
-
-    enable_thinking: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
-    """Further variables of the template, for example {"preserve_thinking": True}."""
-    stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end an answer, besides the end token of the tokenizer and those that the template shows."""
-    date: datetime.date | None = None  # The date that the template prints; None = today.
 
 
 class PromptBridge(Protocol):
@@ -576,37 +313,20 @@ class PromptBridge(Protocol):
         ...
 
 
-class TemplateBridge:
+class TemplateBridge(DialogueTemplate):
     """The bridge of a tokenizer's chat template, derived by rendering. docs/data.md explains it."""
 
     def __init__(self, tokenizer: Tokenizer, scenario: TemplateScenario) -> None:
         """Raises InputError when the template does not render a question with its answer, or shows no end token."""
-        template = ChatTemplate(
-            tokenizer, enable_thinking=scenario.enable_thinking, options=scenario.options, date=scenario.date
-        )
-        self.facts: TemplateFacts = probe(template, declared_stops(tokenizer, scenario.stop_token_ids))
-        self.template = template.with_forms(self.facts.forms)
-        self._stops = {stop: tokenizer.encode(stop, add_special_tokens=False) for stop in self.facts.stops}
-        broken = [stop for stop, ids in self._stops.items() if len(ids) != 1]
-        if broken or not self._stops:
-            what = f"{broken} are no single tokens" if broken else "no token follows an answer"
-            message = f"the chat template has no usable end token: {what}; declare the stop tokens"
-            raise InputError(message, code="data.template_stop")
-        self._spans = PlainSpans(tokenizer, sorted({*control_texts(template, special=True), *self._stops}))
+        super().__init__(tokenizer, scenario)
         self._local_gaps = {
             (row.shape, row.following): row.gap
             for row in table(self.template, self.facts, max_answers=1)
             if row.gap is not None and row.gap.reason in _LOCAL_GAPS
         }
 
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        return frozenset(ids[0] for ids in self._stops.values())
-
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        marks = self._spans.marks_for(messages)
-        text = self.template.render([self._spans.marked(message, marks) for message in messages], tools)
-        return self._spans.encode(text, marks)
+        return self.text_and_ids(messages, tools)[1]
 
     def extension(
         self, history: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[dict[str, Any]]
@@ -616,44 +336,17 @@ class TemplateBridge:
             return found
         return self._local_gaps.get((shape_of(history[-1]), next_of(new_messages))) or found
 
-    def tail(
-        self,
-        history: Sequence[Message],
-        new_messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        may_edit: bool = False,
-    ) -> list[int] | BridgeGap:
-        """The tokens after the last answer of `history`. `may_edit`: also where the template edits the history."""
-        marks = self._spans.marks_for([*history, *new_messages])
-        old, new = ([self._spans.marked(message, marks) for message in part] for part in (history, new_messages))
-        found = answer_tail(self.template, old, new, tools, stops=self.facts.stops)
-        if isinstance(found, BridgeGap):
-            return found
-        if found.edit is not None and not may_edit:
-            return found.edit
-        token_ids = self._spans.encode(found.text, marks)
-        if token_ids[0] not in self.stop_token_ids:  # text of a message that looks like an end token
-            return BridgeGap(reason="no_stop", detail="no end token follows the answer")
-        return token_ids
-
     def call_start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], name: str) -> CallStart | None:
         found = start_text(self.template, messages, tools, name)
         if found is None:
             return None
         text, example, called = found
         end = min((place for stop in self.facts.stops if (place := example.find(stop, len(text))) >= 0), default=None)
-        return CallStart(token_ids=self._spans.inner(text), example=example[:end], name=called)
+        return CallStart(token_ids=self.spans.inner(text), example=example[:end], name=called)
 
     def table(self, *, max_answers: int = 3, scope: Scope = "all") -> tuple[Row, ...]:
         """The proof over all dialogues of up to `max_answers` answers."""
         return table(self.template, self.facts, max_answers=max_answers, scope=scope)
-
-
-def declared_stops(tokenizer: Tokenizer, token_ids: frozenset[int]) -> list[str]:
-    """Texts of the end token of the tokenizer and of further tokens."""
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [tokenizer.decode([token]) for token in [*ends, *sorted(token_ids.difference(ends))]]
 
 
 def template_bridge(tokenizer: Tokenizer, scenario: TemplateScenario | None = None) -> TemplateBridge:

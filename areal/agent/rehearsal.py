@@ -14,11 +14,12 @@ from areal.agent.tool_calls import split_answer, style_of
 from areal.agent.turns import Message, ToolCall, TurnAnswer, TurnRefused, TurnRequest
 
 StepKind = Literal[
-    "call", "calls", "wrong", "unknown", "malformed", "answer", "cut", "empty", "busy", "down", "overflow"
+    "call", "calls", "thought", "wrong", "unknown", "malformed", "answer", "cut", "empty", "busy", "down", "overflow"
 ]
-"""call, calls: one or two valid tool calls; wrong: a call with arguments that the tool does not have; unknown: a call
-of a tool that the request does not have; malformed: a call that is no JSON, which arrives as text and is counted, as in
-a run. These five are skipped when the request has no tools. busy, down, overflow: refused with 429, 503, 400."""
+"""call, calls: one or two valid tool calls; thought: reasoning and a valid call; wrong: a call with arguments that the
+tool does not have; unknown: a call of a tool that the request does not have; malformed: a call that is no JSON, which
+arrives as text and is counted, as in a run. These six are skipped when the request has no tools. busy, down, overflow:
+refused with 429, 503, 400."""
 Fault = Literal["", "closed", "dropped"]
 """closed: the connection ends before the reply. dropped: it ends in the middle of the reply."""
 Problem = Literal["crashed", "hung", "leaked", "lost turns", "no reward", "zero reward"]
@@ -54,6 +55,7 @@ _CALL, _ANSWER = Step("call"), Step("answer")
 SCENARIOS = (
     Scenario("answers", "a valid tool call, then the answer", (_CALL, _ANSWER)),
     Scenario("parallel_calls", "two tool calls in one answer", (Step("calls"), _ANSWER)),
+    Scenario("thinking", "reasoning before a tool call", (Step("thought"), _ANSWER)),
     Scenario("wrong_arguments", "a call with arguments that the tool does not have", (Step("wrong"), _CALL, _ANSWER),
              keeps_reward=False),
     Scenario("unknown_tool", "a call of a tool that does not exist", (Step("unknown"), _CALL, _ANSWER),
@@ -115,7 +117,8 @@ def chosen(names: Sequence[str]) -> tuple[Scenario, ...]:
 
 MAX_REQUESTS = 50  # Requests of a session. Further ones are refused, so that an agent without a limit of turns ends.
 _RETRY_AFTER_S = 0.05
-_NEED_TOOLS = ("call", "calls", "wrong", "unknown", "malformed")
+_NEED_TOOLS = ("call", "calls", "thought", "wrong", "unknown", "malformed")
+_THOUGHT = "A tool knows this."
 _MALFORMED = '<tool_call>\n{"name": "%s", "arguments": {"a": '
 _STYLE = style_of("hermes", None)
 _TYPES: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
@@ -145,6 +148,7 @@ class RehearsedSession:
         self.num_requests = 0
         self.has_played_fault = False  # Whether a request got something else than a plain answer or call.
         self.num_malformed = 0  # Tool calls that were delivered as text.
+        self.loses_thinking = False  # Whether the client sent an answer back without its reasoning.
         self.reported = SessionReward()
         self.is_final = asyncio.Event()  # Set by a report that ends the session.
         self.last_text = ""  # Of the last answer.
@@ -167,6 +171,8 @@ class RehearsedSession:
     async def _turn(self, request: TurnRequest) -> _Turn:
         turn = self._by_fingerprint.get(request.fingerprint) if request.retry_count else None
         if turn is None:
+            thought = any(answer.reasoning for turn in self._turns for answer in turn.answers)
+            self.loses_thinking |= thought and not any(one.get("reasoning_content") for one in request.messages)
             step = self._next_step(request)
             await asyncio.sleep(step.delay_s)
             answers = tuple(self._answer(step, request, number) for number in range(request.num_answers))
@@ -206,7 +212,7 @@ class RehearsedSession:
         text, calls, reason = self._script.answer, tuple[ToolCall, ...](), "stop"
         kind = step.kind if request.tools or step.kind not in _NEED_TOOLS else "answer"
         match kind:
-            case "call" | "calls":
+            case "call" | "calls" | "thought":
                 arguments = [self._script.arguments or _arguments(request.tools[0])] * (1 + (kind == "calls"))
                 calls = _calls(request, turn_id, arguments)
             case "wrong":
@@ -225,7 +231,8 @@ class RehearsedSession:
             case _:
                 pass
         return TurnAnswer(
-            turn_id=turn_id, text="" if calls else text, tool_calls=calls, token_ids=(1,), logprobs=(-0.5,),
+            turn_id=turn_id, text="" if calls else text, tool_calls=calls,
+            reasoning=_THOUGHT if kind == "thought" else "", token_ids=(1,), logprobs=(-0.5,),
             finish_reason="tool_calls" if calls else reason, num_prompt_tokens=_num_tokens(request),
         )  # fmt: skip
 

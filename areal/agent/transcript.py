@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, TypeVar
 
-from areal.agent.bridge import BridgeGap, CallStart, PromptBridge
+from areal.agent.bridge import CallStart, PromptBridge
 from areal.agent.images import DialogueImages
 from areal.agent.turns import Message, TurnRefused, TurnRequest
 from areal.api.columns import (
@@ -36,6 +36,7 @@ from areal.api.data import (
     reward_columns,
 )
 from areal.api.images import ImageRef
+from areal.data.chat_template import BridgeGap
 
 # A tree of tokens: a node holds only the tokens that it adds to those of its parent. It knows nothing of messages.
 

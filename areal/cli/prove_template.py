@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from areal.agent.bridge import Comparison, Row, Scope, TemplateBridge, TemplateScenario, compare
+from areal.agent.bridge import Comparison, Row, Scope, TemplateBridge, compare
 from areal.api.errors import ConfigError, InputError
+from areal.data.chat_template import TemplateScenario
 from areal.data.tiny_model import template_tokenizer
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 

@@ -249,7 +249,7 @@ def _facts(
         "is_reached": session.has_played_fault or all(step.is_plain for step in scenario.steps), "reward": reward,
         "num_requests": session.num_requests, "num_turns": session.num_turns, "num_lost_turns": session.num_lost,
         "num_malformed_calls": session.num_malformed, "message": outcome.message, "last_error": outcome.last_error,
-        "leaks": outcome.leaks,
+        "leaks": outcome.leaks, "loses_thinking": session.loses_thinking,
     }  # fmt: skip
 
 
@@ -260,6 +260,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         reward = "none" if one["reward"] is None else f"{one['reward']:g}"
         counts = f"{one['num_requests']:>10}{one['num_turns']:>7}{one['num_lost_turns']:>6}"
         lines.append(f"{one['scenario']:<16}{result:<26}{reward:>8}{counts}")
+        if one["loses_thinking"]:
+            lines.append("    the client does not send reasoning_content back: sessions restore it")
         if "no reward" in one["problems"] and facts["good_reward"] is None:
             lines.append(f"    {MISSING_REWARDS['no_reward']}")
         if one["problems"]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from areal.api.config import BaseExperimentConfig, DatasetConfig
 from areal.api.errors import ConfigError, InputError
+from areal.data.chat import checked_messages
 from areal.data.row_files import READERS, Row, count_rows_of, dataset_files, json_value
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -57,9 +58,8 @@ def column_problem(row: Row, kind: str) -> RowProblem | None:
         if not isinstance(row["prompt"], str):
             return _wrong_type("prompt", "text", row["prompt"])
     if kind == "sft":
-        messages = row.get("messages") or [{"role": "user"}]
-        answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else row.get("answer")
-        if not isinstance(answer, str):
+        messages, answer = row.get("messages") or [{"role": "user"}], row.get("answer")
+        if messages[-1]["role"] != "assistant" and not isinstance(answer, str):
             return _wrong_type("answer", "text, unless the last message is of the assistant", answer)
     for name in ("chosen", "rejected") if kind == "rw" else ():
         if not isinstance(row.get(name), str | list):
@@ -168,11 +168,10 @@ def _row_problem(row: Row, kind: str, limit: int | None) -> RowProblem | None:
 
 
 def _messages_problem(messages: Any) -> RowProblem | None:
-    if not isinstance(messages, list) or not messages:
-        return _wrong_type("messages", "a list of {role, content}", messages)
-    for message in messages:
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            return _wrong_type("messages", "a list of {role, content}", message)
+    try:
+        checked_messages(messages)
+    except InputError as error:
+        return RowProblem(error.code, f"is wrong: {error}")
     return None
 
 

@@ -8,7 +8,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from areal.api.errors import InputError
-from areal.data.chat import ChatTemplate, checked_messages, encode_prompt, has_images, render_chat, tail_ids
+from areal.data.chat import checked_messages, has_images, plain_ids, tools_of
+from areal.data.chat_template import DialogueTemplate, dialogue_template, plain_spans, stop_token_ids
 from areal.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -54,17 +55,20 @@ def encode_sft_row(
 ) -> EncodedRow:
     """Encode a row: `prompt` and `answer`, or `messages` (and `answer` unless the assistant's message is last).
 
-    Prompt and answer are tokenised separately, as in a rollout. The answer ends with the end token; text that the
-    template writes after it is dropped. `train_on` is sft.train_on: last, assistant or all. `images`: how the model
-    takes the images of the row, which are in its column `image_key`; None for a model of text. Raises InputError.
+    The column `tools` has the JSON schemas that the template shows.
+
+    An answer is what the policy should write after the prompt of a rollout: reasoning, content and calls as the chat
+    template writes them, and the end token that servers stop at. Text of messages and answers that looks like a control
+    token is plain text. `train_on` is sft.train_on: last, assistant or all. `images`: how the model takes the images of
+    the row, which are in its column `image_key`; None for a model of text. Raises InputError.
     """
+    if "messages" in row:
+        row = {**row, "messages": checked_messages(row["messages"])}
     if images is None:
         if has_images(row, image_key):
             text = f"a row has images (column {image_key!r}, or a part of a message), and the model takes text alone"
             raise InputError(f"{text}: drop them, or train a vision-language model", code="model.image_processor")
         return _encoded(row, tokenizer, train_on)
-    if "messages" in row:
-        checked_messages(row["messages"])
     placed, found = images.placed(row)
     one = _encoded(placed, tokenizer, train_on)
     mask = images.expanded_mask(one.token_ids, one.loss_mask, found)
@@ -73,60 +77,85 @@ def encode_sft_row(
 
 def _encoded(row: dict[str, Any], tokenizer: Tokenizer, train_on: str) -> EncodedRow:
     """The tokens of a row, with one placeholder for each image."""
-    prompt_row, answer = row, row.get("answer")
     if "messages" in row:
-        messages = checked_messages(row["messages"])
-        if messages[-1]["role"] == "assistant":
-            prompt_row, answer = {**row, "messages": messages[:-1]}, messages[-1]["content"]
+        encoded = _dialogue(_with_answer(row), tools_of(row), dialogue_template(tokenizer), train_on == "assistant")
+    else:
+        prompt, answer = row.get("prompt"), row.get("answer")
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            message = f"a row of type sft needs text in 'prompt' and 'answer', or 'messages', not {sorted(row)}"
+            raise InputError(f"{message}: set a map_fn", code="data.missing_column")
+        encoded = _plain(prompt, answer, tokenizer)
+    if train_on == "all":
+        return EncodedRow(token_ids=encoded.token_ids, loss_mask=[1] * encoded.num_tokens)
+    return encoded
+
+
+def _with_answer(row: dict[str, Any]) -> list[dict[str, Any]]:
+    messages, answer = row["messages"], row.get("answer")
+    if messages[-1]["role"] == "assistant":
+        return messages
     if not isinstance(answer, str):
-        message = f"a row of type sft needs text in 'answer' or a last message of the assistant, not {sorted(row)}"
-        raise InputError(f"{message}: set a map_fn", code="data.missing_column")
-    if train_on == "assistant" and "messages" in prompt_row:
-        return _every_answer([*prompt_row["messages"], {"role": "assistant", "content": answer}], tokenizer)
-    prompt_ids = list(encode_prompt(prompt_row, tokenizer).token_ids)
-    answer_ids = _answer_ids(prompt_row, answer, tokenizer)
-    learned = 1 if train_on == "all" else 0
-    return EncodedRow(token_ids=prompt_ids + answer_ids, loss_mask=[learned] * len(prompt_ids) + [1] * len(answer_ids))
+        message = (
+            f"a row of type sft ends with a message of the role {messages[-1]['role']} and has no text in 'answer'"
+        )
+        raise InputError(f"{message}: remove what follows the last answer with a map_fn", code="data.missing_column")
+    return [*messages, {"role": "assistant", "content": answer}]
 
 
-def _every_answer(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> EncodedRow:
-    """Encode a conversation turn by turn and train on every answer. No answer's tokens depend on later turns.
+def _plain(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
+    """Prompt and answer as text. The answer ends with the end token that it has or the prompt uses, or with that of the
+    tokenizer."""
+    ends = _ends(tokenizer)
+    text = answer.rstrip()
+    end = next((end for end in ends if text.endswith(end)), None)
+    if end is not None:
+        answer = text.removesuffix(end)
+    else:
+        end = next((end for end in ends if end in prompt), next(iter(ends), None))
+    prompt_ids = plain_ids(tokenizer, prompt)
+    if not prompt_ids:
+        raise InputError("the prompt of a row is empty: drop such rows with a map_fn", code="data.invalid_column")
+    answer_ids = plain_spans(tokenizer).text_ids(answer) if answer else []
+    answer_ids += [] if end is None else [ends[end]]
+    return EncodedRow(token_ids=prompt_ids + answer_ids, loss_mask=[0] * len(prompt_ids) + [1] * len(answer_ids))
 
-    This also holds for templates that render past answers differently from new ones.
+
+def _ends(tokenizer: Tokenizer) -> dict[str, int]:
+    """Texts and ids of the tokens that end an answer, that of the tokenizer first."""
+    first = tokenizer.eos_token_id
+    ids = sorted(stop_token_ids(tokenizer), key=lambda token: (token != first, token))
+    return {tokenizer.decode([token]): token for token in ids}
+
+
+def _dialogue(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: DialogueTemplate, every_answer: bool
+) -> EncodedRow:
+    """The last answer, or every one, after what precedes it in a rollout. No answer's tokens depend on later turns.
+
+    This also holds for templates that render past answers differently from new ones. An answer before the first message
+    of the user is context.
     """
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    token_ids = list(encode_prompt({"messages": messages[: answers[0]]}, tokenizer).token_ids)
-    loss_mask = [0] * len(token_ids)
-    template = ChatTemplate(tokenizer)
-    for index, following in zip(answers, [*answers[1:], None], strict=True):
-        content = messages[index]["content"]
-        if not isinstance(content, str):
-            message = "a message of the assistant has no text: drop such rows with a map_fn"
-            raise InputError(message, code="data.invalid_column")
-        answer_ids = _answer_ids({"messages": messages[:index]}, content, tokenizer)
-        token_ids, loss_mask = token_ids + answer_ids, loss_mask + [1] * len(answer_ids)
-        if following is not None:
-            between = tail_ids(template, messages[: index + 1], messages[index + 1 : following])
-            if between[:1] == answer_ids[-1:]:  # both contain the end token
-                between = between[1:]
-            token_ids, loss_mask = token_ids + between, loss_mask + [0] * len(between)
+    asked = next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
+    places = [place for place, one in enumerate(messages) if one["role"] == "assistant" and place > asked]
+    if not places:
+        message = "a dialogue has an answer and nothing before it: begin it with a message of the user"
+        raise InputError(message, code="data.invalid_column")
+    places = places if every_answer else places[-1:]
+    token_ids, loss_mask = list[int](), list[int]()
+    before = 0  # The messages that `token_ids` have.
+    for place in places:
+        found = template.answered(messages[: place + 1], tools)
+        fixed = found.prompt_ids
+        if token_ids:
+            fixed = template.after(messages[:before], messages[before:place], tools, following=found)
+            if token_ids[-1] in template.stop_token_ids and fixed[0] != token_ids[-1]:
+                token_ids, loss_mask = token_ids[:-1], loss_mask[:-1]  # another end inside the dialogue
+            elif token_ids[-1] == fixed[0]:
+                fixed = fixed[1:]
+        token_ids += [*fixed, *found.answer_ids, found.end_id]
+        loss_mask += [*[0] * len(fixed), *[1] * (len(found.answer_ids) + 1)]
+        before = place + 1
     return EncodedRow(token_ids=token_ids, loss_mask=loss_mask)
-
-
-def _answer_ids(prompt_row: dict[str, Any], answer: str, tokenizer: Tokenizer) -> list[int]:
-    end = tokenizer.eos_token_id
-    text = answer
-    if "messages" in prompt_row:
-        messages = prompt_row["messages"]
-        prompt = render_chat(tokenizer, messages, add_generation_prompt=True, enable_thinking=False)
-        turns = [*messages, {"role": "assistant", "content": answer}]
-        whole = render_chat(tokenizer, turns, add_generation_prompt=False, enable_thinking=False)
-        if whole.startswith(prompt):  # else the template renders past answers differently
-            text = whole[len(prompt) :]
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if end is None:
-        return ids
-    return [*ids[: ids.index(end)], end] if end in ids else [*ids, end]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -200,29 +229,30 @@ def encode_pair(
 
 
 def _side(row: dict[str, Any], name: str, tokenizer: Tokenizer) -> EncodedRow:
-    value = row.get(name)
+    value, tools = row.get(name), {"tools": row.get("tools")}
     given = row.get("messages", row.get("prompt"))
-    before = checked_messages(given) if isinstance(given, list) else None
+    before = given if isinstance(given, list) else None
     if isinstance(value, list):
         if isinstance(given, str):
             message = f"column 'prompt' is text, but '{name}' is a list of messages: use the same type for both"
             raise InputError(message, code="data.invalid_column")
-        messages = [*(before or []), *checked_messages(value)]
-        if messages[-1]["role"] != "assistant":
+        if checked_messages(value, name)[-1]["role"] != "assistant":
             message = f"the last message in column '{name}' must have the role assistant"
             raise InputError(message, code="data.invalid_column")
-        return encode_sft_row({"messages": messages}, tokenizer)
+        return encode_sft_row({"messages": [*(before or []), *value], **tools}, tokenizer)
     if not isinstance(value, str):
         message = f"a row of type rw needs the columns 'chosen' and 'rejected', not {sorted(row)}: set a map_fn"
         raise InputError(message, code="data.missing_column")
     if before is not None:
         # a conversation that ends with the answer, even if `messages` end with an assistant's turn
-        return encode_sft_row({"messages": [*before, {"role": "assistant", "content": value}]}, tokenizer)
+        return encode_sft_row({"messages": [*before, {"role": "assistant", "content": value}], **tools}, tokenizer)
     if given is not None:
         return encode_sft_row({"prompt": given, "answer": value}, tokenizer)
-    end = tokenizer.eos_token_id
-    ids = tokenizer.encode(value)
-    ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+    ends = _ends(tokenizer)
+    end = next((end for end in ends if value.rstrip().endswith(end)), None)
+    ids = plain_ids(tokenizer, value if end is None else value.rstrip())
+    if end is None:  # the end that the text uses, or that of the tokenizer
+        ids += [ends[end] for end in [*(end for end in ends if end in value), *ends][:1]]
     return EncodedRow(token_ids=ids, loss_mask=[1] * len(ids))
 
 

@@ -236,12 +236,23 @@ class Answer:
         """
         self._ended_s = time.perf_counter()
         start, versions, problem = self._part_start, self._versions.values, ""
-        if len(self._token_ids) > start:
-            problem = _problem_of(self._token_ids, self._logprobs, start, self._vocab_size)
-            if not NO_VERSION <= versions[0] <= versions[-1] <= highest_version:
-                problem = (
-                    f"versions {versions[0]} to {versions[-1]}, and {highest_version} is the highest published one"
-                )
+        ids, logprobs = (
+            (self._token_ids[start:], self._logprobs[start:]) if start else (self._token_ids, self._logprobs)
+        )
+        if len(ids) > _SHORT:  # NaN compares false; a negative id is a large number
+            found, numbers = np.frombuffer(ids, "u4"), np.frombuffer(logprobs, "f4")
+            are_ids = np.maximum.reduce(found) < self._vocab_size
+            are_logprobs = np.maximum.reduce(numbers) <= MAX_LOGPROB and np.minimum.reduce(numbers) > -np.inf
+            del found, numbers  # an array with a view cannot be cut
+        else:
+            are_ids = not ids or (min(ids) >= 0 and max(ids) < self._vocab_size)
+            are_logprobs = not logprobs or (max(logprobs) <= MAX_LOGPROB and sum(logprobs) > -math.inf)
+        if not are_ids:
+            problem = f"a token id outside of its vocabulary (0 to {self._vocab_size - 1})"
+        elif not are_logprobs:
+            problem = "a log-probability that is positive or not finite"
+        elif ids and not NO_VERSION <= versions[0] <= versions[-1] <= highest_version:
+            problem = f"versions {versions[0]} to {versions[-1]}, and {highest_version} was the highest so far"
         if problem:
             self._cut(start)
             self.stop_reason = None
@@ -274,21 +285,6 @@ class Answer:
 
 _SHORT = 32
 """Up to this number of tokens, the functions of Python are faster than those of numpy."""
-
-
-def _problem_of(ids: array[int], logprobs: array[float], start: int, vocab_size: int) -> str:
-    """What no trainer can use in the tokens from `start` on; empty = they are right. NaN compares false."""
-    if len(ids) - start > _SHORT:
-        found, numbers = np.frombuffer(ids, "u4", offset=4 * start), np.frombuffer(logprobs, "f4", offset=4 * start)
-        are_ids = np.maximum.reduce(found) < vocab_size  # a negative id is a large number
-        are_logprobs = np.maximum.reduce(numbers) <= MAX_LOGPROB and np.minimum.reduce(numbers) > -np.inf
-    else:
-        ids, logprobs = (ids[start:], logprobs[start:]) if start else (ids, logprobs)
-        are_ids = min(ids) >= 0 and max(ids) < vocab_size
-        are_logprobs = max(logprobs) <= MAX_LOGPROB and sum(logprobs) > -math.inf
-    if not are_ids:
-        return f"a token id outside of its vocabulary (0 to {vocab_size - 1})"
-    return "" if are_logprobs else "a log-probability that is positive or not finite"
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int, where: str, fix: str) -> None:

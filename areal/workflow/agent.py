@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, cast
 from uuid import uuid4
 
 from areal.agent.agent_run import AgentJob, AgentOutcome
-from areal.agent.bridge import TemplateScenario, summary, template_bridge
+from areal.agent.bridge import summary, template_bridge
 from areal.agent.directory import Entry, Place, SessionReward
 from areal.agent.images import DialogueImages
 from areal.agent.load_blame import LoadBlame, blamed
@@ -30,6 +30,8 @@ from areal.api.errors import AgentFailed, ConfigError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
 from areal.api.registry import FunctionRef, parse_function_path
 from areal.api.workflow import RewardFn, RolloutWorkflow
+from areal.data.chat import plain_ids
+from areal.data.chat_template import TemplateScenario
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 from areal.observe.log import get_logger
@@ -318,8 +320,8 @@ class AgentWorkflow(RolloutWorkflow):
         settings = request_settings(gconfig, tokenizer, ends=bridge.stop_token_ids)
         style = style_of(config.tool_parser, tokenizer.chat_template, special_tokens(tokenizer))
 
-        def encode(text: str, add_special_tokens: bool) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        def encode(text: str, is_first: bool) -> list[int]:
+            return plain_ids(tokenizer, text) if is_first else tokenizer.encode(text, add_special_tokens=False)
 
         return SessionSetup(
             tokenizer=tokenizer,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
-from areal.agent.bridge import BridgeGap, TemplateScenario, template_bridge
 from areal.agent.images import DialogueImages, parts_of
 from areal.agent.transcript import TokenTree, path_to, row_of, tokens_to, with_images
 from areal.api.config import GenerationHyperparameters
@@ -18,6 +17,7 @@ from areal.api.errors import InputError, RewardError
 from areal.api.images import ImageRef
 from areal.api.metrics import gather_or_cancel
 from areal.data.chat import EncodedPrompt, encode_prompt
+from areal.data.chat_template import TemplateScenario, dialogue_template
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.scoring import (
@@ -52,12 +52,8 @@ def tokens_after_answer(
     They are those of sessions of agents, with a placeholder as the history, so that real answers are never tokenised
     again. InputError when the chat template supports no further turns.
     """
-    bridge = template_bridge(tokenizer, TemplateScenario(enable_thinking=enable_thinking))
-    found = bridge.tail(_HISTORY, messages, may_edit=True)
-    if isinstance(found, BridgeGap):
-        message = f"the chat template supports no further turns: {found.detail}"
-        raise InputError(message, code="data.chat_template")
-    return found
+    template = dialogue_template(tokenizer, TemplateScenario(enable_thinking=enable_thinking))
+    return template.after(_HISTORY, messages)
 
 
 class Conversation:

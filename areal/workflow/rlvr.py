@@ -12,7 +12,7 @@ from areal.api.engine import InferenceEngine
 from areal.api.errors import ConfigError, InputError
 from areal.api.images import ImageRef
 from areal.api.workflow import RewardFn
-from areal.data.chat import EncodedPrompt
+from areal.data.chat import EncodedPrompt, begun_once
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.conversation import (
@@ -160,7 +160,7 @@ class RLVRWorkflow(ScoredWorkflow):
     def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
         if self._get_input_ids_fn is None:
             return super().prompt(row)
-        token_ids = self._get_input_ids_fn(row, self.tokenizer, self.enable_thinking)
+        token_ids = begun_once(self.tokenizer, self._get_input_ids_fn(row, self.tokenizer, self.enable_thinking))
         return EncodedPrompt(self.tokenizer.decode(list(token_ids)), packed_ids(token_ids))
 
     def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:

@@ -29,6 +29,7 @@ from areal.api.metrics import gather_or_cancel
 from areal.api.registry import FunctionRef, registered
 from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.chat import EncodedPrompt, encode_prompt
+from areal.data.chat_template import stop_token_ids
 from areal.data.images import PromptImages
 from areal.data.row_check import require_prompts
 from areal.data.tokenizer import Tokenizer
@@ -44,9 +45,10 @@ from areal.reward.table import RewardTable, WeightedReward, reward_table
 def request_settings(
     gconfig: GenerationHyperparameters, tokenizer: Tokenizer, *, ends: Iterable[int] = ()
 ) -> GenerationHyperparameters:
-    """The sampling settings of one request: one sample; the eos and pad tokens of the tokenizer and `ends` also end an
-    answer."""
+    """The sampling settings of one request: one sample; the eos and pad tokens of the tokenizer, the ends of its chat
+    template and `ends` also end an answer."""
     own = [token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None]
+    own += sorted(stop_token_ids(tokenizer))
     return replace(gconfig, n_samples=1, stop_token_ids=list(dict.fromkeys([*gconfig.stop_token_ids, *own, *ends])))
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import agents
 import httpx
 from openai import APIConnectionError, APIStatusError, BadRequestError, _base_client
 
@@ -40,6 +41,19 @@ async def good(row: dict[str, Any], client: Any, session: Any) -> float:
         return await dialogue(row, client, checked)
     except BadRequestError:
         return 0.0
+
+
+async def with_runner(row: dict[str, Any], client: Any, session: Any) -> float:
+    """An agent of openai-agents, which sends reasoning back only to models named after one vendor."""
+    agents.set_tracing_disabled(True)
+    model = agents.OpenAIChatCompletionsModel(row.get("model", "policy"), client)
+
+    @agents.function_tool(name_override="calculator")
+    def multiply(expression: str) -> str:
+        return calculator(expression)
+
+    found = await agents.Runner.run(agents.Agent("one", tools=[multiply], model=model), row["question"])
+    return float(found.final_output == row["answer"])
 
 
 async def trusts_arguments(row: dict[str, Any], client: Any, session: Any) -> float:

@@ -138,6 +138,13 @@ async def test_what_an_agent_loses_and_at_which_line(pool, name, scenarios, time
 
 
 @module_loop
+@pytest.mark.parametrize(("name", "loses"), [("with_runner", True), ("good", False), ("OneAnswer", False)])
+async def test_a_client_that_does_not_send_thinking_back_is_shown(pool, name, loses):
+    report = await rehearsed(pool, name, "thinking", way="agent" if name.islower() else "environment")
+    assert [(one["loses_thinking"], one["problems"]) for one in report.values()] == [(False, []), (loses, [])]
+
+
+@module_loop
 async def test_tasks_and_processes_that_remain_are_leaks(pool):
     report = await rehearsed(pool, "leaks", "answers")
     task, process = report["answers"]["leaks"]
