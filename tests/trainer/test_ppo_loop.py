@@ -18,6 +18,7 @@ from areal.api.config import (
     TrainDatasetConfig,
 )
 from areal.api.config.launcher import ClusterSpecConfig
+from areal.api.errors import InputError
 from areal.engine.mesh import TrainerMesh
 from areal.rollout.client import WeightsNeeded
 from areal.system.process import ProcessContext
@@ -27,6 +28,7 @@ from areal.trainer.actor import PPOActor
 from areal.trainer.progress import TrainingLength
 from areal.trainer.roles import PPORoles
 from areal.weights.weight_files import checksum_of
+from tests.expect import raises_code
 from tests.fake_ranks import FakeRanks
 from tests.shares import make_share
 
@@ -267,3 +269,14 @@ def test_a_version_that_the_servers_lost_is_published_again_before_a_batch_and_i
     assert names.count(("publish", 2)) == 2
     assert names.count(("evaluate", 2)) == 1
     assert controller.lost_before == []
+
+
+def test_a_refused_batch_names_the_command_that_leaves_it_out(start, monkeypatch):
+    def refused(actor, batch):
+        raise InputError("the train batch contains token id 99", code="data.token_id")
+
+    monkeypatch.setattr(PPOActor, "with_filters", refused)
+    controller = Controller()
+    with raises_code("data.token_id", "token id 99", "batch 0", "python -m areal.ledger skip RUN"):
+        start(controller)
+    assert not [said for said in controller.told if said[0] == "consumed"]
