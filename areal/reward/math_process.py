@@ -17,6 +17,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable
+from itertools import product
 from typing import Any, cast
 
 _WARM_UP = (
@@ -28,6 +29,9 @@ _WARM_UP = (
     (r"\left(\frac{1}{2},-3\right)", "(0.5,3)"), (r"\frac{\sqrt{2}}{3}", "0.4714"),
 )  # fmt: skip
 """Compared once: the parser caches what it reads, and forked children inherit the cache."""
+
+
+_RELATIVE_TOLERANCE = 2e-6
 
 
 def main(argv: list[str]) -> None:
@@ -91,13 +95,57 @@ def load_library() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], lis
     def read(text: str) -> list[Any]:
         return parse(f"\\boxed{{{text}}}", extraction, fallback_mode="no_fallback", parsing_timeout=cast(int, None))
 
+    def same(one: Any, other: Any) -> bool:
+        return verify([one], [other], timeout_seconds=None) and not _differs(one, other)
+
     def equal(gold: list[Any], answer: list[Any]) -> bool:
-        return verify(gold, answer, timeout_seconds=None)
+        for one, other in product(gold, answer):
+            if same(one, other):
+                return True
+            sets = _as_set(one), _as_set(other)
+            if None not in sets and (sets != (one, other)) and same(*sets):
+                return True
+        return False
 
     for one, other in _WARM_UP:
         equal(read(one), read(other))
     gc.freeze()  # else a child's garbage collection would copy the pages shared with this process
     return read, equal
+
+
+def _differs(one: Any, other: Any) -> bool:
+    """Whether numbers of two expressions that the library takes for equal differ by more than a relative tolerance: it
+    rounds to six places, at which all tiny quantities are equal."""
+    from sympy import Basic, Expr, FiniteSet, Matrix
+
+    if isinstance(one, Expr) and isinstance(other, Expr):
+        try:
+            a, b = complex(one), complex(other)
+        except (TypeError, ValueError, OverflowError):
+            return False
+        return abs(a - b) > _RELATIVE_TOLERANCE * max(abs(a), abs(b))
+    if isinstance(one, FiniteSet) and isinstance(other, FiniteSet):
+        return not all(any(not _differs(a, b) for b in other.args) for a in one.args)
+    if isinstance(one, (Basic, Matrix)) and type(one) is type(other):
+        pairs = (one.flat(), other.flat()) if isinstance(one, Matrix) else (one.args, other.args)
+        return len(pairs[0]) == len(pairs[1]) and any(map(_differs, *pairs))
+    return False
+
+
+def _as_set(expression: Any) -> Any:
+    """The set of an inequality of one variable, of `x \\in S`, or of a set; None of everything else."""
+    from sympy import And, Eq, FiniteSet, Or, Set, Union
+    from sympy.core.relational import Relational
+
+    if isinstance(expression, Eq) and isinstance(expression.rhs, Set):
+        return expression.rhs
+    if isinstance(expression, FiniteSet) and all(isinstance(each, Relational) for each in expression.args):
+        parts = [_as_set(each) for each in expression.args]  # x < 1 or x > 2
+        return Union(*parts) if parts and None not in parts else None
+    if isinstance(expression, Set):
+        return expression
+    is_inequality = isinstance(expression, (Relational, And, Or)) and not isinstance(expression, Eq)
+    return expression.as_set() if is_inequality and len(expression.free_symbols) == 1 else None
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ import re
 import subprocess
 import sys
 import threading
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from areal.api.errors import InputError, RewardError
-from areal.reward.math_answer import answers_equal, extract_answer, last_boxed, parse_number
+from areal.reward.math_answer import Quantity, answers_equal, extract_answer, join_groups, last_boxed, parse_number
+from areal.reward.units import Unit, ratio, unit_at
 
 _MAX_ANSWER_CHARS = 1000  # Longer answers score 0 without comparison: the library's patterns take quadratic time.
 _CPU_LIMIT_S = 4
@@ -30,10 +32,20 @@ _WALL_LIMIT_S = 10.0
 _MEMORY_BYTES = 1 << 30
 _WHOLE = re.compile(r"-?\d+")
 _PLAIN = re.compile(
-    r"[-+]?\s*(?:\\?\$)?\s*(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+|\d+\s*/\s*\d+"
-    r"|\d*\\[dt]?frac\{\s*-?\d+\s*\}\{\s*\d+\s*\})\s*(?:\\?%)?"
+    r"[-+]?\s*(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+|\d+\s*/\s*\d+|\d*\\[dt]?frac\{\s*-?\d+\s*\}\{\s*\d+\s*\})"
+    r"(?:\s*\\(?:times|cdot)\s*10\^(?:\{\s*[-+]?\d{1,3}\s*\}|\d))?\s*(?:\\?%)?"
 )
 """A number only: `2x` and `3i` are not 2 and 3 with units, and `3!` is 6."""
+_UNIT = re.compile(
+    r"(?:\\[,;: ]|~|\s)*"
+    r"(?:\\(?:text|mathrm|textrm|mbox|operatorname)\s*\{(?P<text>[^{}]*)\}(?P<power>\s*\^\s*\{?[23]\}?)?"
+    r"|(?P<sign>\^\s*\{?\\circ\}?|°|€|£|¥|₹|\\?\$)|(?<=[\d}])\s*(?P<word>(?:[A-Za-z]{2,}|m|(?<=\s)[gshL])(?:\^\{?[23]\}?|/[A-Za-z]+)?))$"
+)
+"""A unit at the end: in a command of text, as a sign, or as a word. Letters are variables, except in `5m`, `5 g`."""
+_DEGREE = re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*$")
+_CURRENCY = re.compile(r"^(?P<sign>[-+]?)\s*(?P<unit>\\?\$|€|£|¥|₹|\\(?:euro|pounds)\b)\s*")
+_RELATIVE_TOLERANCE = Fraction(2, 1_000_000)
+_ABSOLUTE_TOLERANCE = Fraction(1, 1_000_000)
 _MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 _WRAPPING = re.compile(r"^\s*(?:\$\$?|\\\(|\\\[)\s*(.*?)\s*(?:\$\$?|\\\)|\\\])\s*$", re.DOTALL)
 _BARE_ROOT = re.compile(r"\\sqrt\s*(\\(?:pi|alpha|beta|gamma|theta|lambda|phi)\b|[a-zA-Z])(?!\s*\{)")
@@ -54,10 +66,34 @@ def symbolic_math_reward(
     if given is None or not given.strip() or len(given) > _MAX_ANSWER_CHARS:
         return 0.0
     given = _readable(given)
-    plain = _plain_equality(given, wanted)
+    if "".join(given.split()) == "".join(wanted.split()):
+        return 1.0
+    (given, given_unit), (wanted, wanted_unit) = _with_unit(given), _with_unit(wanted)
+    scale = ratio(given_unit, wanted_unit)
+    if scale is None:
+        return 0.0
+    plain = _plain_equality(given, wanted, scale)
     if plain is not None:
         return float(plain)
-    return float("".join(given.split()) == "".join(wanted.split()) or _symbolic_equality(given, wanted))
+    scaled = given if scale == 1 else rf"\frac{{{scale.numerator}}}{{{scale.denominator}}}\cdot({given})"
+    return float(_symbolic_equality(scaled, wanted))
+
+
+def _with_unit(text: str) -> tuple[str, Unit | None]:
+    """A formula without the unit that it names, and the unit. Text that is no known unit stays."""
+    if currency := _CURRENCY.match(text):
+        unit, _ = unit_at(currency["unit"].replace("\\euro", "€").replace("\\pounds", "£").replace("\\", ""))
+        return currency["sign"] + text[currency.end() :], unit
+    match = _UNIT.search(text)
+    if match is None or not (before := text[: match.start()].strip()):
+        return text, None
+    name = (match["text"] or match["word"] or match["sign"].replace("\\", "")).strip() + (match["power"] or "")
+    if match["sign"] is None and (degree := _DEGREE.search(before)):  # 20^\\circ\\text{C}
+        before, name = before[: degree.start()], f"°{name}"
+    elif _DEGREE.fullmatch(name.replace("circ", "\\circ")):
+        name = "°"
+    unit, rest = unit_at(re.sub(r"^degrees? ([CcFf])", r"°\1", name))
+    return (text, None) if unit is None or rest.strip() else (before, unit)
 
 
 def gold_answer(answer: Any) -> str:
@@ -71,7 +107,7 @@ def gold_answer(answer: Any) -> str:
         message = f"the row's answer {text[:200]!r} is not a formula of 1 to {_MAX_ANSWER_CHARS} characters"
         raise InputError(message, code="reward.bad_row")
     if parse_number(result) is None:
-        _require_readable(result)
+        _require_readable(_with_unit(result)[0])
     return result
 
 
@@ -91,22 +127,28 @@ def _readable(text: str) -> str:
     text = text.strip()
     if (match := _WRAPPING.match(text)) and "$" not in match[1]:
         text = match[1]
+    text = join_groups(text)
     return _BARE_ROOT.sub(r"\\sqrt{\1}", _MIXED.sub(r"\1\\frac{\2}{\3}", text))
 
 
-def _plain_equality(given: str, wanted: str) -> bool | None:
+def _plain_equality(given: str, wanted: str, scale: Fraction) -> bool | None:
     """Whether two plain numbers are equal, without the library; None when the library has to decide."""
-    if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted):
-        return given == wanted or parse_number(given) == parse_number(wanted)
-    if not (_PLAIN.fullmatch(given) and _PLAIN.fullmatch(wanted)):
-        return None
-    left, right = parse_number(given), parse_number(wanted)
+    left, right = _plain_number(given), _plain_number(wanted)
     if left is None or right is None:
         return None
-    (a, a_percent), (b, b_percent) = left, right
+    a, b = left.value * scale, right.value
     # datasets write 50% as 50 and as 0.5; the library's answer depends on the version of its parser
-    is_share = a_percent != b_percent and (a / 100 == b if a_percent else a == b / 100)
-    return True if a == b or is_share else None
+    is_share = left.is_percent != right.is_percent and (a / 100 == b if left.is_percent else a == b / 100)
+    if a == b or is_share:
+        return True
+    # The library rounds to six places, at which all tiny quantities are equal.
+    if left.is_percent == right.is_percent and abs(a - b) > _RELATIVE_TOLERANCE * max(abs(a), abs(b)):
+        return False
+    return False if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted) else abs(a - b) <= _ABSOLUTE_TOLERANCE
+
+
+def _plain_number(text: str) -> Quantity | None:
+    return parse_number(text) if _PLAIN.fullmatch(text) else None
 
 
 def _symbolic_equality(given: str, wanted: str) -> bool:

@@ -82,9 +82,50 @@ def test_not_equal(given, gold):
     assert score(given, gold) == 0.0
 
 
-def test_the_comparison_is_not_symmetric():
-    assert score("(1,2)", "1<x<2") == 1.0  # an interval answers an inequality
-    assert score("1<x<2", "(1,2)") == 0.0  # the wanted value may be a point
+@pytest.mark.parametrize(
+    ("given", "gold"),
+    [
+        (r"1.6\times10^{-19}", r"0.16\times10^{-18}"), ("0.333333", r"\frac13"), ("1500 m", r"1.5\text{ km}"),
+        (r"120\text{ minutes}", r"2\text{ hours}"), (r"10\text{ cm}", "10"), ("10", r"10\text{ cm}"), ("5€", "5"),
+        ("€5", "5"), (r"\$5", "5"), ("1<x<2", "(1,2)"), ("(1,2)", "1<x<2"), ("x>2", r"(2,\infty)"),
+        (r"(2,\infty)", "x>2"), (r"1\le x\le 2", "[1,2]"), (r"1\le x\le2", r"x\in[1,2]"),
+        (r"x\in[1,2]", r"1\le x\le2"), (r"x<1 \text{ or } x>2", r"(-\infty,1)\cup(2,\infty)"),
+        (r"(-\infty,1)\cup(2,\infty)", r"x<1 \text{ or } x>2"), ("1{,}234", "1234"), (r"1\,234", "1234"),
+        (r"1\!234", "1234"), (r"12,\!345", "12345"), (r"\frac{1{,}200}{7}", r"\frac{1200}{7}"),
+        (r"2\pi\text{ m}", r"200\pi\text{ cm}"), (r"20^\circ\text{C}", r"20\text{ degrees Celsius}"),
+        (r"90^\circ", "90"), (r"10\text{ cm}^2", r"10\text{ square centimeters}"),
+        (r"36\text{ km/h}", r"10\text{ m/s}"), (r"10\,\mathrm{cm}", "10 cm"), (r"3\text{ apples}", "3"),
+        (r"\text{Monday}", "Monday"), (r"\{1,2\}", "1,2"), (r"50\%", "50"), (r"x \ge 3", r"[3,\infty)"),
+        ("-3", "x=-3"), (r"\$18.50", "18.5"), ("1{,}234{,}567", "1,234,567"),
+        (r"3\sqrt{2}\text{ cm}", r"3\sqrt{2}"), ("18 dollars", "18"), ("18", r"\$18"),
+    ],
+)  # fmt: skip
+def test_units_separators_and_inequalities_are_read(given, gold):
+    assert score(given, gold) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "gold"),
+    [
+        (r"1.6\times10^{-19}", r"9.1\times10^{-31}"), (r"1.602\times10^{-19}\text{ C}", r"9.109\times10^{-31}"),
+        ("0.000333", r"\frac{1}{3000}"), ("0.0000001", "0.0000002"), (r"\{0.0000001,2\}", r"\{0.0000002,2\}"),
+        ("(0.0000001,2)", "(0.0000002,2)"), (r"\pi\times10^{-9}", r"2\pi\times10^{-9}"),
+        (r"10\text{ cm}", r"10\text{ m}"), ("10 cm", "10 m"), ("10 cm", r"10\text{ m}"),
+        (r"10\text{ hours}", r"10\text{ minutes}"), (r"\$5", "5€"), (r"5\text{ dollars}", r"5\text{ euros}"),
+        ("1<x<2", "[1,2]"), ("x>2", r"[2,\infty)"), (r"(2,\infty)", "x<2"), ("x<3", r"(-\infty,2)"),
+        ("x=10^{-7}", "x=10^{-8}"), (r"1\,235", "1234"), (r"2\pi\text{ m}", r"2\pi\text{ cm}"),
+        (r"20^\circ\text{C}", r"20^\circ\text{F}"), (r"10\text{ cm}^2", r"10\text{ cm}"),
+        ("0.0000001x", "0.0000002x"), ("1000000", "1000001"), ("0.3333", r"\frac13"),
+        (r"x<1 \text{ or } x>2", "(1,2)"),
+    ],
+)  # fmt: skip
+def test_tiny_numbers_and_units_that_differ_are_wrong(given, gold):
+    assert score(given, gold) == 0.0
+
+
+def test_boxes_that_follow_each_other_are_no_set():
+    assert symbolic_math_reward("", r"\boxed{3} $\boxed{5}$", [], [], answer="5") == 1.0
+    assert symbolic_math_reward("", r"\boxed{3}, \boxed{5}", [], [], answer="3,5") == 0.0
 
 
 def test_an_answer_outside_a_box_scores_nothing():

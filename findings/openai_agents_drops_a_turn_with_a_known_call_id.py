@@ -1,0 +1,107 @@
+"""openai-agents takes a tool call whose id it has seen in the run for the earlier call: the new turn disappears.
+
+Version: openai-agents 0.24.0 with openai 3.54.0, Python 3.11, Linux.
+
+Assumption: the id of a tool call names a call within one answer. A later answer with an id that was used before is
+another call: its tool runs, and the turn is part of the next request.
+
+Behaviour: with the arguments of the earlier call, the tool does not run, and the next request has neither the answer
+nor a result: the model sees the same dialogue again, and the tokens of its answer belong to no history. With other
+arguments the run ends with ModelBehaviorError.
+
+Output seen: "tools run, end, messages of each request: [[[1], 'done', [1, 3, 3]], [[1], 'ModelBehaviorError', [1,
+3]]]".
+
+Why it matters: models that write ids themselves repeat them (call_0 in each answer, or the name of the tool with a
+number). A server that passes these ids on loses turns of the policy, or ends its episodes. Ids on the wire have to be
+made by the server.
+
+    python findings/openai_agents_drops_a_turn_with_a_known_call_id.py     # exit 0 while this holds, 1 otherwise
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+PACKAGES = ("openai-agents==0.24.0", "openai==3.54.0")
+PROGRAM = """
+import json, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        status, headers, body = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+address = f"http://127.0.0.1:{server.server_port}"
+
+import asyncio, agents
+from openai import AsyncOpenAI
+
+agents.set_tracing_disabled(True)
+
+def call(call_id, **arguments):
+    function = {"name": "look", "arguments": json.dumps(arguments)}
+    return {"role": "assistant", "content": None, "reasoning_content": "hm",
+            "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+
+def answer(body):
+    sent.append(body["messages"])
+    message = replies.pop(0)
+    reason = "tool_calls" if "tool_calls" in message else "stop"
+    reply = {"id": "x", "object": "chat.completion", "created": 0, "model": "m",
+             "choices": [{"index": 0, "message": message, "finish_reason": reason}]}
+    return 200, {"Content-Type": "application/json"}, json.dumps(reply).encode()
+
+def run(model, *messages):
+    global sent, replies
+    sent, replies, looked = [], [*messages, {"role": "assistant", "content": "done"}], []
+
+    @agents.function_tool
+    def look(place: int) -> str:
+        looked.append(place)
+        return "nothing"
+
+    client = AsyncOpenAI(base_url=address + "/v1", api_key="k")
+    agent = agents.Agent("one", tools=[look], model=agents.OpenAIChatCompletionsModel(model, client))
+    try:
+        end = asyncio.run(agents.Runner.run(agent, "look")).final_output
+    except agents.AgentsException as error:
+        end = type(error).__name__
+    return looked, end
+
+found = []
+for place in (1, 2):
+    looked, end = run("m", call("call_0", place=1), call("call_0", place=place))
+    found.append([looked, end, [len(messages) for messages in sent]])
+print(json.dumps(found))
+"""
+SHOWN = "tools run, end, messages of each request"
+EXPECTED = [[[1], "done", [1, 3, 3]], [[1], "ModelBehaviorError", [1, 3]]]
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as name:
+        venv.create(Path(name) / "env", with_pip=True)
+        python = Path(name) / "env" / "bin" / "python"
+        subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
+        done = subprocess.run([python, "-c", PROGRAM], check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    sys.stdout.write(f"{SHOWN}: {found}\n")
+    return 0 if found == EXPECTED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
