@@ -18,7 +18,7 @@ ALL = {
     "engine", "agent", "workflow", "models",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
-    "areal": set(),  # areal/__init__.py itself
+    "areal": {"api", "data", "trainer", "workflow"},  # areal/__init__.py itself, which imports them at the first use
     "api": set(),
     "server_side": set(),  # runs in the environments of foreign servers, where areal is not installed
     "system": {"api"},
@@ -173,6 +173,24 @@ def test_importing_the_light_packages_does_not_load_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=250)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_names_of_scripts_come_from_the_top_package_at_their_first_use() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    code = (
+        f"import areal, sys; before = set(sys.modules); names = {sorted(typed)}; assert set(names) <= set(dir(areal))\n"
+    )
+    code += (
+        "assert not {name for name in before if name.startswith('areal.')}; from areal import PPOTrainer, load_rows\n"
+    )
+    code += (
+        "assert 'torch' not in sys.modules; print(*(name for name in names if getattr(areal, name).__name__ != name))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert (done.stdout, done.returncode) == ("\n", 0), done.stderr
+    assert {"GRPOConfig", "PPOTrainer", "RLVRWorkflow", "RolloutWorkflow", "load_config"} <= typed
 
 
 def test_algorithms_do_not_use_torch_distributed() -> None:

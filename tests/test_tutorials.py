@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal.workflow.rlvr import RLVRWorkflow
 from tests.test_docs import ROOT, blocks, write_files
 
 AGENTS, WORKFLOWS, GSM8K = ROOT / "docs/agents.md", ROOT / "docs/workflows.md", ROOT / "examples/gsm8k/README.md"
@@ -102,5 +104,35 @@ def test_the_script_of_the_readme_is_trained(folder):
     execute(folder, "python examples/quickstart/prepare.py runs/quickstart/data")
     (run,) = [line for line in commands_of(ROOT / "README.md", "my_task.py") if line.startswith("areal run")]
     model = "actor.path=runs/quickstart/data/model evaluator.eval_before_train=false valid_dataset.max_rows=16"
-    execute(folder, f"{run} {model} train_dataset.batch_size=4 total_train_steps=1")
-    assert rows_of(folder / "runs/quickstart/my_task/metrics.jsonl")[-1]["step"] == 1
+    execute(folder, f"{run} {model} train_dataset.batch_size=4 total_train_steps=1 evaluator.freq_steps=1")
+    (row,) = [row for row in rows_of(folder / "runs/quickstart/my_task/metrics.jsonl") if row["step"] == 1]
+    assert {"eval/greedy/reward", "eval/sampled/reward"} <= row.keys()
+
+
+def test_the_script_of_the_readme_starts_what_the_configuration_names(folder, monkeypatch):
+    """The same script without a run: its rows, held-out rows and workflow reach PPOTrainer."""
+    write_files("README.md", folder)
+    execute(folder, "python examples/quickstart/prepare.py runs/quickstart/data")
+    (run,) = [line for line in commands_of(ROOT / "README.md", "my_task.py") if line.startswith("areal run")]
+    _, _, script, *arguments = shlex.split(run)
+    seen: dict = {}
+
+    class Trainer:
+        def __init__(self, config, **rows):
+            seen.update(rows, config=config)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error): ...
+
+        def train(self, workflow):
+            seen["workflow"] = workflow
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("areal.trainer.ppo.PPOTrainer", Trainer)
+    monkeypatch.setattr(sys, "argv", [script, *arguments, "actor.path=runs/quickstart/data/model"])
+    runpy.run_path(script, run_name="__main__")
+    assert (len(seen["train_dataset"]) > 0, len(seen["valid_dataset"]) > 0) == (True, True)
+    assert seen["config"].trial_name == "my_task"
+    assert isinstance(seen["workflow"], RLVRWorkflow)

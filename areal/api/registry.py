@@ -153,7 +153,19 @@ def function_ref(function: Callable[..., Any]) -> FunctionRef:
     if not file:
         message = f"{name} was defined in an interactive session: put it into a file that other processes can read"
         raise ConfigError(message, code="config.bad_reference")
+    if not _has_main_guard(parse_python(Path(file), key="script")):
+        guard = 'if __name__ == "__main__":'
+        problem = (
+            f"{Path(file).name} has no line `{guard}`, so a worker that imports {name} from it would run the script"
+        )
+        raise ConfigError(f"{problem} again: put the call that starts training below it", code="config.no_main_guard")
     return FunctionRef(name=name, file=str(Path(file).resolve()))
+
+
+def _has_main_guard(tree: ast.Module) -> bool:
+    """Whether a script asks at its top level for the name under which it runs."""
+    tests = [node.test for node in tree.body if isinstance(node, ast.If)]
+    return any(isinstance(name, ast.Name) and name.id == "__name__" for test in tests for name in ast.walk(test))
 
 
 def resolve_function(text: str, kind: str = "", *, key: str, call: CallForm | None = None) -> FunctionRef:

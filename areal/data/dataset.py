@@ -106,7 +106,7 @@ _GSM8K_INSTRUCTION = "\n\nThink step by step. End with a line that holds only ##
 
 
 def load_rows(
-    config: DatasetConfig,
+    config: DatasetConfig | None,
     *,
     default_split: str,
     tokenizer: Tokenizer | None = None,
@@ -115,11 +115,14 @@ def load_rows(
 ) -> list[Row]:
     """Load the rows of a dataset in order and map them. Rows with a prompt above max_length are dropped or refused.
 
-    A row for which map_fn returns None is dropped. InputError names the file and line, or the row, with the error.
+    None, a dataset that the configuration leaves out, has no rows. A row for which map_fn returns None is dropped.
+    InputError names the file and line, or the row, with the error.
     `first`: at least this number of rows is returned if they exist; the rest of a .jsonl file may be left unread.
     `images`: how the model takes images, whose tokens count too. `load_sft_rows` and `load_pairs` load rows for
     training without rollouts.
     """
+    if config is None:
+        return []
     limit = config.max_length
     if limit is not None and config.type != "rl":
         raise ValueError(f"max_length of dataset {config.path}: rows of type={config.type} are truncated when encoded")

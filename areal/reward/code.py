@@ -16,6 +16,7 @@ from typing import Any
 
 from areal.reward.code_tests import (
     AssertTest,
+    CallTest,
     CodeLimits,
     CodeTest,
     ProgramDoesNotLoad,
@@ -29,8 +30,20 @@ from areal.reward.code_tests import (
 from areal.reward.sandbox import program_runner
 from areal.reward.sandbox_inside import plain_data
 
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(\S*)[^\n]*")
-_PYTHON = ("", "python", "python3", "py")
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(\S*)[^\n]*")
+_PYTHON = ("python", "python3", "py", "py3")
+_MODULES = "bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys"
+_NAMES = {
+    "typing": "Any Callable Deque Dict FrozenSet Generator Iterable Iterator List Optional Sequence Set Tuple Union",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "heapq": "heapify heappop heappush heappushpop heapreplace nlargest nsmallest",
+    "bisect": "bisect bisect_left bisect_right insort insort_left insort_right",
+    "functools": "cache cmp_to_key lru_cache reduce",
+    "itertools": "accumulate chain combinations count cycle groupby pairwise permutations product zip_longest",
+    "math": "ceil comb factorial floor gcd inf isqrt lcm log log2 pi sqrt",
+}
+"""What platforms of function-style problems import before an answer; without `pow`, which would hide Python's."""
+_FUTURE = re.compile(r"^from __future__ import [^\n(]*\n", re.MULTILINE)
 
 
 def code_reward(
@@ -66,25 +79,51 @@ def code_reward(
     source = last_code_block(completion)
     if source is None:
         return 0.0
+    called = {name for case in cases for name in _functions_of(case)}
+    if called:
+        source = with_imports(source, called)
     trial = Trial(program_runner(source, limits), limits=limits, tolerance=tolerance)
     passed = trial.run(cases, stop_at_failure=not continuous)
     return passed / len(cases) if continuous else float(passed == len(cases))
 
 
 def last_code_block(text: str) -> str | None:
-    """The content of the last closed fence marked as Python or unmarked; None when there is none."""
-    result, opened, is_python = None, "", False
+    """The content of the last closed fence marked as Python, else of the last unmarked one; None when there is none.
+
+    Lines lose the indentation of their fence, which is that of a list item.
+    """
+    marked, unmarked, opened, language, indent = None, None, "", "", ""
     lines: list[str] = []
     for line in text.splitlines():
         match = _FENCE.fullmatch(line)
         if not opened and match:
-            opened, is_python, lines = match[1], match[2].lower() in _PYTHON, []
-        elif match and not match[2] and match[1].startswith(opened):
-            result = "\n".join(lines) + "\n" if is_python else result
+            indent, opened, language, lines = match[1], match[2], match[3].lower().strip("{.}"), []
+        elif match and not match[3] and match[2].startswith(opened):
+            content = "\n".join(lines) + "\n"
+            if language in _PYTHON:
+                marked = content
+            elif not language:
+                unmarked = content
             opened = ""
         else:
-            lines.append(line)
-    return result
+            width = len(line) - len(line.lstrip(" \t"))
+            lines.append(line[min(width, len(indent)) :])
+    return unmarked if marked is None else marked
+
+
+def _functions_of(case: CodeTest) -> list[str]:
+    if isinstance(case, ProgramTest):
+        return []
+    return [case.function] if isinstance(case, CallTest) else list(case.names.values())
+
+
+def with_imports(source: str, called: set[str]) -> str:
+    """The program after the imports of such platforms, without the names that tests call: it must define them."""
+    names = {module: [name for name in text.split() if name not in called] for module, text in _NAMES.items()}
+    lines = [f"import {_MODULES}\n", *(f"del {module}\n" for module in _MODULES.split(", ") if module in called)]
+    lines += [f"from {module} import {', '.join(kept)}\n" for module, kept in names.items() if kept]
+    start = max((match.end() for match in _FUTURE.finditer(source)), default=0)
+    return source[:start] + "".join(lines) + source[start:]
 
 
 class Trial:

@@ -5,13 +5,8 @@ areal run examples/gsm8k/gsm8k_grpo.py --config examples/gsm8k/gsm8k_grpo.yaml
 
 import sys
 
-from areal.api.config import GRPOConfig
-from areal.api.config.load import load_config
-from areal.data.dataset import load_rows
-from areal.data.tokenizer import tokenizer_of
+from areal import GRPOConfig, PPOTrainer, RLVRWorkflow, load_config, load_rows, tokenizer_of
 from areal.reward.math_answer import answers_equal, extract_answer
-from areal.trainer.ppo import PPOTrainer
-from areal.workflow.rlvr import RLVRWorkflow
 
 
 def gsm8k_reward(prompt, completion, prompt_ids, completion_ids, answer, **row):

@@ -213,3 +213,13 @@ def test_a_reward_defined_in_the_script_itself_is_found_by_the_workers(tmp_path,
         [sys.executable, *how, str(script)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=250
     )
     assert done.stdout.decode() == "ok 4.0 ", done.stderr.decode()
+
+
+def test_a_script_that_a_worker_would_run_again_is_refused(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace('if __name__ == "__main__":\n    ', ""))
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=250
+    )
+    assert done.stdout == b""
+    assert b'script.py has no line `if __name__ == "__main__":`' in done.stderr

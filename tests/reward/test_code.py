@@ -40,13 +40,27 @@ def score(source, tests, **row):
         ("a\n```python\nx = 1\n```\nb", "x = 1\n"), ("```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```", "x = 2\n"),
         ("```\nx = 1\n```", "x = 1\n"), ("```python\nx = 1\n```\n```cpp\nint x;\n```\n```text\n3\n```", "x = 1\n"),
         ("```python\nx = 1\n```\n```python\nx = 2", "x = 1\n"),
-        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"), ("  ```Python\n  x = 1\n  ```", "  x = 1\n"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"), ("  ```Python\n  x = 1\n  ```", "x = 1\n"),
         ("```python title=a\nx = 1\n```", "x = 1\n"), ("```python\n```", "\n"), ("x = 1", None),
         ("```cpp\nint x;\n```", None), ("", None),
+        ("```python\nx = 1\n```\nIt prints:\n```\n3\n```", "x = 1\n"), ("```{.python}\nx = 1\n```", "x = 1\n"),
+        ("1. Do:\n   ```python\n   def f():\n       return 1\n\n   f()\n   ```", "def f():\n    return 1\n\nf()\n"),
+        ("```python\n    x = 1\n```", "    x = 1\n"), ("   ```py\nx = 1\n     y\n   ```", "x = 1\n  y\n"),
     ],
 )  # fmt: skip
 def test_the_last_closed_python_block_is_the_program(text, source):
     assert last_code_block(text) == source
+
+
+def test_functions_get_the_imports_of_their_platforms():
+    source = "class Solution:\n def add(self, a: List[int], b: Optional[int]) -> int:\n  return gcd(6, pow(3, 1, 7))"
+    assert score(source, CALLS) == 1.0
+    assert score("from __future__ import annotations\ndef add(a, b): return heapq.nsmallest(1, [3])[0]", CALLS) == 1.0
+    assert score("def add(a, b): return Counter('aaa')['a'] if b == 2 else 'ab'", ASSERTS) == 1.0
+    assert score("print(gcd(1, 2))", {"inputs": [""], "outputs": ["1"]}) == 0.0  # a whole program imports itself
+    gcd = {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}
+    assert score("x = 1", gcd) == 0.0
+    assert score("x = 1", ["assert gcd(4, 6) == 2"]) == 0.0
 
 
 def test_assertions():
