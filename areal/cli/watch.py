@@ -375,7 +375,15 @@ def view(found: RunView, width: int) -> RenderableType:
     title = "reward and held-out sets" if "reward" in main else "loss"
     left, right = _chart(main | found.held_out, half), _curves(rest | found.held_out, half)
     parts.append(_row([_panel(title, left), _panel("curves", right)], width))
-    parts.append(_row([_panel("time of a step", _times(found)), _panel("episodes", _episodes(found))], width))
+    parts.append(
+        _row(
+            [
+                _panel(f"time of a step, mean of the last {WINDOW} steps", _times(found)),
+                _panel("episodes", _episodes(found)),
+            ],
+            width,
+        )
+    )
     if problems := _problems(found):
         parts.append(Panel(problems, title="failures and alarms", title_align="left", border_style="red"))
     if found.samples:
@@ -499,7 +507,7 @@ def _times(found: RunView) -> RenderableType:
     waits = [(name, share, f"{share:.0%}") for name, share in found.waits.items()]
     parts: list[RenderableType] = [_shares(phases)] if phases else [Text("no train step yet", style="bright_black")]
     if waits:
-        parts += [Text("\nwho waits for whom", style="bold"), _shares(waits)]
+        parts += [Text(f"\nwho waits for whom, last {WINDOW} steps", style="bold"), _shares(waits)]
     return Group(*parts)
 
 
@@ -512,7 +520,7 @@ def _episodes(found: RunView) -> RenderableType:
         parts.append(Text(f"  {count} {safe(reason)}", style="yellow", no_wrap=True, overflow="ellipsis"))
     if found.staleness:
         rows = [(name, share, f"{share:.0%} of the tokens") for name, share in found.staleness.items()]
-        parts += [Text("\nstaleness in policy versions", style="bold"), _shares(rows)]
+        parts += [Text(f"\nstaleness in policy versions, last {WINDOW} steps", style="bold"), _shares(rows)]
     return Group(*parts)
 
 

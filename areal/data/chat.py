@@ -50,14 +50,16 @@ def _checked(message: Any, column: str) -> dict[str, Any]:
         kept |= {"tool_calls": [_checked_call(call, column) for call in calls]} if calls else {}
         if "content" not in kept and (calls or reasoning):
             kept["content"] = ""
-    if not isinstance(kept.get("content"), str | list):
+    if "content" not in kept:
         raise _wrong(column, "must be a list of {role, content}, but one entry has no content:", message)
     return kept | {"content": _checked_content(kept["content"], column)}
 
 
-def _checked_content(content: str | list[Any], column: str) -> str | list[Any]:
+def _checked_content(content: Any, column: str) -> str | list[Any]:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise _wrong(column, "has content that is neither text nor a list of {type, ...}:", content)
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     if any(not isinstance(part, dict) or "type" not in part for part in parts):
         raise _wrong(column, "has content that is neither text nor a list of {type, ...}:", content)

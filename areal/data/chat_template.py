@@ -606,7 +606,7 @@ class TemplateScenario:
 class Answered:
     """The last answer of a dialogue, as the policy should write it."""
 
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # Empty without the prompt.
     answer_ids: list[int]  # Without its end.
     end_id: int
     thinks: bool  # The value of enable_thinking in its prompt,
@@ -715,19 +715,20 @@ class DialogueTemplate:
             message = "the chat template does not show tools: drop the column 'tools' with a map_fn"
             raise InputError(message, code="data.template_refused")
 
-    def answered(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Answered:
+    def answered(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, with_prompt: bool = True
+    ) -> Answered:
         """The last message, an answer, after the prompt that it continues. Raises InputError.
 
         An answer with reasoning may continue the prompt of the other value of enable_thinking. One that continues none
         is what the template writes in the whole dialogue.
         """
-        answer = messages[-1]
-        self.require_shown(messages, tools)
-        messages = [*messages[:-1], self._with_reasoning(answer)]
+        messages = [*messages[:-1], self._with_reasoning(messages[-1])]
         marks = self.spans.marks_for(messages, tools)
         found = self._split(self.spans.marked(messages, marks), self.spans.marked(tools, marks))
+        prompt = found.prompt[: len(found.prompt) - found.num_cut] if with_prompt else ""
         return Answered(
-            prompt_ids=self.spans.encode(found.prompt[: len(found.prompt) - found.num_cut], marks),
+            prompt_ids=self.spans.encode(prompt, marks),
             answer_ids=self.spans.encode(found.answer, marks, is_inner=True) if found.answer else [],
             end_id=self._stops[found.end][0],
             thinks=found.thinks,

@@ -140,11 +140,12 @@ def _dialogue(
     if not places:
         message = "a dialogue has an answer and nothing before it: begin it with a message of the user"
         raise InputError(message, code="data.invalid_column")
+    template.require_shown(messages, tools)
     places = places if every_answer else places[-1:]
     token_ids, loss_mask = list[int](), list[int]()
     before = 0  # The messages that `token_ids` have.
     for place in places:
-        found = template.answered(messages[: place + 1], tools)
+        found = template.answered(messages[: place + 1], tools, with_prompt=not token_ids)
         fixed = found.prompt_ids
         if token_ids:
             fixed = template.after(messages[:before], messages[before:place], tools, following=found)

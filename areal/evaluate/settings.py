@@ -97,6 +97,9 @@ def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
         evaluator = replace(evaluator, n_samples=requested.num_samples)
     if requested.greedy:
         evaluator = replace(evaluator, modes=["greedy"])
+    if (requested.num_samples or 1) > 1 and evaluator.modes == ["greedy"]:
+        message = f"-n {requested.num_samples}: greedy decoding gives one answer to each row: leave out -n, or sample"
+        raise ConfigError(message, code="config.conflict")
     config = replace(
         config,
         allocation_mode=f"{requested.servers or config.allocation.inference}+eval",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,38 @@ class RunAlarmLines:
         alarms = [alarm for alarm in self.all() if (alarm.step, alarm.name) not in self._shown]
         self._shown |= {(alarm.step, alarm.name) for alarm in alarms}
         yield from map(alarms_text, by_meaning(alarms))
+
+
+_HELD_OUT = re.compile(r"eval/(?:loss|accuracy)")
+
+
+class HeldOutLines:
+    """The results on held-out rows among the lines that the trainer adds to its metrics."""
+
+    def __init__(self, metrics: Path) -> None:
+        self._path = metrics
+        self._offset = metrics.stat().st_size if metrics.exists() else 0
+        self._step = 0
+
+    def new(self) -> Iterator[str]:
+        """The lines to show. A step that is trained again shows its results once."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size == self._offset:
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._offset if size > self._offset else 0)  # a recovery removes lines
+            lines = file.read().splitlines(keepends=True)
+        self._offset = size - (len(lines[-1]) if lines and not lines[-1].endswith(b"\n") else 0)
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:  # the beginning of one
+                continue
+            results = [f"{name.removeprefix('eval/')} {result_text(row, name)}" for name in evaluations_of(row)]
+            results += [f"{name.removeprefix('eval/')} {row[name]:.4g}" for name in row if _HELD_OUT.fullmatch(name)]
+            if results and row["step"] > self._step:
+                self._step = row["step"]
+                yield f"held-out rows after step {self._step}: {'; '.join(results)}"
 
 
 def recorded_alarms(path: Path) -> list[Alarm]:

@@ -1,7 +1,6 @@
 """The Slurm launcher of `areal run`: runs a configuration as one job of Slurm, and follows the job."""
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.api.config import BaseExperimentConfig
-from areal.api.config.experiment import sweep_words
+from areal.api.config.experiment import read_sweep
 from areal.api.config.load import save_config
 from areal.api.config.redaction import is_secret
 from areal.api.errors import ConfigError, LaunchError
@@ -367,43 +366,12 @@ _LOOK_S_PER_JOB = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """What the command line requests."""
-
-    words: tuple[str, ...]
-    """The words that are not about the sweep."""
-    overrides: tuple[tuple[str, ...], ...]
-    """Options of each run as key=value; empty = no sweep."""
-    at_once: int
-    """Maximum number of runs at a time; 0 = no limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRun:
     """One run of a sweep, recorded in RUN/slurm/sweep.json of the run whose name the others extend."""
 
     run_dir: str
     job: str
     log: str
-
-
-def read_sweep(words: Sequence[str]) -> Sweep:
-    """Separate `--sweep KEY=VALUE,VALUE...` and `--at-once N` from the other words. ConfigError when one is wrong."""
-    kept: list[str] = []
-    axes: list[list[str]] = []
-    at_once, rest = 0, iter(words)
-    for word in rest:
-        if word == "--sweep":
-            axes.append(sweep_words(next(rest, "")))
-        elif word == "--at-once":
-            text = next(rest, "")
-            if not text.isdecimal() or int(text) < 1:
-                raise ConfigError(f"--at-once {text}: give a number of runs", code="config.bad_override")
-            at_once = int(text)
-        else:
-            kept.append(word)
-    overrides = tuple(itertools.product(*axes)) if axes else ()
-    return Sweep(words=tuple(kept), overrides=overrides, at_once=at_once)
 
 
 def write_sweep(paths: RunPaths, runs: Sequence[SweepRun]) -> None:
@@ -468,7 +436,7 @@ def follow_sweep(
 
 
 USAGE = """usage: areal run --launcher slurm [SCRIPT.py] --config FILE.yaml
-                 [key.sub=value ...] [--sweep KEY=A,B ... [--at-once N]]
+                 [key.sub=value ...] [--sweep KEY=A,B ... [--parallel N]]
                  [--detach]
        areal run --launcher slurm --attach RUN
 
@@ -482,7 +450,7 @@ on all nodes. Ctrl-C cancels the job; a closed terminal does not.
   --sweep KEY=A,B
                  submits an array of jobs: one run, named TRIAL_0, TRIAL_1, ...,
                  for each combination of the values; repeatable
-  --at-once N    maximum number of runs of a sweep at the same time
+  --parallel N    maximum number of runs of a sweep at the same time
   --dry-run      prints the plan and the job script, and submits nothing
 """
 
@@ -607,13 +575,10 @@ def run_command(words: Sequence[str]) -> int:
         case _:
             sweep = read_sweep([word for word in words if word != "--detach"])
             request = read_command_line(sweep.words, launcher="slurm")
-            trial = request.config.trial_name
-            requests = [
-                read_command_line([*sweep.words, *overrides, f"trial_name={trial}_{index}"], launcher="slurm")
-                for index, overrides in enumerate(sweep.overrides)
-            ]
+            runs = sweep.run_words(request.config.trial_name)
+            requests = [read_command_line(words_of_run, launcher="slurm") for words_of_run in runs]
             paths = RunPaths.of(request.config)
-            return submit(requests or [request], paths, at_once=sweep.at_once, detach="--detach" in words)
+            return submit(requests or [request], paths, at_once=sweep.parallel, detach="--detach" in words)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from areal.api.config.load import save_config
 from areal.api.config.redaction import public_command
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.preflight import newest_checkpoint, step_of
-from areal.launcher.result import RunAlarmLines
+from areal.launcher.result import HeldOutLines, RunAlarmLines
 from areal.launcher.units import Child
 from areal.system.discovery import NameRegistry
 from areal.system.durable import append_line
@@ -469,9 +469,11 @@ class RunStatus:
         liveness: LivenessWatch,
         stacks: Path,
         alarms: RunAlarmLines,
+        held_out: HeldOutLines,
     ) -> None:
         self._interval_s = config.status_interval_s
         self._alarms = alarms
+        self._held_out = held_out
         self._source = source
         self._line = line
         self._liveness = liveness
@@ -491,7 +493,7 @@ class RunStatus:
         self._next_s = now_s + self._interval_s
         self.last = status = self._source.status()
         self.last_known = status or self.last_known
-        self._show_alarms()
+        self._show_new()
         pids = {child.name: child.pid for child in children if child.is_running and child.pid is not None}
         if report := self._stall.look(status, self._liveness.beats, self._liveness.silent_s, pids):
             self._line.say(report)
@@ -503,13 +505,13 @@ class RunStatus:
         if any(parts):
             self._line.show(" | ".join(part for part in parts if part))
 
-    def _show_alarms(self) -> None:
-        for text in self._alarms.new():
+    def _show_new(self) -> None:
+        for text in (*self._held_out.new(), *self._alarms.new()):
             self._line.say(f"areal: {text}")
 
     def end(self) -> None:
         """Leave the result of the run as the last line."""
-        self._show_alarms()
+        self._show_new()
         self._line.end(self._source.read_last())
 
 

@@ -17,7 +17,7 @@ from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import LaunchPlan, another_server
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
-from areal.launcher.result import RunAlarmLines, episodes_of
+from areal.launcher.result import HeldOutLines, RunAlarmLines, episodes_of
 from areal.launcher.status import Interruptions, LivenessWatch, RunStatus, Source, StatusLine, has_saved, trained_steps
 from areal.launcher.units import Child, Unit, units_of
 from areal.observe.alarms import Alarm
@@ -365,7 +365,9 @@ class Supervisor:
         self._liveness = LivenessWatch(paths, backend, config.hang_s)
         newest = newest_checkpoint(paths) if plan.recover else None
         self._alarms = RunAlarmLines(paths, steps_done=int(newest.name.removeprefix("step-")) if newest else 0)
-        self._status = RunStatus(config, backend, source, line, self._liveness, paths.stacks, self._alarms)
+        self._status = RunStatus(
+            config, backend, source, line, self._liveness, paths.stacks, self._alarms, HeldOutLines(paths.metrics)
+        )
         self._replicas = ReplicaChanges(
             RequestBox(paths),
             self._units,

@@ -96,25 +96,15 @@ class AlarmRules:
         self._within: dict[str, int] = {}
         """Consecutive steps within the limit since the alarm was raised; no entry = it was not raised."""
 
-    @property
-    def has_raised(self) -> bool:
-        """Some alarm was raised, and its value has not been within the limit since."""
-        return bool(self._within)
-
     def step(self, step: int, row: Row) -> list[Alarm]:
         """The alarms that the metrics after train step `step` raise."""
         self._rows.append(row)
         rows = tuple(self._rows)
-        names = [one.rule.name for one in self._chosen if one.rule.per == "step"]
-        return self.look(step, {name: MEASURES[name](rows) for name in names})
-
-    def look(self, step: int, values: Mapping[str, float | None]) -> list[Alarm]:
-        """The alarms that these values raise, by the name of their rule; None = it has none."""
         result: list[Alarm] = []
         for chosen in self._chosen:
-            value = values.get(chosen.rule.name)
+            value = MEASURES[chosen.rule.name](rows) if chosen.rule.per == "step" else None
             if value is not None and self._raises(chosen, value):
-                result.append(_alarm(step, chosen, value))
+                result.append(alarm_of(step, chosen, value))
         return result
 
     def _raises(self, chosen: ChosenAlarm, value: float) -> bool:
@@ -137,7 +127,7 @@ class AlarmRules:
         return not is_raised or chosen.action == "stop"
 
 
-def _alarm(step: int, chosen: ChosenAlarm, value: float) -> Alarm:
+def alarm_of(step: int, chosen: ChosenAlarm, value: float) -> Alarm:
     rule = chosen.rule
     return Alarm(
         step=step,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from areal.api.config import ChosenAlarm
-from areal.observe.alarms import AlarmRules, AlarmStop, alarm_stop, alarms_text, by_meaning
+from areal.observe.alarms import Alarm, AlarmStop, alarm_of, alarm_stop, alarms_text, by_meaning
 from areal.observe.log import get_logger
 from areal.observe.step_files import append_step_line
 
@@ -40,7 +40,9 @@ class EpisodeAlarms:
         `on_stop` gets the error of an alarm with action=stop.
         """
         self._chosen = {one.rule.name: one for one in chosen if one.rule.per == "episode"}
-        self._rules = AlarmRules(self._chosen.values())
+        self._num_ended = 0
+        self._beyond: dict[str, int] = {}
+        """The number of ended episodes when an alarm was last beyond its limit."""
         self._path = path
         self._steps_done, self._invalid_answers, self._on_stop = steps_done, invalid_answers, on_stop
         self._window: deque[Sequence[str]] = deque(maxlen=WINDOW_BATCHES * batch_size)
@@ -56,13 +58,14 @@ class EpisodeAlarms:
         if len(self._window) == self._window.maxlen:
             self._counts.subtract(self._window[0])
         self._window.append(signs)
+        self._num_ended += 1
         self._counts.update(signs)
         self._details.update(dict.fromkeys(signs, detail))
         has_news = bool(signs)
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             has_news |= self._look_at_servers()
-        if (has_news or self._rules.has_raised) and not self._has_stopped:
+        if has_news and not self._has_stopped:  # without news no value rises
             self._look()
 
     def _look_at_servers(self) -> bool:
@@ -73,9 +76,15 @@ class EpisodeAlarms:
         return has_news
 
     def _look(self) -> None:
-        steps = self._steps_done()
-        raised = self._rules.look(steps, {name: self._value(name) for name in self._chosen})
-        found = [dataclasses.replace(one, causes=f"{self._details.get(one.name)}; {one.causes}") for one in raised]
+        steps, found = self._steps_done(), list[Alarm]()
+        for name, chosen in self._chosen.items():
+            value, before = self._value(name), self._beyond.get(name)
+            if not chosen.rule.is_beyond(value, chosen.limit):
+                continue
+            self._beyond[name] = self._num_ended
+            if before is None or self._num_ended - before > (self._window.maxlen or 0):  # else it is the same cause
+                alarm = alarm_of(steps, chosen, value)
+                found.append(dataclasses.replace(alarm, causes=f"{self._details.get(name)}; {alarm.causes}"))
         for alarm in found:
             if self._path is not None:
                 append_step_line(self._path, steps, dataclasses.asdict(alarm))

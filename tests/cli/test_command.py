@@ -80,7 +80,7 @@ def test_the_help_of_a_run_fits_one_screen(capsys):
         ("local", ["AREAL_SERVER_TOKEN"]),
         ("ray", ["RAY_ADDRESS"]),
         ("ssh", ["--hosts", "--ssh-option", "--python"]),
-        ("slurm", ["--sweep", "--at-once", "--detach", "--attach"]),
+        ("slurm", ["--sweep", "--parallel", "--detach", "--attach"]),
     ],
 )
 def test_the_help_of_a_launcher_fits_one_screen_and_leads_to_the_options(launcher, flags, capsys):

@@ -249,7 +249,7 @@ def test_the_jobs_of_components_end_when_the_job_of_the_launcher_is_killed(run: 
 
 
 def test_a_sweep_is_an_array_whose_runs_are_followed_together(run: Run, slurm: SlurmCluster) -> None:
-    words = ("--sweep", "seed=1,2", "--at-once", "1", "total_train_steps=2", "cluster.n_nodes=1")
+    words = ("--sweep", "seed=1,2", "--parallel", "1", "total_train_steps=2", "cluster.n_nodes=1")
     status, errors = ended(run.launch(*words))
     assert status == 0, errors
     for index in (0, 1):

@@ -146,6 +146,7 @@ def test_spellings_of_one_call_are_equal(answer):
     [
         ([QUESTION, {"role": "assistant", "content": None}], "data.invalid_column", "no content"),
         ([{"role": "user", "content": None}, ANSWER], "data.invalid_column", "no content"),
+        ([{"role": "user", "content": {"x": 1}}, ANSWER], "data.invalid_column", "neither text nor"),
         ([QUESTION, calling("{broken")], "data.invalid_column", "no JSON object"),
         ([QUESTION, calling(None) | {"tool_calls": [{"id": "x"}]}], "data.invalid_column", "function.name"),
         ([QUESTION, ANSWER, QUESTION], "data.missing_column", "role user"),

@@ -114,6 +114,11 @@ def test_a_run_gives_its_configuration_and_its_newest_export(files):
         (["--model", "/m", "--data", "/no/such.jsonl", "reward_fn=gsm8k"], "launch.missing_inputs"),
         (["--model", "/m", "--data", "DATA", "--servers", "fsdp:d1", "reward_fn=gsm8k"], "allocation.invalid"),
         (["--model", "/m", "--data", "DATA", "-n", "4", "gconfig.greedy=true", "reward_fn=gsm8k"], "config.conflict"),
+        (["--model", "/m", "--data", "DATA", "-n", "4", "--greedy", "reward_fn=gsm8k"], "config.conflict"),
+        (
+            ["--model", "/m", "--data", "DATA", "-n", "4", "evaluator.modes=[greedy]", "reward_fn=gsm8k"],
+            "config.conflict",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_starts(files, words, code):

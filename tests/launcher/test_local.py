@@ -307,3 +307,26 @@ def test_a_launch_has_the_numbers_of_a_script_as_they_are_written():
     words = ["train.py", "--config", "examples/quickstart/sft.yaml", "version=1.50"]
     found = read_command_line(words)
     assert (found.extras, found.numbers) == ({"version": 1.5}, {"version": "1.50"})
+
+
+@pytest.mark.parametrize("more", [[], ["--parallel", "2"]])
+def test_a_sweep_runs_every_combination_and_compares_them(folder, more):
+    words = ["--sweep", "seed=1,2", *more]
+    done = launch(folder, *words, behaviour="end", module="areal.launcher")
+    assert done.returncode == 0, done.stderr
+    assert "run 2 of 2: seed=2" in done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("  seed:")] == ["  seed: 1 | 2"]
+    runs = folder / "runs" / "e"
+    for name in ("t_0", "t_1"):
+        assert json.loads(RunPaths(runs / name).summary.read_bytes())["status"] == "completed"
+    assert (runs / "t_0.log").exists() == bool(more)
+
+
+def test_a_sweep_is_checked_before_its_first_run_and_has_the_worst_status(folder):
+    done = launch(folder, "--sweep", "model.optimizer.lr=1e-3,much", behaviour="end", module="areal.launcher")
+    assert done.returncode == 2
+    assert "model.optimizer.lr: 'much' is not allowed" in done.stderr
+    assert not (folder / "runs").exists()
+    done = launch(folder, "--sweep", "my_section.behaviour=fail,end", behaviour="end", module="areal.launcher")
+    assert done.returncode == 1, done.stderr
+    assert "run 2 of 2 ended with status 0" in done.stderr

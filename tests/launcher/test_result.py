@@ -3,7 +3,15 @@
 import json
 
 from areal.api.config import AlarmsConfig, EvaluatorConfig
-from areal.launcher.result import RunAlarmLines, episodes_of, facts_text, goal_text, main_metrics, metrics_text
+from areal.launcher.result import (
+    HeldOutLines,
+    RunAlarmLines,
+    episodes_of,
+    facts_text,
+    goal_text,
+    main_metrics,
+    metrics_text,
+)
 from areal.observe.step_files import JsonlTracker
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import RunAlarms
@@ -94,3 +102,19 @@ def test_the_main_metrics_are_means_of_the_first_and_last_tenth():
     ]
     assert len({len(line) for line in (head, *lines)}) == 1
     assert metrics_text(main_metrics([])) == []
+
+
+def test_held_out_results_are_shown_once_with_their_step(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "eval/greedy/reward": 0.1, "eval/greedy/answers": 4}\n')
+    lines = HeldOutLines(file)
+    assert list(lines.new()) == []
+    whole = '{"step": 2, "loss": 1.0}\n{"step": 3, "eval/sampled/reward": 0.25, "eval/sampled/answers": 8}\n'
+    with open(file, "a") as out:
+        out.write(whole + '{"step": 4, "eval/loss": 0')
+    assert list(lines.new()) == ["held-out rows after step 3: sampled 0.250"]
+    with open(file, "a") as out:
+        out.write(".5}\n")
+    assert list(lines.new()) == ["held-out rows after step 4: loss 0.5"]
+    file.write_text('{"step": 4, "eval/loss": 0.5}\n')  # a recovery removed lines, and the step was trained again
+    assert list(lines.new()) == []

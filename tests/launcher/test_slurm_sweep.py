@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from areal.launcher.slurm import SweepRun, follow_sweep, read_sweep, runs_of_sweep, write_sweep
+from areal.api.config.experiment import read_sweep
+from areal.launcher.slurm import SweepRun, follow_sweep, runs_of_sweep, write_sweep
 from areal.launcher.slurm_job import JobFacts
 from areal.launcher.status import StatusLine
 from areal.system.run_paths import RunPaths
@@ -14,10 +15,10 @@ RUNS, ENDED = JobFacts(state="RUNNING", nodes="node1"), JobFacts(state="COMPLETE
 
 
 def test_every_combination_of_the_values_is_a_run() -> None:
-    words = ["--config", "c.yaml", "--sweep", "lr=1,2", "--sweep", "stop={a: 1, b: 2},[3,4]", "--at-once", "3"]
+    words = ["--config", "c.yaml", "--sweep", "lr=1,2", "--sweep", "stop={a: 1, b: 2},[3,4]", "--parallel", "3"]
     sweep = read_sweep(words)
     assert sweep.words == ("--config", "c.yaml")
-    assert sweep.at_once == 3
+    assert sweep.parallel == 3
     assert sweep.overrides == (
         ("lr=1", "stop={a: 1, b: 2}"), ("lr=1", "stop=[3,4]"), ("lr=2", "stop={a: 1, b: 2}"), ("lr=2", "stop=[3,4]")
     )  # fmt: skip
@@ -25,11 +26,12 @@ def test_every_combination_of_the_values_is_a_run() -> None:
 
 def test_words_without_a_sweep_are_kept() -> None:
     sweep = read_sweep(["--config", "c.yaml", "seed=1"])
-    assert (sweep.words, sweep.overrides, sweep.at_once) == (("--config", "c.yaml", "seed=1"), (), 0)
+    assert (sweep.words, sweep.overrides, sweep.parallel) == (("--config", "c.yaml", "seed=1"), (), 0)
 
 
 @pytest.mark.parametrize(
-    "words", [["--sweep"], ["--sweep", "lr"], ["--sweep", "lr="], ["--at-once"], ["--at-once", "0"], ["--at-once", "x"]]
+    "words",
+    [["--sweep"], ["--sweep", "lr"], ["--sweep", "lr="], ["--parallel"], ["--parallel", "0"], ["--parallel", "x"]],
 )
 def test_bad_words_of_a_sweep_are_refused(words) -> None:
     with raises_code("config.bad_override"):

@@ -63,9 +63,11 @@ def test_two_percent_of_the_newest_batches_raise_nothing(tmp_path):
     assert watched.end("failed_episodes") == ["failed_episodes"]
 
 
-def test_an_alarm_comes_again_after_its_share_was_within_the_limit(tmp_path):
+def test_an_alarm_comes_again_only_after_as_many_episodes_as_it_looks_at(tmp_path):
     watched = Watched(tmp_path / "alarms.jsonl")
     assert watched.end("failed_episodes", times=3) == ["failed_episodes"]
+    watched.end(times=WINDOW_BATCHES - 3)
+    assert watched.end("failed_episodes", times=3) == ["failed_episodes"]  # within the limit only for a moment
     watched.end(times=WINDOW_BATCHES)
     assert watched.end("failed_episodes", times=3) == ["failed_episodes"] * 2
 

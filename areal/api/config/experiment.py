@@ -1,10 +1,11 @@
 """The top level of a configuration: one class per kind of training, and the checks across sections."""
 
 import dataclasses
+import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
@@ -257,6 +258,43 @@ def sweep_words(word: str) -> list[str]:
     if not (key and equals and all(values)):
         raise ConfigError(f"--sweep {word}: write KEY=VALUE,VALUE,...", code="config.bad_override")
     return [f"{key}={value}" for value in values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Runs of one configuration with every combination of some options."""
+
+    words: tuple[str, ...]
+    """The words of the command line that are not about the sweep."""
+    overrides: tuple[tuple[str, ...], ...]
+    """Options of each run as key=value; empty = no sweep."""
+    parallel: int
+    """Maximum number of runs at a time; 0 = not given."""
+
+    def run_words(self, trial: str) -> list[list[str]]:
+        """The command line of each run. `trial`: the name that theirs extend."""
+        return [[*self.words, *own, f"trial_name={trial}_{index}"] for index, own in enumerate(self.overrides)]
+
+
+def read_sweep(words: Sequence[str]) -> Sweep:
+    """Separate `--sweep KEY=VALUE,VALUE...` and `--parallel N` from the other words. ConfigError when one is wrong."""
+    kept: list[str] = []
+    axes: list[list[str]] = []
+    parallel, rest = 0, iter(words)
+    for word in rest:
+        if word == "--sweep":
+            axes.append(sweep_words(next(rest, "")))
+        elif word == "--parallel":
+            text = next(rest, "")
+            if not text.isdecimal() or int(text) < 1:
+                raise ConfigError(f"--parallel {text}: give a number of runs", code="config.bad_override")
+            parallel = int(text)
+        else:
+            kept.append(word)
+    if parallel and not axes:
+        raise ConfigError("--parallel is about the runs of --sweep KEY=VALUE,VALUE", code="config.bad_override")
+    overrides = tuple(itertools.product(*axes)) if axes else ()
+    return Sweep(words=tuple(kept), overrides=overrides, parallel=parallel)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

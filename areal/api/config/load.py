@@ -493,6 +493,9 @@ class _CommandLine:
             if word.startswith("-"):
                 advice = "unknown flag; options are written key.sub=value after --config FILE.yaml"
                 raise _bad_word(public_text(word), advice)
+        files = [word for word in rest if word.endswith((".yaml", ".yml")) and "=" not in word]
+        if files:
+            raise _bad_word(files[0], f"is a file: write --config {files[0]}")
         if not known.config:
             raise _bad_word("--config", "is missing: add --config FILE.yaml (`areal config SECTION` shows its options)")
         return _CommandLine(known.config, rest)
