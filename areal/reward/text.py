@@ -89,8 +89,10 @@ def _has_thought_and_answer(text: str) -> bool:
 
 _MAX_SHORT_CHARS = 500
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|textsf|boxed)\s*\{([^{}]*)\}|[*_`$]")
-_FOREIGN_LABEL = r"(?:正?确?的?答案|正解|答え|答|选项|選項|정답|답|คำตอบ)[\s*_]*(?:[是为為选選はが은는]|คือ)?"
+_FOREIGN_LABEL = (
+    r"(?:正?确?的?答案|正解|答え|答|选项|選項|정답|답|คำตอบ)[\s*_]*(?:[是为為选選はが은는]|คือ)?"
     r"|(?:故|应|應)?(?:选择|選擇|选|選)|ข้อ"
+)
 _ALONE = re.compile(
     rf"(?:(?:the\s+)?(?:option|choice|answer)(?:\s+is)?\b|{_FOREIGN_LABEL})?[\s:]*[(\[]?([A-J])"
     rf"(?:[)\].:,]|\s*$|[{SPACELESS}])(?![\s,;]*[(\[]?[A-J]\s*(?:[)\].,]|$))",
