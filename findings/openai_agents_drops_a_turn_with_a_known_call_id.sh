@@ -1,33 +1,29 @@
-"""openai-agents takes a tool call whose id it has seen in the run for the earlier call: the new turn disappears.
-
-Version: openai-agents 0.24.0 with openai 3.54.0, Python 3.11, Linux.
-
-Assumption: the id of a tool call names a call within one answer. A later answer with an id that was used before is
-another call: its tool runs, and the turn is part of the next request.
-
-Behaviour: with the arguments of the earlier call, the tool does not run, and the next request has neither the answer
-nor a result: the model sees the same dialogue again, and the tokens of its answer belong to no history. With other
-arguments the run ends with ModelBehaviorError.
-
-Output seen: "tools run, end, messages of each request: [[[1], 'done', [1, 3, 3]], [[1], 'ModelBehaviorError', [1,
-3]]]".
-
-Why it matters: models that write ids themselves repeat them (call_0 in each answer, or the name of the tool with a
-number). A server that passes these ids on loses turns of the policy, or ends its episodes. Ids on the wire have to be
-made by the server.
-
-    python findings/openai_agents_drops_a_turn_with_a_known_call_id.py     # exit 0 while this holds, 1 otherwise
-"""
-
-import json
-import subprocess
-import sys
-import tempfile
-import venv
-from pathlib import Path
-
-PACKAGES = ("openai-agents==0.24.0", "openai==3.54.0")
-PROGRAM = """
+#!/usr/bin/env bash
+# openai-agents takes a tool call whose id it has seen in the run for the earlier call: the new turn disappears.
+#
+# Version: openai-agents 0.24.0 with openai 3.54.0, Python 3.11, Linux.
+#
+# Assumption: the id of a tool call names a call within one answer. A later answer with an id that was used before is
+# another call: its tool runs, and the turn is part of the next request.
+#
+# Behaviour: with the arguments of the earlier call, the tool does not run, and the next request has neither the answer
+# nor a result: the model sees the same dialogue again, and the tokens of its answer belong to no history. With other
+# arguments the run ends with ModelBehaviorError.
+#
+# Output seen: "tools run, end, messages of each request: [[[1], 'done', [1, 3, 3]], [[1], 'ModelBehaviorError', [1,
+# 3]]]".
+#
+# Why it matters: models that write ids themselves repeat them (call_0 in each answer, or the name of the tool with a
+# number). A server that passes these ids on loses turns of the policy, or ends its episodes. Ids on the wire have to be
+# made by the server.
+#
+# Exit status: 0 while this holds, 1 otherwise.
+set -euo pipefail
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 -m venv "$folder/env"
+"$folder/env/bin/python" -m pip install -qq --disable-pip-version-check openai-agents==0.24.0 openai==3.54.0
+seen=$("$folder/env/bin/python" - <<'PYTHON'
 import json, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -86,22 +82,9 @@ found = []
 for place in (1, 2):
     looked, end = run("m", call("call_0", place=1), call("call_0", place=place))
     found.append([looked, end, [len(messages) for messages in sent]])
-print(json.dumps(found))
-"""
-SHOWN = "tools run, end, messages of each request"
-EXPECTED = [[[1], "done", [1, 3, 3]], [[1], "ModelBehaviorError", [1, 3]]]
-
-
-def main() -> int:
-    with tempfile.TemporaryDirectory() as name:
-        venv.create(Path(name) / "env", with_pip=True)
-        python = Path(name) / "env" / "bin" / "python"
-        subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
-        done = subprocess.run([python, "-c", PROGRAM], check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    sys.stdout.write(f"{SHOWN}: {found}\n")
-    return 0 if found == EXPECTED else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+print(json.dumps(found, sort_keys=True))
+PYTHON
+)
+echo "tools run, end, messages of each request: $seen"
+expected='[[[1], "done", [1, 3, 3]], [[1], "ModelBehaviorError", [1, 3]]]'
+[ "$seen" = "$expected" ] || { echo "expected: $expected"; exit 1; }

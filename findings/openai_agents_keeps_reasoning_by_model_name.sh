@@ -1,31 +1,27 @@
-"""openai-agents sends reasoning_content back only to a model whose name contains "deepseek".
-
-Version: openai-agents 0.24.0 with openai 3.54.0, Python 3.11, Linux.
-
-Assumption: what a chat completions server returns in an assistant message, also its reasoning_content, is part of the
-history that the client sends with the next turn of the tool loop; if not, there is a setting of the client.
-
-Behaviour: the name of the model decides. The same answers of the same server come back with their reasoning for the
-name "my-deepseek", and without it for "qwen3".
-
-Output seen: "reasoning in the second request: {'qwen3': [None, None, None], 'my-deepseek': [None, 'hm', None]}".
-
-Why it matters: templates of reasoning models render the reasoning of the turns since the last question. Without it the
-next prompt is no extension of the tokens that the policy generated: every turn of a tool loop becomes a branch with a
-prompt that the policy never continued, and the prefix cache of the server misses.
-
-    python findings/openai_agents_keeps_reasoning_by_model_name.py     # exit 0 while this holds, 1 otherwise
-"""
-
-import json
-import subprocess
-import sys
-import tempfile
-import venv
-from pathlib import Path
-
-PACKAGES = ("openai-agents==0.24.0", "openai==3.54.0")
-PROGRAM = """
+#!/usr/bin/env bash
+# openai-agents sends reasoning_content back only to a model whose name contains "deepseek".
+#
+# Version: openai-agents 0.24.0 with openai 3.54.0, Python 3.11, Linux.
+#
+# Assumption: what a chat completions server returns in an assistant message, also its reasoning_content, is part of the
+# history that the client sends with the next turn of the tool loop; if not, there is a setting of the client.
+#
+# Behaviour: the name of the model decides. The same answers of the same server come back with their reasoning for the
+# name "my-deepseek", and without it for "qwen3".
+#
+# Output seen: "reasoning in the second request: {'qwen3': [None, None, None], 'my-deepseek': [None, 'hm', None]}".
+#
+# Why it matters: templates of reasoning models render the reasoning of the turns since the last question. Without it the
+# next prompt is no extension of the tokens that the policy generated: every turn of a tool loop becomes a branch with a
+# prompt that the policy never continued, and the prefix cache of the server misses.
+#
+# Exit status: 0 while this holds, 1 otherwise.
+set -euo pipefail
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 -m venv "$folder/env"
+"$folder/env/bin/python" -m pip install -qq --disable-pip-version-check openai-agents==0.24.0 openai==3.54.0
+seen=$("$folder/env/bin/python" - <<'PYTHON'
 import json, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -84,22 +80,9 @@ found = {}
 for model in ("qwen3", "my-deepseek"):
     run(model, call("call_0", place=1))
     found[model] = [message.get("reasoning_content") for message in sent[1]]
-print(json.dumps(found))
-"""
-SHOWN = "reasoning in the second request"
-EXPECTED = {"qwen3": [None, None, None], "my-deepseek": [None, "hm", None]}
-
-
-def main() -> int:
-    with tempfile.TemporaryDirectory() as name:
-        venv.create(Path(name) / "env", with_pip=True)
-        python = Path(name) / "env" / "bin" / "python"
-        subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
-        done = subprocess.run([python, "-c", PROGRAM], check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    sys.stdout.write(f"{SHOWN}: {found}\n")
-    return 0 if found == EXPECTED else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+print(json.dumps(found, sort_keys=True))
+PYTHON
+)
+echo "reasoning in the second request: $seen"
+expected='{"my-deepseek": [null, "hm", null], "qwen3": [null, null, null]}'
+[ "$seen" = "$expected" ] || { echo "expected: $expected"; exit 1; }
