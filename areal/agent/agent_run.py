@@ -26,6 +26,7 @@ from areal.agent.tool_calls import Tool, answer_call, parsed_arguments, tool_sch
 from areal.agent.turns import BUDGET_CODES, END_CODES, Message
 from areal.api.errors import ArealError, ConfigError, InputError, RewardError
 from areal.api.registry import FunctionRef, load_function
+from areal.data.chat import checked_messages
 from areal.observe.step_files import logged_metrics
 from areal.system.process import tied_to_this_process
 
@@ -83,9 +84,10 @@ async def run_environment(
 
 
 def first_messages(row: dict[str, Any]) -> list[Message]:
-    """The messages of a row, which begin a session without an environment. ConfigError when it has none."""
+    """The messages of a row, which begin a session without an environment. ConfigError when it has none, InputError
+    when they are unusable."""
     if isinstance(row.get("messages"), list):
-        return list(row["messages"])
+        return checked_messages(row["messages"])
     if isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
     message = f"a row needs `messages` or `prompt` where no environment gives the first messages, not {sorted(row)}"
