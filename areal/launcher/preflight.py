@@ -175,6 +175,7 @@ class TriedRow:
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     warnings: list[str] = field(default_factory=list[str])
     notice: str = ""
+    reward_time: str = ""
 
 
 def tried_row(config: PPOConfig) -> TriedRow:

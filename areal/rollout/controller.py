@@ -523,6 +523,7 @@ class Controller:
             "waiting_for": self.waiting_for(),
             "awaited": self._awaited(),
             "gate_closed_because": self._why_closed(),
+            "rewards": self._rewards(),
             "waiting_since_s": None if since_s is None else now_s - since_s,
         }
 
@@ -532,7 +533,7 @@ class Controller:
         if version is None:
             version = self._ledger.state.version
         closed = self._why_closed()
-        parts = [self._awaited(), closed and f"no episode starts because {closed}"]
+        parts = [self._awaited(), closed and f"no episode starts because {closed}", self._rewards()]
         if self._failure is None and self._has_trainer:
             behind = ", ".join(
                 f"{replica['name']} (version {replica['version']}) is {replica['state']}"
@@ -573,6 +574,10 @@ class Controller:
         if self._fleet.version != state.version and self.weights.updating_to is None:
             return f"the servers hold policy version {self._fleet.version}, not {state.version}"
         return self._executor.why_closed()
+
+    def _rewards(self) -> str:
+        """The reward calls that bound the run; empty when they do not."""
+        return next((text for workflow in self._workflows if (text := workflow.waits_for())), "")
 
     def _waiting_since_s(self) -> float | None:
         """Loop time at which the current wait started, if known."""
