@@ -293,7 +293,9 @@ class LoadedAgents:
         with logged_metrics() as logged, nullcontext() if watch is None else watch.following():
             try:
                 found = outcome_of(await function(job.row, client, session), session)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: it fails this session
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - user code: it fails this session
                 refusal = refusal_in("\n".join(_texts(error)))
                 found = AgentOutcome(status="error", message=described(error), refusal=refusal)
         if watch is not None:

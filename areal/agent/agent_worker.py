@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents, place_of
+from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents, described, place_of
 from areal.api.registry import FunctionRef
 from areal.system.worker_process import enter_worker
 
@@ -57,7 +57,10 @@ def _marked(steps: Coroutine[Any, Any, Any], mark: mmap.mmap) -> Generator[Any, 
 
 
 async def _run(steps: Coroutine[Any, Any, Any], mark: mmap.mmap) -> Any:
-    return await _marked(steps, mark)
+    try:
+        return await _marked(steps, mark)
+    except (SystemExit, KeyboardInterrupt) as error:  # these would end the event loop
+        raise RuntimeError(f"{type(error).__name__} in a task: {error}") from error
 
 
 def _mark_jobs(mark: mmap.mmap) -> None:
@@ -88,6 +91,8 @@ async def serve(channel: socket.socket) -> None:
             outcome = await agents.run(job)
         except asyncio.CancelledError as error:
             outcome = AgentOutcome(status="timeout", message=place_of(error.__traceback__))
+        except KeyboardInterrupt as error:  # of the agent: SIGINT is ignored here
+            outcome = AgentOutcome(status="error", message=described(error))
         send({"number": number, "outcome": outcome})
 
     send({"ready": os.getpid()})

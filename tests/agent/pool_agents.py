@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,18 @@ async def dies(row: dict[str, Any], client: Any, session: Any) -> float:
 
 async def _ends() -> None:
     os._exit(3)
+
+
+async def interrupts(row: dict[str, Any], client: Any, session: Any) -> float:
+    raise KeyboardInterrupt
+
+
+async def exits_in_a_task(row: dict[str, Any], client: Any, session: Any) -> float:
+    async def end() -> None:
+        sys.exit(3)
+
+    await asyncio.create_task(end())
+    return 1.0
 
 
 async def process_id(row: dict[str, Any], client: Any, session: Any) -> float:

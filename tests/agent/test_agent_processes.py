@@ -40,8 +40,9 @@ async def test_an_agent_never_sees_the_token_of_the_run(pool, monkeypatch) -> No
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_error_is_an_outcome_with_the_line_of_the_agent(pool) -> None:
-    found = await pool.run(job("raises"), timeout_s=60)
+@pytest.mark.parametrize("name", ["raises", "interrupts", "exits_in_a_task"])
+async def test_an_error_is_an_outcome_with_the_line_of_the_agent(pool, name) -> None:
+    found = await pool.run(job(name), timeout_s=60)
     assert found.status == "error"
     assert "pool_agents.py:" in found.message
 
