@@ -1,6 +1,7 @@
 """Datasets: rows from files, folders and the hub, mapped to the columns that workflows and rewards read."""
 
 import dataclasses
+import datetime
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -100,6 +101,9 @@ def _boxed(answer: Any) -> str:
 AnyT = TypeVar("AnyT")
 EncodedT = TypeVar("EncodedT", EncodedRow, EncodedPair)
 
+_ANSWERS = {"answer", "answers", "final_answer", "ground_truth", "solution", "target", "label", "reward_model", "tests"}
+"""Columns that rewards compare with."""
+_EXACT_FLOATS = 2**53  # Above, a float no longer has the last digit of an integer.
 _MORE_ROWS = 64
 """Rows that are read beyond the first, because a map_fn and limits of length may drop some."""
 _GSM8K_INSTRUCTION = "\n\nThink step by step. End with a line that holds only #### and the final number, like: #### 42"
@@ -271,7 +275,27 @@ def _hub_rows(path: str, config: DatasetConfig, split: str) -> list[Row]:
         first_line = str(error).strip().partition("\n")[0]
         message = f"dataset {path!r} (split {split!r}) cannot be loaded: {first_line}"
         raise InputError(message, code="data.not_found") from error
-    return [dict(row) for row in loaded]
+    rows = [dict(row) for row in loaded]
+    names = {*_ANSWERS, *(source for source, name in config.columns.items() if name in _ANSWERS)}
+    for index, row in enumerate(rows):
+        for name in names & row.keys():
+            if (what := _converted(row[name])) is not None:
+                message = (
+                    f"{path}, row {index}: the column {name} holds {what}, which the datasets library makes of JSON, "
+                    "depending on other rows: give the .jsonl file itself as path, which areal reads unchanged"
+                )
+                raise InputError(message, code="data.converted_answer")
+    return rows
+
+
+def _converted(value: Any) -> str | None:
+    """What the library has made of a JSON text or a large integer; None for a value that it left as it was."""
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta):
+        return f"the {type(value).__name__} {value}"
+    if isinstance(value, float) and abs(value) >= _EXACT_FLOATS and value.is_integer():
+        return f"the float {value}"
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((what for part in cast("Iterable[Any]", parts) if (what := _converted(part)) is not None), None)
 
 
 def _mapped_rows(config: DatasetConfig, default_split: str, first: int | None = None) -> list[Row]:

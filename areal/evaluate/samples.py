@@ -14,6 +14,9 @@ from areal.rollout.evaluation import Estimate, Graded, answer_metrics
 from areal.system.durable import write_atomic
 
 OUTPUT_COLUMNS = ("output", "completion", "completions", "response", "responses", "generation", "generations")
+ID_COLUMNS = ("id", "uid", "_id", "row_id", "question_id", "problem_id", "task_id", "unique_id")
+_OF_ANSWERS = (*OUTPUT_COLUMNS, "sample", "num_tokens", "finished", "finish_reason", "reward", "score", "error")
+"""Columns that may differ between the samples of one row."""
 """Columns that hold the answers in a file that was made elsewhere, in the order in which they are tried."""
 
 
@@ -76,8 +79,9 @@ def read_generations(path: Path, column: str = "") -> list[Sample]:
     """The generations in a .jsonl file, not scored. `column`: where the answers are; empty = the first of
     OUTPUT_COLUMNS that a line has. A line with a list of answers is one row with several samples.
 
-    Lines belong to one row when they have equal `set` and `row`, or else an equal `prompt` or `messages`; a line with
-    none of these is a row. The row is the column `data`, or all other columns of the line. Raises InputError.
+    Lines belong to one row when they have equal `set` and `row`, or else an equal id (ID_COLUMNS), or else an equal
+    `prompt` or `messages` and equal other columns; a line with none of these is a row. The row is the column `data`, or
+    all other columns of the line. Raises InputError.
     """
     if not path.is_file():
         raise InputError(f"there is no file {path}: give a .jsonl file with generations", code="data.not_found")
@@ -93,7 +97,7 @@ def read_generations(path: Path, column: str = "") -> list[Sample]:
             if fields.get("error"):
                 continue
             name = column or next((name for name in OUTPUT_COLUMNS if name in fields), OUTPUT_COLUMNS[0])
-            row = fields["row"] if isinstance(fields.get("row"), int) else _row_of(fields, number, rows)
+            row = fields["row"] if isinstance(fields.get("row"), int) else _row_of(fields, name, number, rows)
             mode, set_name = str(fields.get("mode", "given")), str(fields.get("set", path.stem))
             for output in _outputs(fields, name, place):
                 index = counts.get((mode, set_name, row), 0)
@@ -126,10 +130,14 @@ def _sample(fields: dict[str, Any], place: str) -> Sample:
         raise InputError(message, code="data.invalid_file") from error
 
 
-def _row_of(fields: dict[str, Any], number: int, rows: dict[bytes, int]) -> int:
-    """The number of the row that a line belongs to; the same prompt is the same row."""
-    prompt = next((fields[name] for name in ("messages", "prompt") if name in fields), number)
-    return rows.setdefault(orjson.dumps(prompt), len(rows))
+def _row_of(fields: dict[str, Any], output_column: str, number: int, rows: dict[bytes, int]) -> int:
+    """The number of the row that a line belongs to, by its id or else by its prompt and other columns of the row."""
+    identity: Any = next(({name: fields[name]} for name in ID_COLUMNS if fields.get(name) is not None), None)
+    if identity is None and not ("messages" in fields or "prompt" in fields):
+        identity = number
+    elif identity is None:
+        identity = {name: value for name, value in fields.items() if name not in (output_column, *_OF_ANSWERS)}
+    return rows.setdefault(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS), len(rows))
 
 
 def _outputs(fields: dict[str, Any], name: str, place: str) -> Sequence[str]:

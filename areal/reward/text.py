@@ -1,6 +1,7 @@
 """The verifiers of short texts: exact equality and required format."""
 
 import re
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from areal.api.config import PPOConfig
 from areal.api.errors import InputError
 from areal.api.registry import ANSWER_CALL, load_function, resolve_function
 from areal.reward.math_answer import last_boxed
+from areal.reward.units import LETTER, SPACELESS
 
 # The final answer of a completion, which decides a majority vote.
 
@@ -87,39 +89,54 @@ def _has_thought_and_answer(text: str) -> bool:
 
 _MAX_SHORT_CHARS = 500
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|textsf|boxed)\s*\{([^{}]*)\}|[*_`$]")
+_FOREIGN_LABEL = (
+    r"(?:正?确?的?答案|正解|答え|答|选项|選項|정답|답|คำตอบ)[\s*_]*(?:[是为為选選はが은는]|คือ)?"
+    r"|(?:故|应|應)?(?:选择|選擇|选|選)|ข้อ"
+)
 _ALONE = re.compile(
-    r"(?:option|choice|answer)?[\s:]*[(\[]?([A-J])(?:[)\].:,]|\s*$)(?![\s,;]*[(\[]?[A-J]\s*(?:[)\].,]|$))",
+    rf"(?:(?:the\s+)?(?:option|choice|answer)(?:\s+is)?\b|{_FOREIGN_LABEL})?[\s:]*[(\[]?([A-J])"
+    rf"(?:[)\].:,]|\s*$|[{SPACELESS}])(?![\s,;]*[(\[]?[A-J]\s*(?:[)\].,]|$))",
     re.IGNORECASE,
 )
 _TAGGED = re.compile(r"<answer>(.{0,500}?)</answer>|####([^\n]*)", re.DOTALL | re.IGNORECASE)
+_OVER = rf"(?!{LETTER}|')"
 _LETTER = (
     r"[\s*_:]*"
-    r"(?:(?i:option|choice)[\s*_:]*)?"
-    r"(?:[(\[]([A-Ja-j])[)\]]|([A-J])(?![\w'])|([a-j])(?=[*.)]*\s*(?:\n|$)))"
+    r"(?:(?i:option|choice|ข้อ|选项|選項)[\s*_:]*)?"
+    rf"(?:[(\[]([A-Ja-j])[)\]]|([A-J]){_OVER}|([a-j])(?=[*.)]*\s*(?:\n|$)|,?\s+(?:because|since|as)\b))"
 )
 """Upper-case letters without brackets; any letter in brackets; lower-case letters at the end of a line."""
 _STATEMENTS = (
     re.compile(r"(?i:\banswers?\b)[^.\n:=]{0,40}?(?i:\bis|\bbe|[:=])" + _LETTER),
+    re.compile(
+        r"(?:答案|正解|答え|选项|選項|정답|답|คำตอบ)[^.\n:=不非A-Ja-j]{0,12}?(?:[是为為选選应應はが은는:]|คือ)" + _LETTER
+    ),
+    re.compile(r"(?<![不非])(?:选择|選擇|选|選|正确的是)[为為]?" + _LETTER),
     re.compile(r"(?i:\b(?:choose|pick|select|go with)|\b(?:option|choice)\s+(?:is|would be|:))" + _LETTER),
     re.compile(
-        r"(?i:\b(?:option|choice))"
-        + _LETTER
-        + r"[*\s]*(?=(?i:is|seems|must be)\b\s*(?i:the\s+)?(?i:correct|right|best))"
+        rf"(?i:\b(?:option|choice))[\s*_:]*(?:[(\[]([A-Ja-j])[)\]]|([A-Ja-j]){_OVER})"
+        r"[*\s]*(?=(?i:is|seems|must be)\b\s*(?i:the\s+)?(?i:correct|right|best))"
     ),
 )
+_AND = r"(?:\b(?:and|or)\b|或|和|与|與|及|と|や|また|또는|와|과|หรือ|และ)"
 _MORE = re.compile(
-    r"[)\]*\s]*(?:[,;+/&]|\bor\b|\band\b|(?=[\s(\[]))(?:\s*\b(?:or|and|maybe|perhaps|possibly)\b)*[\s*]*"
-    r"(?:(?:option|choice)\s+)?[(\[]?[A-J](?![\w'])(?![)\]]?[*\s]+(?!and\b|or\b)\w{2})",
+    rf"[)\]*\s]*(?:[,;+/&]|{_AND}|(?=[\s(\[]))(?:\s*(?:{_AND}|\b(?:maybe|perhaps|possibly)\b))*[\s*]*"
+    rf"(?:(?:option|choice)\s+)?[(\[]?[A-J]{_OVER}(?!不|错|錯)(?![)\]]?[*\s]+(?!and\b|or\b)\w{{2}})",
     re.IGNORECASE,
 )
 """A second letter after a statement, which no further word follows: `A, B` but not `A, B is wrong`."""
 _ONLY_LETTERS = re.compile(r"\W*(?:[A-J]\W+)+[A-J]\W*")
-_JOINED = re.compile(r"[ *]*(?:[+/&]|\bor\b|\band\b)?[ *]*(?:(?:option|choice)\s+)?", re.IGNORECASE)
-_LONE = re.compile(r"(?<![\w'\\])(?:[(\[]([A-Ja-j])[)\]]|([A-J])(?![\w']))")
+_JOINED = re.compile(rf"[ *]*(?:[+/&]|{_AND})?[ *]*(?:(?:option|choice)\s+)?", re.IGNORECASE)
+_LONE = re.compile(rf"(?<!{LETTER})(?<!['\\])(?:[(\[]([A-Ja-j])[)\]]|([A-J]){_OVER})")
 _DENIED = re.compile(
-    r"(?:\b(?:not|nor|neither|than|except|exclude|eliminate|rule out)|n't)[\s*]*(?:(?:option|choice)[\s*]*)?$",
+    r"(?:(?:\b(?:not|nor|neither|than|except|exclude|eliminate|rule out)|n't)[\s*]*(?:(?:option|choice)[\s*]*)?"
+    r"|(?:不是|不选|不選|非|而非|除了|排除|ไม่ใช่)(?:选项|ข้อ)?\s*)$",
     re.IGNORECASE,
 )
+_WRONG = re.compile(r"\)?\s*(?:选项|選項|项)?\s*(?:不(?:对|對|正|是)|错|錯|が?(?:違|誤)|[은는이가]\s*(?:아니|틀))")
+"""What says after a letter that it is not chosen."""
+_PUNCTUATION = {ord(char): plain for char, plain in zip("。、【】「」『』〔〕", ".,()()()()", strict=True)}
+_BARE_LETTER = re.compile(r"[\W_]*(?:(?i:option|choice|answer)[\W_]+)?([A-Ja-j])[\W_]*")
 _ARTICLE = re.compile(r"\s+(?!is\b|or\b|and\b|because\b|since\b|as\b)[a-z]")
 """Text after a single A or I that makes it a word."""
 
@@ -139,6 +156,9 @@ def choice_reward(
 
 def extract_choice(text: str) -> str | None:
     """The letter that a text chooses, in upper case; None when it chooses none or several."""
+    text = unicodedata.normalize("NFKC", text).translate(_PUNCTUATION)
+    if len(text) < _MAX_SHORT_CHARS and (bare := _BARE_LETTER.fullmatch(text)):
+        return bare[1].upper()
     formal = [(match.start(), match[1] if match[1] is not None else match[2]) for match in _TAGGED.finditer(text)]
     boxed = last_boxed(text)
     if boxed is not None:
@@ -154,6 +174,7 @@ def extract_choice(text: str) -> str | None:
         for match in _LONE.finditer(text)
         if not (match[0] in ("A", "I") and _ARTICLE.match(text, match.end()))
         and not _DENIED.search(text[max(0, match.start() - 30) : match.start()])
+        and not _WRONG.match(text, match.end())
     ]
     if _ONLY_LETTERS.fullmatch(text):
         return None
@@ -166,7 +187,7 @@ def _sole_letter(text: str) -> str | None:
     """The letter of a short text that is one letter, or starts with one before a full stop or bracket."""
     if len(text) > _MAX_SHORT_CHARS:
         return None
-    plain, before = text, ""
+    plain, before = unicodedata.normalize("NFKC", text).translate(_PUNCTUATION), ""
     while plain != before:
         plain, before = _WRAPPER.sub(r"\1", plain), plain
     plain = plain.strip()

@@ -1,7 +1,9 @@
+import datetime
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -293,6 +295,25 @@ def test_hub_names_and_saved_folders_go_to_the_library(monkeypatch, tmp_path):
     assert load(str(tmp_path)) == [{"a": 3}]
     with raises_code("data.not_found", "'test'"):
         load(str(tmp_path), split="test")
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        (datetime.datetime(2024, 1, 5), "the datetime 2024-01-05 00:00:00"), (datetime.date(2024, 1, 5), "2024-01-05"),
+        (1e19, "the float 1e+19"), ({"ground_truth": [datetime.time(1, 2)]}, "the time 01:02:00"),
+        (2.5, ""), (3.0, ""), ("2024-01-05", ""), (10**20, ""), (None, ""),
+    ],
+)  # fmt: skip
+def test_an_answer_that_the_datasets_library_converted_is_refused(monkeypatch, answer, what):
+    rows = [{"gold": "1", "created": datetime.datetime(2024, 1, 5)}, {"gold": answer, "created": None}]
+    fake = SimpleNamespace(load_dataset=lambda path, name, split, revision: rows)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    if what:
+        with raises_code("data.converted_answer", what, "row 1", "gold"):
+            load("user/set", columns={"gold": "answer"})
+    else:
+        assert load("user/set", columns={"gold": "answer"})[1]["answer"] == answer
 
 
 def test_sft_rows_of_plain_text(tokenizer):

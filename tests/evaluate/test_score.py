@@ -89,6 +89,19 @@ def test_lines_with_one_prompt_are_samples_of_one_row(tmp_path):
     assert keys == [("1", 0, 0), ("2", 1, 0), ("3", 0, 1), ("4", 2, 0), ("5", 3, 0)]
 
 
+def test_lines_whose_other_columns_differ_are_rows_unless_an_id_is_equal(tmp_path):
+    lines = [
+        {"prompt": "a", "answer": "1", "output": "1", "num_tokens": 3},
+        {"prompt": "a", "answer": "2", "output": "1", "num_tokens": 4},
+        {"num_tokens": 9, "output": "2", "answer": "1", "prompt": "a"},
+    ]
+    file = lines_file(tmp_path / "g.jsonl", *lines)
+    keys = [(one.data["answer"], one.key.row, one.key.sample) for one in read_generations(file)]
+    assert keys == [("1", 0, 0), ("2", 1, 0), ("1", 0, 1)]
+    file = lines_file(tmp_path / "i.jsonl", *({"id": number % 2, **line} for number, line in enumerate(lines)))
+    assert [(one.key.row, one.key.sample) for one in read_generations(file)] == [(0, 0), (1, 0), (0, 1)]
+
+
 def test_a_file_with_a_cut_last_line_keeps_the_whole_ones(tmp_path):
     path = tmp_path / "samples.jsonl"
     made = [

@@ -27,7 +27,7 @@ from tests.expect import raises_code
         ("Choice (d) is the best", "D"), ("Because of A and B, C", "C"), ("A or B", None),
         ("(A) or option (B)", None), ("Is it A? No. Maybe B? Yes", "B"), ("rather than B, we take D", "D"),
         ("D rather than B", "D"), ("The answer is B, not C", "B"), ("The answer is B. Wait, the answer is C", "C"),
-        ("The correct answer to question A is B.", "B"), ("vitamin C deficiency", "C"), ("B", "B"), ("b", None),
+        ("The correct answer to question A is B.", "B"), ("vitamin C deficiency", "C"), ("B", "B"), ("b", "B"),
         ("(b)", "B"), ("B. Vitamin C", "C"), ("The answer is $\\boxed{B}$", "B"), ("\\boxed{B} hmm \\boxed{C}", "C"),
         ("\\boxed{B} #### C", "C"), ("\\boxed{", None), ("A", "A"), ("The answer is A.", "A"),
         ("The answer is A because", "A"), ("The answer is **(A)**", "A"), ("Answer:\nB", "B"), ("answer is $B$", "B"),
@@ -81,3 +81,29 @@ def test_long_junk_takes_no_long_time(text):
 def test_a_box_with_several_letters_in_brackets_chooses_none(several):
     assert extract_choice(f"\\boxed{{{several}}}") is None
     assert extract_choice(f"<answer>{several}</answer>") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("答案是B", "B"), ("答案是B。", "B"), ("答案：B", "B"), ("正确答案为(C)。", "C"), ("选B", "B"),
+        ("所以选择D。", "D"), ("答案选C", "C"), ("故选：A", "A"), ("故选A。", "A"), ("因此正确选项是B。", "B"),
+        ("答えはBです", "B"), ("正解はCです。", "C"), ("答え：D", "D"), ("정답은 B입니다.", "B"),
+        ("정답은B이다", "B"), ("정답: C", "C"), ("คำตอบคือB", "B"), ("คำตอบคือ ข้อ C", "C"), ("Ответ: B", "B"),
+        ("La respuesta es B.", "B"), ("La réponse est (C).", "C"), ("Die Antwort ist D.", "D"),
+        ("A resposta correta é B", "B"), ("b", "B"), ("b.", "B"), (" c ", "C"), ("a", "A"), ("(b)", "B"),
+        ("**b**", "B"), ("d)", "D"), ("B选项正确", "B"), ("选项B正确", "B"), ("\\boxed{B}", "B"),
+        ("\\boxed{选B}", "B"), ("\\boxed{B选项}", "B"), ("\\boxed{B、C}", None), ("#### 答案是B", "B"),
+        ("<answer>选C</answer>", "C"), ("答案不是B", None), ("答案不是B，而是C", "C"), ("答案是A或B", None),
+        ("答案是A、B", None), ("答案是B，因为A不对", "B"), ("A不对，所以选C", "C"), ("答案是AB", None),
+        ("答案是Apple", None), ("DNA复制", None), ("答案是ＢＣ", None), ("答案是Ｂ", "B"), ("答案是（B）", "B"),
+        ("答案是【B】", "B"), ("答案是「B」", "B"), ("正确的是B", "B"), ("답은 A 또는 B", None),
+        ("クラスBの問題 答えはA", "A"), ("이유는 없다. B", "B"), ("not b", None), ("ab", None), ("x", None),
+        ("option b", "B"), ("Option b is correct", "B"), ("The answer is b because", "B"),
+        ("the answer is a dog", None), ("The answer is a", "A"), ("e.g. b", None), ("正确答案是：\nB", "B"),
+        ("**答案：B**", "B"), ("答案：**B**", "B"), ("答案是$B$", "B"), ("答案是 \\text{B}", "B"), ("应选B项", "B"),
+        ("答案为B、理由如下", "B"), ("B。", "B"), ("B：巴黎", "B"), ("B、巴黎", "B"), ("选A不选B", "A"),
+    ],
+)  # fmt: skip
+def test_a_letter_beside_a_script_without_spaces_or_alone_is_a_choice(text, letter):
+    assert extract_choice(text) == letter
