@@ -11,8 +11,11 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol
@@ -23,6 +26,7 @@ from areal.agent.tool_calls import Tool, answer_call, parsed_arguments, tool_sch
 from areal.agent.turns import BUDGET_CODES, END_CODES, Message
 from areal.api.errors import ArealError, ConfigError, InputError, RewardError
 from areal.api.registry import FunctionRef, load_function
+from areal.data.chat import checked_messages
 from areal.observe.step_files import logged_metrics
 from areal.system.process import tied_to_this_process
 
@@ -30,6 +34,7 @@ from areal.system.process import tied_to_this_process
 
 MAX_TURNS = 64  # Turns of a session without agent.max_turns.
 _TOOL_TIMEOUT_S = 60.0
+_MAX_THREADS = 1024  # Plain agents of one worker that run at the same time.
 
 
 class Environment(Protocol):
@@ -79,9 +84,10 @@ async def run_environment(
 
 
 def first_messages(row: dict[str, Any]) -> list[Message]:
-    """The messages of a row, which begin a session without an environment. ConfigError when it has none."""
+    """The messages of a row, which begin a session without an environment. ConfigError when it has none, InputError
+    when they are unusable."""
     if isinstance(row.get("messages"), list):
-        return list(row["messages"])
+        return checked_messages(row["messages"])
     if isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
     message = f"a row needs `messages` or `prompt` where no environment gives the first messages, not {sorted(row)}"
@@ -278,6 +284,7 @@ class LoadedAgents:
     def __init__(self) -> None:
         self._runs: dict[FunctionRef, Callable[..., Any]] = {}
         self._client: Any = None
+        self._threads: ThreadPoolExecutor | None = None  # of agents that are plain functions
 
     async def run(self, job: AgentJob) -> AgentOutcome:
         """Run the agent of a job. Every error of its code is an outcome."""
@@ -317,10 +324,19 @@ class LoadedAgents:
         found = load_function(ref)
         function: Any = found().run if isinstance(found, type) else found
         if not asyncio.iscoroutinefunction(function):
-            message = f"{ref} must be an async function run(row, client, session), or a class with such a method"
-            raise ConfigError(message, code="config.wrong_function")
+            function = partial(self._in_thread, function)
         self._runs[ref] = function
         return function
+
+    async def _in_thread(self, function: Callable[..., Any], row: dict[str, Any], _: Any, session: AgentSession) -> Any:
+        """Run a plain function with a client that waits. When the session ends first, its next request fails."""
+        from openai import OpenAI
+
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_MAX_THREADS, "agent")
+        with OpenAI(base_url=session.base_url, api_key=session.key) as client:
+            call = partial(copy_context().run, function, row, client, session)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _openai(self, session: AgentSession) -> Any:
         """A client of the session. All share their connections: each HTTP client would load the certificates again."""

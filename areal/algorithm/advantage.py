@@ -8,7 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from areal.algorithm.aggregate import Reduce, TokenStat, identity_reduce, require_same_shape, trained_counts
+from areal.algorithm.aggregate import (
+    Reduce,
+    TokenStat,
+    identity_reduce,
+    require_same_shape,
+    stats_problem,
+    trained_counts,
+)
 from areal.algorithm.correction import Spans, first_of_units
 from areal.algorithm.normalise import Scope, group_scope, normalise
 from areal.algorithm.policy_loss import log_ratio
@@ -223,6 +230,8 @@ def estimated(answers: RewardedAnswers, options: AdvantageOptions) -> Estimate:
             f"expected, {expected}",
             code="algorithm.custom_advantage",
         )
+    if problem := stats_problem(stats):
+        raise ConfigError(f"{options.adv_estimator!r} returned {problem}", code="algorithm.custom_advantage")
     values = torch.where(answers.mask, values.detach().to(answers.token_rewards.dtype), 0.0)
     return Estimate(values, stats)
 

@@ -131,6 +131,19 @@ class TokenStat:
     kind: Literal["mean", "sum", "max", "min"] = "mean"
 
 
+def stats_problem(stats: object) -> str:
+    """What is wrong with the statistics that a user's function returned; empty = nothing."""
+    if not isinstance(stats, Mapping):
+        return f"stats of type {type(stats).__name__}: a mapping of names to TokenStat is expected"
+    for name, stat in cast("Mapping[str, object]", stats).items():
+        if not isinstance(stat, TokenStat) or not all(isinstance(part, Tensor) for part in (stat.values, stat.mask)):
+            return f"a {type(stat).__name__} as stats[{name!r}]: TokenStat(values, mask) with two tensors is expected"
+        if stat.values.shape != stat.mask.shape:
+            shapes = f"{tuple(stat.values.shape)} and mask of shape {tuple(stat.mask.shape)}"
+            return f"values of shape {shapes} as stats[{name!r}]: one shape is expected"
+    return ""
+
+
 def to_metrics(stats: Mapping[str, TokenStat]) -> Metrics:
     """Reduce every statistic on its device and copy all of them to the host at once.
 

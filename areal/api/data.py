@@ -176,7 +176,8 @@ class TrajectoryGroup:
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Scalar metrics, averaged over episodes (for example {"num_turns": 2.0})."""
     filter_rewards: list[float] = field(default_factory=list[float])
-    """Values for filters such as mixed_rewards, one per trajectory; empty = the rewards. Not recorded."""
+    """Values for filters such as mixed_rewards, one per trajectory. Empty = the rewards, which a filter then finds
+    here. Not recorded."""
     record: str = ""
     """JSON text that is recorded with sessions, for reward functions of a replay (areal.replay.regrade)."""
     rejected: str = ""

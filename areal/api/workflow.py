@@ -64,6 +64,35 @@ CONSTRUCTOR_ARGUMENTS = ("reward_fn", "gconfig", "tokenizer", "reward", "greedy_
 """What the constructor of a workflow receives, if it has a parameter of this name, in addition to `workflow_args`."""
 
 
+def constructor_parameters(made: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function or constructor by name, with those of the base classes that its `**kw` reaches.
+
+    The latter count as optional, because the constructor may fill them in. `**kw` itself is left if no base ends it.
+    """
+    kinds, bases = inspect.Parameter, getattr(made, "__mro__", (object,))[:-1]
+    constructors = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
+    if not constructors:
+        return dict(inspect.signature(made).parameters)
+    found: dict[str, inspect.Parameter] = {}
+    for place, constructor in enumerate(constructors):
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
+                found.setdefault(parameter.name, parameter.replace(default=...) if place else parameter)
+        if not (rest := [parameter for parameter in parameters if parameter.kind is kinds.VAR_KEYWORD]):
+            return found
+    return found | {parameter.name: parameter for parameter in rest}
+
+
+def missing_argument(config: PPOConfig, name: str) -> ConfigProblem:
+    """The problem that the constructor of the workflow requires an argument that the configuration does not give."""
+    if name == "reward_fn":
+        text = f"is empty, but workflow={config.workflow} needs one: set it, e.g. to gsm8k, or set reward.fns"
+        return ConfigProblem(name, text, "reward.none_given")
+    text = f"is required: {config.workflow} has a parameter of this name without a default"
+    return ConfigProblem(f"workflow_args.{name}", text, "workflow.invalid_args")
+
+
 def constructor_problems(config: PPOConfig, parameters: Mapping[str, inspect.Parameter]) -> Iterator[ConfigProblem]:
     """What a configuration requires of its workflow and the constructor with these parameters cannot do."""
     kinds, name = inspect.Parameter, f"workflow={config.workflow}"
@@ -77,8 +106,7 @@ def constructor_problems(config: PPOConfig, parameters: Mapping[str, inspect.Par
         yield ConfigProblem("actor.adv_estimator", text, "workflow.missing_parameter")
     needs_function = "reward_fn" in parameters and parameters["reward_fn"].default is kinds.empty
     if needs_function and not config.reward_fn and not names_functions and config.reward_model is None:
-        text = f"is empty, but {name} needs one: set it, e.g. to gsm8k, or set reward.fns"
-        yield ConfigProblem("reward_fn", text, "reward.none_given")
+        yield missing_argument(config, "reward_fn")
     allowed = [parameter for parameter in parameters if parameter not in CONSTRUCTOR_ARGUMENTS]
     for argument in config.workflow_args:
         if argument in CONSTRUCTOR_ARGUMENTS or (argument not in parameters and not takes_all):
@@ -90,5 +118,4 @@ def constructor_problems(config: PPOConfig, parameters: Mapping[str, inspect.Par
         parameter = parameters[argument]
         variadic = parameter.kind in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
         if parameter.default is kinds.empty and not variadic and argument not in config.workflow_args:
-            text = f"is required: {config.workflow} has a parameter of this name without a default"
-            yield ConfigProblem(f"workflow_args.{argument}", text, "workflow.invalid_args")
+            yield missing_argument(config, argument)

@@ -25,7 +25,7 @@ def checked_messages(messages: Any, column: str = "messages") -> list[dict[str, 
     """The messages of a row as sessions have them. Raises InputError that says what is wrong.
 
     Keys with None are left out, the texts of parts are joined by line breaks as in requests of clients, reasoning is
-    `reasoning_content`, and a call has its arguments in `function`.
+    `reasoning_content`, and a call has its arguments as JSON text in `function`.
     """
     if not isinstance(messages, list) or not messages:
         message = f"column {column!r} must be a list of {{role, content}}, not {_shown(messages)}"
@@ -80,7 +80,8 @@ def _checked_call(call: Any, column: str) -> dict[str, Any]:
         parsed = None
     if not isinstance(parsed, dict):
         raise _wrong(column, "has a tool call whose arguments are no JSON object:", call)
-    written = arguments if isinstance(arguments, str) and arguments.strip() else parsed
+    is_text = isinstance(arguments, str) and bool(arguments.strip())
+    written = arguments if is_text else json.dumps(parsed, ensure_ascii=False)
     rest = {name: value for name, value in call.items() if name in ("id", "type") and value is not None}
     return {"type": "function"} | rest | {"function": {"name": function["name"], "arguments": written}}
 

@@ -360,7 +360,8 @@ def verdict_on(
     _check_filter_rewards(group)
     if group.rejected:
         return Rejected(reason=group.rejected, payload=encoded.payload)
-    if accept is not None and not accept(group):
+    rewards = group.filter_rewards or [one.reward for one in group.trajectories]
+    if accept is not None and not accept(replace(group, filter_rewards=rewards)):
         return Rejected(reason="filter", payload=encoded.payload)
     return encoded
 

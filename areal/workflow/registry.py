@@ -8,7 +8,14 @@ from areal.api.config.validate import raise_problems
 from areal.api.data import TrajectoryGroup
 from areal.api.errors import ConfigError
 from areal.api.registry import ACCEPT_CALL, load_function, resolve_function
-from areal.api.workflow import CONSTRUCTOR_ARGUMENTS, AcceptFn, RolloutWorkflow, constructor_problems
+from areal.api.workflow import (
+    CONSTRUCTOR_ARGUMENTS,
+    AcceptFn,
+    RolloutWorkflow,
+    constructor_parameters,
+    constructor_problems,
+    missing_argument,
+)
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer
 
@@ -21,8 +28,7 @@ def mixed_rewards(group: TrajectoryGroup) -> bool:
 
     The scores are the rewards, or their part from the functions in reward.filter_on.
     """
-    rewards = group.filter_rewards or [trajectory.reward for trajectory in group.trajectories]
-    return min(rewards) < max(rewards)
+    return min(group.filter_rewards) < max(group.filter_rewards)
 
 
 def resolve_accept_fn(name: str) -> AcceptFn | None:
@@ -36,7 +42,7 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
     """The workflow of a configuration. Its constructor receives `workflow_args` and those of `CONSTRUCTOR_ARGUMENTS`
     that it has a parameter for. Raises ConfigError."""
     made = load_function(resolve_function(config.workflow, "workflows", key="workflow"))
-    parameters = inspect.signature(made).parameters
+    parameters = constructor_parameters(made)
     raise_problems(list(constructor_problems(config, parameters)))
     names_none = not config.reward_fn and not config.reward.names_functions
     given: dict[str, Any] = {
@@ -51,7 +57,15 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
     assert set(given) <= set(CONSTRUCTOR_ARGUMENTS)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     arguments = {name: value for name, value in given.items() if takes_all or name in parameters}
-    workflow = made(**arguments, **config.workflow_args)
+    has_default = "reward_fn" in parameters and parameters["reward_fn"].default is not inspect.Parameter.empty
+    if has_default and not given["reward_fn"] and not config.reward.names_functions:
+        del arguments["reward_fn"]
+    try:
+        workflow = made(**arguments, **config.workflow_args)
+    except TypeError as error:  # a base class may require what the constructor does not name
+        absent = [name for name in parameters if name not in {**arguments, **config.workflow_args}]
+        raise_problems([missing_argument(config, name) for name in absent if f"'{name}'" in str(error)])
+        raise
     if not isinstance(workflow, RolloutWorkflow):
         message = f"workflow={config.workflow} is a {type(workflow).__name__}, not a RolloutWorkflow"
         raise ConfigError(message, code="workflow.not_a_workflow")

@@ -17,6 +17,11 @@ async def rewards(row: dict[str, Any], client: Any, session: Any) -> dict[str, A
     return {"reward": 1.0, "format": 0.5, "note": "text is no part", "turns": {"a.0": 0.25}}
 
 
+def plain(row: dict[str, Any], client: Any, session: Any) -> float:
+    log_metric("looked_up", 3)
+    return float(type(client).__name__ == "OpenAI" and client.api_key == session.key)
+
+
 async def sees_token(row: dict[str, Any], client: Any, session: Any) -> float:
     return float("AREAL_SERVER_TOKEN" in os.environ)
 

@@ -34,6 +34,12 @@ async def test_an_agent_returns_its_reward_parts_turns_and_metrics(pool) -> None
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_plain_function_is_an_agent_with_a_client_that_waits(pool) -> None:
+    found = await pool.run(job("plain"), timeout_s=60)
+    assert (found.status, found.reward, found.metrics) == ("ok", 1.0, {"looked_up": 3.0})
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_an_agent_never_sees_the_token_of_the_run(pool, monkeypatch) -> None:
     found = await pool.run(job("sees_token"), timeout_s=60)
     assert found.reward == 0.0

@@ -43,6 +43,7 @@ DIALOGUES = {
     "call with text": [QUESTION, calling(content="I look.")],
     "call with JSON text": [QUESTION, calling(json.dumps(ARGUMENTS))],
     "thinking call": [QUESTION, calling(reasoning_content="sum\nthem")],
+    "thinking result": [QUESTION, calling(reasoning_content="look\nit up"), RESULT, THOUGHT],
     "result": [QUESTION, calling(), RESULT, ANSWER],
     "result and a turn": [QUESTION, calling(), RESULT, ANSWER, QUESTION, ANSWER],
     "opened by the assistant": [ANSWER, QUESTION, ANSWER],

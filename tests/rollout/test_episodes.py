@@ -276,7 +276,7 @@ async def test_another_prompt_replaces_a_filtered_group():
 
 
 @pytest.mark.parametrize(
-    ("values", "code"), [([1.0], "trajectory_lengths"), ([1.0, float("nan")], "not_finite"), ([1.0, 2.0], "")]
+    ("values", "code"), [([1.0], "trajectory_lengths"), ([1.0, float("nan")], "not_finite"), ([1.0, 2.0], ""), ([], "")]
 )
 def test_filter_rewards_are_one_finite_number_per_trajectory(values, code):
     group = TrajectoryGroup(trajectories=[GOOD, GOOD], filter_rewards=values)
@@ -287,7 +287,7 @@ def test_filter_rewards_are_one_finite_number_per_trajectory(values, code):
     else:
         seen = []
         assert verdict_on(0, group, accept=lambda given: bool(seen.append(given.filter_rewards)), limits=LIMITS)
-        assert seen == [[1.0, 2.0]]
+        assert seen == [values or [GOOD.reward] * 2]
 
 
 async def test_a_filter_that_raises_fails_the_episode():

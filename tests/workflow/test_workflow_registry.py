@@ -3,12 +3,17 @@ from dataclasses import replace
 import pytest
 
 from areal.api.config import GenerationHyperparameters, PPOActorConfig, PPOConfig, RewardConfig
-from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.data import TrajectoryGroup
 from areal.api.errors import ConfigError
-from areal.api.workflow import RolloutWorkflow
+from areal.api.registry import load_function, parse_function_path
+from areal.api.workflow import CONSTRUCTOR_ARGUMENTS, RolloutWorkflow, constructor_parameters
+from areal.ledger.payload import TokenLimits
+from areal.rollout.executor import Rejected, verdict_on
 from areal.workflow.registry import build_workflow, mixed_rewards, resolve_accept_fn
 from areal.workflow.rlvr import MultiTurnWorkflow, RLVRWorkflow
 from tests.expect import raises_code
+from tests.test_docs import ROOT, blocks, write_files
+from tests.workflow.conftest import ScriptedEngine
 
 
 def config(**fields):
@@ -73,6 +78,66 @@ def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
         build_workflow(config(workflow=f"{file}:Other"), tokenizer)
 
 
+VARIADIC = """
+from areal import ConversationWorkflow, RLVRWorkflow, RolloutWorkflow
+from areal.workflow.rlvr import MultiTurnWorkflow
+
+class Passes(RLVRWorkflow):
+    def __init__(self, *args, patience=1, **kw):
+        super().__init__(*args, **kw)
+        self.patience = patience
+
+class Again(Passes):
+    def __init__(self, *args, **kw):
+        super().__init__(*args, patience=7, **kw)
+
+class OwnReward(RLVRWorkflow):
+    def __init__(self, *args, **kw):
+        super().__init__("exact", *args, **kw)
+
+class Turns(MultiTurnWorkflow):
+    def __init__(self, *args, **kw):
+        super().__init__(*args, **kw)
+
+class Talks(ConversationWorkflow):
+    def __init__(self, *args, **kw):
+        super().__init__(*args, **kw)
+
+    async def converse(self, episode, conversation):
+        return 0.0
+
+class Takes(RolloutWorkflow):
+    def __init__(self, **kw):
+        self.given = set(kw)
+
+    async def arun_episode(self, engine, data): ...
+"""
+
+
+def test_a_constructor_with_variable_arguments_gets_what_its_base_takes(tokenizer, tmp_path):
+    file = tmp_path / "variadic.py"
+    file.write_text(VARIADIC)
+
+    def built(name, reward_fn="exact", **arguments):
+        return build_workflow(
+            config(workflow=f"{file}:{name}", reward_fn=reward_fn, workflow_args=arguments), tokenizer
+        )
+
+    def refused(name, **fields):
+        with pytest.raises(ConfigError) as error:
+            built(name, **fields)
+        return problems_of(error)
+
+    assert (built("Passes").patience, built("Passes", patience=3).patience, built("Again").patience) == (1, 3, 7)
+    assert built("Passes", enable_thinking=True).enable_thinking
+    assert isinstance(built("OwnReward", reward_fn=""), RLVRWorkflow)
+    assert built("Talks").tokenizer is tokenizer
+    assert built("Takes", depth=1).given == {*CONSTRUCTOR_ARGUMENTS, "depth"}
+    assert refused("Passes", patiense=3) == [("workflow_args.patiense", "workflow.invalid_args")]
+    assert refused("Passes", reward_fn="") == [("reward_fn", "reward.none_given")]
+    assert refused("Turns", turn_discount=0.9) == [("workflow_args.max_turns", "workflow.invalid_args")]
+
+
 @pytest.mark.parametrize(
     ("fields", "path", "code"),
     [
@@ -90,20 +155,32 @@ def test_wrong_names_are_config_errors(fields, path, code, tokenizer):
     assert problems_of(error)[0] == (path, code)
 
 
-def group(*rewards):
-    fields = {"token_ids": [1], "loss_mask": [1], "rollout_logprobs": [0.0], "output_versions": [0], "finished": True}
-    return TrajectoryGroup(trajectories=[Trajectory(reward=reward, **fields) for reward in rewards])
-
-
 def test_mixed_rewards_rejects_groups_with_equal_rewards():
     accept = resolve_accept_fn("mixed_rewards")
     assert accept is mixed_rewards
-    assert accept(group(0.0, 1.0))
-    assert not accept(group(1.0, 1.0))
-    assert not accept(group(0.0))
-    assert not accept(replace(group(0.0, 1.0), filter_rewards=[2.0, 2.0]))
-    assert accept(replace(group(0.0, 0.0), filter_rewards=[2.0, 3.0]))
+    for rewards, is_accepted in (([0.0, 1.0], True), ([1.0, 1.0], False), ([0.0], False)):
+        assert accept(TrajectoryGroup(trajectories=[], filter_rewards=rewards)) is is_accepted
     assert resolve_accept_fn("") is None
     with pytest.raises(ConfigError) as error:
         resolve_accept_fn("mixed_reward")
     assert problems_of(error) == [("rollout.should_accept_fn", "config.bad_reference")]
+
+
+async def test_the_direct_workflow_and_the_constructor_of_the_page_work(tokenizer, tmp_path):
+    write_files("docs/workflows.md", tmp_path)
+    (patient,) = [text for text in blocks(ROOT / "docs/workflows.md", "python") if "class Patient" in text]
+    (tmp_path / "patient.py").write_text("from areal import ConversationWorkflow\n" + patient)
+    path = f"{tmp_path}/patient.py:Patient"
+    loaded = load_function(parse_function_path(path, key="workflow"))
+    arguments = constructor_parameters(loaded)
+    assert {"patience", "reward_fn", "gconfig", "tokenizer"} <= arguments.keys()
+    direct = build_workflow(config(workflow=f"{tmp_path}/my/direct.py:Shortest"), tokenizer)
+    engine = ScriptedEngine(["12345<e>", "1<e>"])
+    accept = resolve_accept_fn(f"{tmp_path}/my/direct.py:wide")
+    group = await direct.arun_episode(engine, {"prompt": "6*7="})
+    limits = TokenLimits(vocab_size=2**16, newest_version=7, strict=True)
+    assert not isinstance(verdict_on(0, group, accept=accept, limits=limits), Rejected)
+    equal = replace(group, trajectories=[group.trajectories[0]] * 2)
+    assert isinstance(verdict_on(0, equal, accept=accept, limits=limits), Rejected)
+    assert [one.reward for one in group.trajectories] == [-6.0, -2.0]
+    assert direct.for_evaluation(GenerationHyperparameters(n_samples=1)).gconfig.n_samples == 1

@@ -1,5 +1,6 @@
 """The policy losses: log-probabilities enter, a loss per token leaves. `areal.algorithm.registered` names them."""
 
+from areal.algorithm.aggregate import stats_problem
 from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens
 from areal.api.config import PolicyLossOptions
 from areal.api.errors import ConfigError
@@ -20,4 +21,6 @@ def policy_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
         )
         message = f"{options.policy_loss!r} returned {what}: a PolicyLoss with one loss per token is expected"
         raise ConfigError(f"{message}, {tuple(tokens.mask.shape)}", code="loss.custom_result")
+    if problem := stats_problem(result.stats):
+        raise ConfigError(f"{options.policy_loss!r} returned {problem}", code="loss.custom_result")
     return result

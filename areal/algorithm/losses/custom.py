@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
+from areal.algorithm.aggregate import stats_problem
 from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, policy_ratio, ratio_stats
 from areal.api.config import PolicyLossOptions
 from areal.api.config.policy_losses import CustomFunctionOptions
@@ -18,7 +19,7 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     function cannot be loaded.
     """
     result = _function(cast("CustomFunctionOptions", options.policy_loss).path)(tokens, options)
-    if not isinstance(result, PolicyLoss):
+    if not isinstance(result, PolicyLoss) or stats_problem(result.stats):
         return result  # refused by `policy_loss`
     return replace(result, stats=ratio_stats(tokens, policy_ratio(tokens, options)) | result.stats)
 

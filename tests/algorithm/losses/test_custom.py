@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from areal.algorithm.aggregate import to_metrics
 from areal.api.config import PPOActorConfig
 from areal.api.config.validate import conflicts
 from tests.expect import raises_code
+from tests.test_docs import write_files
 
 TEXT = """
 import torch
@@ -27,6 +29,19 @@ def number(tokens, options):
 
 def too_short(tokens, options):
     return PolicyLoss(losses=torch.zeros(1), stats={})
+
+
+def tensor_stat(tokens, options):
+    losses = tokens.logprobs * 0
+    return PolicyLoss(losses=losses, stats={"square": losses.mean()})
+
+
+def short_stat(tokens, options):
+    return PolicyLoss(losses=tokens.logprobs * 0, stats={"square": TokenStat(torch.zeros(1), tokens.mask)})
+
+
+def no_stats(tokens, options):
+    return PolicyLoss(losses=tokens.logprobs * 0, stats=None)
 """
 
 
@@ -54,10 +69,26 @@ def test_it_may_take_the_ratio_of_the_sequence(kit, file):
     assert {"square", "approx_kl", "importance_weight"} <= set(found.stats)
 
 
-@pytest.mark.parametrize(("name", "words"), [("number", "float"), ("too_short", "(1,)")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("number", "float"),
+        ("too_short", "(1,)"),
+        ("tensor_stat", "a Tensor as stats['square']"),
+        ("short_stat", "stats['square']"),
+        ("no_stats", "NoneType"),
+    ],
+)
 def test_what_is_no_loss_is_refused(kit, file, name, words):
     with raises_code("loss.custom_result", words):
         kit.loss_of(kit.make_tokens(torch.zeros(2)), **options(kit, file, name))
+
+
+def test_the_loss_of_the_page_on_workflows_has_a_metric(kit, tmp_path):
+    write_files("docs/workflows.md", tmp_path)
+    found = kit.loss_of(kit.make_tokens([0.2, 0.4]), **options(kit, tmp_path / "my/loss.py", "loss"))
+    moved = to_metrics(found.stats)["moved"]
+    assert moved.total / moved.count == pytest.approx(0.3)
 
 
 def test_what_is_not_there_is_found_before_anything_starts(kit, file):
