@@ -21,9 +21,8 @@ from areal.ledger.state import BatchRecord, LedgerState
 from areal.observe.log import get_logger
 from areal.observe.spans import track
 from areal.rollout.control_requests import RunShape
-from areal.rollout.episode_alarms import EpisodeAlarms
 from areal.rollout.evaluation import Evaluations, HeldOutOptions
-from areal.rollout.executor import Executor, ProducerStats
+from areal.rollout.executor import EpisodeAlarms, Executor, ProducerStats
 from areal.rollout.gate import GateLimits
 from areal.rollout.share_codec import WeightsNeeded
 from areal.rollout.train_batches import TrainBatches

@@ -32,7 +32,7 @@ from areal.data.chat import EncodedPrompt, encode_prompt, has_images
 from areal.data.dataset import load_rows
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, tokenizer_of
-from areal.fleet.backends import backend_named
+from areal.fleet.server_backend import backend_named
 from areal.models.checkpoint_files import hub_file
 from areal.models.model_shape import context_length
 from areal.models.vision_layout import read_vision_layout
