@@ -35,9 +35,8 @@ from transformers.utils import logging as transformers_logging
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.load import load_config
 from areal.api.data import GenerationRequest
-from areal.fleet.backends import backend_named, replica_factory
 from areal.fleet.replica import AnswerForm, PartChunk, Replica
-from areal.fleet.server_backend import prepended
+from areal.fleet.server_backend import backend_named, prepended, replica_factory
 
 ROOT = Path(__file__).resolve().parent.parent
 SGLANG_STUBS = ROOT / "tests" / "servers" / "environments" / "sglang_cpu"

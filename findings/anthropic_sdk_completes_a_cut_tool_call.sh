@@ -9,8 +9,8 @@
 # Behaviour: the text is parsed as far as it goes. A number that was cut becomes a smaller number, and a list or an object
 # loses its last entries; the block looks like any other. Only stop_reason tells of it.
 #
-# Output seen: "inputs: [{'path': '/data', 'keep_days': 3}, {'files': ['a']}, {}]" for the texts '{"path": "/data",
-# "keep_days": 3' of 30, '{"files": ["a", "b' and '{"path": "/da'.
+# Output seen:
+#   inputs: [{"keep_days": 3, "path": "/data"}, {"files": ["a"]}, {}]
 #
 # Why it matters: an agent that dispatches on tool_use blocks deletes files after 3 days instead of 30, and the reward
 # blames the policy for it. A server must not offer a call that its length limit has cut.

@@ -10,8 +10,8 @@
 # nor a result: the model sees the same dialogue again, and the tokens of its answer belong to no history. With other
 # arguments the run ends with ModelBehaviorError.
 #
-# Output seen: "tools run, end, messages of each request: [[[1], 'done', [1, 3, 3]], [[1], 'ModelBehaviorError', [1,
-# 3]]]".
+# Output seen:
+#   tools run, end, messages of each request: [[[1], "done", [1, 3, 3]], [[1], "ModelBehaviorError", [1, 3]]]
 #
 # Why it matters: models that write ids themselves repeat them (call_0 in each answer, or the name of the tool with a
 # number). A server that passes these ids on loses turns of the policy, or ends its episodes. Ids on the wire have to be

@@ -9,7 +9,8 @@
 # Behaviour: the name of the model decides. The same answers of the same server come back with their reasoning for the
 # name "my-deepseek", and without it for "qwen3".
 #
-# Output seen: "reasoning in the second request: {'qwen3': [None, None, None], 'my-deepseek': [None, 'hm', None]}".
+# Output seen:
+#   reasoning in the second request: {"my-deepseek": [null, "hm", null], "qwen3": [null, null, null]}
 #
 # Why it matters: templates of reasoning models render the reasoning of the turns since the last question. Without it the
 # next prompt is no extension of the tokens that the policy generated: every turn of a tool loop becomes a branch with a

@@ -9,8 +9,9 @@
 # Behaviour: with timeout=1.0 both sleep 90 s after a 429 with "Retry-After: 90". openai with 121 does not try again at
 # all, although max_retries=1 is left; anthropic sleeps for a day if it is told so.
 #
-# Output seen: "sleeps in seconds: {'openai': {'90': [90.0], '121': [], '86400': []}, 'anthropic': {'90': [90.0], '121':
-# [121.0], '86400': [86400.0]}}" (time.sleep is replaced, so nothing waits).
+# Output seen:
+#   sleeps in seconds: {"anthropic": {"121": [121.0], "86400": [86400.0], "90": [90.0]}, "openai": {"121": [],
+#   "86400": [], "90": [90.0]}}
 #
 # Why it matters: a server that says when it expects to be free (a restart in 10 minutes) fails the agents of one SDK at
 # once and stops those of the other for that time; both look like faults of the agent. Short values are the only ones

@@ -7,8 +7,9 @@
 # step=s) with a step that the run already has either replaces the value or is ignored, so that a curve has one value
 # per step.
 #
-# Behaviour: every call adds a row. The database has both values of the step. resume="allow" also continues the newest run of that name, whatever made it: a training
-# that starts from its first step under an old name is mixed into the old run.
+# Behaviour: every call adds a row. The database has both values of the step. resume="allow" also continues the
+# newest run of that name, whatever made it: a training that starts from its first step under an old name is mixed into
+# the old run.
 #
 # Output seen: "values by step after a resume: {1: [10.0], 2: [20.0, 21.0], 3: [30.0, 31.0], 4: [41.0]}".
 #

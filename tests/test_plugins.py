@@ -17,7 +17,7 @@ from areal.api.config import GRPOConfig, load_config
 from areal.api.config.schema import fields_of
 from areal.api.errors import ConfigError
 from areal.data.tiny_model import character_tokenizer
-from areal.fleet.backends import backend_named, replica_factory
+from areal.fleet.server_backend import backend_named, replica_factory
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
 from areal.observe.trackers import build_trackers

@@ -46,6 +46,10 @@ class RolloutWorkflow(ABC):
         """A line that is printed before a run starts; empty: none."""
         return ""
 
+    def waits_for(self) -> str:
+        """What its episodes wait for besides servers, as part of a sentence; empty: nothing that bounds them."""
+        return ""
+
     async def aclose(self) -> None:  # noqa: B027 - optional
         """Release the resources of the workflow (worker pools, sandboxes). The controller calls it once."""
 

@@ -26,8 +26,8 @@ from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, tokenizer_of
 from areal.evaluate.samples import Sample, SampleKey, read_samples, source_of, write_samples
 from areal.evaluate.settings import held_out_sets
-from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
+from areal.fleet.server_backend import replica_factory
 from areal.observe.log import get_logger
 from areal.reward.text import AnswerFn, answer_function
 from areal.rollout.evaluation import (

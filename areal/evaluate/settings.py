@@ -22,7 +22,7 @@ from areal.api.config.data import is_row_function
 from areal.api.config.experiment import SERVER_SECTIONS
 from areal.api.errors import ConfigError, InputError
 from areal.data.row_files import dataset_files
-from areal.fleet.backends import backend_named
+from areal.fleet.server_backend import backend_named
 from areal.system.run_paths import RunPaths, run_folder
 
 _DEFAULTS = Path(__file__).with_name("defaults.yaml")

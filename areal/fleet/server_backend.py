@@ -16,11 +16,12 @@ from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.redaction import HIDDEN, is_secret
 from areal.api.config.train import ALL_LINEAR, LoRAConfig, is_target
 from areal.api.errors import InputError
-from areal.fleet.replica import AnswerForm, Replica
+from areal.api.registry import registered
+from areal.fleet.replica import AnswerForm, Replica, ReplicaFactory
 from areal.models.checkpoint_files import stored_weights
 from areal.models.model_shape import ModelShape, context_length
 from areal.models.vision_layout import FAMILIES, read_vision_layout
-from areal.system.network import LOOPBACK
+from areal.system.network import LOOPBACK, run_token
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Checks of the flags that a config section (`sglang:`, `vllm:`) passes to a foreign server; their command line form.
@@ -193,7 +194,7 @@ does not apply exactly."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerBackend:
-    """One row of `areal.fleet.backends`."""
+    """One row of `areal.fleet.server_backend`."""
 
     name: str
     """Name in `allocation_mode`, of its config section, and of the package of a foreign server."""
@@ -379,3 +380,18 @@ def element_bytes(dtype: Any) -> int:
 def prepended(env: Mapping[str, str], name: str, first: str) -> str:
     """A search path like PYTHONPATH with `first` before what `env` has."""
     return os.pathsep.join(part for part in (first, env.get(name, "")) if part)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The inference backend of a run, by name. `docs/servers.md` describes how to add one.
+
+
+def backend_named(name: str) -> ServerBackend:
+    """The backend that `allocation_mode` calls `name`. ConfigError when there is none."""
+    return registered("backends", name, key="allocation_mode").load()
+
+
+def replica_factory(name: str) -> ReplicaFactory:
+    """Makes clients of the servers of a backend, with the token that the launcher gives to every process of a run."""
+    make_client, token = backend_named(name).client, run_token()
+    return lambda replica_name, address, form: make_client(replica_name, address, token, form)

@@ -42,8 +42,8 @@ from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public_command
 from areal.api.errors import ArealError, ConfigError, LaunchError, RequestError, WeightSyncError
 from areal.api.registry import entries
-from areal.fleet.backends import backend_named, replica_factory
 from areal.fleet.replica import AnswerForm, ReplicaFactory, ReplicaInfo, ReplicaLoad
+from areal.fleet.server_backend import backend_named, replica_factory
 from areal.observe.log import HttpLogger, configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.folders import PULLED_WEIGHTS, FolderPuller, folder_routes

@@ -166,7 +166,7 @@ def _begun(sweep: Sweep, index: int, words: Sequence[str], folder: Path) -> subp
     log = folder.with_name(f"{folder.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     _say(f"{text}, log {log}")
-    with open(log, "ab") as file:
+    with open(log, "wb") as file:
         return subprocess.Popen(argv, stdout=file, stderr=file)
 
 

@@ -18,8 +18,7 @@ from areal.api.config.redaction import public_text
 from areal.api.config.rollout import InferenceEngineConfig, server_url
 from areal.api.errors import ConfigError
 from areal.data.prompt_stream import step_limits, steps_per_epoch
-from areal.fleet.backends import backend_named
-from areal.fleet.server_backend import ServerBackend, ServerCommand, prepended
+from areal.fleet.server_backend import ServerBackend, ServerCommand, backend_named, prepended
 from areal.launcher.placement import Demand, Machine, Place, Placement, memory_demand, place, shortages
 from areal.launcher.restart_rules import Role
 from areal.models.model_shape import ModelShape

@@ -380,6 +380,8 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
             sys.stdout.write(f"the first prompt ({tried.num_tokens} tokens):\n{tried.prompt}\n")
         elif isinstance(config, PPOConfig) and config.workflow == "agent" and request.script is None:
             sys.stdout.write(_NO_PROMPT)
+        if tried.reward_time:
+            sys.stdout.write(f"{tried.reward_time}\n")
         if request.extras:
             sys.stdout.write(f"keys that only the script reads: {', '.join(request.extras)}\n")
     if problems:

@@ -43,8 +43,7 @@ from areal.api.registry import (
 from areal.api.workflow import constructor_problems
 from areal.data.row_check import count_rows, dataset_paths, file_problem
 from areal.data.row_files import READERS, dataset_files
-from areal.fleet.backends import backend_named
-from areal.fleet.server_backend import ServerBackend, ignored_flags, server_python
+from areal.fleet.server_backend import ServerBackend, backend_named, ignored_flags, server_python
 from areal.launcher.job import LaunchPlan, NcclVersions, parse_env_vars
 from areal.models.adapter_files import adapter_weights, prefixes, require_targets
 from areal.models.checkpoint_files import stored_weights
@@ -175,6 +174,7 @@ class TriedRow:
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     warnings: list[str] = field(default_factory=list[str])
     notice: str = ""
+    reward_time: str = ""
 
 
 def tried_row(config: PPOConfig) -> TriedRow:

@@ -274,10 +274,16 @@ def _requests(run: RunSnapshot) -> list[str]:
     fleet: dict[str, Any] = status.get("replicas") or {}
     at_servers = [_at_server(replica) for replica in fleet.get("replicas") or [] if replica["running"]]
     queued = fleet.get("waiting_requests") or 0
+    rewards = [status["rewards"]] if status.get("rewards") else []
     if at_servers:
-        return [f"requests receive no token: {', '.join(at_servers)}" + (f", {queued} without a server" * bool(queued))]
+        return [
+            f"requests receive no token: {', '.join(at_servers)}" + (f", {queued} without a server" * bool(queued)),
+            *rewards,
+        ]
     if queued:
-        return [f"{queued} requests wait for a server"]
+        return [f"{queued} requests wait for a server", *rewards]
+    if rewards:
+        return rewards
     if (running := status.get("running")) and not status.get("catching_up"):
         return [f"{running} episodes run without a request to a server: they wait for rewards or in workflow code"]
     return []

@@ -22,8 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.errors import InputError, RewardError
-from areal.reward.math_answer import Quantity, answers_equal, extract_answer, join_groups, last_boxed, parse_number
-from areal.reward.units import Unit, ratio, unit_at
+from areal.reward.math_answer import (
+    Quantity,
+    Unit,
+    answers_equal,
+    extract_answer,
+    join_groups,
+    last_boxed,
+    parse_number,
+    ratio,
+    unit_at,
+)
 
 _MAX_ANSWER_CHARS = 1000  # Longer answers score 0 without comparison: the library's patterns take quadratic time.
 _CPU_LIMIT_S = 4

@@ -34,6 +34,7 @@ _LOAD_LIMIT_S = 60.0  # Minimum limit for a worker's start and for the import of
 _MAX_FAILED_STARTS = 3
 _TRIES = 2
 _EXIT_WAIT_S = 0.5
+_SHORT_WAIT_S = 2.0
 
 
 RewardStatus = Literal["ok", "error", "timeout", "not_finite", "died", "unusable"]
@@ -83,6 +84,10 @@ class _Worker(WorkerProcess):
         self.loaded: set[FunctionRef] = set()  # Functions that it has imported.
 
 
+def pool_size(config: RewardConfig) -> int:
+    return config.workers or max(1, cpu_count() // 2)
+
+
 class RewardPool:
     """Scores answers in worker processes, which it starts on demand. Used on one event loop only."""
 
@@ -90,7 +95,7 @@ class RewardPool:
         """`is_sandbox_checked`: `log_reach` was called, so workers do not log the same again."""
         self._env = sandbox_backends.variable(config.sandbox, announced=is_sandbox_checked)
         self._timeout_s = config.timeout_s
-        self._size = config.workers or max(1, cpu_count() // 2)
+        self._size = pool_size(config)
         self._queue: deque[_Call] = deque()
         self._queued = asyncio.Event()
         self._workers: dict[_Worker, deque[_Call]] = {}  # Calls sent to each worker, the running one first.
@@ -98,12 +103,21 @@ class RewardPool:
         self._starting: set[_Worker] = set()
         self._failed_starts = 0
         self._mean_s: dict[FunctionRef, float] = {}
+        self._recent_s = 0.0  # Mean time of the last calls of all functions.
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def num_workers(self) -> int:
         return len(self._workers)
+
+    def waits_for(self) -> str:
+        """What bounds the calls that wait, when workers need more than _SHORT_WAIT_S for them; else empty."""
+        num_waiting, mean_s = len(self._queue), self._recent_s
+        if not num_waiting or num_waiting * mean_s / self._size < _SHORT_WAIT_S:
+            return ""
+        workers = f"{self._size} worker{'s' if self._size > 1 else ''}"
+        return f"{num_waiting:,} reward calls wait for {workers}, {mean_s:.1f} s each: increase reward.workers"
 
     async def score_many(
         self,
@@ -204,6 +218,7 @@ class RewardPool:
                     call = calls.popleft()
                     mean_s, seconds = self._mean_s.get(function), message["seconds"]
                     self._mean_s[function] = seconds if mean_s is None else 0.9 * mean_s + 0.1 * seconds
+                    self._recent_s = 0.9 * self._recent_s + 0.1 * seconds if self._recent_s else seconds
                     call.batch.put(call.index, RewardResult(**message))
 
     def _limit_s(self, worker: _Worker, function: FunctionRef) -> float:

@@ -8,8 +8,7 @@ from typing import Any
 from areal.api.config import PPOConfig
 from areal.api.errors import InputError
 from areal.api.registry import ANSWER_CALL, load_function, resolve_function
-from areal.reward.math_answer import last_boxed
-from areal.reward.units import LETTER, SPACELESS
+from areal.reward.math_answer import LETTER, SPACELESS, last_boxed
 
 # The final answer of a completion, which decides a majority vote.
 

@@ -21,9 +21,8 @@ from areal.ledger.state import BatchRecord, LedgerState
 from areal.observe.log import get_logger
 from areal.observe.spans import track
 from areal.rollout.control_requests import RunShape
-from areal.rollout.episode_alarms import EpisodeAlarms
 from areal.rollout.evaluation import Evaluations, HeldOutOptions
-from areal.rollout.executor import Executor, ProducerStats
+from areal.rollout.executor import EpisodeAlarms, Executor, ProducerStats
 from areal.rollout.gate import GateLimits
 from areal.rollout.share_codec import WeightsNeeded
 from areal.rollout.train_batches import TrainBatches
@@ -523,6 +522,7 @@ class Controller:
             "waiting_for": self.waiting_for(),
             "awaited": self._awaited(),
             "gate_closed_because": self._why_closed(),
+            "rewards": self._rewards(),
             "waiting_since_s": None if since_s is None else now_s - since_s,
         }
 
@@ -532,7 +532,7 @@ class Controller:
         if version is None:
             version = self._ledger.state.version
         closed = self._why_closed()
-        parts = [self._awaited(), closed and f"no episode starts because {closed}"]
+        parts = [self._awaited(), closed and f"no episode starts because {closed}", self._rewards()]
         if self._failure is None and self._has_trainer:
             behind = ", ".join(
                 f"{replica['name']} (version {replica['version']}) is {replica['state']}"
@@ -573,6 +573,10 @@ class Controller:
         if self._fleet.version != state.version and self.weights.updating_to is None:
             return f"the servers hold policy version {self._fleet.version}, not {state.version}"
         return self._executor.why_closed()
+
+    def _rewards(self) -> str:
+        """The reward calls that bound the run; empty when they do not."""
+        return next((text for workflow in self._workflows if (text := workflow.waits_for())), "")
 
     def _waiting_since_s(self) -> float | None:
         """Loop time at which the current wait started, if known."""

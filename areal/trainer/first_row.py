@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,10 +32,11 @@ from areal.data.chat import EncodedPrompt, encode_prompt, has_images
 from areal.data.dataset import load_rows
 from areal.data.images import PromptImages
 from areal.data.tokenizer import Tokenizer, tokenizer_of
-from areal.fleet.backends import backend_named
+from areal.fleet.server_backend import backend_named
 from areal.models.checkpoint_files import hub_file
 from areal.models.model_shape import context_length
 from areal.models.vision_layout import read_vision_layout
+from areal.reward.pool import pool_size
 from areal.reward.table import reward_table
 from areal.reward.worker import LoadedReward, parsed_result
 from areal.workflow.agent import agent_job
@@ -57,6 +59,8 @@ class FirstRow:
     warnings: list[str] = field(default_factory=list[str])
     notice: str = ""
     """What the workflow says before the start."""
+    reward_time: str = ""
+    """How long the reward functions took, and what that is for a train step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,7 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
     answer_ids = trial.tokenizer.encode(DUMMY_ANSWER, add_special_tokens=False)
     table = reward_table(trial.config.reward_fn, trial.config.reward)
     row = orjson.loads(row_json(trial.scored_row()))
+    seconds = 0.0
     for term in table.of(trial.row):
         loaded, problem = _loaded(term.function)
         if loaded is None:
@@ -182,15 +187,24 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
         columns = loaded.keywords(row)
         if any(term.function == entry.target for entry in entries("rewards").values()):
             continue
+        began_s = time.perf_counter()
         try:
             value = loaded.function(prompt.text, DUMMY_ANSWER, prompt.token_ids, answer_ids, **columns)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one call of a user's function
             text = f"the reward function {term.function} raised {_described(error)} for row 0"
             found.warnings.append(f"{text} and the answer {DUMMY_ANSWER!r}")
             continue
+        seconds += time.perf_counter() - began_s
         result = parsed_result(value)
         if result["status"] != "ok":
             found.problems.append(ConfigProblem(str(term.function), result["message"], "reward.not_a_number"))
+    if seconds and not found.reward_time:
+        config = trial.config
+        num_calls, num_workers = config.train_dataset.batch_size * config.gconfig.n_samples, pool_size(config.reward)
+        found.reward_time = (
+            f"the reward functions took {seconds:.3g} s for row 0: {num_calls * seconds / num_workers:.3g} s for the "
+            f"{num_calls} answers of a train step on {num_workers} workers (reward.workers)"
+        )
 
 
 def _look_for_reward(config: PPOConfig, found: FirstRow) -> None:

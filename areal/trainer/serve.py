@@ -14,9 +14,9 @@ from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.image_files import ImageFiles, RunImages
 from areal.data.prompt_stream import PromptStream
 from areal.data.tokenizer import tokenizer_of
-from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
+from areal.fleet.server_backend import replica_factory
 from areal.ledger.ledger import Ledger
 from areal.models.model_shape import ModelShape
 from areal.observe.log import get_logger

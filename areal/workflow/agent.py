@@ -483,6 +483,10 @@ class AgentWorkflow(RolloutWorkflow):
         clone._setup = self._setup_of(gconfig)
         return clone
 
+    def waits_for(self) -> str:
+        """The reward calls that bound its episodes."""
+        return "" if self._scorer is None else self._scorer.waits_for()
+
     async def aclose(self) -> None:
         """End agents, session server and reward pool, unless this workflow was made by `for_evaluation`."""
         if not self._is_evaluation:

@@ -279,6 +279,10 @@ class Scorer:
             self._errors_logged.add((function, result.status))
             get_logger(__name__).warning("%s; this call and later failures like it count as 0", text)
 
+    def waits_for(self) -> str:
+        """The calls that wait in the pool, when they bound a run."""
+        return "" if self._pool is None else self._pool.waits_for()
+
     async def aclose(self) -> None:
         if self._pool is not None:
             await self._pool.aclose()
@@ -335,6 +339,10 @@ class ScoredWorkflow(RolloutWorkflow):
         clone._num_samples = 1
         clone._settings = request_settings(gconfig, self.tokenizer)
         return clone
+
+    def waits_for(self) -> str:
+        """The reward calls that bound its episodes."""
+        return self._scorer.waits_for()
 
     async def aclose(self) -> None:
         """Stop the reward pool, unless this workflow was made by `for_evaluation`."""

@@ -13,7 +13,7 @@ from areal.api.config.experiment import KINDS
 from areal.api.config.legacy import WITHOUT_OPTION, launcher_options, legacy_rule
 from areal.api.config.load import read
 from areal.api.config.schema import fields_of, options_without_effect, sections_in, with_defaults
-from areal.fleet.backends import backend_named
+from areal.fleet.server_backend import backend_named
 
 OPTIONS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "areal_v05_options.yaml").read_text())
 SECTIONS = {

@@ -16,10 +16,16 @@ from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, WeightUpdate
 from areal.api.errors import ConfigError
 from areal.api.registry import Entry, FunctionRef, entries
-from areal.fleet.backends import backend_named, replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import AnswerForm, Chunks, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
-from areal.fleet.server_backend import FlagRules, ServerBackend, ServerCommand, foreign_command
+from areal.fleet.server_backend import (
+    FlagRules,
+    ServerBackend,
+    ServerCommand,
+    backend_named,
+    foreign_command,
+    replica_factory,
+)
 from areal.fleet.server_client import ServerClient
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine

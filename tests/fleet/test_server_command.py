@@ -18,8 +18,7 @@ from areal.api.config import (
     TrainDatasetConfig,
 )
 from areal.api.config.train import LoRAConfig
-from areal.fleet.backends import backend_named
-from areal.fleet.server_backend import SERVER_SIDE, flag_words, server_python
+from areal.fleet.server_backend import SERVER_SIDE, backend_named, flag_words, server_python
 from areal.fleet.sglang import SGLANG, core_bindings
 from areal.fleet.vllm import VLLM
 from areal.launcher.job import another_server, make_plan

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import GRPOConfig, load_config
-from areal.fleet.backends import backend_named
-from areal.fleet.server_backend import flag_problems, given_flags, ignored_flags
+from areal.fleet.server_backend import backend_named, flag_problems, given_flags, ignored_flags
 from areal.fleet.sglang import SGLANG
 from areal.fleet.vllm import VLLM
 

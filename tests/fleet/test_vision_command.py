@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from areal.api.config import GenerationHyperparameters, InferenceEngineConfig, LoRAConfig
-from areal.fleet.backends import backend_named
+from areal.fleet.server_backend import backend_named
 from areal.models.vision_layout import FAMILIES
 from tests.fleet.test_server_command import MODEL, command, config_of
 

@@ -89,6 +89,13 @@ def test_a_trainer_that_waits_for_a_batch_and_episodes_that_wait_for_rewards():
     assert explains(run.line(), (3,), (61, BATCH), IN_ROLLOUT)
 
 
+def test_reward_calls_that_bound_the_run_are_named_instead():
+    run, text = Watched(), "1,536 reward calls wait for 1 worker, 3.0 s each: increase reward.workers"
+    run.status |= {"running": 96, "rewards": text}
+    assert text in (line := run.line())
+    assert "workflow code" not in line
+
+
 def two_trainers(run, doing, step):
     run.trainers({0: (doing, step), 1: (doing, step)})
 

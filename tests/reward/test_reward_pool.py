@@ -163,6 +163,16 @@ def test_a_result_that_came_while_the_event_loop_was_blocked_counts():
     asyncio.run(main())  # the loop of the other tests discounts the time for which it is blocked
 
 
+async def test_a_queue_that_workers_cannot_clear_soon_is_named():
+    pool = RewardPool(RewardConfig(workers=1))
+    assert pool.waits_for() == ""
+    pool._queue.extend([None] * 1536)
+    pool._recent_s = 0.001
+    assert pool.waits_for() == ""
+    pool._recent_s = 3.0
+    assert pool.waits_for() == "1,536 reward calls wait for 1 worker, 3.0 s each: increase reward.workers"
+
+
 async def test_fail_fast_ends_the_other_calls_of_a_group(quick_pool):
     answers = [(text, []) for text in ("hang", "hang", "hang", "hang")]
     results = await quick_pool.score_many(ref("hangs"), "", [], answers, {}, fail_fast=True)

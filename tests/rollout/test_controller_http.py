@@ -89,6 +89,17 @@ async def test_a_whole_run_through_the_client(tmp_path):
     assert status["gate_closed_because"] == "the run needs no more than its 12 accepted and 0 running episodes"
 
 
+async def test_reward_calls_that_bound_the_run_are_named(tmp_path):
+    class Workflow(rollout_kit.ScriptedWorkflow):
+        def waits_for(self):
+            return "9 reward calls wait"
+
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path), workflow=Workflow())
+    async with running(controller):
+        assert controller.status()["rewards"] == "9 reward calls wait"
+        assert controller.waiting_for().endswith("; 9 reward calls wait")
+
+
 async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(tmp_path):
     body = {"run_id": 0, "step": 0, "dp_rank": 1, "dp_size": 2}
     blobs = []

@@ -8,8 +8,7 @@ import pytest
 
 from areal.api.config import AlarmRuleConfig, AlarmsConfig
 from areal.observe.alarms import AlarmStop
-from areal.rollout.episode_alarms import WINDOW_BATCHES, EpisodeAlarms
-from areal.rollout.executor import ProducerStopped
+from areal.rollout.executor import WINDOW_BATCHES, EpisodeAlarms, ProducerStopped
 from tests.rollout import rollout_kit
 
 

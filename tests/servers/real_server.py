@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal.api.config import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, PPOActorConfig
-from areal.fleet.backends import backend_named
+from areal.fleet.server_backend import backend_named
 from areal.fleet.server_host import filled_in, port_names
 from areal.system.network import bind_socket, run_token
 

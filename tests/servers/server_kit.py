@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
 from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
 from areal.data.image_files import RunImages
-from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import AnswerForm, Replica
+from areal.fleet.server_backend import replica_factory
 from areal.system.file_registry import FileRegistry
 from areal.system.network import Host
 from areal.weights.collective import CollectiveChannel

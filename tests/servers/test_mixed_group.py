@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from areal.api.config.rollout import InferenceEngineConfig
-from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica
 from areal.fleet.replica import AnswerForm, Replica
+from areal.fleet.server_backend import replica_factory
 from areal.fleet.server_client import ServerClient
 from areal.system.file_registry import FileRegistry
 from areal.weights.collective import CollectiveChannel

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal.fleet.backends import backend_named
+from areal.fleet.server_backend import backend_named
 from areal.system.file_registry import FileRegistry
 from areal.system.network import Host
 from areal.system.process import ProcessContext

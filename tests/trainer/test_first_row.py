@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jinja2
 import pytest
@@ -84,6 +85,15 @@ def test_a_usable_row_has_its_prompt_and_no_problem(config_of):
 )
 def test_a_reward_that_fails_for_every_answer_is_a_problem(config_of, reward_fn, code):
     assert codes_of(config_of(reward_fn)) == [code]
+
+
+def test_the_time_of_the_reward_functions_is_that_of_a_train_step(config_of, monkeypatch):
+    times = iter([10.0, 13.0])
+    monkeypatch.setattr("areal.trainer.first_row.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    config = config_of(reward=RewardConfig(workers=2))
+    answers = config.train_dataset.batch_size * config.gconfig.n_samples
+    text = f"3 s for row 0: {answers * 3 / 2:.3g} s for the {answers} answers of a train step on 2 workers"
+    assert text in try_first_row(config).reward_time
 
 
 def test_a_reward_whose_module_cannot_be_imported_is_a_problem(config_of, tmp_path):
