@@ -87,6 +87,7 @@ def take_new_keys(draft: Draft) -> None:
         draft.keep(key, option)
     _agent(draft)
     _teacher(draft)
+    _aent(draft)
     _profile(draft)
     for role in _MODELS:
         key = f"{role}.fsdp.per_layer_optim_step"
@@ -148,6 +149,34 @@ def _teacher(draft: Draft) -> None:
     else:
         draft.set("teacher.advantage_coef", 0.0, "AReaL: the teacher is a term of the loss", key)
         draft.set("teacher.loss_coef", weight, f"AReaL: {key}", key)
+
+
+_AENT = {
+    "entropy_high": ("entropy_high", 0.5), "entropy_low": ("entropy_low", 0.1), "coeff_lr": ("coef_lr", 1e-3),
+    "coeff_box_high": ("coef_high", 1e-2), "coeff_box_low": ("coef_low", 1e-5),
+}  # fmt: skip
+"""Keys of actor.aent -> the option of actor.adaptive_entropy, and the recipe's default."""
+
+
+def _aent(draft: Draft) -> None:
+    """The section of the recipe AEnt: a bonus on the clamped entropy, whose coefficient may follow the entropy."""
+    keys = [key for key in draft.values if key == "actor.aent" or key.startswith("actor.aent.")]
+    if all(draft.values[key] is None for key in keys) and keys in ([], ["actor.aent"]):
+        draft.drop("no such section", "actor.aent")
+        return
+    for name, option, default in (("entropy_coeff", "entropy_coef", 1e-3), ("entropy_clamp", "entropy_clamp", 0.2)):
+        key = f"actor.aent.{name}"
+        draft.set(f"actor.{option}", draft.get(key, default), f"AReaL: {key}", key)
+    if draft.get("actor.aent.adaptive_coeff", False):
+        for name, (option, default) in _AENT.items():
+            key = f"actor.aent.{name}"
+            draft.set(f"actor.adaptive_entropy.{option}", draft.get(key, default), f"AReaL: {key}", key)
+        key, steps = "actor.aent.warmup_steps", draft.number("actor.aent.warmup_steps", 0)
+        why = f"AReaL: {key}; it first changes the coefficient one step later"
+        draft.set("actor.adaptive_entropy.warmup_steps", int(steps) + 1, why, key)
+    draft.drop("decides whether actor.adaptive_entropy is set", "actor.aent.adaptive_coeff")
+    draft.drop("no effect without adaptive_coeff", *(f"actor.aent.{name}" for name in (*_AENT, "warmup_steps")))
+    draft.drop("an empty section: its defaults", "actor.aent")
 
 
 def _profile(draft: Draft) -> None:

@@ -2,6 +2,9 @@
 
 import pytest
 
+from areal.api.config import AdaptiveEntropyConfig, GRPOConfig
+from areal.api.config.load import read
+from areal.importers.draft import nested
 from areal.importers.own import from_areal
 from tests.importers.drafts import fates, values
 
@@ -57,3 +60,33 @@ def test_a_supervised_file_with_an_actor_keeps_the_names_of_its_keys():
     assert draft.notes["actor.path"].text == "model.path"
     assert (draft.options["model.path"].value, draft.options["model.path"].origin) == ("m", "AReaL: actor.path")
     assert not [key for key in draft.notes if key.startswith("model.")]
+
+
+AENT = {"entropy_coeff": 2e-4, "entropy_clamp": 0.4, "entropy_high": 0.23, "entropy_low": 0.05, "coeff_lr": 2e-3}
+AENT |= {"coeff_box_high": 3e-3, "coeff_box_low": 2e-5, "warmup_steps": 29}
+
+
+def test_the_section_of_the_recipe_aent_becomes_the_entropy_options():
+    draft = from_areal(BASE | {"actor": ACTOR | {"aent": AENT | {"adaptive_coeff": True}}})
+    config = read(GRPOConfig, nested({path: one.value for path, one in draft.options.items()})).config
+    box = AdaptiveEntropyConfig(
+        entropy_low=0.05, entropy_high=0.23, coef_lr=2e-3, coef_low=2e-5, coef_high=3e-3, warmup_steps=30
+    )
+    assert (config.actor.entropy_coef, config.actor.entropy_clamp, config.actor.adaptive_entropy) == (2e-4, 0.4, box)
+    assert {note.fate for key, note in draft.notes.items() if key.startswith("actor.aent")} == {"computed", "dropped"}
+
+
+@pytest.mark.parametrize(
+    ("aent", "expected"),
+    [
+        (AENT | {"adaptive_coeff": False}, (2e-4, 0.4, None)),
+        ({"adaptive_coeff": True}, (1e-3, 0.2, AdaptiveEntropyConfig(warmup_steps=1))),
+        ({}, (1e-3, 0.2, None)),
+        (None, (0.0, 0.0, None)),
+    ],
+)
+def test_what_the_recipe_aent_leaves_out_has_its_defaults(aent, expected):
+    draft = from_areal(BASE | {"actor": ACTOR | {"aent": aent}})
+    actor = read(GRPOConfig, nested({path: one.value for path, one in draft.options.items()})).config.actor
+    assert (actor.entropy_coef, actor.entropy_clamp, actor.adaptive_entropy) == expected
+    assert "missing" not in [note.fate for key, note in draft.notes.items() if key.startswith("actor.aent")]
