@@ -136,7 +136,9 @@ def stats_problem(stats: object) -> str:
     if not isinstance(stats, Mapping):
         return f"stats of type {type(stats).__name__}: a mapping of names to TokenStat is expected"
     for name, stat in cast("Mapping[str, object]", stats).items():
-        if not isinstance(stat, TokenStat) or not all(isinstance(part, Tensor) for part in (stat.values, stat.mask)):
+        if not isinstance(stat, TokenStat) or not all(
+            isinstance(part, Tensor) for part in cast("tuple[object, object]", (stat.values, stat.mask))
+        ):
             return f"a {type(stat).__name__} as stats[{name!r}]: TokenStat(values, mask) with two tensors is expected"
         if stat.values.shape != stat.mask.shape:
             shapes = f"{tuple(stat.values.shape)} and mask of shape {tuple(stat.mask.shape)}"

@@ -69,7 +69,8 @@ def constructor_parameters(made: Callable[..., Any]) -> dict[str, inspect.Parame
 
     The latter count as optional, because the constructor may fill them in. `**kw` itself is left if no base ends it.
     """
-    kinds, bases = inspect.Parameter, getattr(made, "__mro__", (object,))[:-1]
+    kinds, rest = inspect.Parameter, list[inspect.Parameter]()
+    bases = made.__mro__[:-1] if isinstance(made, type) else ()
     constructors = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
     if not constructors:
         return dict(inspect.signature(made).parameters)

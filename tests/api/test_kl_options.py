@@ -67,6 +67,8 @@ def test_what_goes_together(load, overrides):
         ),
         ([REF, "actor.kl_estimator=k3+"], "actor.kl_estimator", "config.not_a_choice"),
         ([REF, "ref_reset_steps=0"], "ref_reset_steps", "config.out_of_range"),
+        (["actor.kl_ctl=0.1"], "actor.kl_ctl", "config.missing_requirement"),
+        (["actor.kl_loss_coef=0.1"], "actor.kl_loss_coef", "config.missing_requirement"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(load, overrides, path, code):
@@ -82,7 +84,6 @@ def test_what_cannot_work_is_refused_by_name(load, overrides, path, code):
         ([REF, "actor.kl_control.horizon=1"], "actor.kl_control.horizon"),
         ([REF, "actor.kl_control.measure=sequence-sum"], "actor.kl_control.measure"),
         (["actor.kl_control.measure=sequence-sum"], "actor.kl_control.measure"),
-        (["actor.kl_ctl=0.2"], "actor.kl_ctl"),
         (["actor.kl_top_k=4"], "actor.kl_top_k"),
         ([REF, "actor.kl_top_k=4"], "actor.kl_top_k"),
         ([REF, "actor.kl_loss_estimator=k1"], "actor.kl_loss_estimator"),
@@ -98,6 +99,11 @@ def test_what_cannot_work_is_refused_by_name(load, overrides, path, code):
 )  # fmt: skip
 def test_what_has_no_effect_is_listed_by_name(load, overrides, path):
     assert [one.path for one in options_without_effect(load(*overrides))] == [path]
+
+
+def test_the_penalty_is_on_with_a_reference_unless_it_is_given(load):
+    found = [load(*words).actor.kl_ctl for words in ([], [REF], [REF, "actor.kl_ctl=0.3"], [REF, "actor.kl_ctl=0"])]
+    assert found == [0.0, 0.1, 0.3, 0.0]
 
 
 def test_without_a_coefficient_the_reference_and_its_estimator_have_no_effect(load):

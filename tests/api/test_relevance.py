@@ -101,13 +101,15 @@ def test_the_notice_has_one_line_for_each_option():
     assert notice_of(Top()) == ""
     model = Model(loss="sft", clip=Clip(size=0.3))
     assert notice_of(Top(model=model)).splitlines()[1:] == [
-        "  model.clip.size: relevant when model.loss is ppo or gspo"
+        "  model.clip.size has an effect only when model.loss is ppo or gspo."
     ]
 
 
 def test_nested_alternatives_are_put_in_brackets():
     condition = (when("a", None) | when("b", True)) & above("c", 0.5)
     assert condition.words("") == "(a is null or b is true) and c is above 0.5"
+    assert condition.sentence("") == "either a is null or b is true, and c is above 0.5"
+    assert (above("c", 0.5) | (when("a", 1) & given("b"))).sentence("") == "c is above 0.5, or both a is 1 and b is set"
     assert list(condition.paths("model")) == ["model.a", "model.b", "model.c"]
 
 

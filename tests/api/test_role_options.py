@@ -33,7 +33,7 @@ def load(tmp_path):
     "overrides",
     [
         [TEACHER],
-        [TEACHER, "ref=null", "actor.kl_ctl=0.1"],  # without a reference there is no penalty
+        [TEACHER, "ref=null"],  # without a reference there is no penalty
         [TEACHER, "actor.kl_loss_coef=0.1", "actor.positive_nll_coef=0.1", "actor.dynamic_sampling=true"],
         ["teacher={path: /models/big, rl_weight: 0.1}", CRITIC, "actor.kl_ctl=0.1", "actor.adv_norm={}"],
         [JUDGE, "reward_fn=", "actor.adv_estimator=grpo"],

@@ -242,12 +242,12 @@ class KLOptions:
     """Penalties on the divergence from the reference."""
 
     kl_ctl: float = number(
-        0.1,
+        0.0,
         low=0,
-        relevant=when("kl_ctl", 0) | (given("/ref") & REWARDS),
+        relevant=REWARDS,
         also="verl: algorithm.kl_ctrl.kl_coef; ROLL: init_kl_coef",
     )
-    """Coefficient of the per-token KL penalty in the reward; 0 = no penalty."""
+    """Coefficient of the per-token KL penalty in the reward; 0 = no penalty. If not given, 0.1 with a `ref`, else 0."""
     kl_estimator: str = choice(
         "k1", "k1", "k2", "k3", "abs", "full", relevant=_IN_REWARD, also="verl: algorithm.kl_penalty"
     )

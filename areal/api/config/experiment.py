@@ -433,7 +433,7 @@ class BaseExperimentConfig:
                 yield Problem(f"{key}.path", text, "config.missing_requirement")
         if self.strict_config:
             for one in options_without_effect(self):
-                text = f"has no effect: it is relevant when {one.relevant_when}; remove it"
+                text = f"has an effect only when {one.sentence}: remove it"
                 yield Problem(one.path, text, "config.no_effect")
         yield from self._allocation_problems()
 
@@ -486,6 +486,7 @@ def _servers(*backends: str) -> Condition:
     return satisfies("/", lambda config: config.server_backend in ("", *backends), uses)
 
 
+KL_WITH_REFERENCE = 0.1
 _KL = above("actor.kl_ctl", 0) | above("actor.kl_loss_coef", 0)
 _RESETS = given("ref") & _KL
 
@@ -627,9 +628,11 @@ class PPOConfig(BaseExperimentConfig):
             yield "actor.adapter_update_mode", f"adapter cannot work, because {self._whole_only}: use merged"
         if self.critic is not None:
             yield from self._critic_problems(self.critic)
-        if self.ref is None and self.actor.kl_loss_coef > 0:
-            text = "needs a reference: set ref.path, or remove it"
-            yield Problem("actor.kl_loss_coef", text, "config.missing_requirement")
+        if self.ref is None:
+            for name in ("kl_ctl", "kl_loss_coef"):
+                if getattr(self.actor, name) > 0:
+                    text = "needs a reference: set ref.path, or remove it"
+                    yield Problem(f"actor.{name}", text, "config.missing_requirement")
         if self.ref is not None and self.ref.optimizer is not None:
             yield "ref.optimizer", "is set, but a reference is never trained: set it to null"
         if self.ref is not None and self.ref.logprob_kernel == "liger" and self.actor.wants_distributions:
@@ -706,7 +709,13 @@ def _unequal(path: str, value: object, other: str, expected: object) -> tuple[st
 
 
 def with_followers(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`given`, in which options that follow another one have its value unless they are given."""
+    """`given`, in which options that follow another one have its value unless they are given.
+
+    With a reference, actor.kl_ctl is KL_WITH_REFERENCE unless it is given.
+    """
+    actor = given.get("actor")
+    if issubclass(cls, PPOConfig) and given.get("ref") is not None and isinstance(actor, dict):
+        given = given | {"actor": {"kl_ctl": KL_WITH_REFERENCE, **actor}}
     followers: Mapping[str, str] = cls.FOLLOWERS if issubclass(cls, BaseExperimentConfig) else {}
     for path, source in followers.items():
         (section, name), (other, key) = path.split("."), source.split(".")

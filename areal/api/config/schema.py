@@ -66,6 +66,16 @@ class Condition:
         texts = [(part.words(section), part.word in ("", self.word)) for part in self.parts]
         return f" {self.word} ".join(text if is_flat else f"({text})" for text, is_flat in texts)
 
+    def sentence(self, section: str) -> str:
+        """The condition as the end of a sentence: `either` and `both` take the place of brackets."""
+        if not self.parts:
+            return self.words(section)
+        texts = [part.sentence(section) for part in self.parts]
+        for place, part in enumerate(self.parts):
+            if part.word not in ("", self.word):
+                texts[place] = f"{'either' if part.word == 'or' else 'both'} {texts[place]}"
+        return (f" {self.word} " if all(not part.parts for part in self.parts) else f", {self.word} ").join(texts)
+
     def paths(self, section: str) -> Iterator[str]:
         """The absolute paths of the options that the condition reads."""
         for part in self.parts:
@@ -107,6 +117,8 @@ class NoEffect:
 
     path: str
     relevant_when: str
+    sentence: str
+    """What would give it one, as the end of a sentence."""
 
 
 def relevance_of(entry: dataclasses.Field[Any]) -> Condition | None:
@@ -120,7 +132,7 @@ def options_without_effect(config: Any) -> list[NoEffect]:
     An option that equals its default is never listed, given by the user or not. A section that is null by default is
     listed as a whole, unless it has only nulls; of other sections each changed option is listed.
     """
-    return list(_without_effect((config,), "", ""))
+    return list(_without_effect((config,), "", None))
 
 
 def notice_of(config: Any) -> str:
@@ -128,29 +140,30 @@ def notice_of(config: Any) -> str:
     found = options_without_effect(config)
     if not found:
         return ""
-    lines = [f"{one.path}: relevant when {one.relevant_when}" for one in found]
+    lines = [f"{one.path} has an effect only when {one.sentence}." for one in found]
     return "\n  ".join(["options without effect under these settings (strict_config=true refuses them):", *lines])
 
 
-def _without_effect(sections: tuple[Any, ...], prefix: str, because: str) -> Iterator[NoEffect]:
-    """`because` is the unmet condition of an enclosing section; '' = there is none."""
+def _without_effect(sections: tuple[Any, ...], prefix: str, because: tuple[str, str] | None) -> Iterator[NoEffect]:
+    """`because` is the unmet condition of an enclosing section in both forms."""
     section = sections[-1]
     for entry in dataclasses.fields(section):
         value, default, path = getattr(section, entry.name), _default_of(entry), prefix + entry.name
         condition = relevance_of(entry)
         reason = because
         if not reason and condition is not None and not condition.holds(sections):
-            reason = condition.words(prefix.rstrip("."))
+            at = prefix.rstrip(".")
+            reason = condition.words(at), condition.sentence(at)
         is_section = dataclasses.is_dataclass(value) and not isinstance(value, Named)
         is_whole = not is_section or (default is None and any(part is not None for part in vars(value).values()))
         if reason and value != default and is_whole:
-            yield NoEffect(path, reason)
+            yield NoEffect(path, *reason)
         elif is_section:
             yield from _without_effect((*sections, value), f"{path}.", reason)
         elif isinstance(value, list):
             for place, item in enumerate(cast("list[Any]", value)):
                 if dataclasses.is_dataclass(item):
-                    yield from _without_effect((*sections, item), f"{path}[{place}].", "")
+                    yield from _without_effect((*sections, item), f"{path}[{place}].", None)
 
 
 def _default_of(entry: dataclasses.Field[Any]) -> Any:
