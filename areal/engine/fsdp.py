@@ -45,7 +45,7 @@ from areal.engine.hf_model import (
     shard_units,
 )
 from areal.engine.linear_logprobs import require_liger
-from areal.engine.lora import Adapters
+from areal.engine.lora import Adapters, frozen_experts
 from areal.engine.mesh import TrainerMesh, copy_part, whole_tensor
 from areal.engine.micro_batch import (
     ModelInput,
@@ -67,6 +67,7 @@ from areal.models.model_shape import ModelShape
 from areal.models.output_head import has_float32_head, routers_of
 from areal.models.stored_form import StoredPart
 from areal.models.vision_layout import read_vision_layout
+from areal.observe.log import get_logger
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The reduction of FSDP's gradients on CPU ranks. gloo's own sums the whole buffer on every rank: twice the bytes.
@@ -525,6 +526,8 @@ def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: Trainer
         hf_model.requires_grad_(False)
     _freeze(hf_model, config.freeze)
     adapters = None if config.lora is None else Adapters(hf_model, config.lora)
+    if config.lora is not None and mesh.rank == 0 and (text := frozen_experts(hf_model, config.lora)):
+        get_logger("engine").warning(text)
     if mesh.tensor.size > 1:
         apply_tensor_plan(hf_model, mesh.device_mesh(config.fsdp.shard_size)["tensor"])
     if mesh.dims.ep > 1:

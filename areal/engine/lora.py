@@ -16,11 +16,12 @@ from areal.api.config.train import ALL_LINEAR, is_target
 from areal.api.errors import ConfigError
 from areal.engine.hf_model import other_towers, seed_of
 from areal.engine.mesh import copy_part, local_part, region_of, whole_tensor
-from areal.models.adapter_files import is_saved, prefixes, require_targets
+from areal.models.adapter_files import is_of_experts, is_saved, prefixes, require_targets
 
 DOWN, UP = "lora_A", "lora_B"
 START_DOWN, START_UP = "start_A", "start_B"
 """Initial values that are not zero together: their product is subtracted, so that training begins at the base model."""
+_ROUTERS = {"gate", "router"}
 _NAMES = (DOWN, UP, START_DOWN, START_UP)
 
 
@@ -222,16 +223,21 @@ def _initial(layer: LoRALinear, config: LoRAConfig, seed: int) -> tuple[Tensor, 
 def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]:
     """The linear layers that get adapters, by name.
 
-    all-linear is every one but the output head, as in peft, and but those of the parts that only images use. Names and
-    patterns choose layers of all parts. exclude_modules leaves out some of them.
+    all-linear is every one but the output head, the routers of experts, and those of the parts that only images use.
+    Names and patterns choose layers of all parts. exclude_modules leaves out some of them. Experts, whose weights are
+    one tensor for all, have none.
     """
     head, targets = model.get_output_embeddings(), config.target_modules
     linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one is not head}
     saved = config.modules_to_save
     linear = {name: one for name, one in linear.items() if not any(is_saved(part, saved) for part in prefixes(name))}
-    require_targets(config, list(linear), list(_with_weights(model)))
+    linear = {name: one for name, one in linear.items() if not is_of_experts(name)}
+    has_experts = any(map(is_of_experts, _with_weights(model)))
+    require_targets(config, list(linear), list(_with_weights(model)), has_experts=has_experts)
     every = targets in (ALL_LINEAR, [ALL_LINEAR])
     others = {id(module) for tower in other_towers(model) for module in tower.modules()} if every else set[int]()
+    if every and has_experts:
+        others |= {id(one) for name, one in linear.items() if _ROUTERS & set(name.split("."))}
     result = {
         name: one for name, one in linear.items() if (every or is_target(name, targets)) and id(one) not in others
     }
@@ -244,6 +250,17 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
             text = f"lora.rank={config.rank} with init={config.init} exceeds the size {min(one.weight.shape)} of {name}"
             raise ConfigError(f"{text}: lower it", code="adapter.rank")
     return result
+
+
+def frozen_experts(model: nn.Module, config: LoRAConfig) -> str:
+    """A line for the start when the user may expect adapters in experts, which stay frozen; else empty."""
+    experts = {name: one for name, one in model.named_parameters() if is_of_experts(name) and not one.requires_grad}
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
+    ends = {name.rpartition(".")[2] for name in experts} | {"gate_proj", "up_proj"}
+    if not experts or not (ALL_LINEAR in targets or ends & set(targets)):
+        return ""
+    part = sum(one.numel() for one in experts.values()) / sum(one.numel() for one in model.parameters())
+    return f"lora.target_modules: experts, {part:.0%} of the parameters, get no adapters and stay frozen, as routers do"
 
 
 def _with_weights(model: PreTrainedModel) -> dict[str, nn.Module]:

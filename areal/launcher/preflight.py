@@ -45,7 +45,7 @@ from areal.data.row_check import count_rows, dataset_paths, file_problem
 from areal.data.row_files import READERS, dataset_files
 from areal.fleet.server_backend import ServerBackend, backend_named, ignored_flags, server_python
 from areal.launcher.job import LaunchPlan, NcclVersions, parse_env_vars
-from areal.models.adapter_files import adapter_weights, prefixes, require_targets
+from areal.models.adapter_files import adapter_weights, is_of_experts, prefixes, require_targets
 from areal.models.checkpoint_files import stored_weights
 from areal.models.mesh_rules import trainer_problem
 from areal.models.model_shape import ModelShape
@@ -588,9 +588,10 @@ def _adapter_problems(key: str, model: TrainEngineConfig) -> Iterator[str]:
         return
     if not _errors_of(partial(stored_weights, folder)):
         stored = {name.rpartition(".")[0]: weight for name, weight in stored_weights(folder).items()}
-        names = [name for name, weight in stored.items() if len(weight.shape) == 2 and not name.endswith(_NOT_ADAPTED)]
+        matrices = [name for name, one in stored.items() if len(one.shape) == 2 and not name.endswith(_NOT_ADAPTED)]
+        names, has_experts = [name for name in matrices if not is_of_experts(name)], any(map(is_of_experts, stored))
         around = sorted({prefix for name in stored for prefix in prefixes(name)})
-        for text in _errors_of(partial(require_targets, lora, names, [*around, "lm_head"])):
+        for text in _errors_of(partial(require_targets, lora, names, [*around, "lm_head"], has_experts=has_experts)):
             yield f"{key}.{text}"
         if lora.path:
             for text in _errors_of(partial(adapter_weights, Path(lora.path).expanduser(), lora, folder)):

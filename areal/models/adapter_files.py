@@ -99,10 +99,19 @@ def _require_fit(folder: Path, found: dict[str, StoredWeight], base: Path) -> No
             raise InputError(message, code="adapter.other_base")
 
 
-def require_targets(lora: LoRAConfig, linear: list[str], modules: list[str]) -> None:
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a weight belongs to experts, whose matrices a model holds together and which get no adapters."""
+    return "experts" in name.split(".")
+
+
+def require_targets(lora: LoRAConfig, linear: list[str], modules: list[str], *, has_experts: bool) -> None:
     """Raise ConfigError when an entry of target_modules, exclude_modules or modules_to_save matches nothing.
 
-    `linear`: the linear layers that can have adapters. `modules`: every module with weights.
+    `linear`: the linear layers that can have adapters. `modules`: every module with weights. With experts a list may
+    name their matrices beside others: those get no adapters.
     """
     wanted: dict[str, bool] = {}
     for key, given in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
@@ -110,6 +119,8 @@ def require_targets(lora: LoRAConfig, linear: list[str], modules: list[str]) -> 
             continue
         for entry in [given] if isinstance(given, str) else given:
             wanted[f"{key}: {entry}"] = any(is_target(x, given if given is entry else [entry]) for x in linear)
+            if has_experts and given is not entry and entry in _OF_EXPERTS:
+                wanted[f"{key}: {entry}"] = any(is_target(x, given) for x in linear)
     for entry in lora.modules_to_save:
         wanted[f"modules_to_save: {entry}"] = any(is_saved(x, [entry]) for x in modules)
     for entry, has_match in wanted.items():

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from areal.api.config.train import LoRAConfig
 from areal.api.errors import ArealError
+from areal.engine.lora import _targets
 from tests.expect import raises_code
 
 PREFIX = "base_model.model."
@@ -232,6 +233,35 @@ def test_settings_that_do_not_fit_the_model_are_refused(cases, models, changes, 
         cases.make_engine(models / "qwen2", lora=replace(LoRAConfig(), **changes))  # tied embeddings
     assert caught.value.code == code
     assert [value for value in values if value not in str(caught.value)] == []
+
+
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "is_told"), [("all-linear", True), (SEVEN, True), (SEVEN[:4], False), (["o_proj", "w1"], False)]
+)
+def test_the_experts_and_routers_of_a_model_stay_frozen_and_a_line_says_so(cases, models, caplog, targets, is_told):
+    engine = cases.make_engine(models / "qwen3_moe", lora=LoRAConfig(rank=2, target_modules=targets))
+    adapted = {name.rpartition(".")[2] for name in engine._lora.adapters.layers}
+    assert adapted == set(SEVEN[:4] if targets != ["o_proj", "w1"] else ["o_proj"])
+    assert ("experts" in caplog.text and "stay frozen" in caplog.text) is is_told
+
+
+@pytest.mark.parametrize("targets", [["gate_proj"], ["down_proj", "up_proj"], ["q_proj", "w_qkv"]])
+def test_targets_that_choose_experts_alone_or_nothing_are_refused(cases, models, targets):
+    with raises_code("adapter.no_target"):
+        cases.make_engine(models / "qwen3_moe", lora=LoRAConfig(rank=2, target_modules=targets))
+
+
+def test_a_linear_router_gets_an_adapter_only_by_name(monkeypatch):
+    monkeypatch.setattr("areal.engine.lora.other_towers", lambda model: [])
+    model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4), "gate": torch.nn.Linear(4, 3)})
+    model["experts"] = torch.nn.Module()
+    model["experts"].gate_up_proj = torch.nn.Parameter(torch.zeros(3, 8, 4))
+    model.get_output_embeddings = lambda: None
+    found = [list(_targets(model, LoRAConfig(target_modules=names))) for names in ("all-linear", ["gate", "q_proj"])]
+    assert found == [["q_proj"], ["q_proj", "gate"]]
 
 
 def test_a_model_without_lora_has_no_adapter_to_save(cases, models, tmp_path):

@@ -38,7 +38,7 @@ class LoRAConfig:
     dropout: float = number(0.0, low=0, below=1, also="peft: lora_dropout")
     """Dropout probability of the adapters' input while training."""
     target_modules: str | list[str] = option(ALL_LINEAR)
-    """Modules with adapters: all-linear, a list of names (of the last parts), or a regular expression for the whole."""
+    """Modules with adapters, never experts: all-linear (no routers), a list of names, or a regular expression."""
     exclude_modules: str | list[str] = section(list[str], also="verl: model.exclude_modules")
     """Modules without adapters among those of target_modules: a list of names, or a regular expression."""
     init: str = choice("default", "default", "gaussian", "pissa", "olora", also="peft: init_lora_weights")
