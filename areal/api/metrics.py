@@ -53,7 +53,8 @@ class Metric:
         if other.count == 0:
             return self
         pick = {"max": max, "min": min}.get(self.kind)
-        total = pick(self.total, other.total) if pick else self.total + other.total
+        has_nan = self.total != self.total or other.total != other.total
+        total = pick(self.total, other.total) if pick and not has_nan else self.total + other.total
         return Metric(total, self.count + other.count, self.kind)
 
 

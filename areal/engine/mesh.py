@@ -356,11 +356,16 @@ class _ThreadRanks:
 
 
 def _reduced(values: Tensor, op: ReduceOp, group: dist.ProcessGroup | None) -> Tensor:
-    """`group` None: all ranks."""
-    result = values.clone()
-    operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-    dist.all_reduce(result, op=operation, group=group)
-    return result
+    """`group` None: all ranks. A NaN of any rank is in the result: alone, a maximum or minimum of gloo can drop it."""
+    if op == "sum" or not values.is_floating_point():
+        result = values.clone()
+        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        dist.all_reduce(result, op=operation, group=group)
+        return result
+    is_nan, sign = values.isnan(), 1 if op == "max" else -1
+    both = torch.stack([torch.where(is_nan, 0.0, values * sign), is_nan.to(values.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(both[1] > 0, torch.nan, both[0] * sign)
 
 
 def _open_store(

@@ -27,12 +27,14 @@ from areal.algorithm.advantage import RETURNS
 from areal.api.batch import CANDIDATE_IDS, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.config.train import LoRAConfig
+from areal.api.engine import TrainEngine
 from areal.api.errors import ArealError, TrainingDiverged
 from areal.api.metrics import Metric
 from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch, take
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
+from areal.trainer.minibatch import reduce_metrics
 
 VOCAB = 23  # odd, so that two shards are uneven
 LENGTHS = [5, 9, 2, 9, 1, 14, 5, 7, 3]
@@ -207,6 +209,7 @@ def two_rank_scenarios(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
     _adapters(mesh, folder, batch)
     facts["errors"] = _errors(mesh, models)
     facts["diverged"] = _diverged(mesh, models)
+    facts["reduced"] = _reduced(mesh, make_engine(models / "qwen2", mesh))
     return facts
 
 
@@ -302,6 +305,18 @@ def _errors(mesh: TrainerMesh, models: Path) -> list[str]:
         except ArealError as error:
             found.append(error.code)
     return found
+
+
+def _reduced(mesh: TrainerMesh, engine: TrainEngine) -> dict[str, list[str]]:
+    """Maxima, minima and metrics of two ranks, where each has numbers of its own or a NaN."""
+    nan, infinity = float("nan"), float("inf")
+    own = [(1.0, 2.0), (nan, 1.0), (1.0, nan), (nan, nan), (-infinity, infinity)]
+    values = torch.tensor([pair[mesh.rank] for pair in own], dtype=torch.float64)
+    found = {op: mesh.all_reduce(values, op).tolist() for op in ("sum", "max", "min")}
+    for kind in ("mean", "max", "min"):
+        each = {str(place): Metric(pair[mesh.rank], 1.0, kind) for place, pair in enumerate(own[:4])}
+        found[kind + "_metric"] = [one.value for _, one in sorted(reduce_metrics(each, engine).items())]
+    return {name: [repr(value) for value in values] for name, values in found.items()}
 
 
 def _diverged(mesh: TrainerMesh, models: Path) -> list[list[object]]:

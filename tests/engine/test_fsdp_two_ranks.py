@@ -139,6 +139,21 @@ def test_an_error_on_one_rank_ends_the_call_on_both(facts):
         assert facts[rank]["errors"] == ["data.too_long", "checkpoint.not_written", "checkpoint.missing"]
 
 
+def test_a_nan_of_one_rank_is_in_every_reduction_of_all(facts):
+    assert (
+        facts[0]["reduced"]
+        == facts[1]["reduced"]
+        == {
+            "sum": ["3.0", "nan", "nan", "nan", "nan"],
+            "max": ["2.0", "nan", "nan", "nan", "inf"],
+            "min": ["1.0", "nan", "nan", "nan", "-inf"],
+            "mean_metric": ["1.5", "nan", "nan", "nan"],
+            "max_metric": ["2.0", "nan", "nan", "nan"],
+            "min_metric": ["1.0", "nan", "nan", "nan"],
+        }
+    )
+
+
 def test_both_ranks_end_with_the_same_error_when_one_diverges(facts):
     assert [kind for kind, _ in facts[0]["diverged"]] == ["loss", "gradient", "weight"]
     assert facts[0]["diverged"] == facts[1]["diverged"]

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from areal.api.config import OptimizerConfig
+from areal.api.config import OptimizerConfig, TrainEngineConfig
+from areal.api.config.train import MegatronEngineConfig
 from areal.engine.optimizer import BLOCK, MOMENTS, SCALE, RoundedAdam, ScheduledOptimizer, _stored, moments
 from tests.expect import raises_code
 
@@ -115,3 +116,20 @@ def test_rows_that_tensor_ranks_split_inside_a_block_are_refused(monkeypatch):
     monkeypatch.setattr("areal.engine.optimizer.local_part", lambda tensor: tensor.detach()[:, : BLOCK // 2])
     with raises_code("model.cannot_split", BLOCK // 2):
         RoundedAdam([weight], bits=8, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("moments_in", "betas", "refused"),
+    [
+        ({"exp_avg_sq_dtype": "bfloat16"}, {}, ["optimizer.beta2"]),
+        ({"exp_avg_sq_dtype": "bfloat16"}, {"beta2": 0.99}, []),
+        ({"exp_avg_dtype": "bfloat16"}, {"beta1": 0.995}, ["optimizer.beta1"]),
+        ({"exp_avg_dtype": "bfloat16"}, {}, []),
+    ],
+)
+def test_moments_of_bfloat16_that_would_never_decay_are_refused(moments_in, betas, refused):
+    """Those of Megatron-Core are rounded to nearest; `adam_bf16` rounds at random and takes every beta2."""
+    megatron = MegatronEngineConfig(use_precision_aware_optimizer=True, **moments_in)
+    config = TrainEngineConfig(path="m", megatron=megatron, optimizer=OptimizerConfig(**betas))
+    assert [path for path, *_ in config.megatron_problems(1)] == refused
+    assert list(TrainEngineConfig(path="m", optimizer=OptimizerConfig(type="adam_bf16", **betas)).problems()) == []

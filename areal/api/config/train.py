@@ -81,6 +81,9 @@ def is_target(name: str, targets: str | list[str]) -> bool:
 # Options of the Megatron-Core train engine.
 
 _OVERLAPS = "overlap_param_gather"
+MAX_BFLOAT16_BETA = 0.99
+"""The largest decay rate of a moment that is rounded to nearest in bfloat16: numbers there are 0.4% to 0.8% apart, and
+a step of 0.1%, that of 0.999, is lost."""
 _DTYPES = ("float32", "bfloat16", "float16", "fp8")
 _WITH_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 """Parts whose outputs are freed before they are recomputed."""
@@ -399,6 +402,11 @@ class TrainEngineConfig:
             yield Problem("optimizer.type", f"{kind} needs fsdp in allocation_mode: use adam", "config.unsupported")
         if self.optimizer is not None and self.optimizer.type == "sgd" and self.megatron.use_precision_aware_optimizer:
             yield "megatron.use_precision_aware_optimizer", "needs optimizer.type=adam: use false with sgd"
+        if self.optimizer is not None and self.megatron.use_precision_aware_optimizer:
+            for name, moment in (("beta1", "exp_avg_dtype"), ("beta2", "exp_avg_sq_dtype")):
+                if getattr(self.megatron, moment) == "bfloat16" and getattr(self.optimizer, name) > MAX_BFLOAT16_BETA:
+                    text = f"is above {MAX_BFLOAT16_BETA}, and megatron.{moment}=bfloat16, rounded to nearest, would"
+                    yield f"optimizer.{name}", f"{text} never decay: lower it, or use float32"
         if self.freeze or (self.optimizer is not None and self.optimizer.lr_of):
             name = "freeze" if self.freeze else "optimizer.lr_of"
             yield Problem(name, "needs fsdp in allocation_mode: remove it", "config.unsupported")
