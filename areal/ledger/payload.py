@@ -146,54 +146,64 @@ def _checked_length(trajectory: Trajectory, *, is_scored: bool) -> int:
     return size
 
 
-class _Tokens(NamedTuple):
-    """The per-token columns of an episode, as arrays."""
+_SHORT = 64
+"""Up to this number of tokens, the functions of Python are faster than those of numpy."""
 
-    token_ids: np.ndarray
-    versions: np.ndarray
-    logprobs: np.ndarray
-    loss_mask: np.ndarray
+
+class _Tokens(NamedTuple):
+    """The per-token columns of an episode: int32, int32, float32 and uint8."""
+
+    token_ids: array[int]
+    versions: array[int]
+    logprobs: array[float]
+    loss_mask: bytearray
     lengths: list[int]
 
-    def check(self, limits: TokenLimits, num_trained: int, oldest: int, newest: int) -> None:
-        """Raise TrajectoryError for numbers that no trainer can use. Four passes over whole columns.
-
-        `num_trained` counts the tokens with loss mask 1; `oldest`, `newest`: of all versions.
-        """
-        ids, logprobs, mask = self.token_ids, self.logprobs, self.loss_mask
-        if np.maximum.reduce(ids.view("u4")) >= limits.vocab_size:  # a negative id is a large number
+    def check(self, limits: TokenLimits, oldest: int, newest: int) -> None:
+        """Raise TrajectoryError for numbers that no trainer can use. `oldest`, `newest`: of all versions."""
+        if len(self.token_ids) <= _SHORT:
+            is_vocabulary = min(self.token_ids) >= 0 and max(self.token_ids) < limits.vocab_size
+            are_logprobs = max(self.logprobs) <= MAX_LOGPROB and sum(self.logprobs) > -math.inf
+        else:  # NaN compares false; a negative id is a large number
+            logprobs = np.frombuffer(self.logprobs, "f4")
+            is_vocabulary = np.maximum.reduce(np.frombuffer(self.token_ids, "u4")) < limits.vocab_size
+            are_logprobs = np.maximum.reduce(logprobs) <= MAX_LOGPROB and np.minimum.reduce(logprobs) > -np.inf
+        if not is_vocabulary:
+            ids = np.frombuffer(self.token_ids, "i4")
             wrong = (ids < 0) | (ids >= limits.vocab_size)
             raise self._wrong("token_ids", ids, wrong, f"outside of the vocabulary (0 to {limits.vocab_size - 1})")
-        if np.maximum.reduce(mask) > 1:
+        if self.loss_mask.count(0) + self.loss_mask.count(1) < len(self.loss_mask):
+            mask = np.frombuffer(self.loss_mask, np.uint8)
             raise self._wrong("loss_mask", mask, mask > 1, "neither 0 nor 1")
-        if not np.maximum.reduce(logprobs) <= MAX_LOGPROB or np.minimum.reduce(logprobs) == -np.inf:
-            wrong = ~((logprobs <= MAX_LOGPROB) & np.isfinite(logprobs))  # the maximum of a column with NaN is NaN
+        if not are_logprobs:
+            logprobs = np.frombuffer(self.logprobs, "f4")
+            wrong = ~((logprobs <= MAX_LOGPROB) & np.isfinite(logprobs))
             raise self._wrong("rollout_logprobs", logprobs, wrong, "which is not a log-probability")
         if newest > limits.newest_version or oldest < -1:
-            wrong = (self.versions > limits.newest_version) | (self.versions < -1)
+            versions = np.frombuffer(self.versions, "i4")
+            wrong = (versions > limits.newest_version) | (versions < -1)
             text = f"which is no policy version: the newest one is {limits.newest_version}"
-            raise self._wrong("output_versions", self.versions, wrong, text)
-        if num_trained <= len(self.lengths) or limits.strict:
-            self._require_trained(limits.strict)
-
-    def _require_trained(self, strict: bool) -> None:
-        firsts = np.cumsum([0, *self.lengths[:-1]])
-        trained = np.add.reduceat(self.loss_mask, firsts, dtype=np.int64) - self.loss_mask[firsts]
-        if not trained.any() or (strict and not trained.all()):
+            raise self._wrong("output_versions", versions, wrong, text)
+        first, has_trained = 0, list[bool]()
+        for length in self.lengths:  # the first token of a row is never trained
+            has_trained.append(self.loss_mask.find(1, first + 1, first + length) >= 0)
+            first += length
+        if not any(has_trained) or (limits.strict and not all(has_trained)):
             problem = "marks no token to train on: the first one has no prediction"
             raise TrajectoryError(f"loss_mask {problem}", code="workflow.loss_mask")
-        if strict:
-            self._check_form(firsts)
+        if limits.strict:
+            self._check_form()
 
-    def _check_form(self, firsts: np.ndarray) -> None:
+    def _check_form(self) -> None:
         """The additional rules of rollout.check_trajectory_format."""
-        is_first = np.zeros(len(self.loss_mask), bool)
-        is_first[firsts] = True
-        is_trained = self.loss_mask > 0
+        mask, logprobs = np.frombuffer(self.loss_mask, np.uint8), np.frombuffer(self.logprobs, "f4")
+        versions, is_trained = np.frombuffer(self.versions, "i4"), mask > 0
+        is_first = np.zeros(len(mask), bool)
+        is_first[np.cumsum([0, *self.lengths[:-1]])] = True
         for name, values, wrong, text in (
-            ("loss_mask", self.loss_mask, is_trained & is_first, "on the first token, which has no prediction"),
-            ("rollout_logprobs", self.logprobs, ~is_trained & (self.logprobs != 0), "but loss_mask is 0 there"),
-            ("output_versions", self.versions, is_trained & (self.versions < 0), "but loss_mask marks this token"),
+            ("loss_mask", mask, is_trained & is_first, "on the first token, which has no prediction"),
+            ("rollout_logprobs", logprobs, ~is_trained & (logprobs != 0), "but loss_mask is 0 there"),
+            ("output_versions", versions, is_trained & (versions < 0), "but loss_mask marks this token"),
         ):
             if wrong.any():
                 raise self._wrong(name, values, wrong, text)
@@ -226,16 +236,10 @@ def _joined(
         versions += made_numbers
         logprobs += to_array("f", trajectory.rollout_logprobs)
         loss_mask += mask_numbers
-    tokens = _Tokens(
-        np.frombuffer(token_ids, "i4"),
-        np.frombuffer(versions, "i4"),
-        np.frombuffer(logprobs, "f4"),
-        np.frombuffer(loss_mask, np.uint8),
-        lengths,
-    )
-    by_version, num_trained = count_by_version(tokens.versions, tokens.loss_mask), loss_mask.count(1)
+    by_version, num_trained = count_by_version(versions, loss_mask), loss_mask.count(1)
     if limits is not None:
-        tokens.check(limits, num_trained, by_version[0][0], by_version[-1][0])
+        tokens = _Tokens(token_ids, versions, logprobs, loss_mask, lengths)
+        tokens.check(limits, by_version[0][0], by_version[-1][0])
     columns = list(_columns(trajectories, lengths, record))
     header = orjson.dumps([_declared(spec, values) for spec, values in columns]) if columns else b""
     finished = bytes([trajectory.finished for trajectory in trajectories])

@@ -80,12 +80,13 @@ class EpisodeAlarms:
 
     def ended(self, signs: Sequence[str], detail: str, now_s: float) -> None:
         """An episode ended. `signs`: the alarms that count it; `detail`: its cause."""
-        if len(self._window) == self._window.maxlen:
+        if len(self._window) == self._window.maxlen and self._window[0]:
             self._counts.subtract(self._window[0])
         self._window.append(signs)
         self._num_ended += 1
-        self._counts.update(signs)
-        self._details.update(dict.fromkeys(signs, detail))
+        if signs:
+            self._counts.update(signs)
+            self._details.update(dict.fromkeys(signs, detail))
         has_news = bool(signs)
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
