@@ -16,8 +16,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
@@ -42,6 +43,7 @@ _CONNECT_S = 5.0
 
 def connect_ray() -> Any:
     """Connect to the Ray cluster at RAY_ADDRESS. Returns the package. LaunchError when there is none."""
+    send_token(os.environ)
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
@@ -66,6 +68,16 @@ def connect_ray() -> Any:
             f"no Ray cluster at RAY_ADDRESS={address}: {cause}: {advice}", code="launch.no_ray"
         ) from error
     return ray
+
+
+def send_token(environ: MutableMapping[str, str]) -> None:
+    """Let the client send the user's token, if there is one; a cluster without tokens ignores it.
+
+    Ray 2.60 reads the file for the address `auto` only, whereas `ray start` asks for the token when the file exists.
+    """
+    names = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if any(environ.get(name) for name in names) or (Path.home() / ".ray" / "auth_token").is_file():
+        environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 @contextlib.contextmanager

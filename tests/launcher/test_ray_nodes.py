@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from areal.api.config import LauncherConfig
 from areal.launcher.placement import Machine
-from areal.launcher.ray import demands, living_nodes
+from areal.launcher.ray import demands, living_nodes, send_token
 from areal.system.network import Host
 from tests.launcher.fake_backend import planned_process
 
@@ -48,3 +48,19 @@ def test_a_run_uses_the_chosen_nodes_of_ray():
     assert list(living_nodes(ray)) == ["n1", "n2", "n3", "n4"]
     assert list(living_nodes(ray, "n[1-3]", "10.0.0.2")) == ["n1", "n3"]
     assert [machine.memory_bytes for machine in living_nodes(ray, "n4").values()] == [9]
+
+
+def test_a_token_of_the_user_is_sent(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for environ, has_file, mode in [
+        ({}, False, None),
+        ({}, True, "token"),
+        ({"RAY_AUTH_TOKEN_PATH": "x"}, False, "token"),
+        ({"RAY_AUTH_MODE": "disabled"}, True, "disabled"),
+    ]:
+        (tmp_path / ".ray").mkdir(exist_ok=True)
+        (tmp_path / ".ray" / "auth_token").unlink(missing_ok=True)
+        if has_file:
+            (tmp_path / ".ray" / "auth_token").write_text("secret")
+        send_token(environ)
+        assert environ.get("RAY_AUTH_MODE") == mode
