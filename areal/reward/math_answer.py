@@ -77,10 +77,10 @@ speed 1 mph
 _MAGNITUDES = r"""
 12 dozen dozens docena* douzaine* dutzend 打
 100 hundred 百
-1000 thousand thousands mil mille tausend 千 천 พัน тысяч* тыс\.? k
+1000 thousand thousands mil mille tausend nghìn ngàn ribu 千 천 พัน тысяч* тыс\.? k
 10000 万 萬 만 หมื่น
 100000 lakh lakhs แสน
-1000000 million millions millón millones milhão milhões millionen mio mn mln 百万 백만 ล้าน миллион* млн
+1000000 million millions triệu juta millón millones milhão milhões millionen mio mn mln 百万 백만 ล้าน миллион* млн
 10000000 crore crores
 100000000 亿 億 억
 1000000000 billion billions milliard milliards milliarden миллиард* млрд bn
