@@ -3,15 +3,15 @@
 import asyncio
 import contextvars
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from areal.agent.answer_format import has_format
-from areal.agent.images import with_stored_images
-from areal.agent.prompt_size import check_bytes, check_tokens, is_large
-from areal.agent.tool_calls import AnswerStyle, split_answer
+import orjson
+
+from areal.agent.images import parts_of, with_stored_images
+from areal.agent.tool_calls import AnswerStyle, parsed_json, split_answer
 from areal.agent.transcript import Context, Transcript
 from areal.agent.turns import (
     FinishReason,
@@ -28,6 +28,113 @@ from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError, InputError, RequestError, RewardError, ServerUnavailable
 from areal.data.tokenizer import Tokenizer
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether an answer has the format that its request asked for: JSON of a schema.
+#
+# Sampling is not constrained: the log-probabilities of a constrained sampler are not those that the trainer computes.
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "number": (int, float),
+    "integer": (int,),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+_MAX_DEPTH = 64
+
+
+def has_format(text: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a text is JSON of a schema, by types, choices, properties and items; other keywords are not checked."""
+    value = parsed_json(text.strip())
+    return (value is not None or text.strip() == "null") and _fits(value, schema, schema, 0)
+
+
+def _fits(value: Any, schema: Any, root: Mapping[str, Any], depth: int) -> bool:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return schema is not False
+
+    def fits(one: Any, part: Any) -> bool:
+        return _fits(one, part, root, depth + 1)
+
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = root
+        for name in reference.removeprefix("#").strip("/").split("/"):
+            target = target.get(name, True) if name and isinstance(target, Mapping) else target
+        return fits(value, target)
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds or list(_TYPES)
+    is_of_type = any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
+    if not is_of_type or (isinstance(value, bool) and "boolean" not in kinds):
+        return False
+    if value not in schema.get("enum", [value]) or value != schema.get("const", value):
+        return False
+    if any(not any(fits(value, part) for part in schema[name]) for name in ("anyOf", "oneOf") if name in schema):
+        return False
+    if not all(fits(value, part) for part in schema.get("allOf", ())):
+        return False
+    if isinstance(value, list):
+        return all(fits(one, schema.get("items", True)) for one in value)
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        return set(schema.get("required", ())) <= value.keys() and all(
+            fits(one, known.get(name, others)) for name, one in value.items()
+        )
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Refuses a prompt that has no room for an answer before it is rendered: by its bytes, then by its least tokens.
+
+LARGE = 1 << 16  # Characters above which a prompt is read, rendered and tokenised in a thread.
+_OF_MESSAGE = 64  # Characters that take as long as the frame of a message.
+_PIECE = 1 << 14  # Characters that are tokenised at once.
+_CUT_TOKENS = 8  # Tokens that a piece may have only because the text is cut there.
+_BYTES_PER_TOKEN, _LEAST_BYTES = 64, 1 << 20  # A request may have this many bytes without its images.
+
+
+def _texts(request: TurnRequest) -> Iterator[str]:
+    """What every template shows, without reasoning, which some hide."""
+    if isinstance(request.prompt, str):
+        yield request.prompt
+    for message in request.messages:
+        content = message.get("content")
+        yield from [content] if isinstance(content, str) else [part.get("text", "") for part in parts_of(message)]
+        yield from (call["function"]["arguments"] for call in message.get("tool_calls") or ())
+    if request.tools:
+        yield orjson.dumps(request.tools).decode()
+
+
+def is_large(request: TurnRequest) -> bool:
+    return sum(map(len, _texts(request))) + _OF_MESSAGE * len(request.messages) > LARGE
+
+
+def check_bytes(request: TurnRequest, max_tokens: int) -> None:
+    """TurnRefused when a request has more bytes than any prompt of `max_tokens` tokens needs."""
+    images = sum(len(part.get("url", "")) for message in request.messages for part in parts_of(message))
+    limit = max(_BYTES_PER_TOKEN * max_tokens, _LEAST_BYTES)
+    if request.num_bytes - images > limit:
+        raise _too_long(f"the request has {request.num_bytes - images} bytes without images, the limit is {limit}")
+
+
+def check_tokens(request: TurnRequest, tokenizer: Tokenizer, max_tokens: int) -> None:
+    """TurnRefused when the messages of a request have more than `max_tokens` tokens, at least one each. Blocks: call in
+    a thread."""
+    count = len(request.messages)
+    for text in _texts(request):
+        for begin in range(0, len(text), _PIECE):
+            ids = tokenizer.encode(text[begin : begin + _PIECE], add_special_tokens=False)
+            count += max(len(ids) - _CUT_TOKENS, 0)
+            if count >= max_tokens:
+                raise _too_long(f"the prompt has at least {count} tokens")
+
+
+def _too_long(problem: str) -> TurnRefused:
+    message = f"{problem}: gconfig.max_tokens leaves no room for an answer"
+    return TurnRefused(message, code="agent.prompt_too_long", status=400)
+
 
 RETRY_AFTER_S = 1.0  # What a client waits before it repeats a turn for which no server was available.
 

@@ -26,7 +26,7 @@ from areal.agent.dialects import chat_completions, completions, messages, respon
 from areal.agent.dialects.dialect import Asked, Dialect, Fields, Sent, invalid, openai_error, unsupported
 from areal.agent.directory import OpenRequest, SessionDirectory, SessionReward, Sessions
 from areal.agent.processes import AgentPool
-from areal.agent.prompt_size import LARGE
+from areal.agent.session import LARGE
 from areal.agent.turns import SessionTurns, TurnAnswer, TurnRefused
 from areal.api.config import AgentConfig
 from areal.api.data import tokens_checksum
