@@ -27,31 +27,31 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "agent": Size(5849, 20, 0),
-    "algorithm": Size(2381, 16, 33),
-    "api": Size(8272, 27, 557),
-    "areal": Size(9, 2, 0),
-    "cli": Size(2785, 11, 0),
-    "data": Size(2869, 14, 0),
-    "engine": Size(7381, 25, 0),
-    "evaluate": Size(922, 5, 0),
-    "fleet": Size(5646, 15, 0),
-    "importers": Size(3385, 8, 0),
-    "inference": Size(3879, 12, 0),
-    "launcher": Size(8134, 24, 0),
-    "ledger": Size(3561, 10, 0),
-    "models": Size(1141, 9, 0),
-    "observe": Size(1950, 11, 0),
+    "agent": Size(6012, 20, 0),
+    "algorithm": Size(2417, 16, 33),
+    "api": Size(8526, 27, 561),
+    "areal": Size(63, 2, 0),
+    "cli": Size(2839, 11, 0),
+    "data": Size(3595, 15, 0),
+    "engine": Size(7410, 25, 0),
+    "evaluate": Size(959, 5, 0),
+    "fleet": Size(5695, 14, 0),
+    "importers": Size(3414, 8, 0),
+    "inference": Size(3893, 12, 0),
+    "launcher": Size(8301, 24, 0),
+    "ledger": Size(3797, 10, 0),
+    "models": Size(1152, 9, 0),
+    "observe": Size(2018, 11, 0),
     "replay": Size(1020, 7, 0),
-    "reward": Size(2942, 13, 0),
-    "rollout": Size(3302, 10, 0),
+    "reward": Size(3434, 13, 0),
+    "rollout": Size(3496, 10, 0),
     "server_side": Size(682, 8, 0),
-    "system": Size(2873, 16, 0),
-    "trainer": Size(4424, 21, 0),
+    "system": Size(2892, 16, 0),
+    "trainer": Size(4506, 21, 0),
     "weights": Size(939, 7, 0),
-    "workflow": Size(1547, 9, 0),
+    "workflow": Size(1649, 9, 0),
 }
-TESTS_LINES = 80182
+TESTS_LINES = 82650
 
 
 def option_classes() -> Iterator[type[Any]]:
