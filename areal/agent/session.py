@@ -439,6 +439,7 @@ class Session:
             "top_p": wish.top_p,
             "top_k": wish.top_k,
             "frequency_penalty": wish.frequency_penalty,
+            "presence_penalty": wish.presence_penalty,
         }
         given = {name: value for name, value in wanted.items() if value is not None}
         if given.get("temperature") == 0:

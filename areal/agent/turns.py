@@ -33,6 +33,7 @@ class TurnSettings:
     top_p: float | None = None
     top_k: int | None = None
     frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
 

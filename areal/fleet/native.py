@@ -161,6 +161,7 @@ def _body(requests: Sequence[GenerationRequest], form: AnswerForm, is_streamed: 
         "stop_token_ids": gconfig.stop_token_ids,
         "stop": gconfig.stop,
         "frequency_penalty": gconfig.frequency_penalty,
+        "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": gconfig.repetition_penalty,
         "ignore_eos": gconfig.ignore_eos,
     }

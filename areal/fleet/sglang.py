@@ -111,6 +111,8 @@ def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_lo
         yield "temperature", f"{gconfig.temperature:g} is below {minimum}: raise it, or set greedy: true"
     if penalty := gconfig.frequency_penalty:
         yield "frequency_penalty", f"{penalty:g} is applied one token late by SGLang: set it to 0, {other_servers}"
+    if penalty := gconfig.presence_penalty:
+        yield "presence_penalty", f"{penalty:g} is applied one token late by SGLang: set it to 0, or use native servers"
     if (penalty := gconfig.repetition_penalty) != 1:
         text = f"{penalty:g} skips the prompt and the newest token on SGLang: set it to 1, {other_servers}"
         yield "repetition_penalty", text

@@ -515,6 +515,11 @@ def _logprob_problems(gconfig: GenerationHyperparameters) -> Problems:
 
 def _penalty_problems(gconfig: GenerationHyperparameters, flags: Flags) -> Problems:
     """An answer that continues after an interruption must be penalised like one that was not interrupted."""
+    if penalty := gconfig.presence_penalty:
+        text = (
+            f"{penalty:g} cannot be continued exactly on vLLM after an interruption: set it to 0, or use native servers"
+        )
+        yield "presence_penalty", text
     if not gconfig.frequency_penalty:
         return
     given = f"{gconfig.frequency_penalty:g} cannot be continued exactly on vLLM after an interruption"

@@ -176,11 +176,12 @@ def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
             seen = torch.tensor(sequence.token_ids, device=logits.device).unique()
             old = logits[row, seen]
             logits[row, seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
-        answer = sequence.answer_ids if params.frequency_penalty != 0 else None
-        if answer:
+        has_penalty = params.frequency_penalty != 0 or params.presence_penalty != 0
+        if has_penalty and (answer := sequence.answer_ids):
             generated = torch.tensor(answer, device=logits.device)
             losses = torch.full((len(generated),), -params.frequency_penalty, device=logits.device)
             logits[row].index_add_(0, generated, losses)
+            logits[row, generated.unique()] -= params.presence_penalty
         if sequence.num_output < params.min_new_tokens and params.stop_token_ids:
             logits[row, sorted(params.stop_token_ids)] = -torch.inf
     return logits

@@ -95,6 +95,7 @@ class SamplingParams:
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=ALL_TOKENS)] = ALL_TOKENS
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=_MIN_REPETITION, le=_MAX_REPETITION)] = 1.0
     stop: Annotated[tuple[_StopString, ...], Field(strict=False, max_length=64), BeforeValidator(_as_list)] = ()
     stop_token_ids: Annotated[
@@ -120,6 +121,7 @@ class SamplingParams:
             and self.top_p >= 1
             and self.top_k == ALL_TOKENS
             and self.frequency_penalty == 0
+            and self.presence_penalty == 0
             and self.repetition_penalty == 1
             and self.min_new_tokens == 0
         )

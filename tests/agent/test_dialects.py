@@ -176,10 +176,10 @@ async def test_a_wrong_field_is_refused_by_its_name(name):
 
 FOREIGN = {
     "chat": {
-        "reasoning_effort": "low", "verbosity": "low", "presence_penalty": 0.5, "chat_template_kwargs": {"a": 1},
+        "reasoning_effort": "low", "verbosity": "low", "chat_template_kwargs": {"a": 1},
         "prediction": {"type": "content", "content": "x"}, "thinking": {"type": "enabled"}, "min_p": 0.1,
     },
-    "completions": {"presence_penalty": 0.5},
+    "completions": {"min_p": 0.5},
     "responses": {"reasoning": {"effort": "low"}, "text.verbosity": "low", "max_tool_calls": 3},
     "messages": {"thinking": {"type": "enabled", "budget_tokens": 2048}, "output_config.effort": "low"},
 }  # fmt: skip

@@ -37,6 +37,7 @@ def test_settings_that_sglang_honours_exactly_are_accepted(changes: dict[str, An
     [
         ({"temperature": 1e-7}, "temperature", "1e-06"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "0.5"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "0.5"),
         ({"repetition_penalty": 1.1, "greedy": True}, "repetition_penalty", "1.1"),
         ({"min_new_tokens": 3}, "min_new_tokens", "3"),
         ({"min_new_tokens": 3, "ignore_eos": True, "stop": ["x"]}, "min_new_tokens", "3"),

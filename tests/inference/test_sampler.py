@@ -84,6 +84,11 @@ def test_frequency_penalty_counts_the_answer_only():
     assert shares(frequency_penalty=1.5, prompt=[0, 0], answer=[1, 1]) == pytest.approx(expected(penalised), abs=0.03)
 
 
+def test_presence_penalty_counts_each_token_of_the_answer_once():
+    penalised = LOGITS - torch.tensor([0.0, 1.5, 0.0, 0.0, 0.0])
+    assert shares(presence_penalty=1.5, prompt=[0, 0], answer=[1, 1]) == pytest.approx(expected(penalised), abs=0.03)
+
+
 def test_frequency_penalty_counts_what_was_generated_before_an_interruption():
     resumed = sequence(prompt=[4, 0, 0], frequency_penalty=1.9, temperature=0.0)
     resumed.num_prior_output = 2
@@ -144,6 +149,7 @@ RESTRICTIONS: dict[str, dict] = {
     "top_p": {"top_p": 0.5},
     "min_new_tokens": {"min_new_tokens": 1, "stop_token_ids": frozenset({0})},
     "frequency_penalty": {"frequency_penalty": 2.0, "answer": [0]},
+    "presence_penalty": {"presence_penalty": 2.0, "answer": [0, 0]},
     "repetition_penalty": {"repetition_penalty": 2.0},
 }
 
@@ -180,6 +186,7 @@ LIMITS = RequestLimits(vocab_size=5, context_length=64, default_stop_ids=frozens
             "top_p": st.floats(0, 1, exclude_min=True),
             "top_k": st.one_of(st.just(-1), st.integers(1, 10)),
             "frequency_penalty": st.floats(-2, 2),
+            "presence_penalty": st.floats(-2, 2),
             "repetition_penalty": st.floats(1e-3, 1e3),
             "min_new_tokens": st.integers(0, 9),
             "stop_token_ids": st.lists(st.integers(0, 3), max_size=3),

@@ -304,7 +304,7 @@ FORMAT = "answers are not constrained to it; the metric format_errors counts tho
 FOREIGN: Mapping[str, str] = {
     "reasoning_effort": _RUN, "verbosity": _RUN, "chat_template_kwargs": _RUN, "thinking": _RUN, "reasoning": _RUN,
     "enable_thinking": _RUN, "min_p": _RUN, "repetition_penalty": _RUN, "min_tokens": _RUN, "max_tool_calls": _RUN,
-    "presence_penalty": "no server applies it exactly: use frequency_penalty", "prediction": "is no input of a policy",
+    "prediction": "is no input of a policy",
     "moderation": "nothing is moderated", "context_management": "a prompt is never shortened",
 }  # fmt: skip
 """Fields that OpenAI's dialects know, or other servers."""
@@ -321,7 +321,8 @@ NO_EFFECT: Mapping[str, tuple[Kind, str]] = {
 """Fields that chat completions and responses accept and that change nothing."""
 SAMPLING: Mapping[str, str] = {
     "temperature": "0 to 2; 0 is greedy", "top_p": "above 0, at most 1", "top_k": "extension: at least 1",
-    "frequency_penalty": "-2 to 2", "seed": "0 to 2^63 - 1", "stop": "one text or at most 16",
+    "frequency_penalty": "-2 to 2", "presence_penalty": "-2 to 2; native servers only", "seed": "0 to 2^63 - 1",
+    "stop": "one text or at most 16",
     "n": "1 to 128 answers; each is a leaf of the transcript",
     "stream": "the answer is computed first",
     "stream_options": "`include_usage`; `include_obfuscation` has no effect",
@@ -343,7 +344,6 @@ FIELDS = FieldTable(
     ignored={**NO_EFFECT, "metadata": ("object", "metadata")},
     only={
         "top_logprobs": ((0,), "only the log-probability of the sampled token is known: use 0"),
-        "presence_penalty": ((0, 0.0), ""),
         "logit_bias": (({}, []), "is not supported"),
         "modalities": ((["text"],), "only text is supported"),
     },
@@ -401,6 +401,7 @@ def openai_settings(given: Fields, limits: tuple[str, ...], default: int | None 
         top_p=given.number("top_p", 1e-9, 1),
         top_k=given.integer("top_k", 1, MAX_TOKENS),
         frequency_penalty=given.number("frequency_penalty", -2, 2),
+        presence_penalty=given.number("presence_penalty", -2, 2),
         seed=given.integer("seed", 0, MAX_SEED),
         stop=stops(given.take("stop")),
     )

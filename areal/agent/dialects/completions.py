@@ -39,12 +39,11 @@ FIELDS = FieldTable(
     },
     ignored={"user": ("text", "metadata")},
     only={
-        "presence_penalty": ((0, 0.0), ""),
         "logit_bias": (({}, []), "is not supported"),
         "echo": ((False,), "the prompt is not repeated"),
         "best_of": ((1,), "use n"),
     },
-    foreign={name: FOREIGN[name] for name in ("presence_penalty", "min_p", "repetition_penalty", "min_tokens")},
+    foreign={name: FOREIGN[name] for name in ("min_p", "repetition_penalty", "min_tokens")},
     refused={"suffix": "is not supported"},
 )
 

@@ -43,6 +43,8 @@ class GenerationHyperparameters:
     """Strings that end an answer; null = none."""
     frequency_penalty: float = number(0.0, low=-2, high=2)
     """Subtracted from a token's logit once per earlier occurrence in the answer; negative values favour repetition."""
+    presence_penalty: float = number(0.0, low=-2, high=2)
+    """Subtracted once from the logit of each token that occurs in the answer. Native servers only."""
     repetition_penalty: float = number(1.0, low=1e-3, high=1e3, also="ROLL: generating_args.repetition_penalty")
     """Divides positive and multiplies negative logits of tokens that occur in prompt or answer; 1 = off."""
     ignore_eos: bool = option(False, also="verl: rollout.ignore_eos")
