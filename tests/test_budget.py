@@ -35,7 +35,7 @@ BUDGET = {
     "data": Size(3595, 15, 0),
     "engine": Size(7410, 25, 0),
     "evaluate": Size(959, 5, 0),
-    "fleet": Size(5703, 14, 0),
+    "fleet": Size(5708, 14, 0),
     "importers": Size(3414, 8, 0),
     "inference": Size(3896, 12, 0),
     "launcher": Size(8301, 24, 0),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,8 @@ def generate_body(request: GenerationRequest, form: AnswerForm) -> dict[str, Any
 def _sampling(request: GenerationRequest, bans: dict[int, float]) -> dict[str, Any]:
     """The settings under vLLM's names. It silently ignores unknown names."""
     gconfig = request.gconfig
+    if problem := next(_presence_problems(gconfig), None):
+        raise RequestError(f"gconfig.{problem[0]}: {problem[1]}", code="server.unsupported_sampling")
     sampling: dict[str, Any] = {
         "max_tokens": gconfig.max_new_tokens,
         # vLLM masks the model's end token until min_tokens even when ignore_eos is set.
@@ -513,13 +515,16 @@ def _logprob_problems(gconfig: GenerationHyperparameters) -> Problems:
         )
 
 
+def _presence_problems(gconfig: GenerationHyperparameters) -> Iterator[tuple[str, str]]:
+    """The penalty counts a token once: a bias for earlier parts would count it again when the rest repeats it."""
+    if penalty := gconfig.presence_penalty:
+        text = f"{penalty:g} cannot be continued exactly on vLLM after an interruption"
+        yield "presence_penalty", f"{text}: set it to 0, or use native servers"
+
+
 def _penalty_problems(gconfig: GenerationHyperparameters, flags: Flags) -> Problems:
     """An answer that continues after an interruption must be penalised like one that was not interrupted."""
-    if penalty := gconfig.presence_penalty:
-        text = (
-            f"{penalty:g} cannot be continued exactly on vLLM after an interruption: set it to 0, or use native servers"
-        )
-        yield "presence_penalty", text
+    yield from _presence_problems(gconfig)
     if not gconfig.frequency_penalty:
         return
     given = f"{gconfig.frequency_penalty:g} cannot be continued exactly on vLLM after an interruption"

@@ -27,6 +27,7 @@ CHAT = {
     **{"max_tokens": 5, "max_completion_tokens": 6, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "n": 2, "seed": 1},
     **{"frequency_penalty": 0.5, "stop": ["x"], "stream": False, "stream_options": {"include_usage": True}},
     **{"logprobs": True, "top_logprobs": 0, "user": "u", "store": False, "parallel_tool_calls": True},
+    **{"presence_penalty": 0.5},
 }
 COMPLETION = {
     **{"model": "m", "prompt": "2+2=", "max_tokens": 5, "temperature": 0.5, "top_p": 0.5, "n": 2, "seed": 1},

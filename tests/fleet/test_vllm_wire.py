@@ -57,6 +57,12 @@ def test_prior_output_counts_for_the_frequency_penalty() -> None:
     assert error.value.code == "server.unsupported_sampling"
 
 
+def test_a_presence_penalty_is_refused_because_it_cannot_be_continued() -> None:
+    with pytest.raises(RequestError, match=r"gconfig.presence_penalty") as error:
+        sampling(a_part(presence_penalty=0.5))
+    assert error.value.code == "server.unsupported_sampling"
+
+
 def test_each_part_has_a_seed_that_no_other_has() -> None:
     seeds = {part_seed(7, num_prior) for num_prior in range(1000)}
     assert len(seeds) == 1000

@@ -84,9 +84,12 @@ def test_frequency_penalty_counts_the_answer_only():
     assert shares(frequency_penalty=1.5, prompt=[0, 0], answer=[1, 1]) == pytest.approx(expected(penalised), abs=0.03)
 
 
-def test_presence_penalty_counts_each_token_of_the_answer_once():
+def test_presence_penalty_counts_a_token_of_the_answer_once_also_across_an_interruption():
     penalised = LOGITS - torch.tensor([0.0, 1.5, 0.0, 0.0, 0.0])
     assert shares(presence_penalty=1.5, prompt=[0, 0], answer=[1, 1]) == pytest.approx(expected(penalised), abs=0.03)
+    resumed = sequence(prompt=[4, 0, 0], presence_penalty=1.9, temperature=0.0)
+    resumed.num_prior_output = 2
+    assert sample(LOGITS[None], [resumed])[0] == [1]
 
 
 def test_frequency_penalty_counts_what_was_generated_before_an_interruption():

@@ -136,7 +136,7 @@ class AgentConfig:
     timeout_s: float = number(600.0, above=0)
     """Maximum seconds of one run of an agent; it is then cancelled, and killed 5 s later."""
     sampling: str = choice("client", "client", "config")
-    """Whose temperature, top_p, top_k and frequency_penalty count: those of the client's request, or gconfig only."""
+    """Whose temperature, top_p, top_k and penalties count: those of the client's request, or gconfig only."""
     foreign_fields: str = choice("ignore", "ignore", "refuse")
     """Request fields that the policy cannot follow (reasoning_effort, thinking): ignore = one warning each; refuse."""
     tool_parser: str = "auto"
