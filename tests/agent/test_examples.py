@@ -156,6 +156,6 @@ def test_what_agents_of_users_do_ends_with_a_clear_line_and_leaves_nothing(data,
     )
     reasons = {one["reason"] for one in json.loads(failed.stdout)["samples"]}
     assert any("LookupError: no such page" in one and "observed_agents.py" in one for one in reasons)
-    assert "no_reward" in reasons
+    assert "agent_timeout" in reasons
     left = [one.pid for one in psutil.process_iter(["cmdline"]) if MARK in " ".join(one.info["cmdline"] or [])]
     assert not left

@@ -248,7 +248,7 @@ reward_fn: exact
         "HUB_TOKEN=... MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=134217728 MKL_NUM_THREADS=1 MODE='a b' "
         in shown.out
     ), "with its variables, but for secrets"
-    assert shown.err.count("\n  sglang: ") == 2, "one notice for each launch"
+    assert shown.err.count("\n  sglang has an effect only ") == 2, "one notice for each launch"
     assert not os.path.exists(tmp_path / "runs")
 
 

@@ -56,7 +56,6 @@ actor:
   dtype: float32
   ppo_n_minibatches: 2
   use_decoupled_loss: true
-  kl_ctl: 0.1
   reward_norm: {mean_level: group, std_level: null}
   optimizer: {lr: 1.0e-2, lr_scheduler_type: linear}
 """
@@ -303,7 +302,7 @@ def recorded_with_resets(tmp_path_factory) -> Run:
     """A run whose reference is reset after steps 2 and 4, with an adaptive KL penalty and a KL term in the loss."""
     adaptive = "kl_ctl: 0.1\n  kl_control: {type: adaptive, target: 0.01, horizon: 20}"
     in_loss = "kl_loss_coef: 0.2\n  kl_loss_estimator: full\n  kl_top_k: 3"
-    text = CONFIG.replace("kl_ctl: 0.1", f"{adaptive}\n  {in_loss}")
+    text = CONFIG.replace("  reward_norm:", f"  {adaptive}\n  {in_loss}\n  reward_norm:")
     resets = "ref_reset_steps: 2\nref_reset_optimizer: true\n"
     return train(tmp_path_factory.mktemp("recorded_with_resets"), text + WITH_ALL + resets)
 

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from areal.api.config import AgentConfig, GenerationHyperparameters
+from areal.api.data import TURNS as TURN_NUMBERS
 from areal.api.data import Trajectory, WeightUpdate
 from areal.data.tiny_model import character_tokenizer, tiny_model
 from areal.workflow.agent import AgentWorkflow
@@ -92,7 +93,7 @@ async def test_each_token_of_a_dialogue_has_the_version_and_log_probability_of_i
 
 def check_row(row: Trajectory, version: int, models: dict[str, Path], *, on_old_keys: bool) -> bool:
     """Whether both policies have tokens of the second answer."""
-    turns, versions, ids = [*row.columns[TURNS]], [*row.output_versions], torch.tensor([[*row.token_ids]])
+    turns, versions, ids = [*row.columns[TURN_NUMBERS]], [*row.output_versions], torch.tensor([[*row.token_ids]])
     spans = [(turns.index(turn), turns.index(turn) + size) for turn, size in enumerate(TURNS)]
     assert [sum(row.loss_mask[start:end]) for start, end in spans] == list(TURNS)
     start, end = spans[1]
