@@ -112,8 +112,8 @@ KEEP_ALIVE_S = 10.0
 MAX_REWARD, MAX_NUMBERS = 1e30, 4096
 MAX_VALUES = 2**19  # Values of a request, by the marks before them: as objects they block the loop for 0.2 s.
 RETRY_S, MAX_RETRY_S = 1.0, 5.0
-"""Retry-After of a refusal that names no time, and the longest: above 120 s the openai SDK does not try again, below it
-waits beyond its own time limit, and the anthropic SDK waits as long as it is told."""
+"""Retry-After of a refusal without a time, and its maximum. The openai SDK does not retry above 120 s. Below that, and
+the anthropic SDK always, a client sleeps for the whole time, also beyond its own time limit."""
 KEY_PATTERN = "[A-Za-z0-9_-]{1,128}"
 _KEY = f"{{key:{KEY_PATTERN}}}"
 _NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")

@@ -140,7 +140,7 @@ def run_sweep(sweep: Sweep, launcher: str) -> int:
         try:
             while waiting and len(running) < max(sweep.parallel, 1):
                 index = waiting.pop(0)
-                running[index] = _begun(sweep, index, [*commands[index], "--launcher", launcher], folders[index])
+                running[index] = _start(sweep, index, [*commands[index], "--launcher", launcher], folders[index])
             ended = [index for index, process in running.items() if process.poll() is not None]
             for index in ended:
                 statuses[index] = running.pop(index).returncode
@@ -153,10 +153,10 @@ def run_sweep(sweep: Sweep, launcher: str) -> int:
             waiting.clear()
     if "--dry-run" not in sweep.words:
         _compare([folder for folder in folders if folder.is_dir()], as_json="--json" in sweep.words)
-    return max(statuses.values(), key=abs)
+    return max(statuses.values(), key=abs, default=130)  # none was started
 
 
-def _begun(sweep: Sweep, index: int, words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+def _start(sweep: Sweep, index: int, words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
     """Start a run of the sweep. Ctrl-C reaches it from the terminal."""
     argv = [sys.executable, "-m", "areal.launcher", *words]
     text = f"run {index + 1} of {len(sweep.overrides)}: {' '.join(sweep.overrides[index])}"

@@ -105,7 +105,7 @@ def _words(words: Sequence[str]) -> re.Pattern[str]:
 
 
 def _alternatives(words: Sequence[str]) -> str:
-    """Words in any case (`L` too, else one letter in lower case), longest first, where none goes on."""
+    """A pattern of whole words, longest first. Short words but `L` and `K` have one case, others any."""
     parts: list[str] = []
     for word in sorted(words, key=len, reverse=True):
         body = word[:-1] + r"[^\W\d]*" if word.endswith("*") else word

@@ -376,7 +376,7 @@ class PPOActor:
             return batch
         if self._shares_first_pass and not self._has_sessions(batch):
             self._first_pass = FirstPass(config, batch)
-            return self._first_pass.begun(batch, self._engine)
+            return self._first_pass.with_other_logprobs(batch, self._engine)
         outputs = self._engine.forward(batch)
         logprobs = required(outputs.logprobs, "logprobs")
         if config.has_token_baseline:

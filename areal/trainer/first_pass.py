@@ -56,7 +56,7 @@ class FirstPass:
         """The sequences of the batch that are in the mini-batch, in order."""
         self._made: list[tuple[list[int], Tensor]] = []
 
-    def begun(self, batch: TrainBatch, engine: TrainEngine) -> TrainBatch:
+    def with_other_logprobs(self, batch: TrainBatch, engine: TrainEngine) -> TrainBatch:
         """Add the proximal log-probabilities of all sequences but those of the first mini-batch; a collective."""
         others = sorted(set(range(batch.num_sequences)).difference(self._rows))
         if self._config.ppo_n_minibatches == 1 and FILTERED not in batch.columns:  # equal on all ranks
