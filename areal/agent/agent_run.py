@@ -27,7 +27,7 @@ from areal.agent.turns import BUDGET_CODES, END_CODES, Message
 from areal.api.errors import ArealError, ConfigError, InputError, RewardError
 from areal.api.registry import FunctionRef, load_function
 from areal.data.chat import checked_messages
-from areal.observe.step_files import logged_metrics
+from areal.observe.step_files import LoggedMetrics
 from areal.system.process import tied_to_this_process
 
 # Sessions without code of an agent: an environment that answers the policy, and Python functions as its tools.
@@ -297,7 +297,7 @@ class LoadedAgents:
         session = AgentSession(job)
         client = self._openai(session)
         watch = AgentWatch(job.files) if job.watch else None
-        with logged_metrics() as logged, nullcontext() if watch is None else watch.following():
+        with LoggedMetrics() as logged, nullcontext() if watch is None else watch.following():
             try:
                 found = outcome_of(await function(job.row, client, session), session)
             except (asyncio.CancelledError, KeyboardInterrupt):

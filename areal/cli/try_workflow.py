@@ -33,7 +33,7 @@ from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
 from areal.ledger.payload import TokenLimits
 from areal.models.model_shape import ModelShape
-from areal.observe.step_files import logged_metrics
+from areal.observe.step_files import LoggedMetrics
 from areal.rollout.executor import Rejected, verdict_on
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
@@ -163,7 +163,7 @@ async def run_episode(trial: Trial, engine: InferenceEngine) -> EpisodeReport:
     recorder, error, group = _Recorder(engine), "", None
     shape = ModelShape.read(trial.config.actor.path)
     limits = TokenLimits(2**31 if shape is None else shape.vocabulary, engine.version, strict=True)
-    with logged_metrics() as logged:
+    with LoggedMetrics() as logged:
         try:
             group = await trial.workflow.arun_episode(recorder, dict(trial.row))
             if group is None:

@@ -551,29 +551,28 @@ class Ledger:
     ) -> None:
         """A finished episode may be trained on. Its payload is durable no later than this event."""
         where, counts = self._log.append_payload(episode.payload), episode.counts
-        turns = {"turns": episode.turn_ids} if episode.turn_ids else {}
-        self._record(
-            {
-                "event": "accepted",
-                "id": episode_id,
-                "payload": where,
-                "trajectories": counts.num_trajectories,
-                "tokens": episode.num_tokens,
-                "generated": episode.num_generated,
-                "min_version": episode.min_version,
-                "max_version": episode.max_version,
-                "reward": counts.reward,
-                "sessions": counts.num_sessions,
-                "finished": counts.num_finished,
-                "longest": counts.longest,
-                "by_version": counts.by_version,
-                "stats": stats,
-                "seconds": seconds,
-                "replicas": replicas,
-                "interruptions": num_interruptions,
-                **turns,
-            }
-        )
+        event: Event = {
+            "event": "accepted",
+            "id": episode_id,
+            "payload": where,
+            "trajectories": counts.num_trajectories,
+            "tokens": episode.num_tokens,
+            "generated": episode.num_generated,
+            "min_version": episode.min_version,
+            "max_version": episode.max_version,
+            "reward": counts.reward,
+            "sessions": counts.num_sessions,
+            "finished": counts.num_finished,
+            "longest": counts.longest,
+            "by_version": counts.by_version,
+            "stats": stats,
+            "seconds": seconds,
+            "replicas": replicas,
+            "interruptions": num_interruptions,
+        }
+        if episode.turn_ids:
+            event["turns"] = episode.turn_ids
+        self._record(event)
 
     def reject(self, episode_id: int, reason: str, *, payload: bytes = b"") -> None:
         """An episode is not trained on: the workflow or the filter rejected it, or it is stale.

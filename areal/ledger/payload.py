@@ -14,7 +14,8 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import orjson
@@ -87,8 +88,7 @@ def encode_episode(episode_id: int, group: TrajectoryGroup, limits: TokenLimits 
     `limits`: it is to be trained on; numbers that a trainer cannot use are errors too.
     """
     _require_trajectories(group)
-    encoded = _encode(episode_id, group.trajectories, record=group.record, limits=limits)
-    return encoded._replace(turn_ids=tuple(group.turn_ids))
+    return _encode(episode_id, group.trajectories, record=group.record, limits=limits, turn_ids=tuple(group.turn_ids))
 
 
 def encode_unscored(episode_id: int, trajectories: list[Trajectory]) -> bytes:
@@ -103,13 +103,39 @@ def _encode(
     is_scored: bool = True,
     record: str = "",
     limits: TokenLimits | None = None,
+    turn_ids: tuple[str, ...] = (),
 ) -> EncodedEpisode:
     try:
-        return _joined(episode_id, trajectories, is_scored=is_scored, record=record, limits=limits)
+        lengths = [_checked_length(one, is_scored=is_scored) for one in trajectories]
+        body = _short_body(episode_id, trajectories, lengths, limits) if sum(lengths) <= _SHORT and not record else None
+        if body is None:
+            body = _body(episode_id, trajectories, lengths, record, limits)
     except TrajectoryError:
         raise
     except (TypeError, OverflowError, ValueError) as error:
         raise _wrong_type(error) from error
+    pieces, by_version, num_trained = body
+    checksum = 0
+    for piece in pieces:
+        checksum = zlib.crc32(piece, checksum)
+    made_by = [version for version, _, _ in by_version if version != -1] or [-1]
+    sessions = trajectories if len(trajectories) == 1 else first_of_sessions(trajectories)
+    return EncodedEpisode(
+        b"".join((_MAGIC, checksum.to_bytes(4, "little"), *pieces)),
+        sum(lengths),
+        num_trained,
+        made_by[0],
+        made_by[-1],
+        TokenCounts(
+            len(trajectories),
+            len(sessions),
+            sum([one.finished for one in sessions]),
+            max(lengths),
+            sum([one.reward for one in sessions]) / len(sessions),
+            by_version,
+        ),
+        turn_ids,
+    )
 
 
 def _require_trajectories(group: TrajectoryGroup) -> None:
@@ -132,12 +158,11 @@ def _not_finite(name: str, value: float) -> TrajectoryError:
 
 def _checked_length(trajectory: Trajectory, *, is_scored: bool) -> int:
     """The number of tokens of a trajectory that passes the checks."""
-    size = len(trajectory.token_ids)
-    columns = (trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions)
-    if not size or any(len(column) != size for column in columns):
+    size, num_versions = len(trajectory.token_ids), len(trajectory.output_versions)
+    if not size or not size == len(trajectory.loss_mask) == len(trajectory.rollout_logprobs) == num_versions:
         raise TrajectoryError(
             f"a trajectory has {size} token_ids, {len(trajectory.loss_mask)} loss_mask, "
-            f"{len(trajectory.rollout_logprobs)} rollout_logprobs and {len(trajectory.output_versions)} "
+            f"{len(trajectory.rollout_logprobs)} rollout_logprobs and {num_versions} "
             "output_versions: they must be equally long and not empty",
             code="workflow.trajectory_lengths",
         )
@@ -146,8 +171,62 @@ def _checked_length(trajectory: Trajectory, *, is_scored: bool) -> int:
     return size
 
 
-_SHORT = 64
-"""Up to this number of tokens, the functions of Python are faster than those of numpy."""
+_SHORT = 128
+"""Up to this number of tokens, the functions of Python are faster than arrays."""
+_FLOAT_MAX = 3.4e38
+_Pieces: TypeAlias = "tuple[bytes | bytearray | memoryview | array[Any], ...]"
+_Body: TypeAlias = "tuple[_Pieces, tuple[tuple[int, int, int], ...], int]"
+"""What the checksum of a payload covers, `TokenCounts.by_version`, and the number of trained tokens."""
+
+
+@functools.lru_cache(1024)
+def _short_form(rows: int, size: int) -> struct.Struct:
+    """All of the body without a header: the core columns in the order of `CORE`."""
+    return struct.Struct(f"QIII{rows}i{size}i{size}i{rows}f{size}f{size}s{rows}s")
+
+
+def _short_body(
+    episode_id: int, trajectories: list[Trajectory], lengths: list[int], limits: TokenLimits | None
+) -> _Body | None:
+    """The body of few tokens in the core columns alone, whose numbers a trainer can use; None = of all others."""
+    token_ids: list[int] = []  # `list[int]()` takes ten times as long
+    versions: list[int] = []
+    logprobs: list[float] = []
+    loss_mask: list[int] = []
+    rewards: list[float] = []
+    finished: list[bool] = []
+    for one in trajectories:
+        if one.columns or one.images or one.session >= 0:
+            return None
+        token_ids += one.token_ids
+        versions += one.output_versions
+        logprobs += one.rollout_logprobs
+        loss_mask += one.loss_mask
+        rewards.append(one.reward)
+        finished.append(one.finished)
+    mask, rows, size = bytes(loss_mask), len(lengths), len(token_ids)
+    head, form = (episode_id, rows, size, 0), _short_form(rows, size)
+    try:
+        body = form.pack(*head, *lengths, *token_ids, *versions, *rewards, *logprobs, mask, bytes(finished))
+    except struct.error:
+        return None
+    num_trained, trained = mask.count(1), list(compress(versions, mask))
+    by_version: list[tuple[int, int, int]] = []
+    for version in sorted(set(versions)):
+        by_version.append((int(version), versions.count(version), trained.count(version)))
+    if limits is not None and not (
+        not limits.strict
+        and min(token_ids) >= 0
+        and max(token_ids) < limits.vocab_size
+        and max(logprobs) <= MAX_LOGPROB
+        and sum(logprobs) > -_FLOAT_MAX  # false when a number is NaN, and no number is below it
+        and mask.count(0) + num_trained == size
+        and mask.find(1, 1, lengths[0]) > 0
+        and by_version[0][0] >= -1
+        and by_version[-1][0] <= limits.newest_version
+    ):
+        return None
+    return (body,), tuple(by_version), num_trained
 
 
 class _Tokens(NamedTuple):
@@ -161,22 +240,14 @@ class _Tokens(NamedTuple):
 
     def check(self, limits: TokenLimits, oldest: int, newest: int) -> None:
         """Raise TrajectoryError for numbers that no trainer can use. `oldest`, `newest`: of all versions."""
-        if len(self.token_ids) <= _SHORT:
-            is_vocabulary = min(self.token_ids) >= 0 and max(self.token_ids) < limits.vocab_size
-            are_logprobs = max(self.logprobs) <= MAX_LOGPROB and sum(self.logprobs) > -math.inf
-        else:  # NaN compares false; a negative id is a large number
-            logprobs = np.frombuffer(self.logprobs, "f4")
-            is_vocabulary = np.maximum.reduce(np.frombuffer(self.token_ids, "u4")) < limits.vocab_size
-            are_logprobs = np.maximum.reduce(logprobs) <= MAX_LOGPROB and np.minimum.reduce(logprobs) > -np.inf
-        if not is_vocabulary:
-            ids = np.frombuffer(self.token_ids, "i4")
+        ids, logprobs = np.frombuffer(self.token_ids, "i4"), np.frombuffer(self.logprobs, "f4")
+        if np.maximum.reduce(ids.view("u4")) >= limits.vocab_size:  # a negative id is a large number
             wrong = (ids < 0) | (ids >= limits.vocab_size)
             raise self._wrong("token_ids", ids, wrong, f"outside of the vocabulary (0 to {limits.vocab_size - 1})")
         if self.loss_mask.count(0) + self.loss_mask.count(1) < len(self.loss_mask):
             mask = np.frombuffer(self.loss_mask, np.uint8)
             raise self._wrong("loss_mask", mask, mask > 1, "neither 0 nor 1")
-        if not are_logprobs:
-            logprobs = np.frombuffer(self.logprobs, "f4")
+        if not (np.maximum.reduce(logprobs) <= MAX_LOGPROB and np.minimum.reduce(logprobs) > -np.inf):  # or NaN
             wrong = ~((logprobs <= MAX_LOGPROB) & np.isfinite(logprobs))
             raise self._wrong("rollout_logprobs", logprobs, wrong, "which is not a log-probability")
         if newest > limits.newest_version or oldest < -1:
@@ -216,18 +287,14 @@ class _Tokens(NamedTuple):
         return TrajectoryError(f"{name}[{place}] of trajectory {row} is {value}, {text}", code=f"workflow.{name}")
 
 
-def _joined(
-    episode_id: int, trajectories: list[Trajectory], *, is_scored: bool, record: str, limits: TokenLimits | None
-) -> EncodedEpisode:
-    lengths: list[int] = []
-    rewards: list[float] = []
+def _body(
+    episode_id: int, trajectories: list[Trajectory], lengths: list[int], record: str, limits: TokenLimits | None
+) -> _Body:
     token_ids, versions, logprobs, loss_mask = array("i"), array("i"), array("f"), bytearray()
     # Rows of short answers to one prompt mostly share these two columns: they become an array once.
     last_mask = last_made = mask_numbers = made_numbers = None
     for trajectory in trajectories:
         mask, made = trajectory.loss_mask, trajectory.output_versions
-        lengths.append(_checked_length(trajectory, is_scored=is_scored))
-        rewards.append(trajectory.reward)
         if mask_numbers is None or mask is not last_mask:
             last_mask, mask_numbers = mask, to_array("B", mask)
         if made_numbers is None or made is not last_made:
@@ -236,38 +303,21 @@ def _joined(
         versions += made_numbers
         logprobs += to_array("f", trajectory.rollout_logprobs)
         loss_mask += mask_numbers
-    by_version, num_trained = count_by_version(versions, loss_mask), loss_mask.count(1)
+    by_version = count_by_version(versions, loss_mask)
     if limits is not None:
         tokens = _Tokens(token_ids, versions, logprobs, loss_mask, lengths)
         tokens.check(limits, by_version[0][0], by_version[-1][0])
     columns = list(_columns(trajectories, lengths, record))
     header = orjson.dumps([_declared(spec, values) for spec, values in columns]) if columns else b""
+    rewards = array("f", [trajectory.reward for trajectory in trajectories])
     finished = bytes([trajectory.finished for trajectory in trajectories])
-    body = (
+    pieces = (
         _HEAD.pack(_MAGIC, 0, episode_id, len(lengths), len(token_ids), len(header))[_CHECKED_FROM:],
         header,
-        *(array("i", lengths), token_ids, versions, array("f", rewards), logprobs, loss_mask, finished),
+        *(array("i", lengths), token_ids, versions, rewards, logprobs, loss_mask, finished),
         *(np.ascontiguousarray(values).data for _, values in columns),
     )
-    checksum = functools.reduce(lambda crc, piece: zlib.crc32(piece, crc), body, 0)
-    made_by = [version for version, _, _ in by_version if version != -1]
-    sessions = first_of_sessions(trajectories)
-    counts = TokenCounts(
-        num_trajectories=len(trajectories),
-        num_sessions=len(sessions),
-        num_finished=sum(one.finished for one in sessions),
-        longest=max(lengths),
-        reward=sum(one.reward for one in sessions) / len(sessions),
-        by_version=by_version,
-    )
-    return EncodedEpisode(
-        b"".join((_MAGIC, checksum.to_bytes(4, "little"), *body)),
-        len(token_ids),
-        num_trained,
-        min(made_by, default=-1),
-        max(made_by, default=-1),
-        counts,
-    )
+    return pieces, by_version, loss_mask.count(1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class TokenCounts(NamedTuple):
 
 def counts_of_event(event: dict[str, Any]) -> TokenCounts:
     """The counts of an `accepted` event."""
-    by_version = tuple((version, num_tokens, num_trained) for version, num_tokens, num_trained in event["by_version"])
+    by_version = tuple(map(tuple, event["by_version"]))  # lists in a file
     return TokenCounts(
         event["trajectories"], event["sessions"], event["finished"], event["longest"], event["reward"], by_version
     )
@@ -52,21 +52,14 @@ def counts_of_event(event: dict[str, Any]) -> TokenCounts:
 
 def count_by_version(versions: array[int], loss_mask: bytes | bytearray) -> tuple[tuple[int, int, int], ...]:
     """See `TokenCounts.by_version`. versions [T] int32, loss_mask [T] uint8. Neighbours mostly have one version."""
-    if len(versions) <= _SHORT:
-        starts = [0, *(place for place in range(1, len(versions)) if versions[place] != versions[place - 1])]
-    else:
-        numbers = np.frombuffer(versions, "i4")
-        starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
+    numbers = np.frombuffer(versions, "i4")
+    starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
     counts: dict[int, tuple[int, int]] = {}
     for start, end in zip(starts, [*starts[1:], len(versions)], strict=True):
         before = counts.get(versions[start], (0, 0))
         num_trained = end - start - loss_mask.count(0, start, end)
         counts[versions[start]] = (before[0] + end - start, before[1] + num_trained)
     return tuple((version, *counts[version]) for version in sorted(counts))
-
-
-_SHORT = 64
-"""Up to this number of tokens, Python is faster than numpy."""
 
 
 class LedgerBehind(LedgerError):
@@ -281,7 +274,9 @@ class LedgerState:
     def _end(self, episode_id: int, target: int, verb: str) -> None:
         if episode_id not in self.running:
             self._require(episode_id, RUNNING, verb)
-        self._move_all([episode_id], RUNNING, target)
+        self.states[episode_id] = target
+        self.counts[RUNNING] -= 1
+        self.counts[target] += 1
         del self.running[episode_id]
 
     def _started(self, event: Event) -> None:
@@ -344,10 +339,12 @@ class LedgerState:
     def _accepted(self, event: Event) -> None:
         episode_id: int = event["id"]
         self._end(episode_id, WAITING, "accepted")
-        self.last_segment = max(self.last_segment, event["payload"][0])
+        where = tuple(event["payload"])
+        if where[0] > self.last_segment:
+            self.last_segment = where[0]
         self.waiting[episode_id] = AcceptedEpisode(
             episode_id,
-            tuple(event["payload"]),
+            where,
             event["min_version"],
             event["tokens"],
             event["stats"],

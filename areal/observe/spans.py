@@ -113,13 +113,14 @@ def tracing(*tracers: PartTracer | None) -> Iterator[None]:
             tracer.flush()
 
 
-@contextmanager
-def track(kind: str, name: str) -> Iterator[None]:
+def track(kind: str, name: object) -> AbstractContextManager[None]:
     """One piece of work, for example the episode 17; the spans inside the block are parts of it."""
     tracers = _TRACERS.get()
-    if not tracers:
-        yield
-        return
+    return _track(tracers, kind, str(name)) if tracers else nullcontext()
+
+
+@contextmanager
+def _track(tracers: tuple[PartTracer, ...], kind: str, name: str) -> Iterator[None]:
     token, start_ns = _TRACK.set(_Track(tracers, kind, name)), time.perf_counter_ns()
     try:
         yield

@@ -5,12 +5,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orjson
 
@@ -158,25 +157,21 @@ _LOGGED: ContextVar[dict[str, list[float]] | None] = ContextVar("areal_episode_m
 
 
 class LoggedMetrics:
-    """What one episode, or one call of a reward function, has logged."""
+    """Collects what `log_metric` gets while its block runs, also in tasks and threads that the block starts."""
 
-    def __init__(self, values: dict[str, list[float]]) -> None:
-        self._values = values
+    __slots__ = ("_token", "_values")
+
+    def __enter__(self) -> Self:
+        self._values: dict[str, list[float]] = {}
+        self._token = _LOGGED.set(self._values)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _LOGGED.reset(self._token)
 
     def means(self) -> dict[str, float]:
         """The mean of the values of each name."""
-        return {name: sum(values) / len(values) for name, values in self._values.items()}
-
-
-@contextmanager
-def logged_metrics() -> Iterator[LoggedMetrics]:
-    """Collect what `log_metric` gets while the block runs, also in tasks and threads that the block starts."""
-    values: dict[str, list[float]] = {}
-    token = _LOGGED.set(values)
-    try:
-        yield LoggedMetrics(values)
-    finally:
-        _LOGGED.reset(token)
+        return {name: sum(values) / len(values) for name, values in self._values.items()} if self._values else {}
 
 
 def log_metric(name: str, value: float) -> None:

@@ -19,7 +19,7 @@ import orjson
 
 from areal.api.errors import ArealError, InputError
 from areal.api.registry import REWARD_CALL, FunctionRef, load_function
-from areal.observe.step_files import logged_metrics
+from areal.observe.step_files import LoggedMetrics
 from areal.system.worker_process import enter_worker
 
 _TRACEBACKS_SHOWN = 3
@@ -120,7 +120,7 @@ class Worker:
     def _scored(self, call: Callable[[], Any]) -> dict[str, Any]:
         began_s = time.perf_counter()
         try:
-            with logged_metrics() as logged:
+            with LoggedMetrics() as logged:
                 result = parsed_result(call())
             if result["status"] == "ok" and (means := logged.means()):
                 result["metrics"] = means | result.get("metrics", {})

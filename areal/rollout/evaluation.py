@@ -23,7 +23,7 @@ from areal.api.workflow import RolloutWorkflow
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import check_episode
 from areal.observe.log import get_logger
-from areal.observe.step_files import logged_metrics
+from areal.observe.step_files import LoggedMetrics
 from areal.rollout.executor import STARTS_PER_TURN, EpisodeEngine, check_stats
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ async def evaluate_episode(
 ) -> EvaluatedEpisode | None:
     """Run one episode on a copy of `row`; None when the workflow returns None. Raises what the episode raises, and
     RewardError when the workflow rejects it."""
-    with logged_metrics() as logged:
+    with LoggedMetrics() as logged:
         group = await workflow.arun_episode(EpisodeEngine(engine, count_answer), dict(row))
     if group is None:
         return None

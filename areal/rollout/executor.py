@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal.api.columns import to_runs
 from areal.api.config import ChosenAlarm, InferenceEngineConfig
@@ -29,7 +29,7 @@ from areal.ledger.state import REJECTED, WAITING
 from areal.observe.alarms import Alarm, AlarmStop, alarm_of, alarm_stop, alarms_text, by_meaning
 from areal.observe.log import get_logger
 from areal.observe.spans import episode_ended, span, track
-from areal.observe.step_files import append_step_line, logged_metrics
+from areal.observe.step_files import LoggedMetrics, append_step_line
 from areal.rollout.gate import GateCounts, GateLimits, room, why_closed
 from areal.system.stacks import waiting_stack
 
@@ -70,7 +70,9 @@ class EpisodeAlarms:
         """The number of ended episodes when an alarm was last beyond its limit."""
         self._path = path
         self._steps_done, self._invalid_answers, self._on_stop = steps_done, invalid_answers, on_stop
-        self._window: deque[Sequence[str]] = deque(maxlen=WINDOW_BATCHES * batch_size)
+        self._size = WINDOW_BATCHES * batch_size
+        self._window: deque[tuple[int, Sequence[str]]] = deque()
+        """The number and the signs of the newest ended episodes that have any."""
         self._counts: Counter[str] = Counter()
         self._details: dict[str, str] = {}
         """The newest cause of each alarm."""
@@ -80,11 +82,9 @@ class EpisodeAlarms:
 
     def ended(self, signs: Sequence[str], detail: str, now_s: float) -> None:
         """An episode ended. `signs`: the alarms that count it; `detail`: its cause."""
-        if len(self._window) == self._window.maxlen and self._window[0]:
-            self._counts.subtract(self._window[0])
-        self._window.append(signs)
         self._num_ended += 1
         if signs:
+            self._window.append((self._num_ended, signs))
             self._counts.update(signs)
             self._details.update(dict.fromkeys(signs, detail))
         has_news = bool(signs)
@@ -103,12 +103,14 @@ class EpisodeAlarms:
 
     def _look(self) -> None:
         steps, found = self._steps_done(), list[Alarm]()
+        while self._window and self._window[0][0] <= self._num_ended - self._size:
+            self._counts.subtract(self._window.popleft()[1])
         for name, chosen in self._chosen.items():
             value, before = self._value(name), self._beyond.get(name)
             if not chosen.rule.is_beyond(value, chosen.limit):
                 continue
             self._beyond[name] = self._num_ended
-            if before is None or self._num_ended - before > (self._window.maxlen or 0):  # else it is the same cause
+            if before is None or self._num_ended - before > self._size:  # else it is the same cause
                 alarm = alarm_of(steps, chosen, value)
                 found.append(dataclasses.replace(alarm, causes=f"{self._details.get(name)}; {alarm.causes}"))
         for alarm in found:
@@ -124,7 +126,7 @@ class EpisodeAlarms:
     def _value(self, name: str) -> float:
         count = self._counts[name]
         if name in SHARES:
-            return count / len(self._window) if count >= MIN_EPISODES else 0.0
+            return count / min(self._num_ended, self._size) if count >= MIN_EPISODES else 0.0
         return float(count + (self._num_invalid if name == "invalid_numbers" else 0))
 
 
@@ -262,13 +264,14 @@ class FailurePolicy:
         self._first_causes: dict[int, str] = {}
 
     def ended(self, *, has_reward: bool) -> None:
-        """An episode ended without failing, whatever the verdict on it."""
+        """An episode ended without failing and was not accepted."""
         self.failed_in_a_row = 0
         self._has_results = self._has_results or has_reward
 
     def accepted(self) -> None:
         """A group is accepted. The last group of a train step resets the counts of the step."""
-        self._rejected_in_a_row = 0
+        self._has_results = True
+        self.failed_in_a_row = self._rejected_in_a_row = 0
         self._accepted_of_step += 1
         if self._accepted_of_step == self._batch_size:
             self._accepted_of_step = 0
@@ -367,7 +370,16 @@ class EpisodeEngine:
     would answer is older than the episode; the weight update that ends this sets it.
     """
 
-    __slots__ = ("_count_answer", "_engine", "_may_send", "_temperature", "answers", "num_interruptions", "replicas")
+    __slots__ = (
+        "_count_answer",
+        "_engine",
+        "_may_send",
+        "_num_kept",
+        "_temperature",
+        "answers",
+        "num_interruptions",
+        "replicas",
+    )
 
     def __init__(
         self,
@@ -383,7 +395,8 @@ class EpisodeEngine:
         `temperature`: that of the run, None = of every request.
         """
         self._temperature = temperature
-        self.answers: deque[GenerationResponse] = deque(maxlen=MAX_KEPT_ANSWERS if keep_answers else 0)
+        self.answers: list[GenerationResponse] = []
+        self._num_kept = MAX_KEPT_ANSWERS if keep_answers else 0
         self._engine = engine
         self._count_answer = count_answer
         self._may_send = may_send
@@ -426,6 +439,7 @@ class EpisodeEngine:
         if self._temperature not in (None, temperature) and not request.gconfig.greedy:
             response = replace(response, temperature=temperature)
         self.answers.append(response)
+        del self.answers[: len(self.answers) - self._num_kept]
         self.num_interruptions += response.num_interruptions
         for name in response.replicas:
             if name not in self.replicas:
@@ -452,19 +466,21 @@ def verdict_on(
     if group.rejected and not group.trajectories:
         return Rejected(reason=group.rejected)
     encoded = encode_episode(episode_id, group, None if group.rejected else limits)
-    _check_filter_rewards(group)
+    if group.filter_rewards:
+        _check_filter_rewards(group)
     if group.rejected:
         return Rejected(reason=group.rejected, payload=encoded.payload)
-    rewards = group.filter_rewards or [one.reward for one in group.trajectories]
-    if accept is not None and not accept(replace(group, filter_rewards=rewards)):
-        return Rejected(reason="filter", payload=encoded.payload)
+    if accept is not None:
+        rewards = group.filter_rewards or [one.reward for one in group.trajectories]
+        if not accept(replace(group, filter_rewards=rewards)):
+            return Rejected(reason="filter", payload=encoded.payload)
     return encoded
 
 
 def _check_filter_rewards(group: TrajectoryGroup) -> None:
-    """TrajectoryError unless there is one finite filter reward per trajectory, or none."""
+    """TrajectoryError unless there is one finite filter reward per trajectory."""
     given, wanted = len(group.filter_rewards), len(group.trajectories)
-    if given not in (0, wanted):
+    if given != wanted:
         raise TrajectoryError(
             f"the group has {given} filter_rewards for {wanted} trajectories: return one for each, or none",
             code="workflow.trajectory_lengths",
@@ -486,6 +502,15 @@ CLOSE_S = 10.0
 """Maximum seconds that a controller which ends waits for its cancelled episodes."""
 STARTS_PER_TURN = 64
 """Episodes that one turn of the event loop starts; each costs about 0.1 ms until its first request."""
+
+
+class _Running(NamedTuple):
+    """An episode that has a task."""
+
+    task: asyncio.Task[None]
+    engine: EpisodeEngine
+    deadline_s: float
+    """Loop time at which it fails (rollout.episode_timeout_s)."""
 
 
 class Executor:
@@ -531,7 +556,9 @@ class Executor:
         self._on_fatal = on_fatal
         self._may_send = asyncio.Event()
         self._may_send.set()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, _Running] = {}  # in the order of their deadlines
+        self._timer: asyncio.TimerHandle | None = None
+        """Looks at the oldest episodes: all have one time limit."""
         self._dropped: list[asyncio.Task[None]] = []  # cancelled; their episodes run again
         self._to_restart = deque(state.running)  # same ids, next attempt; they wait for room like new ones
         self.first_failure = ""
@@ -540,6 +567,8 @@ class Executor:
         """Episodes that exceeded rollout.episode_timeout_s."""
         self._admits_more = False
         """The next turn of the loop starts more episodes."""
+        self._dropped_below = 0
+        """Waiting episodes with older tokens are rejected."""
 
     def why_closed(self) -> str:
         """Why no episode may start; empty while one may."""
@@ -576,9 +605,7 @@ class Executor:
         free = room(self.limits, self._gate_counts())
         if free > STARTS_PER_TURN:
             free = STARTS_PER_TURN
-            if not self._admits_more:
-                self._admits_more = True
-                asyncio.get_running_loop().call_soon(self._admit_more)
+            self._admit_next_turn()
         while free > 0 and self._to_restart:
             episode_id = self._to_restart.popleft()
             self._ledger.admit_again(episode_id, version=version)
@@ -587,30 +614,50 @@ class Executor:
         for _ in range(free):
             self._start(self._ledger.admit(version=version))
 
+    def _admit_next_turn(self) -> None:
+        """One look at the gate for all episodes that end in a turn of the loop."""
+        if not self._admits_more:
+            self._admits_more = True
+            asyncio.get_running_loop().call_soon(self._admit_more)
+
     def _admit_more(self) -> None:
         self._admits_more = False
         self.admit()
 
     def drop_stale(self) -> None:
         """Reject waiting episodes that are too stale for any later batch (rollout.on_stale=drop)."""
-        for episode in list(self._ledger.state.waiting.values()):
-            if self._is_dropped(episode.min_version):
-                self._producer.count_dropped(episode.num_tokens)
-                self._ledger.reject(episode.episode_id, "stale")
-                self._trace(episode.episode_id, "dropped (stale)")
+        oldest = self._oldest_version()
+        if oldest == self._dropped_below:  # all that were accepted since had a newer version
+            return
+        self._dropped_below = oldest
+        for episode in [one for one in self._ledger.state.waiting.values() if 0 <= one.min_version < oldest]:
+            self._producer.count_dropped(episode.num_tokens)
+            self._ledger.reject(episode.episode_id, "stale")
+            self._trace(episode.episode_id, "dropped (stale)")
 
-    def _is_dropped(self, min_version: int) -> bool:
-        """Whether an accepted episode is too stale to train on. Its staleness only grows, so this is decided early.
+    def _oldest_version(self) -> int:
+        """The oldest version of a token in an episode that may be trained on; the staleness of others only grows.
 
-        Staleness: the version that trains on it minus `min_version`, its oldest token; -1 = no generated token.
+        Staleness: the version that trains on it minus that of its oldest token; -1 = no generated token.
         """
-        staleness = self._ledger.state.trainer_version - min_version
-        return self._options.on_stale == "drop" and min_version >= 0 and staleness > self.limits.max_staleness
+        return self._ledger.state.trainer_version - self.limits.max_staleness if self._options.on_stale == "drop" else 0
 
     def _start(self, episode_id: int) -> None:
-        loop = asyncio.get_running_loop()
-        self._tasks[episode_id] = loop.create_task(self._run(episode_id), name=f"episode-{episode_id}")
-        self._trace(episode_id, "started")
+        loop, options = asyncio.get_running_loop(), self._options
+        engine = EpisodeEngine(
+            self._engine,
+            self._producer.count_answer,
+            may_send=self._may_send,
+            keep_answers=options.keep_rejected > 0,
+            temperature=self._temperature,
+        )
+        task = loop.create_task(self._run(episode_id, engine), name=f"episode-{episode_id}")
+        deadline_s = loop.time() + options.episode_timeout_s
+        self._tasks[episode_id] = _Running(task, engine, deadline_s)
+        if self._timer is None and not self._workflow.has_time_limit:
+            self._timer = loop.call_at(deadline_s, self._expire)
+        if options.enable_rollout_tracing:
+            self._trace(episode_id, "started")
 
     def _trace(self, episode_id: int, what: str) -> None:
         """Log a start or an end, and how many episodes are in each state (rollout.enable_rollout_tracing)."""
@@ -619,70 +666,67 @@ class Executor:
             counts = ", ".join(f"{count} {name}" for name, count in state.counts_by_name().items())
             _log.info("episode %d %s; version %d: %s", episode_id, what, state.version, counts)
 
-    async def _run(self, episode_id: int) -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        start_s, options = loop.time(), self._options
-        engine = EpisodeEngine(
-            self._engine,
-            self._producer.count_answer,
-            may_send=self._may_send,
-            keep_answers=options.keep_rejected > 0,
-            temperature=self._temperature,
-        )
-        timer = self._limit(episode_id, engine, task)
-        result: tuple[TrajectoryGroup | None, EncodedEpisode | Rejected, dict[str, float]] | Exception
+    async def _run(self, episode_id: int, engine: EpisodeEngine) -> None:
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
         try:
+            error: Exception | None = None
+            group, verdict, stats = None, None, {}
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
-                with track("episode", str(episode_id)), logged_metrics() as logged:
+                with track("episode", episode_id), LoggedMetrics() as logged:
                     group = await self._workflow.arun_episode(engine, row)
                 verdict = verdict_on(episode_id, group, accept=self._accept, limits=self._token_limits())
-                stats = logged.means() | ({} if group is None else group.stats)
-                result = group, verdict, {name: float(value) for name, value in stats.items()}
+                stats = logged.means()
+                if group is not None and group.stats:
+                    stats |= {name: float(value) for name, value in group.stats.items()}
             except asyncio.CancelledError:
-                result = RuntimeError("the workflow cancelled itself")
-            except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
-                result = error
-            if timer is not None:
-                timer.cancel()
+                error = RuntimeError("the workflow cancelled itself")
+            except Exception as raised:  # noqa: BLE001 - user code: an error ends this one episode
+                error = raised
+            task = asyncio.current_task()
+            assert task is not None
             if task.cancelling():  # whatever the workflow made of it
                 return  # stuck, or the controller stops or runs it again: then the ledger keeps it as running
-            if isinstance(result, Exception):
-                self._failed(episode_id, result, engine)
+            if error is not None or verdict is None:
+                assert error is not None
+                self._failed(episode_id, error, engine)
             else:
-                self._ended(episode_id, *result, engine, loop.time() - start_s)
+                self._ended(episode_id, group, verdict, stats, engine, loop.time() - start_s)
             del self._tasks[episode_id]
-            self.admit()
+            self._admit_next_turn()
         except Exception as error:  # noqa: BLE001 - an error of ours, for example of the ledger: it ends the run
             self._on_fatal(error)
 
-    def _limit(self, episode_id: int, engine: EpisodeEngine, task: asyncio.Task[None]) -> asyncio.TimerHandle | None:
-        if self._workflow.has_time_limit:
-            return None
-        limit_s = self._options.episode_timeout_s
-        return asyncio.get_running_loop().call_later(limit_s, self._expired, episode_id, engine, task)
+    def _expire(self) -> None:
+        """Fail the episodes that do not end, and start others in their place."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        while self._tasks:
+            episode_id, running = next(iter(self._tasks.items()))
+            if running.deadline_s > loop.time():
+                self._timer = loop.call_at(running.deadline_s, self._expire)
+                return
+            del self._tasks[episode_id]
+            if self._may_send.is_set():
+                self._expired(episode_id, running)
+            else:  # it may have waited for the trainer
+                deadline_s = loop.time() + self._options.episode_timeout_s
+                self._tasks[episode_id] = running._replace(deadline_s=deadline_s)
 
-    def _expired(self, episode_id: int, engine: EpisodeEngine, task: asyncio.Task[None]) -> None:
-        """Fail an episode that does not end, and start another one in its place."""
-        if self._tasks.get(episode_id) is not task:
-            return
-        if not self._may_send.is_set():  # it may have waited for the trainer
-            self._limit(episode_id, engine, task)
-            return
+    def _expired(self, episode_id: int, running: _Running) -> None:
         try:
-            stack = waiting_stack(task)
+            stack = waiting_stack(running.task)
             place = stack[-1] if stack else "no code that Python shows"
             text = f"episode {episode_id} has not ended in {self._options.episode_timeout_s:g} s"
             if self._num_stuck == 0:
                 _log.warning("%s; it waits in:\n  %s", text, "\n  ".join(stack))
             self._num_stuck += 1
-            del self._tasks[episode_id]
-            task.cancel()
-            self._dropped = [one for one in self._dropped if not one.done()] + [task]
+            running.task.cancel()
+            self._dropped = [one for one in self._dropped if not one.done()] + [running.task]
             error = StuckEpisode(f"{text} (rollout.episode_timeout_s): it waits in {place}")
-            self._failed(episode_id, error, engine)
-            self.admit()
+            self._failed(episode_id, error, running.engine)
+            self._admit_next_turn()
         except Exception as error:  # noqa: BLE001 - an error of ours, for example of the ledger: it ends the run
             self._on_fatal(error)
 
@@ -695,30 +739,25 @@ class Executor:
         engine: EpisodeEngine,
         seconds: float,
     ) -> None:
-        loop = asyncio.get_running_loop()
         if group is not None and group.agent_error:
             self._producer.num_agent_errors += 1
             failure = f"the agent failed in episode {episode_id}: {group.agent_error}"
             _log.warning("%s", failure)
             self.first_failure = self.first_failure or failure
-        self._producer.count_ended(stats)
-        reason = verdict.reason if isinstance(verdict, Rejected) else ""
-        has_failed_agent, is_missing = reason.startswith(AGENT_ERROR), reason in MISSING_REWARDS
-        signs = ["agent_errors"] * (group is not None and bool(group.agent_error)) + ["missing_rewards"] * is_missing
-        cause = f"episode {episode_id}: {reason}" if is_missing else "" if group is None else group.agent_error
-        self._alarms.ended(signs, cause, loop.time())
-        self._failures.ended(has_reward=not (has_failed_agent or is_missing))
+        if stats:
+            self._producer.count_ended(stats)
+        now_s = asyncio.get_running_loop().time()
         if isinstance(verdict, Rejected):
-            self._producer.num_rejected += 1
-            self._reject(episode_id, verdict.reason, verdict.payload or _answers_of(episode_id, engine))
-            counts = has_failed_agent or (is_missing and reason != "agent_timeout")
-            self._stop(self._failures.rejected(verdict.reason, episode_id if counts else None))
-            self._on_decided()
+            self._rejected(episode_id, group, verdict, engine, now_s)
             return
-        if self._is_dropped(verdict.min_version):
+        agent_error = "" if group is None else group.agent_error
+        self._alarms.ended(("agent_errors",) if agent_error else (), agent_error, now_s)
+        if 0 <= verdict.min_version < self._oldest_version():
+            self._failures.ended(has_reward=True)
             self._producer.count_dropped(verdict.num_tokens)
             self._reject(episode_id, "stale", verdict.payload, status="dropped")
             return
+        self._failures.accepted()
         self._ledger.accept(
             episode_id,
             verdict,
@@ -729,8 +768,22 @@ class Executor:
         )
         self._producer.num_accepted += 1
         episode_ended(episode_id, "accepted")
-        self._failures.accepted()
-        self._trace(episode_id, f"accepted, reward {verdict.reward:.4g}")
+        if self._options.enable_rollout_tracing:
+            self._trace(episode_id, f"accepted, reward {verdict.reward:.4g}")
+        self._on_decided()
+
+    def _rejected(
+        self, episode_id: int, group: TrajectoryGroup | None, verdict: Rejected, engine: EpisodeEngine, now_s: float
+    ) -> None:
+        reason, agent_error = verdict.reason, "" if group is None else group.agent_error
+        has_failed_agent, is_missing = reason.startswith(AGENT_ERROR), reason in MISSING_REWARDS
+        signs = ["agent_errors"] * bool(agent_error) + ["missing_rewards"] * is_missing
+        self._alarms.ended(signs, f"episode {episode_id}: {reason}" if is_missing else agent_error, now_s)
+        self._failures.ended(has_reward=not (has_failed_agent or is_missing))
+        self._producer.num_rejected += 1
+        self._reject(episode_id, reason, verdict.payload or _answers_of(episode_id, engine))
+        counts = has_failed_agent or (is_missing and reason != "agent_timeout")
+        self._stop(self._failures.rejected(reason, episode_id if counts else None))
         self._on_decided()
 
     def _reject(self, episode_id: int, reason: str, payload: bytes, status: str = "rejected") -> None:
@@ -765,16 +818,19 @@ class Executor:
 
     def restart_running(self) -> None:
         """Cancel the running episodes; each runs again when the gate has room."""
-        for task in self._tasks.values():
+        tasks = [running.task for running in self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        self._dropped = [task for task in self._dropped if not task.done()] + list(self._tasks.values())
+        self._dropped = [task for task in self._dropped if not task.done()] + tasks
         self._to_restart.extend(self._tasks)
         self._tasks.clear()
 
     async def close(self) -> None:
         """Cancel the running episodes and wait for their end. The ledger keeps them as running."""
         self.is_open = False
-        tasks = [*self._tasks.values(), *self._dropped]
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = [*(running.task for running in self._tasks.values()), *self._dropped]
         for task in tasks:
             task.cancel()
         if tasks:  # a workflow may ignore that it is cancelled

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from areal.api.errors import InputError
-from areal.observe.step_files import log_metric, logged_metrics
+from areal.observe.step_files import LoggedMetrics, log_metric
 
 
 async def test_values_of_one_episode_are_averaged_also_from_its_tasks_and_threads():
@@ -11,14 +11,14 @@ async def test_values_of_one_episode_are_averaged_also_from_its_tasks_and_thread
         log_metric("turns", value)
         await asyncio.to_thread(log_metric, "calls", 2 * value)
 
-    with logged_metrics() as logged:
+    with LoggedMetrics() as logged:
         await asyncio.gather(turn(1), turn(3))
     assert logged.means() == {"turns": 2.0, "calls": 4.0}
 
 
 async def test_episodes_at_the_same_time_do_not_mix():
     async def episode(value):
-        with logged_metrics() as logged:
+        with LoggedMetrics() as logged:
             await asyncio.sleep(0)
             log_metric("value", value)
             await asyncio.sleep(0)
@@ -29,7 +29,7 @@ async def test_episodes_at_the_same_time_do_not_mix():
 
 def test_outside_of_an_episode_nothing_is_collected():
     log_metric("value", 1.0)
-    with logged_metrics() as logged:
+    with LoggedMetrics() as logged:
         pass
     assert logged.means() == {}
 

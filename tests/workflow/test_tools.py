@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 
 from areal.api.config import GenerationHyperparameters
-from areal.observe.step_files import logged_metrics
+from areal.observe.step_files import LoggedMetrics
 from areal.workflow import ConversationWorkflow, ToolCall, call_tool, parse_tool_calls, tool_schema, use_tools
 
 ROW = {"messages": [{"role": "user", "content": "2+3?"}], "answer": "5"}
@@ -70,7 +70,7 @@ def test_a_malformed_call_has_a_problem(body):
     ],
 )
 async def test_a_call_that_fails_is_a_result(call, fails):
-    with logged_metrics() as logged:
+    with LoggedMetrics() as logged:
         result = await call_tool(call, [add, fetch])
     assert result.startswith("error: ") is fails
     assert logged.means() == {"tool_errors": float(fails)}
@@ -90,7 +90,7 @@ class WithTools(ConversationWorkflow):
 async def test_the_loop_ends_with_an_answer_without_calls(tokenizer, engine_of):
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><e>'
     workflow = WithTools("exact", GenerationHyperparameters(n_samples=1), tokenizer)
-    with logged_metrics() as logged:
+    with LoggedMetrics() as logged:
         group = await workflow.arun_episode(engine_of([call, "5<e>"]), ROW)
     (trajectory,) = group.trajectories
     assert trajectory.reward == 1.0
@@ -108,7 +108,7 @@ async def test_the_loop_ends_with_an_answer_without_calls(tokenizer, engine_of):
 async def test_calls_are_those_of_a_session_with_this_template(tokenizer, engine_of, answer, num_calls):
     tokenizer.chat_template += "{# <tool_call><function= </think> #}"
     workflow = WithTools("exact", GenerationHyperparameters(n_samples=1), tokenizer)
-    with logged_metrics() as logged:
+    with LoggedMetrics() as logged:
         await workflow.arun_episode(engine_of([answer, "5<e>"]), ROW)
     assert logged.means()["tool_calls"] == num_calls
 
