@@ -1,12 +1,13 @@
 """CPU time of the rollout controller per episode, with ledger, compared with a plain asyncio worker pool.
 
-    python benchmark/rollout_overhead.py [--in-flight 64 256 1024 4096] [--episodes 20000]
+    python benchmark/rollout_overhead.py [--in-flight 64 256 1024 4096] [--episodes 20000] [--versus REV]
 
 An episode yields once to the loop, so that all episodes run at the same time, and returns one short trajectory. The
 controller admits it, writes its events and payload to a ledger on disk (fsynced in groups), composes and encodes
 batches and serves them to a trainer in the same process. CPU time is that of the whole process with the ledger's
 writer thread and fsyncs: these are a fixed cost per batch (about three fsyncs), so small batches cost more per
-episode. The last line is JSON.
+episode. `--tokens` makes longer episodes. With `--versus` each round runs another commit and this tree in turn, and
+the medians of the rounds are printed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import uvloop
@@ -41,7 +46,7 @@ from areal.ledger.ledger import Ledger
 from areal.rollout.controller import Controller
 from areal.rollout.controller_process import collecting_cycles
 
-NUM_TOKENS = 16
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class NoFleet:
@@ -83,18 +88,19 @@ class NoFleet:
 class NoOpWorkflow(RolloutWorkflow):
     """Yields once and returns a ready-made trajectory of the current version."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int = 16) -> None:
+        self._num_tokens = num_tokens
         self._made: dict[int, TrajectoryGroup] = {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup | None:
         await asyncio.sleep(0)
         version = engine.version
         if version not in self._made:
-            half = NUM_TOKENS // 2
+            half = self._num_tokens // 2
             self._made[version] = TrajectoryGroup(
                 trajectories=[
                     Trajectory(
-                        token_ids=list(range(NUM_TOKENS)),
+                        token_ids=[number % 1000 for number in range(2 * half)],
                         loss_mask=[0] * half + [1] * half,
                         rollout_logprobs=[0.0] * half + [-0.5] * half,
                         output_versions=[-1] * half + [version] * half,
@@ -106,7 +112,7 @@ class NoOpWorkflow(RolloutWorkflow):
         return self._made[version]
 
 
-async def run_controller(in_flight: int, batch_size: int, num_steps: int, folder: Path) -> float:
+async def run_controller(in_flight: int, batch_size: int, num_steps: int, folder: Path, num_tokens: int = 16) -> float:
     """CPU seconds of a complete run of num_steps batches."""
     config = GRPOConfig(
         experiment_name="benchmark",
@@ -120,7 +126,7 @@ async def run_controller(in_flight: int, batch_size: int, num_steps: int, folder
     controller = Controller(
         config,
         fleet=NoFleet(),
-        workflow=NoOpWorkflow(),
+        workflow=NoOpWorkflow(num_tokens),
         rows=PromptStream([{"index": index} for index in range(4096)], seed=1, batch_size=batch_size),
         ledger=Ledger.open(folder),
         total_steps=num_steps,
@@ -163,13 +169,39 @@ def measure(in_flight: int, args: argparse.Namespace) -> tuple[float, float]:
             tempfile.TemporaryDirectory(dir=args.folder) as name,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            running = run_controller(in_flight, args.batch_size, num_steps, Path(name))
+            running = run_controller(in_flight, args.batch_size, num_steps, Path(name), args.tokens)
             ours.append(runner.run(collecting_cycles(running)))
             pool.append(runner.run(collecting_cycles(run_pool(in_flight, num_episodes))))
             report = audit(Path(name), check_payloads=False)
             assert report.is_clean, report
             assert report.counts["consumed"] == num_episodes, report
     return min(ours) / num_episodes * 1e6, min(pool) / num_episodes * 1e6
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Runs this script with the package of `--versus` and of this tree in turn, one measurement each per round."""
+    with tempfile.TemporaryDirectory() as name:
+        other = Path(name) / "tree"
+        subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", other, args.versus], check=True)
+        try:
+            rounds = [[_values(tree, args) for tree in (other, ROOT)] for _ in range(args.repeats)]
+        finally:
+            subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", other], check=True)
+    found: dict[str, dict[str, float]] = {}
+    print(f"{'in flight':>10} {args.versus:>12} {'this tree':>10} {'ratio':>6}")
+    for level in map(str, args.in_flight):
+        before, now = (median(one[place][level] for one in rounds) for place in (0, 1))
+        found[level] = {"before_us": before, "us": now, "ratio": round(now / before, 3)}
+        print(f"{level:>10} {before:>12.1f} {now:>10.1f} {now / before:>6.2f}")
+    print(json.dumps({"versus": args.versus, "in_flight": found, "rounds": rounds}))
+
+
+def _values(tree: Path, args: argparse.Namespace) -> dict[str, float]:
+    options = ["--episodes", args.episodes, "--batch-size", args.batch_size, "--tokens", args.tokens, "--repeats", 1]
+    command = [sys.executable, __file__, *options, "--in-flight", *args.in_flight]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run([*map(str, command)], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])["us_per_episode"]
 
 
 def main() -> None:
@@ -179,7 +211,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256, help="episodes per train batch")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of which the best counts")
     parser.add_argument("--folder", default=None, help="where the ledgers are written; default: the temporary folder")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of an episode")
+    parser.add_argument("--versus", default="", help="a commit to compare with; repeats are rounds")
     args = parser.parse_args()
+    if args.versus:
+        compare(args)
+        return
     us_per_episode: dict[str, float] = {}
     ratio_to_asyncio: dict[str, float] = {}
     print(f"{'in flight':>10} {'controller us':>14} {'asyncio us':>11} {'ratio':>6}")

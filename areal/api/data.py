@@ -158,6 +158,8 @@ def reward_parts(columns: Mapping[ColumnSpec, Any]) -> dict[str, Any]:
 
 def first_of_sessions(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """One trajectory of each session, in order."""
+    if len(trajectories) == 1:
+        return [trajectories[0]]
     seen: set[int] = set()
     found: list[Trajectory] = []
     for one in trajectories:

@@ -282,20 +282,22 @@ class GroupCommitLog:
             self._wake.set()
 
     def append(self, event: Event) -> None:
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         self._group.events.append(event)
         if self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(self._linger_s, self._wake.set)
 
     def append_payload(self, data: bytes) -> tuple[int, int, int]:
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         if self._segment_size >= SEGMENT_BYTES:
             self._segment, self._segment_size = self._segment + 1, 0
-        where = (self._segment, self._segment_size, len(data))
-        self._segment_size += len(data)
-        group = self._group
+        size, group = len(data), self._group
+        where = (self._segment, self._segment_size, size)
+        self._segment_size += size
         group.payloads.append((self._segment, data))
-        group.num_bytes += len(data)
+        group.num_bytes += size
         if group.num_bytes >= GROUP_BYTES:
             self._wake.set()
         return where

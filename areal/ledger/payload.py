@@ -107,7 +107,9 @@ def _encode(
 ) -> EncodedEpisode:
     try:
         lengths = [_checked_length(one, is_scored=is_scored) for one in trajectories]
-        body = _short_body(episode_id, trajectories, lengths, limits) if sum(lengths) <= _SHORT and not record else None
+        num_tokens, body = sum(lengths), None
+        if num_tokens <= _SHORT and not record:
+            body = _short_body(episode_id, trajectories, lengths, limits)
         if body is None:
             body = _body(episode_id, trajectories, lengths, record, limits)
     except TrajectoryError:
@@ -119,19 +121,22 @@ def _encode(
     for piece in pieces:
         checksum = zlib.crc32(piece, checksum)
     made_by = [version for version, _, _ in by_version if version != -1] or [-1]
-    sessions = trajectories if len(trajectories) == 1 else first_of_sessions(trajectories)
+    sessions, num_finished, reward = first_of_sessions(trajectories), 0, 0.0
+    for one in sessions:
+        num_finished += one.finished
+        reward += one.reward
     return EncodedEpisode(
         b"".join((_MAGIC, checksum.to_bytes(4, "little"), *pieces)),
-        sum(lengths),
+        num_tokens,
         num_trained,
         made_by[0],
         made_by[-1],
         TokenCounts(
             len(trajectories),
             len(sessions),
-            sum([one.finished for one in sessions]),
+            num_finished,
             max(lengths),
-            sum([one.reward for one in sessions]) / len(sessions),
+            reward / len(sessions),
             by_version,
         ),
         turn_ids,

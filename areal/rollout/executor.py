@@ -462,7 +462,8 @@ def verdict_on(
     """Whether the result of an episode is accepted. Raises TrajectoryError when it cannot be used."""
     if group is None:
         return Rejected(reason="workflow")
-    check_stats(group)
+    if group.stats:
+        check_stats(group)
     if group.rejected and not group.trajectories:
         return Rejected(reason=group.rejected)
     encoded = encode_episode(episode_id, group, None if group.rejected else limits)
@@ -587,7 +588,8 @@ class Executor:
 
     def _token_limits(self) -> TokenLimits:
         """Servers may have a version before the ledger, and a trainer that went back has published higher ones."""
-        newest = max(self._engine.version, self._ledger.state.highest_version)
+        served, published = self._engine.version, self._ledger.state.highest_version
+        newest = served if served > published else published
         return TokenLimits(self._engine.vocab_size, newest, self._options.check_trajectory_format)
 
     def hold_requests(self, hold: bool) -> None:
@@ -651,8 +653,9 @@ class Executor:
             keep_answers=options.keep_rejected > 0,
             temperature=self._temperature,
         )
-        task = loop.create_task(self._run(episode_id, engine), name=f"episode-{episode_id}")
-        deadline_s = loop.time() + options.episode_timeout_s
+        start_s = loop.time()
+        task = loop.create_task(self._run(episode_id, engine, start_s), name=f"episode-{episode_id}")
+        deadline_s = start_s + options.episode_timeout_s
         self._tasks[episode_id] = _Running(task, engine, deadline_s)
         if self._timer is None and not self._workflow.has_time_limit:
             self._timer = loop.call_at(deadline_s, self._expire)
@@ -666,9 +669,7 @@ class Executor:
             counts = ", ".join(f"{count} {name}" for name, count in state.counts_by_name().items())
             _log.info("episode %d %s; version %d: %s", episode_id, what, state.version, counts)
 
-    async def _run(self, episode_id: int, engine: EpisodeEngine) -> None:
-        loop = asyncio.get_running_loop()
-        start_s = loop.time()
+    async def _run(self, episode_id: int, engine: EpisodeEngine, start_s: float) -> None:
         try:
             error: Exception | None = None
             group, verdict, stats = None, None, {}
@@ -692,7 +693,7 @@ class Executor:
                 assert error is not None
                 self._failed(episode_id, error, engine)
             else:
-                self._ended(episode_id, group, verdict, stats, engine, loop.time() - start_s)
+                self._ended(episode_id, group, verdict, stats, engine, start_s)
             del self._tasks[episode_id]
             self._admit_next_turn()
         except Exception as error:  # noqa: BLE001 - an error of ours, for example of the ledger: it ends the run
@@ -737,7 +738,7 @@ class Executor:
         verdict: EncodedEpisode | Rejected,
         stats: dict[str, float],
         engine: EpisodeEngine,
-        seconds: float,
+        start_s: float,
     ) -> None:
         if group is not None and group.agent_error:
             self._producer.num_agent_errors += 1
@@ -762,7 +763,7 @@ class Executor:
             episode_id,
             verdict,
             stats=stats,
-            seconds=seconds,
+            seconds=now_s - start_s,
             replicas=engine.replicas,
             num_interruptions=engine.num_interruptions,
         )

@@ -254,9 +254,9 @@ class TrainBatches:
     def compose_if_ready(self) -> None:
         """Compose the requested batch if possible. Its version is the one that trains on it, so the trainer must have
         finished the previous step; the servers may still have the version before."""
-        if not self._wanted:
-            return
         state = self._ledger.state
+        if not self._wanted or (self._smallest_batch is None and state.counts[WAITING] < self._batch_size):
+            return
         step = state.next_step
         is_next = step in self._wanted and step == state.trained_steps and not state.is_catching_up
         if not is_next or not self._size() or self._composing is not None:
