@@ -44,7 +44,8 @@ class TokenCounts(NamedTuple):
 
 def counts_of_event(event: dict[str, Any]) -> TokenCounts:
     """The counts of an `accepted` event."""
-    by_version = tuple(map(tuple, event["by_version"]))  # lists in a file
+    rows: list[tuple[int, int, int]] = event["by_version"]  # or lists, in a file
+    by_version: Any = tuple(map(tuple, rows))
     return TokenCounts(
         event["trajectories"], event["sessions"], event["finished"], event["longest"], event["reward"], by_version
     )
