@@ -5,7 +5,6 @@ group is separate from torch's default process group. Every wait ends after `tim
 returns true.
 """
 
-from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
