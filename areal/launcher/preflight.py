@@ -266,7 +266,7 @@ def _package_problems(config: BaseExperimentConfig, environ: Mapping[str, str], 
     env = {**FIRST_REQUEST, **environ, "WANDB_SILENT": "true"} | ({"WANDB_BASE_URL": base_url} if base_url else {})
     names, text = ", ".join(dashboards), json.dumps(dashboards)
     try:
-        return json.loads(_answer_of("areal.observe.tracker_probe", env=env, limit_s=_TRACKERS_LIMIT_S, text=text))
+        return json.loads(_answer_of("areal.observe.trackers", env=env, limit_s=_TRACKERS_LIMIT_S, text=text))
     except subprocess.TimeoutExpired:
         return [f"stats_logger: the check of {names} did not end within {_TRACKERS_LIMIT_S:g} s"]
     except _NoAnswer as error:
@@ -274,7 +274,7 @@ def _package_problems(config: BaseExperimentConfig, environ: Mapping[str, str], 
 
 
 def _settings(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks: bool) -> dict[str, dict[str, Any]]:
-    """What `tracker_probe` reads."""
+    """What the check in `observe.trackers` reads."""
     chosen = config.stats_logger
     wandb = {
         "run_id": wandb_id(config, chosen.wandb),
