@@ -551,8 +551,8 @@ def _started(key: str, make: Callable[[], Tracker], last_step: int, *, after_fai
 # ----------------------------------------------------------------------------------------------------------------------
 # Whether the packages of dashboards can be imported and take their settings, in a process of its own:
 #
-# `python -m areal.observe.trackers` reads a JSON object from stdin, option -> settings of its dashboard. It prints a list of
-# problems. Starts no run; `asks` of a dashboard allows the search for its key and a request to its server.
+# `python -m areal.observe.trackers` reads a JSON object from stdin, option -> settings of its dashboard, and prints a
+# list of problems. It starts no run; `asks` of a dashboard allows the search for its key and a request to its server.
 
 _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 _MAX_CHARACTERS = 300
