@@ -124,14 +124,14 @@ def _convert(weights: Path, folder: Path) -> None:
 
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     tokenizer = AutoTokenizer.from_pretrained(**place)
-    loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     config = loaded.config
     # transformers does not save a model whose configuration says that it was read from a GGUF file.
     del config.quantization_config
     config.tie_word_embeddings = "lm_head.weight" not in loaded.state_dict() or torch.equal(
         loaded.get_input_embeddings().weight, loaded.get_output_embeddings().weight
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
