@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from torch.nn.functional import embedding, linear
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.inference.attention import AttentionPlan, LayerCache, LayerShape, PromptGroup, ScoreRules, attend
-from areal.inference.paged_kernel import PagedKernel, PagedRows
+from areal.inference.decode_rows import DecodeInputs, DecodeRows
+from areal.inference.paged_kernel import PagedKernel, PagedRows, paged_rows
 from areal.observe.log import get_logger
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,24 +195,9 @@ def capture_cuda(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Ten
     return graph.replay, logits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRow:
-    """One token of a sequence."""
-
-    token: int
-    position: int
-    length: int
-    """Tokens to attend to, including its own."""
-    slot: int
-    """Place of its keys and values in the cache."""
-    blocks: Sequence[int]
-    """The blocks of the cache up to its own."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    inputs: Tensor
-    slots: Tensor
+    inputs: DecodeInputs
     paged: PagedRows
     replay: Callable[[], None]
     logits: Tensor
@@ -236,69 +221,65 @@ class DecodeGraphs:
         self._compute, self._kernel, self._capture = compute, kernel, capture
         self._weights = list(weights)
         self._block_size = block_size
-        self._filling = DecodeRow(token=0, position=0, length=1, slot=spare_block * block_size, blocks=[spare_block])
+        self._spare_block = spare_block
         self._device = device
         self._graphs: dict[tuple[int, ...], dict[tuple[int, int], _Graph]] = {}
         """Addresses of the weights -> (rows, blocks per row) -> graph."""
         self.is_off = False
 
-    def logits(self, rows: Sequence[DecodeRow]) -> Tensor | None:
+    def logits(self, rows: DecodeRows) -> Tensor | None:
         """[rows, vocabulary], valid until the next call. None when graphs cannot be used."""
-        size = _rounded(len(rows)), _rounded(max(len(row.blocks) for row in rows))
+        size = _rounded(len(rows)), _rounded(rows.width)
+        logits = self._logits(size, rows.inputs(*size))
+        return None if logits is None else logits[: len(rows)]
+
+    def _logits(self, size: tuple[int, int], inputs: DecodeInputs) -> Tensor | None:
         graphs = self._graphs.setdefault(tuple(weight.data_ptr() for weight in self._weights), {})
         while len(self._graphs) > _COPIES:
             del self._graphs[next(iter(self._graphs))]
         if self.is_off or (size not in graphs and not self._add(graphs, size)):
             return None
         graph = graphs[size]
-        self._fill(graph.inputs, graph.slots, graph.paged, rows)
+        for mine, new in zip(graph.inputs, inputs, strict=True):
+            mine.copy_(new)
         graph.replay()
-        return graph.logits[: len(rows)]
+        return graph.logits
 
     def trial_error(self) -> float:
         """Difference of a graph's logits, for other inputs than those of its capture, relative to the largest logit."""
-        self.logits([self._filling])
-        row = DecodeRow(token=1, position=0, length=1, slot=self._filling.slot, blocks=self._filling.blocks)
-        found = self.logits([row])
+        inputs = self._inputs(1, 1)
+        inputs.ids[0] += 1
+        found = self._logits((1, 1), inputs)
         if found is None:
             return float("inf")
         found = found.clone()
-        inputs, slots, paged = self._inputs(1, 1)
-        self._fill(inputs, slots, paged, [row])
-        exact = self._compute(inputs, slots, paged)
+        exact = self._compute(inputs.ids, inputs.slots, self._paged(inputs))
         return ((found - exact).abs().max() / exact.abs().max()).item()
 
     def _add(self, graphs: dict[tuple[int, int], _Graph], size: tuple[int, int]) -> bool:
-        inputs, slots, paged = self._inputs(*size)
-        self._fill(inputs, slots, paged, [])
+        inputs = self._inputs(*size)
+        paged = self._paged(inputs)
         try:
-            replay, logits = self._capture(lambda: self._compute(inputs, slots, paged))
+            replay, logits = self._capture(lambda: self._compute(inputs.ids, inputs.slots, paged))
         except RuntimeError as refused:
             get_logger(__name__).warning("decoding uses no CUDA graphs: %s", str(refused).splitlines()[0])
             self.is_off = True
             return False
-        graphs[size] = _Graph(inputs, slots, paged, replay, logits)
+        graphs[size] = _Graph(inputs, paged, replay, logits)
         return True
 
-    def _inputs(self, rows: int, width: int) -> tuple[Tensor, Tensor, PagedRows]:
-        paged = PagedRows(
-            kernel=self._kernel,
-            block_table=torch.zeros(rows, width, dtype=torch.int32, device=self._device),
-            lengths=torch.ones(rows, dtype=torch.int32, device=self._device),
-            bounds=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
-            max_length=width * self._block_size,
+    def _inputs(self, rows: int, width: int) -> DecodeInputs:
+        """Rows of the spare block with one token each."""
+        return DecodeInputs(
+            torch.zeros(2, rows, dtype=torch.int64, device=self._device),
+            torch.full((rows,), self._spare_block * self._block_size, device=self._device),
+            torch.ones(rows, dtype=torch.int32, device=self._device),
+            torch.full((rows, width), self._spare_block, dtype=torch.int32, device=self._device),
         )
-        ids = torch.zeros(2, rows, dtype=torch.int64, device=self._device)
-        return ids, torch.zeros(rows, dtype=torch.int64, device=self._device), paged
 
-    def _fill(self, inputs: Tensor, slots: Tensor, paged: PagedRows, rows: Sequence[DecodeRow]) -> None:
-        size, width = paged.block_table.shape
-        filled = [*rows, *[self._filling] * (size - len(rows))]
-        numbers = chain.from_iterable((*row.blocks, *[row.blocks[0]] * (width - len(row.blocks))) for row in filled)
-        inputs.copy_(torch.tensor([[row.token for row in filled], [row.position for row in filled]]))
-        slots.copy_(torch.tensor([row.slot for row in filled]))
-        paged.block_table.copy_(torch.tensor(list(numbers), dtype=torch.int32).view(size, width))
-        paged.lengths.copy_(torch.tensor([row.length for row in filled], dtype=torch.int32))
+    def _paged(self, inputs: DecodeInputs) -> PagedRows:
+        max_length = inputs.blocks.shape[1] * self._block_size
+        return paged_rows(self._kernel, inputs.blocks, inputs.lengths, max_length)
 
 
 def tried(graphs: DecodeGraphs) -> DecodeGraphs | None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
@@ -26,6 +25,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from areal.api.columns import ExpertShape
 from areal.api.config import NativeServerConfig
 from areal.api.errors import ConfigError
+from areal.inference.decode_rows import SampledRows
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import ALL_TOKENS, BlockPool, FinishReason, Scheduler, Sequence, Status
@@ -38,60 +38,110 @@ from areal.system.process import run_into
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Samples the next tokens of a batch; each row has its own parameters and random numbers.
-#
-# The random number of a row is a hash of its seed and the token position. It does not depend on the other rows, so a
-# request that continues on another server after an interruption uses the same random numbers.
 
 _RACE_ROWS = 32
 """Rows per block: a few hundred MB of temporaries at a vocabulary of 152,000 tokens."""
 _INDEX_FACTOR = -1640531527
 """The odd number nearest to 2^32 divided by the golden ratio, as a signed number."""
+_PART = 128
+"""Tokens whose weights are added before the sums of these parts are accumulated."""
+_PASS_BYTES = 1 << 20
+"""Weights of the rows that are drawn at once on the CPU, so that they stay in the cache of a core."""
+
+
+class Drawn:
+    """The next token of some rows and its log-probability, which may still be computed on the device."""
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
+        self.tokens, self.logprobs = tokens, logprobs
+        self._results = tokens, logprobs
+        self._event: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._results = tokens.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities. Waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, logprobs = self._results
+        return tokens.tolist(), logprobs.tolist()
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """The next token of each sequence and its log-probability, from logits [rows, vocabulary].
+def sample(logits: Tensor, rows: SampledRows) -> Drawn:
+    """The next token of each row and its log-probability, from logits [rows, vocabulary].
 
     The log-probability is log_softmax(logits / temperature), with temperature 1 for greedy requests, as the trainer
     computes it. Penalties, top-k and top-p change the choice of the token but not this value. It is NaN, and the token
     has no meaning, for a row without a distribution: a logit is NaN or +inf, or every allowed one is -inf.
     """
-    logits = logits.float()
-    temperatures = [sequence.params.temperature or 1.0 for sequence in sequences]
-    scaled = logits
-    if any(temperature != 1.0 for temperature in temperatures):
-        scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
-    logprobs = scaled.log_softmax(dim=-1)
-    special = [row for row, sequence in enumerate(sequences) if not sequence.params.is_plain]
+    if not rows.special:
+        return Drawn(*_plain(logits, rows.uniforms(), rows.temperatures))
     size = logits.shape[1]
-    uniforms = torch.from_numpy(uniform_numbers(sequences))
+    if len(rows.special) == len(rows.sequences):
+        tokens = _choose_special(logits.float(), rows.sequences, rows.uniforms())
+        scaled = logits.float() if rows.temperatures is None else logits.float() / rows.temperatures[:, None]
+        places = tokens.clamp(max=size - 1)[:, None]
+        logprobs = scaled.gather(1, places)[:, 0] - scaled.logsumexp(dim=-1)
+        return Drawn(tokens, logprobs.masked_fill(tokens == size, torch.nan))
+    plain = sorted(set(range(len(rows.sequences))).difference(rows.special))
+    tokens = torch.empty(len(rows.sequences), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(rows.sequences), device=logits.device)
+    for some in (plain, rows.special):
+        index = torch.tensor(some, device=logits.device)
+        part = sample(logits[index], rows.part(some, index))
+        tokens[index], logprobs[index] = part.tokens, part.logprobs
+    return Drawn(tokens, logprobs)
+
+
+def _plain(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens from the unmodified softmax, and their log-probabilities."""
+    size = logits.shape[1]
     if logits.device.type != "cpu":
-        uniforms = uniforms.to(logits.device, non_blocking=True)
-    if len(special) == len(sequences):
-        tokens = _choose_special(logits, sequences, uniforms)
-    else:
-        tokens = _draw(logprobs.exp(), uniforms)
-        if special:
-            rows = torch.tensor(special, device=logits.device)
-            tokens[rows] = _choose_special(logits[rows], [sequences[row] for row in special], uniforms[rows])
-    chosen = logprobs.gather(1, tokens.clamp(max=size - 1)[:, None])[:, 0].masked_fill(tokens == size, torch.nan)
-    return tokens.tolist(), chosen.tolist()
+        scaled = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
+        logprobs = scaled.log_softmax(dim=-1)
+        tokens = _race(logprobs.exp(), uniforms)
+        chosen = logprobs.gather(1, tokens.clamp(max=size - 1)[:, None])[:, 0]
+        return tokens, chosen.masked_fill(tokens == size, torch.nan)
+    parts = -(-size // _PART)
+    step = max(1, _PASS_BYTES // (4 * parts * _PART))
+    weights = torch.zeros(min(step, len(logits)), parts * _PART)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    logprobs = torch.empty(len(logits))
+    for first in range(0, len(logits), step):
+        some = slice(first, min(first + step, len(logits)))
+        heat = None if temperatures is None else temperatures[some, None]
+        mine = weights[: some.stop - first]
+        tokens[some], logprobs[some] = _inverted(logits[some], uniforms[some, None], heat, mine)
+    return tokens, logprobs
 
 
-def uniform_numbers(sequences: list[Sequence]) -> np.ndarray:
-    """One float32 in [0, 1 - 2**-23] per sequence, from its seed and the position of its next token."""
-    seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
-    places = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.uint64)
-    bits = _scramble(_scramble(seeds) + places)
-    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+def _inverted(logits: Tensor, uniforms: Tensor, heat: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw by inversion of the cumulative sum, first of the sums of parts, then within a part.
 
-
-def _scramble(values: np.ndarray) -> np.ndarray:
-    """The splitmix64 finaliser, a bijection of 64-bit numbers that decorrelates neighbouring values."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    `weights` [rows, parts * _PART]: memory for the weights, with zeros behind the vocabulary.
+    """
+    size = logits.shape[1]
+    scores = weights[:, :size]
+    scores.copy_(logits) if heat is None else torch.div(logits, heat, out=scores)
+    highest = scores.amax(dim=-1, keepdim=True)
+    scores.sub_(highest).exp_()
+    parts = weights.view(len(weights), -1, _PART)
+    sums = parts.sum(dim=-1).cumsum(dim=-1)
+    # Below the total by at least one unit in the last place, because the numbers are at most 1 - 2**-23.
+    target = uniforms * sums[:, -1:]
+    part = torch.searchsorted(sums, target, right=True).clamp_(max=parts.shape[1] - 1)
+    before = sums.gather(1, (part - 1).clamp_(min=0)).masked_fill_(part == 0, 0.0)
+    inner = parts[torch.arange(len(parts)), part[:, 0]].cumsum(dim=-1)
+    # The sum of a part in another order may be less than the target by rounding: the last token with a weight is drawn.
+    rest = torch.minimum(target - before, inner[:, -1:].nextafter(torch.zeros(())))
+    tokens = part * _PART + torch.searchsorted(inner, rest, right=True)
+    has_none = ~sums[:, -1:].isfinite()
+    chosen = logits.gather(1, tokens.clamp(max=size - 1)).float()
+    logprobs = (chosen if heat is None else chosen / heat) - highest - sums[:, -1:].log()
+    return tokens.masked_fill_(has_none, size)[:, 0], logprobs.masked_fill_(has_none, torch.nan)[:, 0]
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -359,15 +409,17 @@ class Engine:
         plan = self.scheduler.plan_step()
         if plan is None:
             raise RuntimeError("requests wait, but no step can be planned: the block counts are inconsistent")
-        logits, sequences = self.runner.forward(plan)
+        logits, rows = self.runner.forward(plan)
         finished: list[Sequence] = []
         progressed: list[Sequence] = []
-        if sequences:
-            tokens, logprobs = sample(logits, sequences)
-            finished, progressed = self._append(sequences, tokens, logprobs)
+        if rows.sequences:
+            drawn = sample(logits, rows)
+            self.runner.take_tokens(drawn.tokens)
+            self.scheduler.reserve(plan)  # while the device computes
+            finished, progressed = self._append(rows.sequences, *drawn.read())
         counters = self.counters
         counters.steps += 1
-        counters.computed_tokens += sum(chunk.count for chunk in plan.chunks)
+        counters.computed_tokens += len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
         counters.busy_s += time.perf_counter() - start_s
         if finished or progressed:
             self._deliver(finished, progressed)
@@ -381,15 +433,19 @@ class Engine:
         progressed: list[Sequence] = []
         tainted: list[int] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            if not math.isfinite(logprob):
+            if not -math.inf < logprob < math.inf:
                 ended.append((sequence, _NOT_FINITE))
                 tainted += sequence.blocks
                 continue
-            sequence.append(token, logprob, version)
-            reason = self._end_of(sequence, token)
-            if reason is not None:
+            starts, answer, params = sequence.version_starts, sequence.logprobs, sequence.params
+            if not starts or starts[-1][1] != version:
+                starts.append((len(answer), version))
+            sequence.token_ids.append(token)
+            answer.append(logprob)
+            may_end = len(answer) >= params.max_new_tokens or token in params.stop_token_ids or params.stop
+            if may_end and (reason := self._end_of(sequence, token)) is not None:
                 ended.append((sequence, reason))
-            elif sequence.stream_interval and len(sequence.logprobs) % sequence.stream_interval == 0:
+            elif sequence.stream_interval and len(answer) % sequence.stream_interval == 0:
                 progressed.append(sequence)
         self.counters.generated_tokens += len(tokens)
         if ended:

@@ -263,8 +263,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: copy blocks, compute chunks, then copy blocks for the siblings of computed chunks."""
+    """One step: copy blocks, compute decode rows and chunks, then copy blocks for the siblings of computed chunks."""
 
+    decode: list[Sequence] = field(default_factory=list[Sequence])
+    """Sequences that were started in an earlier step and compute their last token."""
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     copies_before: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(source block, target block)."""
@@ -284,7 +286,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
-        self.running: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
         self._groups: dict[str, list[Sequence]] = {}
         """Running sequences by group, oldest first. New sequences share the blocks of the first one."""
         self.num_preemptions = 0
@@ -306,21 +308,47 @@ class Scheduler:
     def plan_step(self) -> StepPlan | None:
         """The next step, whose tokens then count as computed. None when nothing can be computed."""
         plan = StepPlan()
+        size = self._pool.block_size
+        others: list[Sequence] = []
+        for sequence in self.running:
+            computed = sequence.num_computed
+            if computed + 1 == len(sequence.token_ids) and computed < len(sequence.blocks) * size:
+                sequence.num_written = computed
+                sequence.num_computed = computed + 1
+                plan.decode.append(sequence)
+            else:
+                others.append(sequence)
         budget = self._max_prefill_tokens
         preemptions = self.num_preemptions
-        position = 0
-        while position < len(self.running):  # preemption shortens the queue from its end
-            sequence = self.running[position]
+        for sequence in others:
             count = len(sequence.token_ids) - sequence.num_computed
-            if count > 1:
+            if sequence.status is not Status.RUNNING or not count:
+                continue
+            is_decode = count == 1
+            if not is_decode:
                 count = self._within(sequence, sequence.num_computed, budget)
                 budget -= count
-            if count and self._make_room(sequence, count):
+            if not count or not self._make_room(sequence, count):
+                continue
+            if is_decode:
+                sequence.num_written = sequence.num_computed
+                sequence.num_computed += 1
+                plan.decode.append(sequence)
+            else:
                 self._plan_chunk(plan, sequence, count)
-            position += 1
         if self.num_preemptions == preemptions:
             self._admit(plan, budget)
-        return plan if plan.chunks else None
+        else:
+            plan.decode = [sequence for sequence in plan.decode if sequence.status is Status.RUNNING]
+            plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.status is Status.RUNNING]
+        return plan if plan.decode or plan.chunks else None
+
+    def reserve(self, plan: StepPlan) -> None:
+        """Blocks for the step after `plan`, while `plan` is computed. Without a free block the next plan gets it."""
+        size = self._pool.block_size
+        for sequence in plan.decode:
+            if sequence.num_computed == len(sequence.blocks) * size:
+                sequence.blocks += self._pool.allocate(1) or ()
 
     def _within(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens of a sequence to compute from `start` on."""
@@ -449,7 +477,7 @@ class Scheduler:
             self._free(sequence)
             sequence.status = Status.FINISHED
             sequence.finish = reason
-        self.running = deque(sequence for sequence in self.running if sequence.status is Status.RUNNING)
+        self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
 
     def unused(self, blocks: Iterable[int]) -> list[int]:
         """The blocks among these that no sequence holds."""
