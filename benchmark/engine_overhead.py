@@ -31,7 +31,16 @@ def measured(rows: int, context: int) -> float:
 
     from areal.inference import decode_graph, model_runner
     from areal.inference.engine import Engine
-    from areal.inference.scheduler import BlockPool, SamplingParams, Scheduler, Sequence
+
+    try:
+        from areal.inference.model_runner import use_paged_attention
+        from areal.inference.scheduler import BlockPool, SamplingParams, Scheduler, Sequence
+    except ImportError:  # commits before 28 November 2026 have them in modules of their own
+        from areal.inference.cache import BlockPool
+        from areal.inference.sequence import SamplingParams, Sequence
+        from areal.inference.served_model import use_paged_attention
+
+        from areal.inference.scheduler import Scheduler
 
     def kernel(queries: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return torch.zeros_like(queries)
@@ -44,16 +53,16 @@ def measured(rows: int, context: int) -> float:
     torch.manual_seed(0)
     model_runner.find_kernel = lambda *_, **__: kernel
     model_runner.capture_of = lambda device: capture
-    decode_graph.DecodeGraphs.trial_error = lambda self: 0.0
+    decode_graph.DecodeGraphs.trial_error = lambda self, *_: 0.0
     config = Qwen3Config(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=2 * context, dtype="float32",
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).eval()
-    model_runner.use_paged_attention(model)
+    use_paged_attention(model)
     runner = model_runner.ModelRunner(model)
     block_size = model_runner.BLOCK_SIZE
-    num_blocks = context // block_size + rows * (3 * _STEPS // block_size + 2)
+    num_blocks = context // block_size + rows * (2 * _STEPS // block_size + 3)
     runner.allocate_cache(num_blocks)
     scheduler = Scheduler(BlockPool(num_blocks, block_size), max_running=rows, max_prefill_tokens=2048)
     engine = Engine(runner, scheduler, version="0", deliver=lambda *_: None, on_failure=lambda _: None)

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: all kernels of a step start with one call, where a trial gives the same logits.
 
-A graph has fixed sizes and addresses: rows and blocks per row are rounded up to powers of two, inputs are copied into
-its own tensors, and each of the two copies of the weights that an update exchanges has its own graphs.
+A graph has fixed sizes and addresses: it reads the tensors of `DecodeRows` for one size, and each of the two copies of
+the weights that an update exchanges has its own graphs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch.nn.functional import embedding, linear
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.inference.attention import AttentionPlan, LayerCache, LayerShape, PromptGroup, ScoreRules, attend
-from areal.inference.decode_rows import DecodeInputs, DecodeRows
-from areal.inference.paged_kernel import PagedKernel, PagedRows, paged_rows
+from areal.inference.decode_rows import DecodeInputs
 from areal.observe.log import get_logger
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -173,8 +172,8 @@ def _layer(layer: Any, family: _Family) -> _Layer:
     )
 
 
-Compute = Callable[[Tensor, Tensor, PagedRows], Tensor]
-"""Token ids and positions [2, rows], cache slots [rows] and decode rows -> logits [rows, vocabulary]."""
+Compute = Callable[[DecodeInputs], Tensor]
+"""Decode rows -> logits [rows, vocabulary]."""
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Returns what repeats a computation with the present content of its inputs, and the tensor of its result."""
 _COPIES = 2
@@ -197,8 +196,6 @@ def capture_cuda(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Ten
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    inputs: DecodeInputs
-    paged: PagedRows
     replay: Callable[[], None]
     logits: Tensor
 
@@ -206,91 +203,55 @@ class _Graph:
 class DecodeGraphs:
     """The graphs of one model, captured when a size first occurs. Only the engine thread uses it."""
 
-    def __init__(
-        self,
-        compute: Compute,
-        kernel: PagedKernel,
-        capture: Capture,
-        *,
-        weights: Iterable[Tensor],
-        block_size: int,
-        spare_block: int,
-        device: torch.device,
-    ) -> None:
-        """`spare_block`: a block of the cache that no sequence uses, for the rows that fill up a graph."""
-        self._compute, self._kernel, self._capture = compute, kernel, capture
+    def __init__(self, compute: Compute, capture: Capture, *, weights: Iterable[Tensor]) -> None:
+        self._compute, self._capture = compute, capture
         self._weights = list(weights)
-        self._block_size = block_size
-        self._spare_block = spare_block
-        self._device = device
-        self._graphs: dict[tuple[int, ...], dict[tuple[int, int], _Graph]] = {}
+        self._graphs: dict[tuple[int, ...], dict[tuple[int, ...], _Graph]] = {}
         """Addresses of the weights -> (rows, blocks per row) -> graph."""
         self.is_off = False
 
-    def logits(self, rows: DecodeRows) -> Tensor | None:
-        """[rows, vocabulary], valid until the next call. None when graphs cannot be used."""
-        size = _rounded(len(rows)), _rounded(rows.width)
-        logits = self._logits(size, rows.inputs(*size))
-        return None if logits is None else logits[: len(rows)]
-
-    def _logits(self, size: tuple[int, int], inputs: DecodeInputs) -> Tensor | None:
+    def logits(self, inputs: DecodeInputs) -> Tensor | None:
+        """[rows, vocabulary], valid until the next call; the tensors of a size are always the same. None when graphs
+        cannot be used."""
+        size = tuple(inputs.blocks.shape)
         graphs = self._graphs.setdefault(tuple(weight.data_ptr() for weight in self._weights), {})
         while len(self._graphs) > _COPIES:
             del self._graphs[next(iter(self._graphs))]
-        if self.is_off or (size not in graphs and not self._add(graphs, size)):
+        if self.is_off or (size not in graphs and not self._add(graphs, inputs)):
             return None
-        graph = graphs[size]
-        for mine, new in zip(graph.inputs, inputs, strict=True):
-            mine.copy_(new)
-        graph.replay()
-        return graph.logits
+        graphs[size].replay()
+        return graphs[size].logits
 
-    def trial_error(self) -> float:
-        """Difference of a graph's logits, for other inputs than those of its capture, relative to the largest logit."""
-        inputs = self._inputs(1, 1)
-        inputs.ids[0] += 1
-        found = self._logits((1, 1), inputs)
-        if found is None:
+    def trial_error(self, inputs: DecodeInputs) -> float:
+        """Difference of a graph's logits, for another token than that of its capture, relative to the largest logit."""
+        if self.logits(inputs) is None:
             return float("inf")
+        inputs.tokens.add_(1)
+        found = self.logits(inputs)
+        assert found is not None
         found = found.clone()
-        exact = self._compute(inputs.ids, inputs.slots, self._paged(inputs))
+        exact = self._compute(inputs)
+        inputs.tokens.sub_(1)
         return ((found - exact).abs().max() / exact.abs().max()).item()
 
-    def _add(self, graphs: dict[tuple[int, int], _Graph], size: tuple[int, int]) -> bool:
-        inputs = self._inputs(*size)
-        paged = self._paged(inputs)
+    def _add(self, graphs: dict[tuple[int, ...], _Graph], inputs: DecodeInputs) -> bool:
+        """Capture a graph. It writes keys and values as the step does."""
         try:
-            replay, logits = self._capture(lambda: self._compute(inputs.ids, inputs.slots, paged))
+            replay, logits = self._capture(lambda: self._compute(inputs))
         except RuntimeError as refused:
             get_logger(__name__).warning("decoding uses no CUDA graphs: %s", str(refused).splitlines()[0])
             self.is_off = True
             return False
-        graphs[size] = _Graph(inputs, paged, replay, logits)
+        graphs[tuple(inputs.blocks.shape)] = _Graph(replay, logits)
         return True
 
-    def _inputs(self, rows: int, width: int) -> DecodeInputs:
-        """Rows of the spare block with one token each."""
-        return DecodeInputs(
-            torch.zeros(2, rows, dtype=torch.int64, device=self._device),
-            torch.full((rows,), self._spare_block * self._block_size, device=self._device),
-            torch.ones(rows, dtype=torch.int32, device=self._device),
-            torch.full((rows, width), self._spare_block, dtype=torch.int32, device=self._device),
-        )
 
-    def _paged(self, inputs: DecodeInputs) -> PagedRows:
-        max_length = inputs.blocks.shape[1] * self._block_size
-        return paged_rows(self._kernel, inputs.blocks, inputs.lengths, max_length)
-
-
-def tried(graphs: DecodeGraphs) -> DecodeGraphs | None:
-    """`graphs`, if a trial shows that they are right; None otherwise, with the reason in the log."""
-    error = graphs.trial_error()
+def tried(graphs: DecodeGraphs, inputs: DecodeInputs) -> DecodeGraphs | None:
+    """`graphs`, if a trial with rows of no sequence shows that they are right; None otherwise, with the reason in the
+    log."""
+    error = graphs.trial_error(inputs)
     if error < _TRIAL_ERROR:
         return graphs
     if not graphs.is_off:
         get_logger(__name__).warning("decoding uses no CUDA graphs: their logits differ by %g", error)
     return None
-
-
-def _rounded(count: int) -> int:
-    return 1 << (count - 1).bit_length()

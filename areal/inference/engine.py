@@ -5,7 +5,6 @@ The thread waits for a command while nothing can be computed (idle or paused); `
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -106,42 +105,47 @@ def _plain(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tup
         chosen = logprobs.gather(1, tokens.clamp(max=size - 1)[:, None])[:, 0]
         return tokens, chosen.masked_fill(tokens == size, torch.nan)
     parts = -(-size // _PART)
-    step = max(1, _PASS_BYTES // (4 * parts * _PART))
-    weights = torch.zeros(min(step, len(logits)), parts * _PART)
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    logprobs = torch.empty(len(logits))
+    width = size if parts == 1 else parts * _PART
+    step = max(1, _PASS_BYTES // (4 * width))
+    weights = torch.zeros(min(step, len(logits)), width)
+    drawn: list[tuple[Tensor, Tensor]] = []
     for first in range(0, len(logits), step):
-        some = slice(first, min(first + step, len(logits)))
+        some = slice(first, first + step)
         heat = None if temperatures is None else temperatures[some, None]
-        mine = weights[: some.stop - first]
-        tokens[some], logprobs[some] = _inverted(logits[some], uniforms[some, None], heat, mine)
-    return tokens, logprobs
+        mine = logits[some]
+        drawn.append(_inverted(mine, uniforms[some, None], heat, weights[: len(mine)]))
+    if len(drawn) == 1:
+        return drawn[0]
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
 
 
 def _inverted(logits: Tensor, uniforms: Tensor, heat: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Draw by inversion of the cumulative sum, first of the sums of parts, then within a part.
 
-    `weights` [rows, parts * _PART]: memory for the weights, with zeros behind the vocabulary.
+    `weights` [rows, width]: memory for the weights, with zeros behind the vocabulary. The total is NaN, and so is the
+    log-probability, for a row without a distribution.
     """
     size = logits.shape[1]
     scores = weights[:, :size]
     scores.copy_(logits) if heat is None else torch.div(logits, heat, out=scores)
     highest = scores.amax(dim=-1, keepdim=True)
     scores.sub_(highest).exp_()
-    parts = weights.view(len(weights), -1, _PART)
-    sums = parts.sum(dim=-1).cumsum(dim=-1)
+    is_whole = weights.shape[1] == size
+    parts = weights[:, :, None] if is_whole else weights.view(len(weights), -1, _PART)
+    sums = (weights if is_whole else parts.sum(dim=-1)).cumsum(dim=-1)
+    total = sums[:, -1:]
     # Below the total by at least one unit in the last place, because the numbers are at most 1 - 2**-23.
-    target = uniforms * sums[:, -1:]
-    part = torch.searchsorted(sums, target, right=True).clamp_(max=parts.shape[1] - 1)
-    before = sums.gather(1, (part - 1).clamp_(min=0)).masked_fill_(part == 0, 0.0)
-    inner = parts[torch.arange(len(parts)), part[:, 0]].cumsum(dim=-1)
-    # The sum of a part in another order may be less than the target by rounding: the last token with a weight is drawn.
-    rest = torch.minimum(target - before, inner[:, -1:].nextafter(torch.zeros(())))
-    tokens = part * _PART + torch.searchsorted(inner, rest, right=True)
-    has_none = ~sums[:, -1:].isfinite()
-    chosen = logits.gather(1, tokens.clamp(max=size - 1)).float()
-    logprobs = (chosen if heat is None else chosen / heat) - highest - sums[:, -1:].log()
-    return tokens.masked_fill_(has_none, size)[:, 0], logprobs.masked_fill_(has_none, torch.nan)[:, 0]
+    target = uniforms * total
+    tokens = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
+    if not is_whole:
+        before = sums.gather(1, (tokens - 1).clamp_(min=0)).masked_fill_(tokens == 0, 0.0)
+        inner = parts[torch.arange(len(parts)), tokens[:, 0]].cumsum(dim=-1)
+        # A part's sum in another order may be below the target by rounding: then its last token with a weight is drawn.
+        rest = torch.minimum(target - before, inner[:, -1:].nextafter(torch.zeros(())))
+        tokens = (tokens * _PART + torch.searchsorted(inner, rest, right=True)).clamp_(max=size - 1)
+    chosen = logits.gather(1, tokens).float()
+    logprobs = (chosen if heat is None else chosen / heat) - highest - total.log()
+    return tokens[:, 0], logprobs[:, 0]
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -235,6 +239,15 @@ def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         if sequence.num_output < params.min_new_tokens and params.stop_token_ids:
             logits[row, sorted(params.stop_token_ids)] = -torch.inf
     return logits
+
+
+def _next_look(sequence: Sequence) -> int:
+    """The number of tokens of the answer at which something may be due that does not depend on the tokens."""
+    count, interval = len(sequence.logprobs), sequence.stream_interval
+    if sequence.params.stop:
+        return count + 1
+    end = sequence.params.max_new_tokens
+    return min(end, count - count % interval + interval) if interval else end
 
 
 _LOG = get_logger(__name__)
@@ -363,6 +376,8 @@ class Engine:
         if self.runner.vision is not None:
             self.runner.vision.forget()
         self.version = version
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            sequence.look_at = 0
         self.counters.install_s += time.perf_counter() - start_s
 
     def _interrupt(self, mode: str, message: str) -> None:
@@ -415,7 +430,7 @@ class Engine:
         if rows.sequences:
             drawn = sample(logits, rows)
             self.runner.take_tokens(drawn.tokens)
-            self.scheduler.reserve(plan)  # while the device computes
+            self.scheduler.plan_ahead(plan)  # while the device computes
             finished, progressed = self._append(rows.sequences, *drawn.read())
         counters = self.counters
         counters.steps += 1
@@ -433,20 +448,22 @@ class Engine:
         progressed: list[Sequence] = []
         tainted: list[int] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            if not -math.inf < logprob < math.inf:
+            if logprob != logprob:
                 ended.append((sequence, _NOT_FINITE))
                 tainted += sequence.blocks
                 continue
-            starts, answer, params = sequence.version_starts, sequence.logprobs, sequence.params
-            if not starts or starts[-1][1] != version:
-                starts.append((len(answer), version))
+            answer = sequence.logprobs
             sequence.token_ids.append(token)
             answer.append(logprob)
-            may_end = len(answer) >= params.max_new_tokens or token in params.stop_token_ids or params.stop
-            if may_end and (reason := self._end_of(sequence, token)) is not None:
-                ended.append((sequence, reason))
-            elif sequence.stream_interval and len(answer) % sequence.stream_interval == 0:
-                progressed.append(sequence)
+            if len(answer) >= sequence.look_at or token in sequence.params.stop_token_ids:
+                sequence.note_version(version)
+                if (reason := self._end_of(sequence, token)) is not None:
+                    ended.append((sequence, reason))
+                    continue
+                interval = sequence.stream_interval
+                if interval and len(answer) % interval == 0:
+                    progressed.append(sequence)
+                sequence.look_at = _next_look(sequence)
         self.counters.generated_tokens += len(tokens)
         if ended:
             for sequence, _ in ended:

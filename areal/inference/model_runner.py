@@ -26,8 +26,8 @@ from areal.inference.attention import (
     register_attention,
 )
 from areal.inference.decode_graph import Capture, DecodeGraphs, capture_cuda, dense_decoder, tried
-from areal.inference.decode_rows import DecodeRows, SampledRows
-from areal.inference.paged_kernel import PagedKernel, PagedRows, find_kernel, paged_rows
+from areal.inference.decode_rows import DecodeInputs, DecodeRows, SampledRows
+from areal.inference.paged_kernel import PagedKernel, find_kernel, paged_rows
 from areal.inference.scheduler import Chunk, Sequence, StepPlan
 from areal.inference.vision import Vision, last_seen
 from areal.models.attention import described_masks
@@ -208,26 +208,19 @@ class ModelRunner:
                 router.register_forward_hook(partial(self._note_chosen, layer))
         capture = capture_of(self.device)
         if self._paged and capture and self._experts is None:  # a graph would not record the chosen experts
-            self._graphs = self._tried_graphs(self._paged, capture, num_blocks)
+            self._graphs = self._tried_graphs(self._paged, capture)
 
     @torch.inference_mode()
-    def _tried_graphs(self, kernel: PagedKernel, capture: Capture, spare_block: int) -> DecodeGraphs | None:
-        def compute(inputs: Tensor, slots: Tensor, paged: PagedRows) -> Tensor:
-            plan = AttentionPlan(caches=self._caches, slots=slots, decode=[], prompts=[], later=[], paged=paged)
+    def _tried_graphs(self, kernel: PagedKernel, capture: Capture) -> DecodeGraphs | None:
+        def compute(inputs: DecodeInputs) -> Tensor:
+            longest = inputs.blocks.shape[1] * BLOCK_SIZE
+            paged = paged_rows(kernel, inputs.blocks, inputs.lengths, longest)
+            plan = AttentionPlan(caches=self._caches, slots=inputs.slots, decode=[], prompts=[], later=[], paged=paged)
             return self.model(
-                input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False, attention_plan=plan
+                input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False, attention_plan=plan
             ).logits[0]
 
-        graphs = DecodeGraphs(
-            compute,
-            kernel,
-            capture,
-            weights=self.model.parameters(),
-            block_size=BLOCK_SIZE,
-            spare_block=spare_block,
-            device=self.device,
-        )
-        return tried(graphs)
+        return tried(DecodeGraphs(compute, capture, weights=self.model.parameters()), self._rows.inputs)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Tensor, SampledRows]:
@@ -236,13 +229,14 @@ class ModelRunner:
         single = {chunk.sequence: chunk for chunk in plan.chunks if chunk.count == 1}
         longer = [chunk for chunk in plan.chunks if chunk.count > 1]
         longer.sort(key=self._kind_of)
-        self._rows.update(plan.decode, list(single))
+        self._rows.update(plan, list(single))
         order = self._order()
         chunks = [] if self.vision is None else self._row_chunks(order) + longer
         has_images = any(chunk.start < chunk.sequence.image_end for chunk in chunks)
         logits = None
         if self._graphs is not None and not longer and not has_images:
-            logits = self._graphs.logits(self._rows)
+            logits = self._graphs.logits(self._rows.inputs)
+            logits = None if logits is None else logits[: len(self._rows)]
         self._is_in_rows = not plan.chunks
         if self._is_in_rows:
             sampled = self._rows.sampled()
@@ -274,7 +268,7 @@ class ModelRunner:
         """The decode rows by length, where they are split into groups of similar lengths; None = as they are."""
         if self._paged or len(self._rows) * self._row_bytes <= self._group_bytes:
             return None
-        return self._rows.lengths[: len(self._rows)].argsort(kind="stable")
+        return self._rows.lengths.argsort(kind="stable")
 
     def _sampled_rows(
         self, order: np.ndarray | None, single: dict[Sequence, Chunk], longer: list[Chunk]
@@ -315,9 +309,8 @@ class ModelRunner:
         plan = AttentionPlan(caches=self._caches, slots=slots, decode=[], prompts=[], later=[])
         if count := len(self._rows):
             if self._paged:
-                _, _, lengths, blocks = self._rows.inputs(count, self._rows.width)
-                longest = int(self._rows.lengths[:count].max())
-                plan.paged = paged_rows(self._paged, blocks, lengths.to(torch.int32), longest)
+                blocks, lengths = self._rows.inputs.blocks[:count], self._rows.inputs.lengths[:count]
+                plan.paged = paged_rows(self._paged, blocks, lengths, int(self._rows.lengths.max()))
             else:
                 plan.decode = self._decode_groups(order)
         self._add_longer(plan, longer, count)
@@ -360,7 +353,9 @@ class ModelRunner:
     def _inputs(self, order: np.ndarray | None, longer: list[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids and positions, [1, tokens] each, and cache slots [tokens]; `Vision` replaces the positions up to
         the last image."""
-        both, slots, _, _ = self._rows.inputs(len(self._rows), 1)
+        rows, count = self._rows.inputs, len(self._rows)
+        both = torch.stack((rows.tokens[:count], rows.positions[:count]))
+        slots = rows.slots[:count].clone()  # the tensors change with the next step
         if order is not None:
             index = torch.from_numpy(order).to(self.device)
             both, slots = both[:, index], slots[index]
@@ -380,9 +375,9 @@ class ModelRunner:
     def _decode_groups(self, order: np.ndarray | None) -> list[DecodeGroup]:
         """Split the decode rows into groups that fit into the group memory."""
         count = len(self._rows)
-        lengths = self._rows.lengths[:count] if order is None else self._rows.lengths[order]
+        lengths = self._rows.lengths.copy() if order is None else self._rows.lengths[order]
         widths: list[int] = ((lengths - 1) // BLOCK_SIZE + 1).tolist()
-        table = self._rows.inputs(count, max(widths)).blocks
+        table = self._rows.inputs.blocks[:count]
         if order is not None:
             table = table[torch.from_numpy(order).to(self.device)]
         groups: list[DecodeGroup] = []

@@ -49,11 +49,11 @@ class PagedRows:
 
 
 def paged_rows(kernel: PagedKernel, blocks: Tensor, lengths: Tensor, max_length: int) -> PagedRows:
-    """Decode rows of sequences whose caches are in blocks [rows, width]."""
+    """Decode rows of sequences whose caches are in blocks [rows, width]; `max_length`: at least that of the longest."""
     return PagedRows(
         kernel=kernel,
         block_table=blocks,
-        lengths=lengths,
+        lengths=lengths.to(torch.int32),
         bounds=torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device),
         max_length=max_length,
     )

@@ -195,6 +195,8 @@ class Sequence:
     """Prompt tokens that were taken from the cache at the first start."""
     logprobs: list[float] = field(default_factory=list[float])
     """One per token of the answer."""
+    look_at: int = 0
+    """The engine looks at the sequence when its answer has this number of tokens, or a token that may end it."""
     version_starts: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     """(index into the answer, policy version) at each change of the version."""
     num_retractions: int = 0
@@ -228,10 +230,14 @@ class Sequence:
 
     def append(self, token_id: int, logprob: float, version: str) -> None:
         """Append one generated token."""
-        if not self.version_starts or self.version_starts[-1][1] != version:
-            self.version_starts.append((len(self.logprobs), version))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        self.note_version(version)
+
+    def note_version(self, version: str) -> None:
+        """The last token is of this policy version."""
+        if not self.version_starts or self.version_starts[-1][1] != version:
+            self.version_starts.append((len(self.logprobs) - 1, version))
 
     def version_spans(self, start: int, end: int) -> list[tuple[str, int, int]]:
         """(version, start, end) for the tokens start..end-1 of the answer, with indices relative to `start`."""
@@ -266,7 +272,9 @@ class StepPlan:
     """One step: copy blocks, compute decode rows and chunks, then copy blocks for the siblings of computed chunks."""
 
     decode: list[Sequence] = field(default_factory=list[Sequence])
-    """Sequences that were started in an earlier step and compute their last token."""
+    """Sequences that were started in an earlier step and compute their last token: a new list where they change."""
+    grown: list[Sequence] = field(default_factory=list[Sequence])
+    """Sequences with more blocks than in the step before."""
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     copies_before: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(source block, target block)."""
@@ -287,6 +295,11 @@ class Scheduler:
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._ahead: list[Sequence] = []
+        """Decode rows of the next step that are planned already."""
+        self._grown: list[Sequence] = []
+        self._has_left = False
+        """Sequences have left `running` since the last plan."""
         self._groups: dict[str, list[Sequence]] = {}
         """Running sequences by group, oldest first. New sequences share the blocks of the first one."""
         self.num_preemptions = 0
@@ -307,35 +320,14 @@ class Scheduler:
 
     def plan_step(self) -> StepPlan | None:
         """The next step, whose tokens then count as computed. None when nothing can be computed."""
-        plan = StepPlan()
-        size = self._pool.block_size
-        others: list[Sequence] = []
-        for sequence in self.running:
-            computed = sequence.num_computed
-            if computed + 1 == len(sequence.token_ids) and computed < len(sequence.blocks) * size:
-                sequence.num_written = computed
-                sequence.num_computed = computed + 1
-                plan.decode.append(sequence)
-            else:
-                others.append(sequence)
+        if self._has_left:
+            self._ahead = [sequence for sequence in self._ahead if sequence.status is Status.RUNNING]
+        plan = StepPlan(decode=self._ahead, grown=self._grown)
+        self._ahead, self._grown, self._has_left = [], [], False
         budget = self._max_prefill_tokens
         preemptions = self.num_preemptions
-        for sequence in others:
-            count = len(sequence.token_ids) - sequence.num_computed
-            if sequence.status is not Status.RUNNING or not count:
-                continue
-            is_decode = count == 1
-            if not is_decode:
-                count = self._within(sequence, sequence.num_computed, budget)
-                budget -= count
-            if not count or not self._make_room(sequence, count):
-                continue
-            if is_decode:
-                sequence.num_written = sequence.num_computed
-                sequence.num_computed += 1
-                plan.decode.append(sequence)
-            else:
-                self._plan_chunk(plan, sequence, count)
+        if len(plan.decode) < len(self.running):
+            budget = self._plan_others(plan, budget)
         if self.num_preemptions == preemptions:
             self._admit(plan, budget)
         else:
@@ -343,12 +335,47 @@ class Scheduler:
             plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.status is Status.RUNNING]
         return plan if plan.decode or plan.chunks else None
 
-    def reserve(self, plan: StepPlan) -> None:
-        """Blocks for the step after `plan`, while `plan` is computed. Without a free block the next plan gets it."""
+    def plan_ahead(self, plan: StepPlan) -> None:
+        """Plan the next token of the decode rows while `plan` is computed; those without a free block wait for the next
+        plan. Whichever sequence does not end gets a token before that."""
         size = self._pool.block_size
+        left_out: set[Sequence] = set()
         for sequence in plan.decode:
-            if sequence.num_computed == len(sequence.blocks) * size:
-                sequence.blocks += self._pool.allocate(1) or ()
+            computed = sequence.num_computed
+            if computed == len(sequence.blocks) * size:
+                blocks = self._pool.allocate(1)
+                if blocks is None:
+                    left_out.add(sequence)
+                    continue
+                sequence.blocks += blocks
+                self._grown.append(sequence)
+            sequence.num_written = computed
+            sequence.num_computed = computed + 1
+        self._ahead = [one for one in plan.decode if one not in left_out] if left_out else plan.decode
+
+    def _plan_others(self, plan: StepPlan, budget: int) -> int:
+        """Add the running sequences that are not planned yet. Returns the tokens of the budget that are left."""
+        planned = set(plan.decode)
+        rows: list[Sequence] = []
+        for sequence in [one for one in self.running if one not in planned]:
+            count = len(sequence.token_ids) - sequence.num_computed
+            if sequence.status is not Status.RUNNING or not count:  # preempted for an older one
+                continue
+            is_decode = count == 1
+            if not is_decode:
+                count = self._within(sequence, sequence.num_computed, budget)
+                budget -= count
+            if not count or not self._make_room(plan, sequence, count):
+                continue
+            if is_decode:
+                sequence.num_written = sequence.num_computed
+                sequence.num_computed += 1
+                rows.append(sequence)
+            else:
+                self._plan_chunk(plan, sequence, count)
+        if rows:
+            plan.decode = plan.decode + rows
+        return budget
 
     def _within(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens of a sequence to compute from `start` on."""
@@ -367,7 +394,7 @@ class Scheduler:
         sequence.num_computed += count
         return chunk
 
-    def _make_room(self, sequence: Sequence, count: int) -> bool:
+    def _make_room(self, plan: StepPlan, sequence: Sequence, count: int) -> bool:
         """Allocate blocks for `count` more tokens, preempting the youngest sequences if needed. False: preempted."""
         while True:
             missing = self._pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
@@ -376,6 +403,7 @@ class Scheduler:
             blocks = self._pool.allocate(missing)
             if blocks is not None:
                 sequence.blocks += blocks
+                plan.grown.append(sequence)
                 return True
             self.num_preemptions += 1
             if self._retract_youngest() is sequence:
@@ -502,6 +530,7 @@ class Scheduler:
         return youngest
 
     def _free(self, sequence: Sequence) -> None:
+        self._has_left = True
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0

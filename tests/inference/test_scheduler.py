@@ -80,10 +80,11 @@ def run(scheduler: Scheduler, memory: Memory, steps: int = 10_000) -> int:
         plan = scheduler.plan_step()
         if plan is None:
             break
-        scheduler.reserve(plan)
         computed += len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
         ended = []
-        for sequence in memory.execute(plan):
+        sampled = memory.execute(plan)
+        scheduler.plan_ahead(plan)
+        for sequence in sampled:
             sequence.append((id(sequence) + len(sequence.token_ids)) % 1000, 0.0, "0")
             if sequence.num_output >= sequence.params.max_new_tokens:
                 ended.append((sequence, DONE))
