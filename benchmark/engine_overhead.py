@@ -24,7 +24,7 @@ _STEPS = 64
 ROOT = Path(__file__).parent.parent
 
 
-def measured(rows: int, context: int) -> float:
+def measured(rows: int, context: int, device: str) -> float:
     """Milliseconds of a decode step of `rows` requests after `context` tokens, in this process."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -58,7 +58,7 @@ def measured(rows: int, context: int) -> float:
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=2 * context, dtype="float32",
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
+    model = Qwen3ForCausalLM(config).eval().to(device)
     use_paged_attention(model)
     runner = model_runner.ModelRunner(model)
     block_size = model_runner.BLOCK_SIZE
@@ -84,7 +84,7 @@ def measured(rows: int, context: int) -> float:
 def in_process(tree: Path, args: argparse.Namespace) -> dict[str, float]:
     """The figures of the code in `tree`, in a new process."""
     sizes = [*map(str, args.rows), "--context", *map(str, args.context)]
-    argv = [sys.executable, __file__, "--one", "--rows", *sizes]
+    argv = [sys.executable, __file__, "--one", "--device", args.device, "--rows", *sizes]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(argv, cwd=tree, env=environment, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -105,12 +105,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--versus", metavar="REV", help="a commit, measured in turn with this tree")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--one", action="store_true", help="one round in this process, as JSON only")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps({f"{rows}x{size}": measured(rows, size) for size in args.context for rows in args.rows}))
+        print(
+            json.dumps(
+                {f"{rows}x{size}": measured(rows, size, args.device) for size in args.context for rows in args.rows}
+            )
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         trees = {"head": ROOT}
