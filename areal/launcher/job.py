@@ -137,6 +137,8 @@ def with_time_limits(config: BaseExperimentConfig, *, checkpoint_bytes: int, on_
     return config
 
 
+AT_IMPORT = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Variables that libraries read when they are imported, of a process without a GPU."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20)}
 """glibc raises these limits itself only when a tensor of 32 MiB is freed. Until then the memory of each step returns to
 the system, and page faults fill that of the next step with zeros: 8% of the CPU time of a small model."""
@@ -365,8 +367,7 @@ def _planned(
     env = {
         "OMP_NUM_THREADS": str(context.num_threads),
         "MKL_NUM_THREADS": str(context.num_threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
+        **AT_IMPORT,
         **({} if context.role == "controller" else {k: os.environ.get(k, v) for k, v in MALLOC.items()}),
         # Also without GPUs: an actor of Ray with num_gpus=0 sees all GPUs of its node.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),

@@ -29,7 +29,7 @@ from areal.data.row_check import count_rows
 from areal.launcher import attach
 from areal.launcher.attach import RequestBox, register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
-from areal.launcher.job import LaunchPlan, make_plan, recovering, with_time_limits
+from areal.launcher.job import AT_IMPORT, LaunchPlan, make_plan, recovering, with_time_limits
 from areal.launcher.memory_plan import memory_problems
 from areal.launcher.placement import Machine
 from areal.launcher.preflight import (
@@ -54,6 +54,7 @@ from areal.launcher.preflight import (
     tracker_problems,
     tried_row,
 )
+from areal.launcher.preloaded import PRELOAD, PreloadedParent
 from areal.launcher.result import (
     facts_text,
     goal_text,
@@ -245,6 +246,9 @@ checkpoint where recover.mode allows; the second ends the run at once.
 Environment variables for servers that already run:
   AREAL_LLM_SERVER_ADDRS=HOST:PORT,...  their addresses, as rollout.server_addrs
   AREAL_SERVER_TOKEN=TEXT               their token or API key
+
+AREAL_PRELOAD=0 starts every process by itself. Without it, processes of a run
+without GPUs on Linux are forked from one that has imported torch.
 """
 _ORPHANS_LIMIT_S = 10.0
 _NO_PROMPT = "no first prompt: the agent makes its prompts itself (areal rehearse, areal test-workflow show them)\n"
@@ -296,20 +300,26 @@ def read_command_line(argv: Sequence[str], *, launcher: str = "local") -> Launch
     return Launch(config=config, extras=extras, numbers=numbers, script=script, step_s=given_step_s(argv), **given)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalCluster:
-    """This machine alone. Implements `Cluster`."""
+class LocalCluster(Cluster):
+    """This machine alone."""
 
-    machine: Machine
+    def __init__(self, machine: Machine, *, preloads: bool = False) -> None:
+        """`preloads`: fork processes from a parent that has done their imports, where this is possible."""
+        self._machine = machine
+        # A process that uses a GPU cannot be forked from one that has looked for GPUs.
+        can_preload = preloads and sys.platform == "linux" and not machine.gpus and os.environ.get(PRELOAD) != "0"
+        self._preloaded = PreloadedParent(AT_IMPORT) if can_preload else None
 
     def machines(self) -> Sequence[Machine]:
-        return [self.machine]
+        return [self._machine]
 
     def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> ProcessBackend:
-        return LocalBackend(paths, secrets)
+        return LocalBackend(paths, secrets, self._preloaded)
 
     def close(self) -> None:
-        """The backend's `stop` has ended everything."""
+        """The backend's `stop` has ended the processes of the run."""
+        if self._preloaded is not None:
+            self._preloaded.close()
 
 
 def this_machine() -> Machine:
@@ -545,8 +555,9 @@ def run_command(words: Sequence[str]) -> int:
     if "--attach" in words:
         return attach.run_command(words)
     help_if_asked(words, USAGE)
-    request = read_command_line(words)
-    return launch(request, LocalCluster(this_machine()))
+    cluster = LocalCluster(this_machine(), preloads="--dry-run" not in words)
+    with closing(cluster):
+        return launch(read_command_line(words), cluster)
 
 
 if __name__ == "__main__":
