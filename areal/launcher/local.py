@@ -443,7 +443,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         _print_summary(request, paths, summary)
         for row in [*metrics_text(metrics), *unscored_lines(rows)]:
             line.say(f"areal: {row}")
-        return _report(outcome, paths, line, goal)
+        return _report(outcome, paths, line, goal, total_steps=total_steps)
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
@@ -513,12 +513,15 @@ def _run(
     ).run()
 
 
-def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str) -> int:
+def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str, *, total_steps: int | None) -> int:
+    """`total_steps`: those of the plan; None = not known."""
+    is_trained = total_steps is not None and outcome.steps_done >= total_steps
+    when = f" after all {total_steps} train steps, before its last evaluation and export" if is_trained else ""
     facts = "; ".join(filter(None, (goal, facts_text(outcome.episodes, outcome.alarms))))
     first = f"; first failure: {one}" if (one := (outcome.episodes or {}).get("first_failure")) else ""
     text, exit_status = {
         "completed": (f"run completed: {paths.root} ({facts}{first})", 0),
-        "interrupted": (f"interrupted, all processes have ended: {paths.root} ({facts}{first})", 130),
+        "interrupted": (f"interrupted{when}, all processes have ended: {paths.root} ({facts}{first})", 130),
         "failed": (f"{facts}\nareal: error: run failed: {outcome.cause}", 1),
     }[outcome.status]
     line.say(f"areal: {text}")
