@@ -84,8 +84,6 @@ class NativeReplica(HttpReplica):
         await self._client.post("/install_weights", body)
 
     async def prepare_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        if update.kind == "adapter":
-            raise _no_adapters()
         update_id = uuid.uuid4().hex  # a second update of this server may run at the same time
         if update.is_folder:
             body = {"model_path": await self._folder_of(update), "update_id": update_id}
@@ -145,7 +143,7 @@ class NativeReplica(HttpReplica):
 
 
 def _no_adapters() -> RequestError:
-    return RequestError("native servers have no LoRA adapters: use sglang or vllm", code="server.no_adapters")
+    return RequestError("native servers serve the policy alone: use sglang or vllm", code="server.no_adapters")
 
 
 def _body(requests: Sequence[GenerationRequest], form: AnswerForm, is_streamed: bool) -> dict[str, Any]:

@@ -479,7 +479,8 @@ def build_engine(
     experts = None if shape is None else ExpertShape(shape.layers, shape.experts_per_token, shape.experts)
     layout = read_vision_layout(str(model_path))
     runner = ModelRunner(model, head_dtype=config.head_dtype, experts=experts, layout=layout)
-    weights = ServedWeights(model, in_host_memory=not _fits_on_device(config, runner))
+    in_host_memory = not _fits_on_device(config, runner)
+    weights = ServedWeights(model, base=None if from_scratch else model_path, in_host_memory=in_host_memory)
     if runner.device.type == "cuda":
         weights.allocate()  # before the cache takes the free memory
     capacity = _cache_tokens(config, runner, context_length(config, runner.model))

@@ -22,6 +22,7 @@ from areal.fleet.server_backend import ServerBackend, ServerCommand, backend_nam
 from areal.launcher.placement import Demand, Machine, Place, Placement, memory_demand, place, shortages
 from areal.launcher.restart_rules import Role
 from areal.models.model_shape import ModelShape
+from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
 from areal.system.device import core_ids
 from areal.system.network import TRAINERS_VARIABLE, Host
@@ -135,6 +136,22 @@ def with_time_limits(config: BaseExperimentConfig, *, checkpoint_bytes: int, on_
             rollout = dataclasses.replace(rollout, weight_update_timeout_s=limit_s)
         config = dataclasses.replace(config, rollout=rollout)
     return config
+
+
+def with_adapters(config: BaseExperimentConfig, *, num_machines: int, on_gpu: bool) -> BaseExperimentConfig:
+    """The configuration in which native servers on the CPU of one machine get LoRA adapters alone, as auto means.
+
+    They merge them into their checkpoint, which they read again at every update: a GPU gets whole weights sooner.
+    """
+    if not isinstance(config, PPOConfig) or config.server_backend != "native" or config.allocation.evaluation:
+        return config
+    actor, is_given = config.actor, config.native.model_path or config.rollout.server_addrs
+    modes = (actor.adapter_update_mode, actor.weight_update_mode)
+    if actor.lora is None or actor.init_from_scratch or is_given or modes != ("auto", "auto"):
+        return config
+    is_text = read_vision_layout(actor.path) is None  # the names of other checkpoints differ from those of the modules
+    mode = "adapter" if is_text and not on_gpu and num_machines == 1 else "auto"
+    return dataclasses.replace(config, actor=dataclasses.replace(actor, adapter_update_mode=mode))
 
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20)}

@@ -29,7 +29,7 @@ from areal.data.row_check import count_rows
 from areal.launcher import attach
 from areal.launcher.attach import RequestBox, register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
-from areal.launcher.job import LaunchPlan, make_plan, recovering, with_time_limits
+from areal.launcher.job import LaunchPlan, make_plan, recovering, with_adapters, with_time_limits
 from areal.launcher.memory_plan import memory_problems
 from areal.launcher.placement import Machine
 from areal.launcher.preflight import (
@@ -393,6 +393,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
     machines, stored = cluster.machines(), max(map(stored_bytes, request.config.models.values()), default=0)
     on_gpu = request.config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
     config = with_time_limits(request.config, checkpoint_bytes=stored, on_gpu=on_gpu)
+    config = with_adapters(config, num_machines=len(machines), on_gpu=on_gpu)
     request, paths, line = dataclasses.replace(request, config=config), RunPaths.of(config), StatusLine()
     plan = checked_plan(request, machines, line)
     if request.dry_run:
