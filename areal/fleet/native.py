@@ -27,8 +27,6 @@ from areal.models.model_shape import ModelShape
 from areal.system.run_paths import RunPaths
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
-_CPU_TOKENS_PER_REQUEST = 512
-"""KV cache per running request on the CPU, in tokens, when native.max_total_tokens is null."""
 
 
 class NativeReplica(HttpReplica):
@@ -223,10 +221,12 @@ def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
     native, shape = config.native, ModelShape.read(NATIVE.model(config))
     if shape is None:
         return None
-    tokens = native.max_total_tokens or (0 if on_gpu else native.max_running_requests * _CPU_TOKENS_PER_REQUEST)
+    size = _ELEMENT_BYTES[native.dtype]
+    weights, per_token = shape.parameters * size, shape.kv_values_per_token * size
+    default = native.cpu_cache_tokens(native.context_length or 512, weight_bytes=weights, bytes_per_token=per_token)
     # A GPU server can have its second copy of the weights in host memory.
     copies = 1 if on_gpu and native.weight_buffer != "device" else 2
-    return (copies * shape.parameters + tokens * shape.kv_values_per_token) * _ELEMENT_BYTES[native.dtype]
+    return copies * weights + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
 
 
 NATIVE = ServerBackend(

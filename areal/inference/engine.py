@@ -446,7 +446,6 @@ class Engine:
 
 NO_VERSION = "-1"
 """The version of a server before its first weight update, when it has only initial weights."""
-_CPU_TOKENS_PER_REQUEST = 512
 _CUDA_CACHE_SHARE = 0.85
 """Share of the free memory after the model and its second copy are loaded; the rest is for activations."""
 _CUDA_BUFFER_SHARE = 1 / 3
@@ -534,7 +533,8 @@ def _cache_tokens(config: NativeServerConfig, runner: ModelRunner, longest: int)
             )
         return config.max_total_tokens
     if runner.device.type == "cpu":
-        return max(longest, config.max_running_requests * min(longest, _CPU_TOKENS_PER_REQUEST))
+        sizes = {"weight_bytes": weight_bytes(runner.model), "bytes_per_token": runner.bytes_per_token}
+        return config.cpu_cache_tokens(longest, **sizes)
     free_bytes, _ = torch.cuda.mem_get_info(runner.device)
     tokens = int(free_bytes * _CUDA_CACHE_SHARE) // runner.bytes_per_token
     if tokens < longest:

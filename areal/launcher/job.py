@@ -469,7 +469,8 @@ def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:
     shape = ModelShape.read(model.path)
     if shape is None:
         return None
-    per_parameter = 4 if model.optimizer is None else 8 + model.optimizer.state_bytes
+    # Adapters have gradients and optimiser state of a few percent of the model.
+    per_parameter = 4 if model.optimizer is None or model.lora is not None else 8 + model.optimizer.state_bytes
     return int(shape.parameters * per_parameter) // ranks
 
 

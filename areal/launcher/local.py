@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -30,7 +31,7 @@ from areal.launcher import attach
 from areal.launcher.attach import RequestBox, register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
 from areal.launcher.job import LaunchPlan, make_plan, recovering, with_adapters, with_time_limits
-from areal.launcher.memory_plan import memory_problems
+from areal.launcher.memory_plan import memory_problems, memory_texts
 from areal.launcher.placement import Machine
 from areal.launcher.preflight import (
     TriedRow,
@@ -140,9 +141,15 @@ def _orphan(process: psutil.Process, paths: RunPaths) -> Orphan | None:
 # The text of a plan, which --dry-run prints.
 
 
-def plan_text(plan: LaunchPlan, step_s: float | None, *, given_step_s: float | None = None) -> str:
+def plan_text(
+    plan: LaunchPlan,
+    step_s: float | None,
+    *,
+    given_step_s: float | None = None,
+    memory_of: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """The plan as text. `step_s`: seconds of a train step, if an earlier run has measured it; `given_step_s`: as the
-    user expects them, which comes first."""
+    user expects them, which comes first. `memory_of`: what a process needs in all, by its name."""
     hosts = ", ".join(sorted({process.host.bind for process in plan.processes}))
     lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: chosen at start, on {hosts}"]
     if len({process.host for process in plan.processes}) > 1:
@@ -151,6 +158,7 @@ def plan_text(plan: LaunchPlan, step_s: float | None, *, given_step_s: float | N
     for process in plan.processes:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
         memory = "" if process.memory_bytes == 0 else f", model state {bytes_text(process.memory_bytes)}"
+        memory += f", {memory_of[process.name]}" if process.name in memory_of else ""
         lines.append(f"  {process.name}: {where}, CPU threads {process.num_threads}{memory}")
         lines.append(f"    {shlex.join(public_command(process.argv))}")
         if process.role != "controller":
@@ -375,7 +383,8 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
         facts = dataclasses.asdict(_public(plan)) | {"first_prompt": tried.prompt, "prompt_tokens": tried.num_tokens}
         sys.stdout.write(json.dumps(facts | {"script_keys": list(request.extras), "problems": problems}) + "\n")
     elif request.dry_run:
-        sys.stdout.write(plan_text(plan, earlier_step_s(RunPaths.of(config)), given_step_s=request.step_s))
+        step_s, memory_of = earlier_step_s(RunPaths.of(config)), memory_texts(config, plan)
+        sys.stdout.write(plan_text(plan, step_s, given_step_s=request.step_s, memory_of=memory_of))
         if tried.prompt:
             sys.stdout.write(f"the first prompt ({tried.num_tokens} tokens):\n{tried.prompt}\n")
         elif isinstance(config, PPOConfig) and config.workflow == "agent" and request.script is None:
