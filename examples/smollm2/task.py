@@ -18,8 +18,8 @@ VALUES = {
     "Sarah Daniel Olga Simon Clara Victor Helen Oscar Alice Bruno",
     "city": "Paris Lima Oslo Delhi Quito Rome Berlin Hanoi London Madrid Dublin Boston Lisbon Vienna Prague Athens "
     "Warsaw Milan Sydney Toronto Chicago Denver Nairobi Havana Manila",
-    "job": "baker nurse pilot farmer lawyer painter singer waiter doctor tailor dentist actor chef sailor builder editor "
-    "plumber barber dancer guard",
+    "job": "baker nurse pilot farmer lawyer painter singer waiter doctor tailor dentist actor chef sailor builder "
+    "editor plumber barber dancer guard",
     "pet": "dog cat horse parrot turtle goat snake duck pig sheep lizard canary",
 }
 HELD_OUT_VALUES = {
