@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -29,8 +30,8 @@ from areal.data.row_check import count_rows
 from areal.launcher import attach
 from areal.launcher.attach import RequestBox, register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
-from areal.launcher.job import AT_IMPORT, LaunchPlan, make_plan, recovering, with_time_limits
-from areal.launcher.memory_plan import memory_problems
+from areal.launcher.job import LaunchPlan, at_import, make_plan, recovering, with_adapters, with_time_limits
+from areal.launcher.memory_plan import memory_problems, memory_texts
 from areal.launcher.placement import Machine
 from areal.launcher.preflight import (
     TriedRow,
@@ -141,9 +142,15 @@ def _orphan(process: psutil.Process, paths: RunPaths) -> Orphan | None:
 # The text of a plan, which --dry-run prints.
 
 
-def plan_text(plan: LaunchPlan, step_s: float | None, *, given_step_s: float | None = None) -> str:
+def plan_text(
+    plan: LaunchPlan,
+    step_s: float | None,
+    *,
+    given_step_s: float | None = None,
+    memory_of: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """The plan as text. `step_s`: seconds of a train step, if an earlier run has measured it; `given_step_s`: as the
-    user expects them, which comes first."""
+    user expects them, which comes first. `memory_of`: what a process needs in all, by its name."""
     hosts = ", ".join(sorted({process.host.bind for process in plan.processes}))
     lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: chosen at start, on {hosts}"]
     if len({process.host for process in plan.processes}) > 1:
@@ -152,6 +159,7 @@ def plan_text(plan: LaunchPlan, step_s: float | None, *, given_step_s: float | N
     for process in plan.processes:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
         memory = "" if process.memory_bytes == 0 else f", model state {bytes_text(process.memory_bytes)}"
+        memory += f", {memory_of[process.name]}" if process.name in memory_of else ""
         lines.append(f"  {process.name}: {where}, CPU threads {process.num_threads}{memory}")
         lines.append(f"    {shlex.join(public_command(process.argv))}")
         if process.role != "controller":
@@ -308,7 +316,7 @@ class LocalCluster(Cluster):
         self._machine = machine
         # A process that uses a GPU cannot be forked from one that has looked for GPUs.
         can_preload = preloads and sys.platform == "linux" and not machine.gpus and os.environ.get(PRELOAD) != "0"
-        self._preloaded = PreloadedParent(AT_IMPORT) if can_preload else None
+        self._preloaded = PreloadedParent(at_import()) if can_preload else None
 
     def machines(self) -> Sequence[Machine]:
         return [self._machine]
@@ -385,7 +393,8 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
         facts = dataclasses.asdict(_public(plan)) | {"first_prompt": tried.prompt, "prompt_tokens": tried.num_tokens}
         sys.stdout.write(json.dumps(facts | {"script_keys": list(request.extras), "problems": problems}) + "\n")
     elif request.dry_run:
-        sys.stdout.write(plan_text(plan, earlier_step_s(RunPaths.of(config)), given_step_s=request.step_s))
+        step_s, memory_of = earlier_step_s(RunPaths.of(config)), memory_texts(config, plan)
+        sys.stdout.write(plan_text(plan, step_s, given_step_s=request.step_s, memory_of=memory_of))
         if tried.prompt:
             sys.stdout.write(f"the first prompt ({tried.num_tokens} tokens):\n{tried.prompt}\n")
         elif isinstance(config, PPOConfig) and config.workflow == "agent" and request.script is None:
@@ -403,6 +412,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
     machines, stored = cluster.machines(), max(map(stored_bytes, request.config.models.values()), default=0)
     on_gpu = request.config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
     config = with_time_limits(request.config, checkpoint_bytes=stored, on_gpu=on_gpu)
+    config = with_adapters(config, num_machines=len(machines), on_gpu=on_gpu)
     request, paths, line = dataclasses.replace(request, config=config), RunPaths.of(config), StatusLine()
     plan = checked_plan(request, machines, line)
     if request.dry_run:
@@ -453,7 +463,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         _print_summary(request, paths, summary)
         for row in [*metrics_text(metrics), *unscored_lines(rows)]:
             line.say(f"areal: {row}")
-        return _report(outcome, paths, line, goal)
+        return _report(outcome, paths, line, goal, total_steps=total_steps)
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
@@ -523,12 +533,15 @@ def _run(
     ).run()
 
 
-def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str) -> int:
+def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str, *, total_steps: int | None) -> int:
+    """`total_steps`: those of the plan; None = not known."""
+    is_trained = total_steps is not None and outcome.steps_done >= total_steps
+    when = f" after all {total_steps} train steps, before its last evaluation and export" if is_trained else ""
     facts = "; ".join(filter(None, (goal, facts_text(outcome.episodes, outcome.alarms))))
     first = f"; first failure: {one}" if (one := (outcome.episodes or {}).get("first_failure")) else ""
     text, exit_status = {
         "completed": (f"run completed: {paths.root} ({facts}{first})", 0),
-        "interrupted": (f"interrupted, all processes have ended: {paths.root} ({facts}{first})", 130),
+        "interrupted": (f"interrupted{when}, all processes have ended: {paths.root} ({facts}{first})", 130),
         "failed": (f"{facts}\nareal: error: run failed: {outcome.cause}", 1),
     }[outcome.status]
     line.say(f"areal: {text}")

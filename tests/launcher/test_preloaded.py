@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from areal.launcher.backend import LocalBackend
-from areal.launcher.job import AT_IMPORT
+from areal.launcher.job import at_import
 from areal.launcher.local import LocalCluster, find_orphans
 from areal.launcher.placement import Machine
 from areal.launcher.preloaded import PreloadedParent
@@ -21,6 +21,7 @@ from tests.launcher.fake_backend import context_of, planned_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the preloaded parent needs Linux")
 LIMIT_S = 200.0
+AT_IMPORT = at_import()
 FACTS = (sys.executable, "-m", "tests.launcher.child_facts")
 
 
