@@ -98,7 +98,7 @@ def test_cores_are_divided_among_processes_that_compute(tmp_path, cores, threads
 @pytest.mark.parametrize(
     ("cores", "given", "expected"),
     [
-        (2, {}, "10000"),  # one thread has nobody to wait for
+        (2, {}, "10000"),
         (8, {}, "10000"),
         (8, {"GOMP_SPINCOUNT": "5"}, "5"),
         (8, {"OMP_WAIT_POLICY": "ACTIVE"}, None),
