@@ -519,7 +519,6 @@ class Engine:
 
 NO_VERSION = "-1"
 """The version of a server before its first weight update, when it has only initial weights."""
-_CPU_TOKENS_PER_REQUEST = 512
 _CUDA_CACHE_SHARE = 0.85
 """Share of the free memory after the model and its second copy are loaded; the rest is for activations."""
 _CUDA_BUFFER_SHARE = 1 / 3
@@ -552,7 +551,8 @@ def build_engine(
     experts = None if shape is None else ExpertShape(shape.layers, shape.experts_per_token, shape.experts)
     layout = read_vision_layout(str(model_path))
     runner = ModelRunner(model, head_dtype=config.head_dtype, experts=experts, layout=layout)
-    weights = ServedWeights(model, in_host_memory=not _fits_on_device(config, runner))
+    in_host_memory = not _fits_on_device(config, runner)
+    weights = ServedWeights(model, base=None if from_scratch else model_path, in_host_memory=in_host_memory)
     if runner.device.type == "cuda":
         weights.allocate()  # before the cache takes the free memory
     capacity = _cache_tokens(config, runner, context_length(config, runner.model))
@@ -606,7 +606,8 @@ def _cache_tokens(config: NativeServerConfig, runner: ModelRunner, longest: int)
             )
         return config.max_total_tokens
     if runner.device.type == "cpu":
-        return max(longest, config.max_running_requests * min(longest, _CPU_TOKENS_PER_REQUEST))
+        sizes = {"weight_bytes": weight_bytes(runner.model), "bytes_per_token": runner.bytes_per_token}
+        return config.cpu_cache_tokens(longest, **sizes)
     free_bytes, _ = torch.cuda.mem_get_info(runner.device)
     tokens = int(free_bytes * _CUDA_CACHE_SHARE) // runner.bytes_per_token
     if tokens < longest:

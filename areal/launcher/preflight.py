@@ -188,7 +188,8 @@ def tried_row(config: PPOConfig) -> TriedRow:
                 raise _NoAnswer("it printed no result")  # the user's code ended the process
         except subprocess.TimeoutExpired:
             text = f"the trial of row 0 did not end within {_ROW_LIMIT_S:g} s, and the run starts without it"
-            return TriedRow(warnings=[f"{text}: look for an endless loop in the map_fn, the workflow or the reward"])
+            advice = "this machine is slow or busy, or the map_fn, the workflow or the reward has an endless loop"
+            return TriedRow(warnings=[f"{text}: {advice}"])
         except _NoAnswer as error:
             return TriedRow(problems=[ConfigProblem("row 0", f"its trial ended: {error}", "launch.first_row")])
     facts = json.loads(answer)

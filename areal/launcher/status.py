@@ -727,9 +727,10 @@ class Interruptions:
         self.count = max(self.count, 1) if number == signal.SIGHUP else self.count + 1
 
 
-def trained_steps(paths: RunPaths) -> int:
-    """Train steps of the metrics."""
-    return (last_record(paths.metrics) or {}).get("step", 0)
+def trained_steps(paths: RunPaths, status: Mapping[str, Any] | None = None) -> int:
+    """Train steps of the metrics, or of the controller's `status`: servers get the weights of a step before its
+    evaluation, and its metrics are written after that."""
+    return max((last_record(paths.metrics) or {}).get("step", 0), (status or {}).get("version") or 0)
 
 
 def has_saved(paths: RunPaths, steps: int) -> bool:

@@ -118,11 +118,20 @@ def test_a_file_with_a_cut_last_line_keeps_the_whole_ones(tmp_path):
 def test_the_table_of_an_agent_has_its_turns_and_tool_calls():
     key = SampleKey("sampled", "held_out", 0, 0)
     metrics = {"num_turns": 2.0, "tool_calls": 1.0, "queue_s": 0.5}
-    head, row = table(
+    head, row, *_ = table(
         make_report([Sample(key=key, data={}, reward=1.0, metrics=metrics)], correct_reward=1.0)
     ).splitlines()
     assert head.split()[-4:] == ["tokens", "finished", "num_turns", "tool_calls"]
     assert row.split()[-2:] == ["2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_samples", "says"), [("sampled", 1, True), ("sampled", 2, False), ("greedy", 1, False)]
+)
+def test_the_table_points_out_one_sampled_answer_a_row(mode, num_samples, says):
+    keys = [SampleKey(mode, "held_out", row, sample) for row in range(2) for sample in range(num_samples)]
+    report = make_report([Sample(key=key, data={}, reward=1.0) for key in keys], correct_reward=1.0)
+    assert ("-n 8" in table(report)) == says
 
 
 def test_the_last_line_of_the_table_names_the_failed_answers_and_the_first_error():
