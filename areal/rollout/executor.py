@@ -530,6 +530,7 @@ class Executor:
         accept: AcceptFn | None,
         options: InferenceEngineConfig,
         temperature: float,
+        longest_row: int,
         producer: ProducerStats,
         alarms: EpisodeAlarms,
         on_decided: Callable[[], None],
@@ -545,6 +546,7 @@ class Executor:
         self._accept = accept
         self._options = options
         self._temperature = temperature
+        self._longest_row = longest_row
         self._producer = producer
         self._alarms = alarms
         state = ledger.state
@@ -587,7 +589,8 @@ class Executor:
     def _token_limits(self) -> TokenLimits:
         """Servers may have a version before the ledger, and a trainer that went back has published higher ones."""
         newest = max(self._engine.version, self._ledger.state.highest_version)
-        return TokenLimits(self._engine.vocab_size, newest, self._options.check_trajectory_format)
+        is_strict = self._options.check_trajectory_format
+        return TokenLimits(self._engine.vocab_size, newest, is_strict, self._longest_row)
 
     def hold_requests(self, hold: bool) -> None:
         """Let running episodes send no new request while true; requests already sent continue."""
