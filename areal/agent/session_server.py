@@ -274,17 +274,19 @@ class SessionServer:
         that leaves after the head of the stream, for which no SDK sends a retry, ends its turn."""
         turn, events_of = session.stream(asked.turn), dialect.stream(asked, self._sent())
         response, now_s = web.StreamResponse(headers=_STREAM_HEADERS), asyncio.get_running_loop().time
-        sent_s, is_over, answers = now_s(), False, ()
+        sent_s, is_over, is_answered, answers = now_s(), False, False, ()
         try:
             while not is_over:
                 try:
                     answers = await turn.grown(max(sent_s + self._keep_alive_s - now_s(), 0.0))
-                    events, is_over = b"".join(events_of(answers)), turn.is_whole
+                    events = b"".join(events_of(answers))
+                    is_over = is_answered = turn.is_whole
                 except Exception as error:
+                    refused = _as_refused(error, dialect.name)
                     if not response.prepared:
-                        raise
-                    events, is_over = dialect.error_event(_as_refused(error, dialect.name)), True
-                if not response.prepared and turn.is_whole:
+                        raise refused from error
+                    events, is_over = dialect.error_event(refused), True
+                if not response.prepared and is_answered:
                     return await _deliver(request, web.Response(body=events, headers=_STREAM_HEADERS), session, answers)
                 if response.prepared and (request.transport is None or request.transport.is_closing()):
                     raise ConnectionResetError
@@ -297,7 +299,7 @@ class SessionServer:
                     sent_s = now_s()
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await response.write_eof()
-            if turn.is_whole:
+            if is_answered:
                 session.delivered(answers)
         except (ConnectionError, TimeoutError):
             _abort(request)
