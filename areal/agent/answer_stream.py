@@ -34,7 +34,7 @@ class TokenText:
         self._window += token_ids
         text = self._decode(self._window)
         whole = text.rstrip(_HALF)
-        if not whole.startswith(self._returned):
+        if whole != text and not whole.startswith(self._returned):  # further bytes may make it whole again
             return ""
         found, self._returned = whole[len(self._returned) :], whole
         if whole == text:

@@ -8,6 +8,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from areal.agent.answer_stream import AnswerSplit, TokenText
 from areal.agent.dialects import chat_completions, completions, messages, responses
@@ -90,6 +91,18 @@ def test_the_text_of_tokens_has_no_half_characters(text, cuts, num_broken):
         assert text.startswith("".join(parts))
     assert "".join(parts) == text.rstrip("\ufffd")
     assert "".join([*parts, found.rest()]) == tokenizer.decode(ids)
+
+
+def test_a_broken_byte_does_not_hold_the_text_after_it():
+    """A tokenizer with byte fallback decodes the character before the byte otherwise once the byte has followed."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    found = TokenText(tokenizer.decode)
+    euro = list("€".encode())
+    assert [found.add(ids) for ids in (euro[:1], euro[1:], euro[:1])] == ["", "€", ""]
+    assert found.add([256]).endswith("a")
+    assert [found.add([256]), found.add(euro), found.rest()] == ["a", "€", ""]
 
 
 SENT = Sent(created_s=1, token_text=lambda token_id: f"t{token_id}")
