@@ -131,7 +131,7 @@ def _inverted(logits: Tensor, uniforms: Tensor, heat: Tensor | None, weights: Te
     scores.copy_(logits) if heat is None else torch.div(logits, heat, out=scores)
     highest = scores.amax(dim=-1, keepdim=True)
     scores.sub_(highest).exp_()
-    is_whole = weights.shape[1] == size
+    is_whole = size <= _PART
     parts = weights[:, :, None] if is_whole else weights.view(len(weights), -1, _PART)
     sums = (weights if is_whole else parts.sum(dim=-1)).cumsum(dim=-1)
     total = sums[:, -1:]
