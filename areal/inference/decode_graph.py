@@ -109,45 +109,48 @@ def _trial_plan(shapes: Sequence[LayerShape], dtype: torch.dtype) -> AttentionPl
 
 
 class _Product:
-    """The product with the weights of some linear modules, side by side, and what follows it: nothing, silu, or the sum
-    or product with another tensor.
+    """The product with the weights of some linear modules, side by side.
 
-    Where oneDNN pays, it gets a copy of the weights in its own order, and computes what follows in the same pass. A
-    bfloat16 product always gains; a float32 one from some rows on.
+    Where oneDNN pays, it gets a copy of the weights in its own order: a bfloat16 product always gains, a float32 one
+    from some rows on.
     """
 
-    def __init__(self, modules: Sequence[nn.Linear], after: str = "none") -> None:
-        self.modules, self._after = modules, after
+    def __init__(self, *modules: nn.Linear) -> None:
+        self.modules = modules
         self._least_rows = 1 if modules[0].weight.dtype == torch.bfloat16 else _PACKED_ROWS
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
 
     def pack(self) -> None:
         """Copy the present weights."""
-        weights, biases = (
-            [one.weight for one in self.modules],
-            [one.bias for one in self.modules if one.bias is not None],
-        )
-        weight = weights[0] if len(weights) == 1 else torch.cat([one.detach() for one in weights])
-        self._bias = biases[0] if len(biases) == 1 else torch.cat(biases) if biases else None
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_ROWS)
+        weights: list[Tensor] = [one.weight.detach() for one in self.modules]
+        biases: list[Tensor] = [one.bias.detach() for one in self.modules if one.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
 
     def unpack(self) -> None:
         self._packed = None
 
-    def __call__(self, states: Tensor, other: Tensor | None = None) -> Tensor:
-        if self._packed is not None and len(states) >= self._least_rows:
+    def __call__(self, states: Tensor, added: Tensor | None = None) -> Tensor:
+        """`added`: the product is added to it."""
+        if self._is_packed_for(states):
             product = torch.ops.mkldnn._linear_pointwise
-            if other is not None:
-                return product.binary(states, other, self._packed, self._bias, self._after)
-            return product(states, self._packed, self._bias, self._after, [], "")
-        results = [linear(states, one.weight, one.bias) for one in self.modules]
+            if added is not None:
+                return product.binary(states, added, self._packed, self._bias, "add")
+            return product(states, self._packed, self._bias, "none", [], "")
+        results = self.each(states)
         result = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
-        if self._after == "swish":
-            return silu(result)
-        if other is None:
-            return result
-        return other + result if self._after == "add" else other * result
+        return result if added is None else added + result
+
+    def each(self, states: Tensor) -> list[Tensor]:
+        """The products with the modules."""
+        if self._is_packed_for(states):
+            return list(self(states).split([one.out_features for one in self.modules], dim=-1))
+        return [linear(states, one.weight, one.bias) for one in self.modules]
+
+    def _is_packed_for(self, states: Tensor) -> bool:
+        return self._packed is not None and len(states) >= self._least_rows
 
 
 class _Layer(NamedTuple):
@@ -163,8 +166,7 @@ class _Layer(NamedTuple):
     attended: _Product
     rules: ScoreRules
     before_mlp: Norm
-    gate: _Product
-    up: _Product
+    gate_and_up: _Product
     down: _Product
 
 
@@ -181,10 +183,10 @@ class DenseDecoder:
         self._products = [
             product
             for layer in self._layers
-            for product in (layer.inputs, layer.attended, layer.gate, layer.up, layer.down)
+            for product in (layer.inputs, layer.attended, layer.gate_and_up, layer.down)
         ]
         if "forward" not in self._head.__dict__:  # native.head_dtype has another product
-            self._head = _Product([self._head])
+            self._head = _Product(self._head)
             self._products.append(self._head)
         self._is_packed = False
 
@@ -213,7 +215,8 @@ class DenseDecoder:
             attended = self._attention(layer, layer.before_attention(hidden), cos, sin, cache, plan)
             hidden = layer.attended(attended, hidden)
             inner = layer.before_mlp(hidden)
-            hidden = layer.down(layer.up(inner, layer.gate(inner)), hidden)
+            gate, up = layer.gate_and_up.each(inner)
+            hidden = layer.down(silu(gate) * up, hidden)
         if kept is not None:
             hidden = hidden[kept]
         return self._head(self._norm(hidden))
@@ -246,19 +249,17 @@ def _layer(layer: Any, family: _Family, head_size: int) -> _Layer:
     if type(mlp.act_fn).__name__ != "SiLUActivation":
         raise TypeError(f"its activation is {type(mlp.act_fn).__name__}")
     window: int | None = attention.sliding_window if family.has_windows else None
-    inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
     return _Layer(
         before_attention=layer.input_layernorm.forward,
-        inputs=_Product(inputs),
+        inputs=_Product(attention.q_proj, attention.k_proj, attention.v_proj),
         heads=(attention.q_proj.out_features // head_size, attention.k_proj.out_features // head_size),
         query_norm=attention.q_norm.forward if family.has_norms else None,
         key_norm=attention.k_norm.forward if family.has_norms else None,
-        attended=_Product([attention.o_proj], "add"),
+        attended=_Product(attention.o_proj),
         rules=ScoreRules(scaling=attention.scaling, window=window, softcap=None, sinks=None),
         before_mlp=layer.post_attention_layernorm.forward,
-        gate=_Product([mlp.gate_proj], "swish"),
-        up=_Product([mlp.up_proj], "mul"),
-        down=_Product([mlp.down_proj], "add"),
+        gate_and_up=_Product(mlp.gate_proj, mlp.up_proj),
+        down=_Product(mlp.down_proj),
     )
 
 
