@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 from transformers.modeling_utils import PreTrainedModel
 
+from areal.api.config import NativeServerConfig
 from areal.inference.attention import AttentionPlan, LayerCache, LayerShape, PromptGroup, ScoreRules, attend
 from areal.inference.decode_rows import DecodeInputs
 from areal.inference.weight_update import weight_bytes
@@ -48,8 +49,6 @@ _FAMILIES = {
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of the sequence."""
 _TRIAL_TOKENS = 9
-_PACKED_BYTES = 1 << 24
-"""Smaller weights stay in the cache of a core, whichever their order."""
 _PACKED_ROWS = 8
 """From this number of rows on oneDNN gains with packed float32 weights."""
 _PACKED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -78,7 +77,7 @@ def dense_decoder(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> Dense
             return None
         if not torch.equal(mine, theirs):
             return None
-        if weight_bytes(model) >= _PACKED_BYTES and torch.backends.mkldnn.is_available():
+        if NativeServerConfig.packed_bytes(weight_bytes(model)) and torch.backends.mkldnn.is_available():
             _try_packed(result, lambda: result.logits(ids, ids, None, plans[2]), theirs)
     return result
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from areal.api.config import NativeServerConfig
 from areal.inference import decode_graph, model_runner
 from areal.inference.decode_graph import dense_decoder
 from areal.inference.model_runner import use_paged_attention
@@ -36,7 +37,7 @@ PACKS = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="thi
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-gqa", "llama"])
 def test_packed_weights_give_the_logprobs_of_transformers(build_model, drive, prompts, monkeypatch, family, dtype):
     """Before and after an update in mid-answer; with few rows, where float32 is not packed, and with many."""
-    monkeypatch.setattr(decode_graph, "_PACKED_BYTES", 0)
+    monkeypatch.setattr(NativeServerConfig, "packed_bytes", staticmethod(lambda size: size))
     old, new = build_model(family, 0).to(dtype), build_model(family, 1).to(dtype)
     driver = drive(old, max_prefill_tokens=32)
     runner, weights = driver.engine.runner, driver.engine.weights
@@ -63,7 +64,7 @@ def test_packed_weights_give_the_logprobs_of_transformers(build_model, drive, pr
 
 @PACKS
 def test_weights_that_onednn_computes_otherwise_are_not_packed(build_model, drive, prompts, monkeypatch):
-    monkeypatch.setattr(decode_graph, "_PACKED_BYTES", 0)
+    monkeypatch.setattr(NativeServerConfig, "packed_bytes", staticmethod(lambda size: size))
     pack = decode_graph._Product.pack
 
     def wrong(product):
