@@ -107,7 +107,8 @@ def _plain(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tup
     parts = -(-size // _PART)
     width = size if parts == 1 else parts * _PART
     step = max(1, _PASS_BYTES // (4 * width))
-    weights = torch.zeros(min(step, len(logits)), width)
+    weights = torch.empty(min(step, len(logits)), width)
+    weights[:, size:] = 0.0
     drawn: list[tuple[Tensor, Tensor]] = []
     for first in range(0, len(logits), step):
         some = slice(first, first + step)
@@ -130,7 +131,7 @@ def _inverted(logits: Tensor, uniforms: Tensor, heat: Tensor | None, weights: Te
     scores.copy_(logits) if heat is None else torch.div(logits, heat, out=scores)
     highest = scores.amax(dim=-1, keepdim=True)
     scores.sub_(highest).exp_()
-    is_whole = weights.shape[1] == size
+    is_whole = size <= _PART
     parts = weights[:, :, None] if is_whole else weights.view(len(weights), -1, _PART)
     sums = (weights if is_whole else parts.sum(dim=-1)).cumsum(dim=-1)
     total = sums[:, -1:]
@@ -373,8 +374,7 @@ class Engine:
         if mode == "in_place":
             self.scheduler.stop_sharing()
         self.weights.install()
-        if self.runner.vision is not None:
-            self.runner.vision.forget()
+        self.runner.take_weights()
         self.version = version
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             sequence.look_at = 0

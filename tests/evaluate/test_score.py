@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from areal.api.errors import ArealError
 from areal.cli.main import run_command
+from areal.data.tiny_model import template_tokenizer
 from areal.evaluate.samples import Sample, SampleKey, make_report, read_generations, read_samples, table, write_samples
 from tests.expect import raises_code
 
@@ -164,3 +166,17 @@ def test_answers_without_a_reward_count_as_configured(missing_reward, by_agent, 
     assert (result.samples, result.failed) == (1, 1)
     assert (result.metrics["mean@1"].mean if result.metrics else None) == mean
     assert "1 of 2 answers" in table(report)
+
+
+def test_a_prompt_that_begins_with_a_bos_gets_no_second_one(tmp_path, capsys):
+    """The tokenizer adds one to every text; a prompt that the chat template rendered has it."""
+    tokenizer = template_tokenizer("<s>{{ messages }}")
+    start = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    assert tokenizer.encode("<s>ab")[:2] == [start, start]
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    file = lines_file(tmp_path / "g.jsonl", {"prompt": "<s>ab", "output": "c", "weight": 0})
+    words = [f"tokenizer_path={tmp_path / 'tokenizer'}", "reward_fn=tests.reward.reward_functions:echo_row"]
+    assert run_command(["score", str(file), *words, "reward.workers=1", "-o", str(tmp_path / "out.jsonl")]) == 0
+    (scored,) = read_samples(tmp_path / "out.jsonl").values()
+    assert scored.reward == start + sum(tokenizer.encode("ab", add_special_tokens=False)) + 1
