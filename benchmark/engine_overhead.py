@@ -5,23 +5,18 @@
 The engine decodes with graphs, as on a GPU, but the replay of a graph does nothing, so that all time is that of the
 engine's thread. The vocabulary has 64 tokens. All requests have one prompt, whose blocks they share. With --versus the
 same file measures the code of another commit, in turn with this one, each round in new processes; the median of the
-rounds counts. The last line is JSON: milliseconds per step by rows and context, and the ratios to the other commit.
+rounds counts. The last line is JSON: milliseconds per step by rows x context, and the ratios of the other commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
+
+from other_tree import compared
 
 _STEPS = 64
-ROOT = Path(__file__).parent.parent
 
 
 def measured(rows: int, context: int, device: str) -> float:
@@ -81,26 +76,6 @@ def measured(rows: int, context: int, device: str) -> float:
     return (time.thread_time() - began) / _STEPS * 1000
 
 
-def in_process(tree: Path, args: argparse.Namespace) -> dict[str, float]:
-    """The figures of the code in `tree`, in a new process."""
-    sizes = [*map(str, args.rows), "--context", *map(str, args.context)]
-    argv = [sys.executable, __file__, "--one", "--device", args.device, "--rows", *sizes]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(argv, cwd=tree, env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def compared(trees: dict[str, Path], args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-    for number in range(args.rounds):
-        for name, tree in trees.items():
-            rounds[name].append(found := in_process(tree, args))
-            print(f"round {number + 1} {name:<10}", {key: round(value, 3) for key, value in found.items()}, flush=True)
-    return {
-        name: {key: statistics.median(one[key] for one in found) for key in found[0]} for name, found in rounds.items()
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
@@ -117,25 +92,8 @@ def main() -> None:
             )
         )
         return
-    with tempfile.TemporaryDirectory() as folder:
-        trees = {"head": ROOT}
-        if args.versus:
-            trees[args.versus] = Path(folder) / "tree"
-            subprocess.run(
-                ["git", "worktree", "add", "-q", "--detach", trees[args.versus], args.versus], cwd=ROOT, check=True
-            )
-        try:
-            medians = compared(trees, args)
-        finally:
-            if args.versus:
-                subprocess.run(["git", "worktree", "remove", "-f", trees[args.versus]], cwd=ROOT, check=True)
-    result: dict[str, object] = {"ms_per_step": {key: round(value, 3) for key, value in medians["head"].items()}}
-    if args.versus:
-        other = medians[args.versus]
-        result["versus"] = args.versus
-        result["versus_ms_per_step"] = {key: round(value, 3) for key, value in other.items()}
-        result["ratio"] = {key: round(other[key] / medians["head"][key], 1) for key in other}
-    print(json.dumps(result))
+    words = ["--one", "--device", args.device, "--rows", *map(str, args.rows), "--context", *map(str, args.context)]
+    print(json.dumps(compared("engine_overhead.py", words, args.versus, args.rounds)))
 
 
 if __name__ == "__main__":

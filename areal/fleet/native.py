@@ -226,7 +226,8 @@ def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
     default = native.cpu_cache_tokens(native.context_length or 512, weight_bytes=weights, bytes_per_token=per_token)
     # A GPU server can have its second copy of the weights in host memory.
     copies = 1 if on_gpu and native.weight_buffer != "device" else 2
-    return copies * weights + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
+    packed = 0 if on_gpu else native.packed_bytes(weights)
+    return copies * weights + packed + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
 
 
 NATIVE = ServerBackend(

@@ -27,7 +27,15 @@ from areal.api.errors import ConfigError
 from areal.inference.decode_rows import SampledRows
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
 from areal.inference.request_parser import RequestLimits
-from areal.inference.scheduler import ALL_TOKENS, BlockPool, FinishReason, Scheduler, Sequence, Status
+from areal.inference.scheduler import (
+    ALL_TOKENS,
+    BlockPool,
+    FinishReason,
+    SamplingParams,
+    Scheduler,
+    Sequence,
+    Status,
+)
 from areal.inference.weight_update import ServedWeights, weight_bytes
 from areal.models.model_shape import ModelShape
 from areal.models.output_head import routers_of
@@ -44,6 +52,9 @@ _INDEX_FACTOR = -1640531527
 """The odd number nearest to 2^32 divided by the golden ratio, as a signed number."""
 _PART = 128
 """Tokens whose weights are added before the sums of these parts are accumulated."""
+_SELECTED = 128, 2048
+"""Numbers of tokens that are tried before the whole vocabulary is sorted."""
+_MASS_ERROR = 1 + 1e-4
 _PASS_BYTES = 1 << 20
 """Weights of the rows that are drawn at once on the CPU, so that they stay in the cache of a core."""
 
@@ -107,7 +118,8 @@ def _plain(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tup
     parts = -(-size // _PART)
     width = size if parts == 1 else parts * _PART
     step = max(1, _PASS_BYTES // (4 * width))
-    weights = torch.zeros(min(step, len(logits)), width)
+    weights = torch.empty(min(step, len(logits)), width)
+    weights[:, size:] = 0.0
     drawn: list[tuple[Tensor, Tensor]] = []
     for first in range(0, len(logits), step):
         some = slice(first, first + step)
@@ -130,7 +142,7 @@ def _inverted(logits: Tensor, uniforms: Tensor, heat: Tensor | None, weights: Te
     scores.copy_(logits) if heat is None else torch.div(logits, heat, out=scores)
     highest = scores.amax(dim=-1, keepdim=True)
     scores.sub_(highest).exp_()
-    is_whole = weights.shape[1] == size
+    is_whole = size <= _PART
     parts = weights[:, :, None] if is_whole else weights.view(len(weights), -1, _PART)
     sums = (weights if is_whole else parts.sum(dim=-1)).cumsum(dim=-1)
     total = sums[:, -1:]
@@ -198,47 +210,80 @@ def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor)
     """Tokens of rows that are greedy, restricted or penalised; the vocabulary size for a row without a distribution."""
     adjusted = _adjusted(logits, sequences)
     highest, tokens = adjusted.max(dim=-1)  # NaN counts as the maximum
-    tokens.masked_fill_(~highest.isfinite(), logits.shape[1])
-    drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
-    if not drawn:
-        return tokens
-    rows = torch.tensor(drawn, device=logits.device)
-    params = [sequences[row].params for row in drawn]
-    temperatures = torch.tensor([param.temperature for param in params], device=logits.device)
-    top_k = torch.tensor([logits.shape[1] if param.top_k == ALL_TOKENS else param.top_k for param in params])
-    top_p = torch.tensor([param.top_p for param in params], device=logits.device)
-    ordered, places = (adjusted[rows] / temperatures[:, None]).sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(ordered.shape[1], device=logits.device)
-    ordered = ordered.masked_fill(ranks >= top_k.to(logits.device)[:, None], -torch.inf)
-    weights = ordered.softmax(dim=-1)
+    has_none = ~highest.isfinite()
+    drawn = [(row, sequence.params) for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+    whole = [(row, param) for row, param in drawn if param.top_k == ALL_TOKENS and param.top_p >= 1]
+    for some in (whole, [each for each in drawn if each not in whole]):
+        if not some:
+            continue
+        rows = torch.tensor([row for row, _ in some], device=logits.device)
+        params = [param for _, param in some]
+        heat = torch.tensor([param.temperature for param in params], device=logits.device)
+        if some is whole:
+            tokens[rows], _ = _plain(adjusted[rows], uniforms[rows], heat)
+        else:
+            tokens[rows] = _restricted(adjusted[rows] / heat[:, None], params, uniforms[rows])
+    return tokens.masked_fill_(has_none, logits.shape[1])
+
+
+def _restricted(scaled: Tensor, params: list[SamplingParams], uniforms: Tensor) -> Tensor:
+    """Tokens of rows with top-k or top-p. Ties are kept in the order of the tokens."""
+    size = scaled.shape[1]
+    top_k = torch.tensor([size if param.top_k == ALL_TOKENS else min(param.top_k, size) for param in params])
+    top_k = top_k.to(scaled.device)[:, None]
+    top_p = torch.tensor([param.top_p for param in params], device=scaled.device)[:, None]
+    total = scaled.logsumexp(dim=-1, keepdim=True)
+    ordered, places = _likeliest(scaled, top_k, top_p, total)
+    ranks = torch.arange(ordered.shape[1], device=scaled.device)
+    weights = (ordered - total).exp().masked_fill(ranks >= top_k, 0.0)
+    sums = weights.cumsum(dim=-1)
+    kept = sums.gather(1, (top_k - 1).clamp(max=sums.shape[1] - 1)).masked_fill(top_k == size, 1.0)
     # A token is kept while the mass before it is below top_p; the first one always is. top_p = 1 keeps all tokens,
     # independent of rounding.
-    before = weights.cumsum(dim=-1) - weights
-    weights = weights.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0), 0.0)
-    size = logits.shape[1]
-    found = _draw(weights, uniforms[rows])
-    tokens[rows] = places.gather(1, found.clamp(max=size - 1)[:, None])[:, 0].masked_fill(found == size, size)
-    return tokens
+    weights = weights.masked_fill((sums - weights >= top_p * kept) & (top_p < 1) & (ranks > 0), 0.0)
+    chosen = _draw(weights, uniforms).clamp(max=ordered.shape[1] - 1)
+    return places.gather(1, chosen[:, None])[:, 0]
+
+
+def _likeliest(scaled: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens in order, at least all that are kept: their scores, and their ids. A sort of the vocabulary
+    takes many times longer than a selection."""
+    for count in _SELECTED:
+        if count >= scaled.shape[1]:
+            break
+        values, places = scaled.topk(count, dim=-1)
+        # The selection may have left out tokens that are as likely as its last one.
+        above = values > values[:, -1:]
+        mass = (values - total).exp().masked_fill(~above, 0.0).sum(dim=-1, keepdim=True)
+        if bool(((top_k <= above.sum(dim=-1, keepdim=True)) | (mass > top_p * _MASS_ERROR)).all()):
+            places, order = places.sort(dim=-1)
+            values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+            return values, places.gather(1, order)
+    return scaled.sort(dim=-1, descending=True, stable=True)
 
 
 def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """A copy of the logits with penalties, and with stop tokens masked while the answer is below its minimum."""
-    logits = logits.clone()
+    """The logits with penalties, and with stop tokens masked while the answer is below its minimum: a copy, if any."""
+    result = logits
     for row, sequence in enumerate(sequences):
         params = sequence.params
+        if not params.is_adjusted:
+            continue
+        if result is logits:
+            result = logits.clone()
         if params.repetition_penalty != 1:
-            seen = torch.tensor(sequence.token_ids, device=logits.device).unique()
-            old = logits[row, seen]
-            logits[row, seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+            seen = torch.tensor(sequence.token_ids, device=result.device).unique()
+            old = result[row, seen]
+            result[row, seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
         has_penalty = params.frequency_penalty != 0 or params.presence_penalty != 0
         if has_penalty and (answer := sequence.answer_ids):
-            generated = torch.tensor(answer, device=logits.device)
-            losses = torch.full((len(generated),), -params.frequency_penalty, device=logits.device)
-            logits[row].index_add_(0, generated, losses)
-            logits[row, generated.unique()] -= params.presence_penalty
+            generated = torch.tensor(answer, device=result.device)
+            losses = torch.full((len(generated),), -params.frequency_penalty, device=result.device)
+            result[row].index_add_(0, generated, losses)
+            result[row, generated.unique()] -= params.presence_penalty
         if sequence.num_output < params.min_new_tokens and params.stop_token_ids:
-            logits[row, sorted(params.stop_token_ids)] = -torch.inf
-    return logits
+            result[row, sorted(params.stop_token_ids)] = -torch.inf
+    return result
 
 
 def _next_look(sequence: Sequence) -> int:
@@ -373,8 +418,7 @@ class Engine:
         if mode == "in_place":
             self.scheduler.stop_sharing()
         self.weights.install()
-        if self.runner.vision is not None:
-            self.runner.vision.forget()
+        self.runner.take_weights()
         self.version = version
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             sequence.look_at = 0

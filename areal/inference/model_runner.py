@@ -259,6 +259,13 @@ class ModelRunner:
         self._copy_blocks(plan.copies_after)
         return logits, sampled
 
+    def take_weights(self) -> None:
+        """The weights of the model have changed."""
+        if self._dense is not None:
+            self._dense.repack()
+        if self.vision is not None:
+            self.vision.forget()
+
     def take_tokens(self, tokens: Tensor) -> None:
         """The tokens that were drawn from the logits of the last step."""
         if self._is_in_rows:

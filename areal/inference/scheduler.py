@@ -114,19 +114,21 @@ class SamplingParams:
     is_plain: bool = field(init=False)
     """Whether tokens are sampled from the unmodified softmax."""
 
+    is_adjusted: bool = field(init=False)
+    """Whether the logits of some tokens are changed."""
+
     def __post_init__(self) -> None:
         is_greedy = self.temperature == 0 or self.top_k == 1
-        is_plain = (
-            not is_greedy
-            and self.top_p >= 1
-            and self.top_k == ALL_TOKENS
-            and self.frequency_penalty == 0
-            and self.presence_penalty == 0
-            and self.repetition_penalty == 1
-            and self.min_new_tokens == 0
+        is_adjusted = (
+            self.frequency_penalty != 0
+            or self.presence_penalty != 0
+            or self.repetition_penalty != 1
+            or self.min_new_tokens > 0
         )
+        is_plain = not is_greedy and self.top_p >= 1 and self.top_k == ALL_TOKENS and not is_adjusted
         object.__setattr__(self, "is_greedy", is_greedy)
         object.__setattr__(self, "is_plain", is_plain)
+        object.__setattr__(self, "is_adjusted", is_adjusted)
 
 
 class Status(IntEnum):

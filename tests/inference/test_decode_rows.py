@@ -40,7 +40,8 @@ def check(rows: DecodeRows, plan: StepPlan) -> None:
     sampled, fresh = rows.sampled(), SampledRows.of(rows.sequences, torch.device("cpu"))
     assert sampled.special == fresh.special
     heat = [sequence.params.temperature or 1.0 for sequence in rows.sequences]
-    assert sampled.temperatures is None if set(heat) <= {1.0} else sampled.temperatures.tolist() == heat
+    assert (sampled.temperatures is None) == (set(heat) <= {1.0})
+    assert sampled.temperatures is None or sampled.temperatures.tolist() == heat
 
 
 Step = st.tuples(st.sampled_from(["add", "group", "abort", "retract", "in_place", "step"]), st.integers(0, 30))
@@ -120,6 +121,7 @@ def test_drawing_by_parts_is_inversion_and_does_not_depend_on_other_rows(dtype):
     ]  # fmt: skip
     rows = SampledRows.of(sequences, logits.device)
     tokens, logprobs = sampler.sample(logits, rows).read()
+    assert rows.temperatures is not None
     exact = (logits.double() / rows.temperatures[:, None]).log_softmax(-1)
     sums = exact.exp().cumsum(-1)
     for row, (token, uniform) in enumerate(zip(tokens, rows.uniforms().tolist(), strict=True)):
@@ -147,3 +149,36 @@ def test_a_version_change_is_seen_by_requests_that_nothing_else_is_due_for(build
     driver.engine.install_weights("4", "in_place")
     driver.run()
     assert sequence.version_spans(0, 40) == [("3", 0, 10), ("4", 10, 40)]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 8.0])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_restricted_rows_draw_what_a_sort_of_the_vocabulary_gives(scale, rounded):
+    """Also with many equal logits, beside rows for which no selection is enough, and alone."""
+    size, count = 5000, 30
+    generator = torch.Generator().manual_seed(3)
+    logits = scale * torch.randn(count, size, generator=generator)
+    logits = logits.bfloat16().float() if rounded else logits
+    options = [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.91}, {"top_p": 0.999}, {"top_k": 3000}]
+    sequences = [
+        Sequence(request_id="r", token_ids=[0], num_prompt=1, seed=n, params=SamplingParams(**options[n % 5]))
+        for n in range(count)
+    ]
+    rows = SampledRows.of(sequences, logits.device)
+    tokens, _ = sampler.sample(logits, rows).read()
+    for row, (sequence, uniform) in enumerate(zip(sequences, rows.uniforms().tolist(), strict=True)):
+        ordered, places = logits[row].double().sort(descending=True, stable=True)
+        top_k, top_p = sequence.params.top_k, sequence.params.top_p
+        weights = ordered[: size if top_k < 0 else top_k].softmax(-1)
+        before = weights.cumsum(-1) - weights
+        weights = weights[before < top_p] if top_p < 1 else weights
+        sums = weights.cumsum(-1) / weights.sum()
+        rank = places.tolist().index(tokens[row])
+        assert rank < len(weights) + 1
+        assert sums[min(rank, len(weights) - 1)] > uniform - 1e-3
+        assert rank == 0 or sums[rank - 1] < uniform + 1e-3
+    alone = [
+        sampler.sample(logits[row : row + 1], SampledRows.of([one], logits.device)).read()[0]
+        for row, one in enumerate(sequences)
+    ]
+    assert [[token] for token in tokens] == alone

@@ -92,6 +92,12 @@ class NativeServerConfig:
         wanted = self.max_running_requests * min(longest, 512)
         return max(longest, min(wanted, max(2 * weight_bytes, 2**30) // bytes_per_token))
 
+    @staticmethod
+    def packed_bytes(weight_bytes: int) -> int:
+        """A server on the CPU has a copy of its weights in the order of oneDNN. Those that stay in the cache of a core
+        gain nothing."""
+        return weight_bytes if weight_bytes >= 1 << 24 else 0
+
     def problems(self) -> Problems:
         if self.max_total_tokens and self.context_length and self.max_total_tokens < self.context_length:
             yield "max_total_tokens", f"{self.max_total_tokens} is below context_length={self.context_length}: raise it"
