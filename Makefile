@@ -9,7 +9,7 @@ ARGS ?=
 PART ?= 1
 BIN := .venv/bin
 
-.PHONY: quickstart agent-quickstart vision-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang \
+.PHONY: quickstart agent-quickstart vision-quickstart real-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang \
 	test-etcd test-gpu test-parallel test-templates test-megatron bench-trl lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
@@ -34,6 +34,11 @@ agent-quickstart: .venv/.installed
 # A vision-language model learns to count squares: docs/vision.md.
 vision-quickstart: .venv/.installed
 	@$(BIN)/python examples/vision/quickstart.py --seed $(SEED) $(ARGS)
+
+# A real pretrained model, which the package index has: about ten minutes (examples/smollm2).
+real-quickstart: .venv/.installed
+	@$(BIN)/python -c 'import gguf' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	@$(BIN)/python examples/smollm2/quickstart.py --seed $(SEED) $(ARGS)
 
 # Without debug ranges a traceback parses no source. If the garbage collector logs a traceback while pytest parses,
 # CPython 3.11 fails with "AST constructor recursion depth mismatch" (python/cpython issue 106905).

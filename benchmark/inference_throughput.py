@@ -5,7 +5,8 @@
 Both get the same prompts and the same answer lengths, first equal lengths, then log-normal ones. `generate` runs static
 batches, each until its longest answer is complete; the engine runs the same number of requests at a time and starts the
 next when one ends. Only requested tokens count. The engine also reports log-probabilities, `generate` does not. The two
-alternate, and the best of the repeats counts. The last line is JSON.
+alternate, and the best of the repeats counts. The last line is JSON. For the steps alone see step_time.py, which also
+measures another commit.
 """
 
 from __future__ import annotations

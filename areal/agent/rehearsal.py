@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -137,6 +137,23 @@ class _Turn:
     is_delivered: bool = False
 
 
+class WholeStream:
+    """Has the answers of a turn at once. Implements TurnStream."""
+
+    def __init__(self, turn: Coroutine[Any, Any, tuple[TurnAnswer, ...]]) -> None:
+        self.is_whole = False
+        self._turn = asyncio.create_task(turn)
+
+    async def grown(self, limit_s: float) -> tuple[TurnAnswer, ...]:
+        await asyncio.wait([self._turn], timeout=limit_s)
+        found = self._turn.result() if self._turn.done() else ()
+        self.is_whole = self._turn.done()
+        return found
+
+    def leave(self, *, cancels: bool) -> None:
+        """The turn continues: a scenario has the same steps for every agent."""
+
+
 class RehearsedSession:
     """Answers by the steps of a scenario. Implements SessionTurns."""
 
@@ -167,6 +184,9 @@ class RehearsedSession:
         turn = await self._turn(request)
         self.next_fault = turn.faults.pop(0) if turn.faults else ""
         return turn.answers
+
+    def stream(self, request: TurnRequest) -> WholeStream:
+        return WholeStream(self.answer(request))
 
     async def _turn(self, request: TurnRequest) -> _Turn:
         turn = self._by_fingerprint.get(request.fingerprint) if request.retry_count else None

@@ -1,15 +1,17 @@
 """One session: its budgets, the record of its turns, and the answers of the policy to them."""
 
 import asyncio
+import contextlib
 import contextvars
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import orjson
 
+from areal.agent.answer_stream import AnswerSplit, StreamedAnswer
 from areal.agent.images import parts_of, with_stored_images
 from areal.agent.tool_calls import AnswerStyle, parsed_json, split_answer
 from areal.agent.transcript import Context, Transcript
@@ -24,7 +26,7 @@ from areal.agent.turns import (
     with_call_ids,
 )
 from areal.api.config import GenerationHyperparameters
-from areal.api.data import GenerationRequest, GenerationResponse
+from areal.api.data import GenerationRequest, GenerationResponse, TokenChunk
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError, InputError, RequestError, RewardError, ServerUnavailable
 from areal.data.tokenizer import Tokenizer
@@ -220,10 +222,60 @@ class SessionSetup:
     style: AnswerStyle  # How the policy writes reasoning and tool calls.
 
 
-@dataclass(slots=True, eq=False)
 class _Turn:
+    """`task`, which `Session` sets, generates the answers."""
+
     task: asyncio.Task[tuple[TurnAnswer, ...]]
-    num_deliveries: int = 0
+
+    def __init__(self, *, is_streamed: bool) -> None:
+        self.num_deliveries = 0
+        self.is_streamed = is_streamed
+        self.answers: list[StreamedAnswer] = []  # Of a streamed turn, once they are begun.
+        self.readers: set[_Stream] = set()
+
+    def add(self, answer: StreamedAnswer, chunk: TokenChunk) -> None:
+        answer.add(chunk)
+        self.wake()
+
+    def wake(self, *_: object) -> None:
+        for reader in self.readers:
+            reader.news.set()
+
+
+class _Stream:
+    """Implements TurnStream."""
+
+    def __init__(self, turn: _Turn, budget: SessionBudget) -> None:
+        self._turn = turn
+        self._budget = budget
+        self.is_whole = False
+        self.news = asyncio.Event()
+        turn.readers.add(self)
+        turn.task.add_done_callback(turn.wake)
+
+    async def grown(self, limit_s: float) -> tuple[TurnAnswer, ...]:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self.news.wait()
+        self.news.clear()
+        if not self._turn.task.done():
+            return tuple(one.answer for one in self._turn.answers)
+        found, self.is_whole = self._turn.task.result(), True
+        return found
+
+    def leave(self, *, cancels: bool) -> None:
+        turn = self._turn
+        turn.readers.discard(self)
+        if cancels and not turn.readers and turn.task.cancel():
+            self._budget.num_tokens += sum(len(one.answer.token_ids) for one in turn.answers)
+
+
+class _Reading(NamedTuple):
+    """How the answers to a request are read. See `split_answer`."""
+
+    tools: Sequence[dict[str, Any]]
+    in_reasoning: bool
+    may_close: bool
 
 
 class Session:
@@ -267,16 +319,11 @@ class Session:
 
         The turn continues when the caller is cancelled, so that a retry finds its answers.
         """
-        turn = self._recorded(request)
-        if turn is None:
-            try:
-                turn = self._begin(request)
-            except TurnRefused as refused:
-                self.counts.refused[refused.code] += 1
-                raise
-        else:
-            self.counts.retries += 1
-        return await asyncio.shield(turn.task)
+        return await asyncio.shield(self._turn(request, is_streamed=False).task)
+
+    def stream(self, request: TurnRequest) -> _Stream:
+        """The same, while the answers are generated. A turn that its only client leaves is no part of the session."""
+        return _Stream(self._turn(request, is_streamed=True), self.budget)
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a request, without a turn. Raises TurnRefused."""
@@ -327,18 +374,29 @@ class Session:
         """The turn that `request` repeats. Of several equal ones, the first that the client has not received."""
         if request.retry_count < 1 or not request.fingerprint:
             return None
-        return min(self._turns.get(request.fingerprint, ()), key=lambda turn: turn.num_deliveries, default=None)
+        turns = (turn for turn in self._turns.get(request.fingerprint, ()) if not turn.task.cancelling())
+        return min(turns, key=lambda turn: turn.num_deliveries, default=None)
 
-    def _begin(self, request: TurnRequest) -> _Turn:
+    def _turn(self, request: TurnRequest, *, is_streamed: bool) -> _Turn:
+        if (turn := self._recorded(request)) is not None:
+            self.counts.retries += 1
+            return turn
+        try:
+            return self._begin(request, is_streamed)
+        except TurnRefused as refused:
+            self.counts.refused[refused.code] += 1
+            raise
+
+    def _begin(self, request: TurnRequest, is_streamed: bool) -> _Turn:
         if self.is_finished:
             raise TurnRefused("the session has ended", code="agent.session_ended", status=400)
         room = self.budget.begin_turn(self._now_s(), request.num_answers)
         name = f"turn-{self.session_id}-{self.budget.num_turns}"
-        task = asyncio.create_task(self._answer(request, room), name=name, context=self._of_episode)
-        turn = _Turn(task)
+        turn = _Turn(is_streamed=is_streamed)
+        turn.task = asyncio.create_task(self._answer(request, room, turn), name=name, context=self._of_episode)
         self._turns.setdefault(request.fingerprint, []).append(turn)
-        self._tasks.add(task)
-        task.add_done_callback(partial(self._ended, request.fingerprint))
+        self._tasks.add(turn.task)
+        turn.task.add_done_callback(partial(self._ended, request.fingerprint))
         return turn
 
     def _ended(self, fingerprint: str, task: asyncio.Task[tuple[TurnAnswer, ...]]) -> None:
@@ -348,7 +406,7 @@ class Session:
         if not task.cancelled() and isinstance(error := task.exception(), TurnRefused):
             self.counts.refused[error.code] += 1
 
-    async def _answer(self, request: TurnRequest, room: int | None) -> tuple[TurnAnswer, ...]:
+    async def _answer(self, request: TurnRequest, room: int | None, turn: _Turn) -> tuple[TurnAnswer, ...]:
         request, context = await self._prepared(request)
         settings = self._settings(request.settings, len(context.token_ids), room)
         first, self._num_answers = self._num_answers, self._num_answers + request.num_answers
@@ -357,10 +415,11 @@ class Session:
             self._events.intent(turn_ids)
         try:
             async with asyncio.timeout(self.budget.seconds_left(self._now_s())):
-                responses = await self._generate(turn_ids, context, settings, request.settings.seed)
+                responses = await self._generate(turn_ids, request, context, settings, turn)
         except TimeoutError:
             self.counts.timed_out += 1
-            found = tuple(_empty_answer(turn_id, len(context.token_ids)) for turn_id in turn_ids)
+            begun = [one.answer for one in turn.answers] or [_begun(turn_id, context) for turn_id in turn_ids]
+            found = tuple(replace(one, finish_reason="length", token_ids=(), logprobs=()) for one in begun)
         except (InputError, RequestError) as error:
             raise TurnRefused(str(error), code="agent.request_refused", status=400) from error
         except ServerUnavailable as error:
@@ -370,13 +429,15 @@ class Session:
             self.counts.failures += 1
             raise TurnRefused(str(error), code="agent.generation_failed", status=500) from error
         else:
-            pairs = zip(turn_ids, responses, strict=True)
+            texts = [one.raw_text() for one in turn.answers] or [self._raw_text(context, one) for one in responses]
             async with self._in_use:
-                found = tuple(self._add(request, context, turn_id, response) for turn_id, response in pairs)
+                found = tuple(
+                    self._add(request, context, turn_id, response, text)
+                    for turn_id, response, text in zip(turn_ids, responses, texts, strict=True)
+                )
         self._names[str(self.counts.turns)] = found[0].turn_id
         self.counts.turns += 1
         self._names |= {call.call_id: answer.turn_id for answer in found for call in answer.tool_calls}
-        turn = next(turn for turn in self._turns[request.fingerprint] if turn.task is asyncio.current_task())
         self._by_answer |= {answer.turn_id: turn for answer in found}
         return found
 
@@ -402,9 +463,15 @@ class Session:
         raise TurnRefused(f"{text}: use auto", code="agent.unsupported_field", status=400, param="tool_choice")
 
     async def _generate(
-        self, turn_ids: Sequence[str], context: Context, settings: GenerationHyperparameters, seed: int | None
+        self,
+        turn_ids: Sequence[str],
+        request: TurnRequest,
+        context: Context,
+        settings: GenerationHyperparameters,
+        turn: _Turn,
     ) -> list[GenerationResponse]:
         input_ids, images = self.transcript.plain(context.token_ids)
+        seed = request.settings.seed
         requests = [
             GenerationRequest(
                 request_id=_request_id(turn_id),
@@ -416,14 +483,52 @@ class Session:
             )
             for number, turn_id in enumerate(turn_ids)
         ]
-        if len(requests) == 1:
-            return [await self._engine.agenerate(requests[0])]
+        if turn.is_streamed:
+            turn.answers = [self._streamed(turn_id, request, context) for turn_id in turn_ids]
+            works = [self._collected(turn, *one) for one in zip(turn.answers, requests, strict=True)]
+        else:
+            works = [self._engine.agenerate(one) for one in requests]
+        if len(works) == 1:
+            return [await works[0]]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._engine.agenerate(one)) for one in requests]
+                tasks = [group.create_task(work) for work in works]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
+
+    async def _collected(self, turn: _Turn, answer: StreamedAnswer, request: GenerationRequest) -> GenerationResponse:
+        async with contextlib.aclosing(self._engine.stream(request)) as chunks:
+            async for chunk in chunks:
+                turn.add(answer, chunk)
+                if chunk.response is not None:
+                    return chunk.response
+        raise ServerUnavailable("an answer ended without a response", code="server.unreadable_answer")
+
+    def _streamed(self, turn_id: str, request: TurnRequest, context: Context) -> StreamedAnswer:
+        setup, reading = self._setup, self._reading(request, context)
+        split = AnswerSplit(
+            setup.style, has_tools=bool(reading.tools), in_reasoning=reading.in_reasoning, may_close=reading.may_close
+        )
+        forced = context.token_ids[len(context.token_ids) - context.num_forced :]
+        decode = setup.tokenizer.decode
+        return StreamedAnswer(_begun(turn_id, context), split, decode, setup.settings.stop_token_ids, forced)
+
+    def _reading(self, request: TurnRequest, context: Context) -> _Reading:
+        style, num_asked = self._setup.style, len(context.token_ids) - context.num_forced
+        tail = self._setup.tokenizer.decode([*self.transcript.plain(context.token_ids[:num_asked][-_END_TOKENS:])[0]])
+        if request.prompt is not None:
+            before = request.prompt if isinstance(request.prompt, str) else tail
+            return _Reading((), in_reasoning=False, may_close=style.leaves_reasoning_open(before))
+        tools = () if request.tool_choice == "none" else request.tools
+        return _Reading(tools, in_reasoning=style.opens_reasoning(tail), may_close=False)
+
+    def _raw_text(self, context: Context, response: GenerationResponse) -> str:
+        """All text of an answer, with its special tokens but the end token."""
+        ids = response.output_ids
+        has_end = ids[-1:] and ids[-1] in self._setup.settings.stop_token_ids
+        forced = context.token_ids[len(context.token_ids) - context.num_forced :]
+        return self._setup.tokenizer.decode([*forced, *(ids[:-1] if has_end else ids)])
 
     def _settings(self, wish: TurnSettings, num_prompt_tokens: int, room: int | None) -> GenerationHyperparameters:
         ours = self._setup.settings
@@ -449,7 +554,9 @@ class Session:
         self.counts.other_sampling += changed != replace(settings, greedy=ours.greedy)
         return changed
 
-    def _add(self, request: TurnRequest, context: Context, turn_id: str, response: GenerationResponse) -> TurnAnswer:
+    def _add(
+        self, request: TurnRequest, context: Context, turn_id: str, response: GenerationResponse, text: str
+    ) -> TurnAnswer:
         """Record one answer. It is part of the transcript before the client gets it."""
         ids, counts = response.output_ids, self.counts
         if self._events is not None:
@@ -458,17 +565,15 @@ class Session:
         counts.generated_tokens += len(ids)
         counts.queue_s += response.ttft_s
         self.budget.num_tokens += len(ids)
-        has_end = ids[-1:] and ids[-1] in self._setup.settings.stop_token_ids
-        decode, style, plain = self._setup.tokenizer.decode, self._setup.style, self.transcript.plain
-        num_asked = len(context.token_ids) - context.num_forced
-        prompt, forced = context.token_ids[:num_asked], context.token_ids[num_asked:]
+        reading = self._reading(request, context)
         found = split_answer(
-            decode([*forced, *(ids[:-1] if has_end else ids)]),
+            text,
             ids,
-            style,
-            tools=() if request.tool_choice == "none" else request.tools,
+            self._setup.style,
+            tools=reading.tools,
             turn_id=turn_id,
-            in_reasoning=request.prompt is None and style.opens_reasoning(decode([*plain(prompt[-_END_TOKENS:])[0]])),
+            in_reasoning=reading.in_reasoning,
+            may_close=reading.may_close,
             is_cut=response.stop_reason != "stop",
         )
         finish: FinishReason = "stop" if response.stop_reason == "stop" else "length"
@@ -498,10 +603,11 @@ class Session:
         return answer
 
 
-def _empty_answer(turn_id: str, num_prompt_tokens: int) -> TurnAnswer:
-    """What the client gets when the time of its session ended during the turn. It is no part of the transcript."""
+def _begun(turn_id: str, context: Context) -> TurnAnswer:
+    """An answer without tokens."""
+    num_tokens = len(context.token_ids)
     return TurnAnswer(
-        turn_id=turn_id, text="", finish_reason="length", num_prompt_tokens=num_prompt_tokens, token_ids=(), logprobs=()
+        turn_id=turn_id, text="", finish_reason=None, num_prompt_tokens=num_tokens, token_ids=(), logprobs=()
     )
 
 

@@ -107,7 +107,7 @@ _log = get_logger(__name__)
 
 BODY_TIMEOUT_S = 60.0  # A client that sends its body slower than this is refused.
 WRITE_TIMEOUT_S = 60.0
-"""A client that does not read its stream for this time loses the connection; its turn is recorded."""
+"""A client that does not read its reply for this time loses the connection, as one that has left."""
 KEEP_ALIVE_S = 10.0
 MAX_REWARD, MAX_NUMBERS = 1e30, 4096
 MAX_VALUES = 2**19  # Values of a request, by the marks before them: as objects they block the loop for 0.2 s.
@@ -270,32 +270,40 @@ class SessionServer:
     async def _stream(
         self, request: web.Request, dialect: Dialect, asked: Asked, session: SessionTurns
     ) -> web.StreamResponse:
-        """The events of the answers. A refusal that comes early has its own status, a later one is an event."""
-        answers = self._start(session, asked)
-        await asyncio.wait([answers], timeout=self._keep_alive_s)
-        if answers.done():
-            events = b"".join(dialect.events(asked, answers.result(), self._sent()))
-            response = web.Response(body=events, headers=_STREAM_HEADERS)
-            return await _deliver(request, response, session, answers.result())
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        """The events of the answers. A refusal that comes early has its own status, a later one is an event. A client
+        that leaves after the head of the stream, for which no SDK sends a retry, ends its turn."""
+        turn, events_of = session.stream(asked.turn), dialect.stream(asked, self._sent())
+        response, now_s = web.StreamResponse(headers=_STREAM_HEADERS), asyncio.get_running_loop().time
+        sent_s, is_over, is_answered, answers = now_s(), False, False, ()
         try:
+            while not is_over:
+                try:
+                    answers = await turn.grown(max(sent_s + self._keep_alive_s - now_s(), 0.0))
+                    events = b"".join(events_of(answers))
+                    is_over = is_answered = turn.is_whole
+                except Exception as error:
+                    refused = _as_refused(error, dialect.name)
+                    if not response.prepared:
+                        raise refused from error
+                    events, is_over = dialect.error_event(refused), True
+                if not response.prepared and is_answered:
+                    return await _deliver(request, web.Response(body=events, headers=_STREAM_HEADERS), session, answers)
+                if response.prepared and (request.transport is None or request.transport.is_closing()):
+                    raise ConnectionResetError
+                if not events and now_s() - sent_s >= self._keep_alive_s:
+                    events = dialect.keep_alive
+                if events:
+                    async with asyncio.timeout(WRITE_TIMEOUT_S):
+                        await response.prepare(request)
+                        await response.write(events)
+                    sent_s = now_s()
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await response.prepare(request)
-            while not answers.done():
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await response.write(dialect.keep_alive)
-                await asyncio.wait([answers], timeout=self._keep_alive_s)
-            try:
-                events, is_answered = b"".join(dialect.events(asked, answers.result(), self._sent())), True
-            except Exception as error:  # noqa: BLE001 - one request
-                events, is_answered = dialect.error_event(_as_refused(error, dialect.name)), False
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await response.write(events)
                 await response.write_eof()
             if is_answered:
-                session.delivered(answers.result())
+                session.delivered(answers)
         except (ConnectionError, TimeoutError):
             _abort(request)
+            turn.leave(cancels=response.prepared)
         return response
 
     async def _models(self, request: web.Request) -> web.Response:

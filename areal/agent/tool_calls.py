@@ -185,10 +185,11 @@ def typed_value(text: str, schema: Any) -> Any:
 
 # The answers of gpt-oss (harmony): messages with a channel and, for calls, a recipient.
 
-_END = re.compile(r"<\|(?:end|call|return|start)\|>")
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+HARMONY_END = re.compile("|".join(map(re.escape, HARMONY_ENDS)))
 _CHANNEL = re.compile(r"<\|channel\|>\s*([a-z]+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]{1,200})")
-_MESSAGE = "<|message|>"
+HARMONY_MESSAGE = "<|message|>"
 _SPACE = re.compile(r"\s*")
 
 
@@ -197,31 +198,38 @@ def _after_space(text: str, position: int) -> int:
     return found.end() if found else position
 
 
+def harmony_kind(head: str) -> Literal["call", "thought", "text"]:
+    """What a message is, by the text before its marker."""
+    recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
+    if recipient is not None and recipient[1] != "user":
+        return "call"
+    return "thought" if channel is not None and channel[1] == "analysis" else "text"
+
+
 def gpt_oss(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
     """Channel analysis is reasoning, final and commentary are text; a message `to=functions.NAME` is a call."""
     pieces: list[Piece] = []
     position = 0
     while position < len(text):
-        head_end = text.find(_MESSAGE, position)
+        head_end = text.find(HARMONY_MESSAGE, position)
         head = text[position : head_end if head_end >= 0 else len(text)]
-        recipient = _RECIPIENT.search(head)
-        is_call = recipient is not None and recipient[1] != "user"
+        kind, recipient = harmony_kind(head), _RECIPIENT.search(head)
         if head_end < 0:
-            pieces.append(Broken(head) if is_call else _END.sub("", head))
+            pieces.append(Broken(head) if kind == "call" else HARMONY_END.sub("", head))
             break
-        start = head_end + len(_MESSAGE)
+        start = head_end + len(HARMONY_MESSAGE)
         # The markers that a JSON text contains do not end its message.
-        json_end = leading_json(text, _after_space(text, start))[1] if is_call else start
-        end = _END.search(text, json_end)
+        json_end = leading_json(text, _after_space(text, start))[1] if kind == "call" else start
+        end = HARMONY_END.search(text, json_end)
         stop, following = (end.start(), end.end()) if end else (len(text), len(text))
-        body, channel = text[start:stop], _CHANNEL.search(head)
-        if recipient is not None and is_call:
+        body = text[start:stop]
+        if recipient is not None and kind == "call":
             namespace, _, name = recipient[1].partition(".")
-            source = f"{head}{_MESSAGE}{body}"
+            source = f"{head}{HARMONY_MESSAGE}{body}"
             is_known = namespace == "functions" and (end is not None or (body.strip() != "" and not is_cut))
             pieces.append(checked_call(name, body, source=source) if is_known else Broken(source))
         else:
-            pieces.append(Thought(body) if channel is not None and channel[1] == "analysis" else body)
+            pieces.append(Thought(body) if kind == "thought" else body)
         position = following
     return pieces
 
@@ -545,6 +553,16 @@ STYLES: dict[str, Parser] = {
     "deepseek": deepseek, "deepseek_dsml": deepseek_dsml, "glm": glm, "kimi": kimi, "gpt_oss": gpt_oss,
     "pythonic": pythonic, "none": no_calls,
 }  # fmt: skip
+CALL_MARKERS: dict[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",), "qwen3_coder": ("<tool_call>",), "glm": ("<tool_call>",), "mistral": (_MISTRAL,),
+    "llama3_json": (_PYTHON_TAG,), "deepseek": ("<｜tool▁call",), "kimi": ("<|tool_call",),
+    "deepseek_dsml": ("<｜DSML｜", "</｜DSML｜"),
+}  # fmt: skip
+"""What begins a call, or the text around calls, by style. Text before the first of them is text in every answer."""
+CALL_OPENINGS: dict[str, tuple[str, ...]] = {
+    "llama3_json": ('{"name":', '{"type":"function","name":'), "pythonic": ("[", _PYTHON_START),
+}  # fmt: skip
+"""What a text begins with that may be a call as a whole, without white space."""
 _MARKERS = (
     ("<|channel|>", "gpt_oss"), ("｜DSML｜", "deepseek_dsml"), ("<｜tool▁call▁begin｜>", "deepseek"),
     ("<|tool_call_begin|>", "kimi"), ("[TOOL_CALLS]", "mistral"), ("<arg_key>", "glm"), ("<function=", "qwen3_coder"),
@@ -552,7 +570,8 @@ _MARKERS = (
     ("<|start_header_id|>", "llama3_json"),
 )  # fmt: skip
 """The first marker that a chat template contains decides."""
-_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"))
+DEFAULT_REASONING = ("<think>", "</think>")
+_REASONING = (DEFAULT_REASONING, ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -562,10 +581,16 @@ class AnswerStyle:
     name: str
     reasoning: tuple[str, str] | None  # Markers before and after reasoning; None: the style has its own, or none.
     special_tokens: re.Pattern[str] | None  # What is removed from text and reasoning.
+    beginnings: frozenset[str] = frozenset()  # Beginnings of markers and special tokens: more text decides about them.
+    longest: int = 0  # Characters of the longest one.
 
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether an answer after a prompt with this end begins inside of reasoning."""
         return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning[0])
+
+    def leaves_reasoning_open(self, prompt: str) -> bool:
+        """Whether a prompt begins reasoning that it does not end."""
+        return self.reasoning is not None and prompt.rfind(self.reasoning[0]) > prompt.rfind(self.reasoning[1])
 
 
 def style_of(name: str, chat_template: Any, special_tokens: Iterable[str] = ()) -> AnswerStyle:
@@ -584,7 +609,15 @@ def style_of(name: str, chat_template: Any, special_tokens: Iterable[str] = ()) 
     reasoning = next((pair for pair in _REASONING if pair[1] in chat_template), None)
     longest_first = sorted({token for token in special_tokens if token}, key=len, reverse=True)
     removed = re.compile("|".join(re.escape(token) for token in longest_first)) if longest_first else None
-    return AnswerStyle(name=name, reasoning=None if name == "gpt_oss" else reasoning, special_tokens=removed)
+    terms = (*longest_first, *CALL_MARKERS.get(name, ()), *(reasoning or DEFAULT_REASONING), *HARMONY_ENDS)
+    beginnings = frozenset(term[:size] for term in terms for size in range(1, len(term)))
+    return AnswerStyle(
+        name=name,
+        reasoning=None if name == "gpt_oss" else reasoning,
+        special_tokens=removed,
+        beginnings=beginnings,
+        longest=max(map(len, beginnings)),
+    )
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
@@ -609,24 +642,24 @@ def split_answer(
     tools: Sequence[dict[str, Any]],
     turn_id: str,
     in_reasoning: bool = False,
+    may_close: bool = True,
     is_cut: bool = False,
 ) -> SplitAnswer:
     """Split an answer. Never raises, for any text.
 
     `text`: the answer with its special tokens. `turn_id` and `token_ids` give each call an id, unique in its session.
     `tools`: those of the request, in OpenAI's form; without tools nothing is a call. `in_reasoning`: the prompt has
-    opened the reasoning (`AnswerStyle.opens_reasoning`). `is_cut`: a limit of length ended the answer.
+    opened the reasoning (`AnswerStyle.opens_reasoning`). `may_close`: a marker may end reasoning that none has begun.
+    `is_cut`: a limit of length ended the answer.
     """
-    pieces = answer_pieces(text, style, tools=tools, in_reasoning=in_reasoning, is_cut=is_cut)
+    pieces = answer_pieces(text, style, tools=tools, in_reasoning=in_reasoning, may_close=may_close, is_cut=is_cut)
     if not tools:
         pieces = [Broken(piece.arguments) if isinstance(piece, Call) else piece for piece in pieces]
     calls = [piece for piece in pieces if isinstance(piece, Call)]
     thoughts = [piece.text for piece in pieces if isinstance(piece, Thought)]
-    spoken = "".join(_spoken(piece, style) for piece in pieces)
-    spoken = spoken.strip() if calls else spoken.lstrip("\n") if any(thoughts) else spoken
     return SplitAnswer(
-        text=spoken,
-        reasoning="\n".join(_cleaned(thought, style).strip("\n") for thought in thoughts if thought),
+        text=_spoken(pieces, style),
+        reasoning="\n".join(cleaned(thought, style).strip("\n") for thought in thoughts if thought),
         tool_calls=tuple(
             ToolCall(_new_id(turn_id, token_ids, index), call.name, call.arguments, model_id=call.call_id)
             for index, call in enumerate(calls)
@@ -636,7 +669,13 @@ def split_answer(
 
 
 def answer_pieces(
-    text: str, style: AnswerStyle, *, tools: Sequence[dict[str, Any]], in_reasoning: bool = False, is_cut: bool = False
+    text: str,
+    style: AnswerStyle,
+    *,
+    tools: Sequence[dict[str, Any]],
+    in_reasoning: bool = False,
+    may_close: bool = True,
+    is_cut: bool = False,
 ) -> list[Piece]:
     """What an answer consists of, in its order; the arguments are those of `split_answer`.
 
@@ -647,7 +686,7 @@ def answer_pieces(
     parse = STYLES[style.name] if tools or style.name == "gpt_oss" else no_calls
     if style.name == "gpt_oss":
         return parse(text, schemas, is_cut)
-    start, end = style.reasoning or _REASONING[0]
+    start, end = style.reasoning or DEFAULT_REASONING
     pieces: list[Piece] = []
 
     def in_call(place: int) -> bool:
@@ -668,7 +707,9 @@ def answer_pieces(
     first, last = text.find(start), text.find(end)
     if first >= 0 and not text[:first].strip():
         text = think(0, first + len(start))
-    elif style.reasoning and (in_reasoning or (last >= 0 and (first < 0 or last < first) and not in_call(last))):
+    elif style.reasoning and (
+        in_reasoning or (may_close and last >= 0 and (first < 0 or last < first) and not in_call(last))
+    ):
         text = think(0, 0)
     place = text.find(start) if tools else -1
     while place >= 0:
@@ -682,17 +723,26 @@ def answer_pieces(
     return [*pieces, *parse(text, schemas, is_cut)]
 
 
-def _spoken(piece: Piece, style: AnswerStyle) -> str:
-    match piece:
-        case str():
-            return _cleaned(piece, style)
-        case Broken():
-            return _cleaned(piece.text, style)
-        case _:
-            return ""
+def _spoken(pieces: Sequence[Piece], style: AnswerStyle) -> str:
+    """The text for the reader, without line ends after a thought before it, and without white space around calls.
+
+    Nothing changes the text before it: that may have been sent.
+    """
+    text, follows_thought, has_calls, follows_call = "", False, False, False
+    for piece in pieces:
+        match piece:
+            case Thought():
+                follows_thought = follows_thought or (piece.text != "" and not text)
+            case Call():
+                follows_call, has_calls = follows_call or not (has_calls or text.strip()), True
+            case _:
+                text += cleaned(piece if isinstance(piece, str) else piece.text, style)
+    text = text.lstrip("\n") if follows_thought else text
+    text = text.lstrip() if follows_call else text
+    return text.rstrip() if has_calls else text
 
 
-def _cleaned(text: str, style: AnswerStyle) -> str:
+def cleaned(text: str, style: AnswerStyle) -> str:
     return text if style.special_tokens is None else style.special_tokens.sub("", text)
 
 

@@ -60,7 +60,7 @@ class TurnAnswer:
     text: str  # Without reasoning, tool calls and special tokens.
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None  # None: it is still generated, and has what is certain of it.
     num_prompt_tokens: int
     token_ids: Sequence[int]  # Generated tokens, with a generated end token.
     logprobs: Sequence[float]
@@ -105,11 +105,32 @@ class TurnRefused(ArealError):
         self.retry_after_s = retry_after_s
 
 
+class TurnStream(Protocol):
+    """A turn as one client reads it."""
+
+    is_whole: bool
+    """Whether `grown` has returned the whole answers."""
+
+    async def grown(self, limit_s: float) -> tuple[TurnAnswer, ...]:
+        """The answers when they have grown, and at the latest after `limit_s`; none before they are begun.
+
+        Their text and reasoning begin with those of the call before. Raises TurnRefused."""
+        ...
+
+    def leave(self, *, cancels: bool) -> None:
+        """The client does not read any more. `cancels`: the turn ends if it has no other reader."""
+        ...
+
+
 class SessionTurns(Protocol):
     """A session as a dialect sees it."""
 
     async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
         """`request.num_answers` answers. Raises TurnRefused."""
+        ...
+
+    def stream(self, request: TurnRequest) -> "TurnStream":
+        """The same answers while they are generated. Raises TurnRefused."""
         ...
 
     async def count_tokens(self, request: TurnRequest) -> int:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -92,6 +92,17 @@ class GenerationResponse:
     """Sampling temperature of the request where it differs from that of the run; None = that of the run."""
     routed_experts: RoutedExperts | None = None
     """Experts of all tokens of prompt and answer except the last, which was never an input; None = not requested."""
+
+
+class TokenChunk(NamedTuple):
+    """The next tokens of an answer that is generated. The three columns have equal length."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    """As far as they are known: servers that report them at the end of an answer correct them in `response`."""
+    response: GenerationResponse | None = None
+    """The whole answer, on the last chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

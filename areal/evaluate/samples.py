@@ -274,9 +274,11 @@ def _result(
 
 def table(report: Report) -> str:
     """A table for each mode, with a line for each set and source. A metric is shown with its standard error. The last
-    line is a warning when answers failed."""
+    lines point out one sampled answer a row, and answers that failed."""
     modes = dict.fromkeys(one.mode for one in report.results)
     text = "\n".join(_table(mode, [one for one in report.results if one.mode == mode]) for mode in modes)
+    if any(one.mode == "sampled" and one.samples + one.failed == one.rows for one in report.results):
+        text += "one answer a row: two such evaluations of one model differ by up to 1.4 times this error (-n 8)\n"
     if report.num_failed:
         counts = f"{report.num_failed} of {report.num_answers} answers have no reward (evaluator.missing_reward)"
         text += f"warning: {counts}; the first: {report.first_error}\n"

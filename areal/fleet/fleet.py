@@ -14,7 +14,7 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from operator import attrgetter
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 
 from areal.api.columns import ExpertShape, Packed, RoutedExperts, Runs, RunsBuilder, append, joined, to_runs
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
-from areal.api.data import MAX_LOGPROB, GenerationRequest, GenerationResponse, StopReason
+from areal.api.data import MAX_LOGPROB, GenerationRequest, GenerationResponse, StopReason, TokenChunk
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
 from areal.data.image_files import RunImages
@@ -79,6 +79,11 @@ class Answer:
         self._logprobs = array("f")
         self._versions: RunsBuilder[int] = RunsBuilder()
         self._replicas: list[str] = []
+        self.grown: asyncio.Event | None = None
+        """Set when tokens were added, for a caller that takes them while the answer is generated."""
+        self._num_taken = 0
+        self._is_withdrawn = False
+        """Tokens that were taken are no part of the answer any more."""
         self._part_start = 0
         """Number of tokens when the current part was requested."""
         self._started_s = self._ended_s = time.perf_counter()
@@ -183,6 +188,8 @@ class Answer:
                 self._experts = self._with_experts(self._experts, chunk)
             if finish_reason != "abort":
                 self.stop_reason = finish_reason
+        if self.grown is not None:
+            self.grown.set()
 
     def _add_versions(self, versions: Runs[int]) -> None:
         """The versions of further tokens. Tokens from the first version that decreases are dropped."""
@@ -220,6 +227,7 @@ class Answer:
         return RoutedExperts.joined([known[:count], rest])
 
     def _cut(self, num_tokens: int) -> None:
+        self._is_withdrawn = self._is_withdrawn or num_tokens < self._num_taken
         del self._token_ids[num_tokens:]
         del self._logprobs[num_tokens:]
         self._versions.cut(num_tokens)
@@ -235,7 +243,24 @@ class Answer:
         Returns why the part has numbers that no trainer can use, and drops its tokens; empty: it has none.
         """
         self._ended_s = time.perf_counter()
-        start, versions, problem = self._part_start, self._versions.values, ""
+        if problem := self._unusable(self._part_start, highest_version):
+            self._cut(max(self._part_start, self._num_taken))
+            if self._unusable(self._part_start, highest_version):
+                self._cut(self._part_start)
+            self.stop_reason = None
+            return f"{self._replicas[-1]} sent {problem}"
+        gconfig, token_ids = self.request.gconfig, self._token_ids
+        if self.stop_reason is None:
+            may_stop = token_ids and not gconfig.ignore_eos and len(token_ids) >= gconfig.min_new_tokens
+            if len(token_ids) >= self._budget:
+                self.stop_reason = "length"
+            elif may_stop and token_ids[-1] in gconfig.stop_token_ids:
+                self.stop_reason = "stop"
+        return ""
+
+    def _unusable(self, start: int, highest_version: int) -> str:
+        """Why no trainer can use the tokens from `start` on; empty: it can."""
+        versions = self._versions.values
         ids, logprobs = (
             (self._token_ids[start:], self._logprobs[start:]) if start else (self._token_ids, self._logprobs)
         )
@@ -248,23 +273,26 @@ class Answer:
             are_ids = not ids or (min(ids) >= 0 and max(ids) < self._vocab_size)
             are_logprobs = not logprobs or (max(logprobs) <= MAX_LOGPROB and sum(logprobs) > -math.inf)
         if not are_ids:
-            problem = f"a token id outside of its vocabulary (0 to {self._vocab_size - 1})"
-        elif not are_logprobs:
-            problem = "a log-probability that is positive or not finite"
-        elif ids and not NO_VERSION <= versions[0] <= versions[-1] <= highest_version:
-            problem = f"versions {versions[0]} to {versions[-1]}, and {highest_version} was the highest so far"
-        if problem:
-            self._cut(start)
-            self.stop_reason = None
-            return f"{self._replicas[-1]} sent {problem}"
-        gconfig, token_ids = self.request.gconfig, self._token_ids
-        if self.stop_reason is None:
-            may_stop = token_ids and not gconfig.ignore_eos and len(token_ids) >= gconfig.min_new_tokens
-            if len(token_ids) >= self._budget:
-                self.stop_reason = "length"
-            elif may_stop and token_ids[-1] in gconfig.stop_token_ids:
-                self.stop_reason = "stop"
+            return f"a token id outside of its vocabulary (0 to {self._vocab_size - 1})"
+        if not are_logprobs:
+            return "a log-probability that is positive or not finite"
+        if ids and not NO_VERSION <= versions[0] <= versions[-1] <= highest_version:
+            return f"versions {versions[0]} to {versions[-1]}, and {highest_version} was the highest so far"
         return ""
+
+    def take(self, highest_version: int) -> TokenChunk | None:
+        """The usable tokens since the last call; None without any. They stay part of the answer when its part fails.
+
+        ServerUnavailable when a server has withdrawn tokens that were taken.
+        """
+        if self._is_withdrawn:
+            raise self._broken("withdrew tokens of an answer that is streamed")
+        start, end = self._num_taken, len(self._token_ids)
+        if start == end or self._unusable(start, highest_version):
+            return None
+        self._num_taken = end
+        versions = self._versions.column()[start:end]
+        return TokenChunk(Packed(self._token_ids[start:]), Packed(self._logprobs[start:]), versions)
 
     def response(self) -> GenerationResponse:
         first_s = self._ended_s if self._first_token_s is None else self._first_token_s
@@ -571,6 +599,26 @@ class Fleet:
         await self._finish(answer)
         return answer.response()
 
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The same answer, as its tokens arrive (rollout.stream_interval). Raises ServerUnavailable too when a server
+        withdraws tokens after they were passed on."""
+        answer = Answer(request, self._form)
+        answer.grown = grown = asyncio.Event()
+        work = asyncio.create_task(self._finish(answer), name="streamed answer")
+        work.add_done_callback(lambda _: grown.set())
+        try:
+            while not work.done():
+                await grown.wait()
+                grown.clear()
+                if not work.done() and (chunk := answer.take(self._replicas.highest_version)) is not None:
+                    yield chunk
+            work.result()
+            rest = answer.take(self._replicas.highest_version) or TokenChunk((), (), ())
+            yield rest._replace(response=answer.response())
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
         """The same for requests with one prompt. Short answers are one call of one replica; what it leaves unfinished
         continues as other answers do."""
@@ -586,7 +634,7 @@ class Fleet:
 
     async def _extend(self, answers: Sequence[Answer], slot: Slot) -> None:
         """Let one replica add to answers. ServerUnavailable when one has failed too often."""
-        replica, serving, version = slot.replica, self._replicas.router.serving, self.version
+        replica, serving, version = slot.replica, self._replicas.router.serving, self._replicas.target_version
         assert replica is not None  # a serving slot has a connection
         for answer in answers:
             if answer.num_parts == 0:  # the limits are known once a replica has answered
@@ -616,7 +664,7 @@ class Fleet:
             for answer in answers:
                 if answer.call is not None:
                     self._calls.drop(answer)
-        is_expected = self._updater.updating_to is not None or version != self.version
+        is_expected = self._updater.updating_to is not None or version != self._replicas.target_version
         for answer in answers:
             invalid = answer.end_part(self._replicas.highest_version)
             if answer.stop_reason is not None:
@@ -650,7 +698,7 @@ class Fleet:
         deadline_s: float | None = None
         while True:
             newest = answer.newest_version if answer.num_parts else None
-            awaited = [] if newest is None or newest <= self.version else [newest]
+            awaited = [] if newest is None or newest <= self._replicas.target_version else [newest]
             is_switching = self._replicas.is_switching
             if not awaited and not is_switching and len(self._replicas.router.serving):
                 return self._replicas.router.pick(answer.request, answer.avoid)
@@ -677,7 +725,7 @@ class Fleet:
 
     def _is_behind(self, answer: Answer) -> bool:
         """Whether the fleet serves an older policy than the one that generated the newest token of an answer."""
-        return answer.newest_version is not None and self.version < answer.newest_version
+        return answer.newest_version is not None and self._replicas.target_version < answer.newest_version
 
     # Status
 

@@ -27,8 +27,6 @@ from areal.models.model_shape import ModelShape
 from areal.system.run_paths import RunPaths
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
-_CPU_TOKENS_PER_REQUEST = 512
-"""KV cache per running request on the CPU, in tokens, when native.max_total_tokens is null."""
 
 
 class NativeReplica(HttpReplica):
@@ -84,8 +82,6 @@ class NativeReplica(HttpReplica):
         await self._client.post("/install_weights", body)
 
     async def prepare_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        if update.kind == "adapter":
-            raise _no_adapters()
         update_id = uuid.uuid4().hex  # a second update of this server may run at the same time
         if update.is_folder:
             body = {"model_path": await self._folder_of(update), "update_id": update_id}
@@ -145,7 +141,7 @@ class NativeReplica(HttpReplica):
 
 
 def _no_adapters() -> RequestError:
-    return RequestError("native servers have no LoRA adapters: use sglang or vllm", code="server.no_adapters")
+    return RequestError("native servers serve the policy alone: use sglang or vllm", code="server.no_adapters")
 
 
 def _body(requests: Sequence[GenerationRequest], form: AnswerForm, is_streamed: bool) -> dict[str, Any]:
@@ -225,10 +221,13 @@ def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
     native, shape = config.native, ModelShape.read(NATIVE.model(config))
     if shape is None:
         return None
-    tokens = native.max_total_tokens or (0 if on_gpu else native.max_running_requests * _CPU_TOKENS_PER_REQUEST)
+    size = _ELEMENT_BYTES[native.dtype]
+    weights, per_token = shape.parameters * size, shape.kv_values_per_token * size
+    default = native.cpu_cache_tokens(native.context_length or 512, weight_bytes=weights, bytes_per_token=per_token)
     # A GPU server can have its second copy of the weights in host memory.
     copies = 1 if on_gpu and native.weight_buffer != "device" else 2
-    return (copies * shape.parameters + tokens * shape.kv_values_per_token) * _ELEMENT_BYTES[native.dtype]
+    packed = 0 if on_gpu else native.packed_bytes(weights)
+    return copies * weights + packed + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
 
 
 NATIVE = ServerBackend(

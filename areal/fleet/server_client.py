@@ -304,8 +304,8 @@ class HttpReplica(Replica):
         self._pulled = (update.path, self._client.parsed(answer, lambda found: str(found["path"])))
 
     async def _folder_of(self, update: WeightUpdate) -> str:
-        """The folder from which the server loads an update of kind disk or http."""
-        if update.kind == "disk":
+        """The folder from which the server loads an update of kind disk, adapter or http."""
+        if update.kind != "http":
             return update.path
         if self._pulled[0] != update.path:
             await self._pull_weights(update)

@@ -129,7 +129,7 @@ _LOG = get_logger(__name__)
 
 _PORT = re.compile(r"\{port(?:_[a-z]+)?\}")
 _FIRST = re.compile(r"\{first(?:_address|_port)?\}")
-STORE_COMMAND = (sys.executable, "-m", "areal.weights.parts_store")
+STORE_COMMAND = (sys.executable, "-m", "areal.weights.update_group")
 """Serves torch's store on loopback and prints its port. The host of a server itself does not import torch."""
 STORE_START_S = 120.0
 """It imports torch, from a file system that may be slow."""

@@ -6,6 +6,7 @@ are written before they are read, so a chunk can read what another chunk writes 
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,9 +52,9 @@ class DecodeGroup:
 
     start: int
     end: int
-    blocks: Tensor  # [(end - start) * width] int64, padded with any valid block
+    blocks: Tensor  # [(end - start) * width] int32, padded with any valid block
     width: int
-    lengths: list[int]  # per row: tokens to attend to, including its own
+    lengths: np.ndarray  # per row: tokens to attend to, including its own
     max_length: int
     workspace: Tensor
     """Flat memory for gathered blocks, reused by all layers so that it stays in the cache of the CPU."""
@@ -80,9 +81,9 @@ class DecodeGroup:
             window = None
         if window not in self.masks:
             mask = None
-            if window is not None or min(self.lengths) < self.max_length:
+            if window is not None or self.lengths.min() < self.max_length:
                 places = torch.arange(self.max_length, device=self.blocks.device)
-                lengths = torch.tensor(self.lengths, device=self.blocks.device)[:, None]
+                lengths = torch.from_numpy(self.lengths).to(self.blocks.device)[:, None]
                 hidden = places >= lengths
                 if window is not None:
                     hidden |= places < lengths - window

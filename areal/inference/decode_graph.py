@@ -1,23 +1,24 @@
 """Decode steps as CUDA graphs: all kernels of a step start with one call, where a trial gives the same logits.
 
-A graph has fixed sizes and addresses: rows and blocks per row are rounded up to powers of two, inputs are copied into
-its own tensors, and each of the two copies of the weights that an update exchanges has its own graphs.
+A graph has fixed sizes and addresses: it reads the tensors of `DecodeRows` for one size, and each of the two copies of
+the weights that an update exchanges has its own graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, silu
 from transformers.modeling_utils import PreTrainedModel
 
+from areal.api.config import NativeServerConfig
 from areal.inference.attention import AttentionPlan, LayerCache, LayerShape, PromptGroup, ScoreRules, attend
-from areal.inference.paged_kernel import PagedKernel, PagedRows
+from areal.inference.decode_rows import DecodeInputs
+from areal.inference.weight_update import weight_bytes
 from areal.observe.log import get_logger
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -48,6 +49,10 @@ _FAMILIES = {
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of the sequence."""
 _TRIAL_TOKENS = 9
+_PACKED_ROWS = 8
+"""From this number of rows on oneDNN gains with packed float32 weights."""
+_PACKED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Of logits, relative to the largest."""
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -59,7 +64,7 @@ def dense_decoder(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> Dense
         return None
     untyped: Any = model
     ids = torch.arange(_TRIAL_TOKENS)[None] % model.config.vocab_size
-    plans = [_trial_plan(shapes, model.dtype) for _ in range(2)]
+    plans = [_trial_plan(shapes, model.dtype) for _ in range(3)]
     with torch.inference_mode():
         theirs = model(input_ids=ids, position_ids=ids, use_cache=False, attention_plan=plans[0]).logits[0]
         try:
@@ -70,7 +75,25 @@ def dense_decoder(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> Dense
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             _LOG.warning("transformers computes the layers of this model, and small steps are slower: %s", error)
             return None
-    return result if torch.equal(mine, theirs) else None
+        if not torch.equal(mine, theirs):
+            return None
+        if NativeServerConfig.packed_bytes(weight_bytes(model)) and torch.backends.mkldnn.is_available():
+            _try_packed(result, lambda: result.logits(ids, ids, None, plans[2]), theirs)
+    return result
+
+
+def _try_packed(decoder: DenseDecoder, compute: Callable[[], Tensor], exact: Tensor) -> None:
+    """Pack the weights where oneDNN computes the same but for rounding."""
+    try:
+        decoder.pack()
+        error = ((compute() - exact).abs().max() / exact.abs().max()).item()
+    except RuntimeError as refused:
+        _LOG.info("weights are not packed: %s", str(refused).splitlines()[0])
+        decoder.unpack()
+        return
+    if not error < _PACKED_ERROR[exact.dtype]:
+        _LOG.warning("weights are not packed: the logits differ by %g", error)
+        decoder.unpack()
 
 
 def _trial_plan(shapes: Sequence[LayerShape], dtype: torch.dtype) -> AttentionPlan:
@@ -84,43 +107,115 @@ def _trial_plan(shapes: Sequence[LayerShape], dtype: torch.dtype) -> AttentionPl
     )
 
 
+class _Product:
+    """The product with the weights of some linear modules, side by side.
+
+    Where oneDNN pays, it gets a copy of the weights in its own order: a bfloat16 product always gains, a float32 one
+    from some rows on.
+    """
+
+    def __init__(self, *modules: nn.Linear) -> None:
+        self.modules = modules
+        self._least_rows = 1 if modules[0].weight.dtype == torch.bfloat16 else _PACKED_ROWS
+        self._packed: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def pack(self) -> None:
+        """Copy the present weights."""
+        weights: list[Tensor] = [one.weight.detach() for one in self.modules]
+        biases: list[Tensor] = [one.bias.detach() for one in self.modules if one.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+
+    def unpack(self) -> None:
+        self._packed = None
+
+    def __call__(self, states: Tensor, added: Tensor | None = None) -> Tensor:
+        """`added`: the product is added to it."""
+        if self._is_packed_for(states):
+            product = torch.ops.mkldnn._linear_pointwise
+            if added is not None:
+                return product.binary(states, added, self._packed, self._bias, "add")
+            return product(states, self._packed, self._bias, "none", [], "")
+        results = self.each(states)
+        result = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+        return result if added is None else added + result
+
+    def each(self, states: Tensor) -> list[Tensor]:
+        """The products with the modules."""
+        if self._is_packed_for(states):
+            return list(self(states).split([one.out_features for one in self.modules], dim=-1))
+        return [linear(states, one.weight, one.bias) for one in self.modules]
+
+    def _is_packed_for(self, states: Tensor) -> bool:
+        return self._packed is not None and len(states) >= self._least_rows
+
+
 class _Layer(NamedTuple):
     """The modules of one layer."""
 
     before_attention: Norm
-    queries: nn.Linear
-    keys: nn.Linear
-    values: nn.Linear
+    inputs: _Product
+    """Queries, keys and values."""
+    heads: tuple[int, int]
+    """Number of query heads, and of key heads."""
     query_norm: Norm | None
     key_norm: Norm | None
-    attended: nn.Linear
+    attended: _Product
     rules: ScoreRules
     before_mlp: Norm
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
-    activation: Callable[[Tensor], Tensor]
+    gate_and_up: _Product
+    down: _Product
 
 
 class DenseDecoder:
-    """It computes with the weights of the model, so updates of these need no call."""
+    """It computes with the weights of the model, and with packed copies of these where they are large: after an update
+    `repack` copies them again."""
 
     def __init__(self, model: Any, family: _Family) -> None:
         decoder = model.model
         self._embedding, self._norm, self._head = decoder.embed_tokens, decoder.norm.forward, model.lm_head
         self._rotary = decoder.rotary_emb
         self._head_size = decoder.layers[0].self_attn.head_dim
-        self._layers = [_layer(layer, family) for layer in decoder.layers]
+        self._layers = [_layer(layer, family, self._head_size) for layer in decoder.layers]
+        self._products = [
+            product
+            for layer in self._layers
+            for product in (layer.inputs, layer.attended, layer.gate_and_up, layer.down)
+        ]
+        if "forward" not in self._head.__dict__:  # native.head_dtype has another product
+            self._head = _Product(self._head)
+            self._products.append(self._head)
+        self._is_packed = False
+
+    def pack(self) -> None:
+        """Use packed copies of the weights."""
+        self._is_packed = True
+        self.repack()
+
+    def unpack(self) -> None:
+        self._is_packed = False
+        for product in self._products:
+            product.unpack()
+
+    @torch.inference_mode()
+    def repack(self) -> None:
+        """The weights have changed."""
+        if self._is_packed:
+            for product in self._products:
+                product.pack()
 
     def logits(self, token_ids: Tensor, positions: Tensor, kept: Tensor | None, plan: AttentionPlan) -> Tensor:
         """Logits [rows, vocabulary] of the rows `kept`, None = all. token_ids, positions: [1, tokens]."""
         hidden = embedding(token_ids[0], self._embedding.weight)
         cos, sin = self._rotation(positions[0], hidden.dtype)
         for layer, cache in zip(self._layers, plan.caches, strict=True):
-            hidden = hidden + self._attention(layer, layer.before_attention(hidden), cos, sin, cache, plan)
+            attended = self._attention(layer, layer.before_attention(hidden), cos, sin, cache, plan)
+            hidden = layer.attended(attended, hidden)
             inner = layer.before_mlp(hidden)
-            inner = layer.activation(_linear(layer.gate, inner)) * _linear(layer.up, inner)
-            hidden = hidden + _linear(layer.down, inner)
+            gate, up = layer.gate_and_up.each(inner)
+            hidden = layer.down(silu(gate) * up, hidden)
         if kept is not None:
             hidden = hidden[kept]
         return self._head(self._norm(hidden))
@@ -137,44 +232,38 @@ class DenseDecoder:
     def _attention(
         self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, plan: AttentionPlan
     ) -> Tensor:
-        shape = (len(hidden), -1, self._head_size)
-        queries, keys = _linear(layer.queries, hidden).view(shape), _linear(layer.keys, hidden).view(shape)
+        """The attended values [tokens, heads * size]."""
+        split, num_keys = layer.heads
+        states = layer.inputs(hidden).view(len(hidden), -1, self._head_size)
+        both, values = states[:, : split + num_keys], states[:, split + num_keys :]
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = layer.query_norm(queries), layer.key_norm(keys)
-        both = torch.cat((queries, keys), dim=1)
+            both = torch.cat((layer.query_norm(both[:, :split]), layer.key_norm(both[:, split:])), dim=1)
         both = both * cos + both.roll(self._head_size // 2, -1) * sin
-        split = queries.shape[1]
-        values = _linear(layer.values, hidden).view(shape)
         found = attend(plan, cache, both[:, :split], both[:, split:], values, layer.rules)
-        return _linear(layer.attended, found.view(len(hidden), -1))
+        return found.view(len(hidden), -1)
 
 
-def _linear(module: nn.Linear, states: Tensor) -> Tensor:
-    return linear(states, module.weight, module.bias)
-
-
-def _layer(layer: Any, family: _Family) -> _Layer:
+def _layer(layer: Any, family: _Family, head_size: int) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    if type(mlp.act_fn).__name__ != "SiLUActivation":
+        raise TypeError(f"its activation is {type(mlp.act_fn).__name__}")
     window: int | None = attention.sliding_window if family.has_windows else None
     return _Layer(
         before_attention=layer.input_layernorm.forward,
-        queries=attention.q_proj,
-        keys=attention.k_proj,
-        values=attention.v_proj,
+        inputs=_Product(attention.q_proj, attention.k_proj, attention.v_proj),
+        heads=(attention.q_proj.out_features // head_size, attention.k_proj.out_features // head_size),
         query_norm=attention.q_norm.forward if family.has_norms else None,
         key_norm=attention.k_norm.forward if family.has_norms else None,
-        attended=attention.o_proj,
+        attended=_Product(attention.o_proj),
         rules=ScoreRules(scaling=attention.scaling, window=window, softcap=None, sinks=None),
         before_mlp=layer.post_attention_layernorm.forward,
-        gate=mlp.gate_proj,
-        up=mlp.up_proj,
-        down=mlp.down_proj,
-        activation=mlp.act_fn.forward,
+        gate_and_up=_Product(mlp.gate_proj, mlp.up_proj),
+        down=_Product(mlp.down_proj),
     )
 
 
-Compute = Callable[[Tensor, Tensor, PagedRows], Tensor]
-"""Token ids and positions [2, rows], cache slots [rows] and decode rows -> logits [rows, vocabulary]."""
+Compute = Callable[[DecodeInputs], Tensor]
+"""Decode rows -> logits [rows, vocabulary]."""
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Returns what repeats a computation with the present content of its inputs, and the tensor of its result."""
 _COPIES = 2
@@ -195,25 +284,8 @@ def capture_cuda(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Ten
     return graph.replay, logits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRow:
-    """One token of a sequence."""
-
-    token: int
-    position: int
-    length: int
-    """Tokens to attend to, including its own."""
-    slot: int
-    """Place of its keys and values in the cache."""
-    blocks: Sequence[int]
-    """The blocks of the cache up to its own."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    inputs: Tensor
-    slots: Tensor
-    paged: PagedRows
     replay: Callable[[], None]
     logits: Tensor
 
@@ -221,95 +293,55 @@ class _Graph:
 class DecodeGraphs:
     """The graphs of one model, captured when a size first occurs. Only the engine thread uses it."""
 
-    def __init__(
-        self,
-        compute: Compute,
-        kernel: PagedKernel,
-        capture: Capture,
-        *,
-        weights: Iterable[Tensor],
-        block_size: int,
-        spare_block: int,
-        device: torch.device,
-    ) -> None:
-        """`spare_block`: a block of the cache that no sequence uses, for the rows that fill up a graph."""
-        self._compute, self._kernel, self._capture = compute, kernel, capture
+    def __init__(self, compute: Compute, capture: Capture, *, weights: Iterable[Tensor]) -> None:
+        self._compute, self._capture = compute, capture
         self._weights = list(weights)
-        self._block_size = block_size
-        self._filling = DecodeRow(token=0, position=0, length=1, slot=spare_block * block_size, blocks=[spare_block])
-        self._device = device
-        self._graphs: dict[tuple[int, ...], dict[tuple[int, int], _Graph]] = {}
+        self._graphs: dict[tuple[int, ...], dict[tuple[int, ...], _Graph]] = {}
         """Addresses of the weights -> (rows, blocks per row) -> graph."""
         self.is_off = False
 
-    def logits(self, rows: Sequence[DecodeRow]) -> Tensor | None:
-        """[rows, vocabulary], valid until the next call. None when graphs cannot be used."""
-        size = _rounded(len(rows)), _rounded(max(len(row.blocks) for row in rows))
+    def logits(self, inputs: DecodeInputs) -> Tensor | None:
+        """[rows, vocabulary], valid until the next call; the tensors of a size are always the same. None when graphs
+        cannot be used."""
+        size = tuple(inputs.blocks.shape)
         graphs = self._graphs.setdefault(tuple(weight.data_ptr() for weight in self._weights), {})
         while len(self._graphs) > _COPIES:
             del self._graphs[next(iter(self._graphs))]
-        if self.is_off or (size not in graphs and not self._add(graphs, size)):
+        if self.is_off or (size not in graphs and not self._add(graphs, inputs)):
             return None
-        graph = graphs[size]
-        self._fill(graph.inputs, graph.slots, graph.paged, rows)
-        graph.replay()
-        return graph.logits[: len(rows)]
+        graphs[size].replay()
+        return graphs[size].logits
 
-    def trial_error(self) -> float:
-        """Difference of a graph's logits, for other inputs than those of its capture, relative to the largest logit."""
-        self.logits([self._filling])
-        row = DecodeRow(token=1, position=0, length=1, slot=self._filling.slot, blocks=self._filling.blocks)
-        found = self.logits([row])
-        if found is None:
+    def trial_error(self, inputs: DecodeInputs) -> float:
+        """Difference of a graph's logits, for another token than that of its capture, relative to the largest logit."""
+        if self.logits(inputs) is None:
             return float("inf")
+        inputs.tokens.add_(1)
+        found = self.logits(inputs)
+        assert found is not None
         found = found.clone()
-        inputs, slots, paged = self._inputs(1, 1)
-        self._fill(inputs, slots, paged, [row])
-        exact = self._compute(inputs, slots, paged)
+        exact = self._compute(inputs)
+        inputs.tokens.sub_(1)
         return ((found - exact).abs().max() / exact.abs().max()).item()
 
-    def _add(self, graphs: dict[tuple[int, int], _Graph], size: tuple[int, int]) -> bool:
-        inputs, slots, paged = self._inputs(*size)
-        self._fill(inputs, slots, paged, [])
+    def _add(self, graphs: dict[tuple[int, ...], _Graph], inputs: DecodeInputs) -> bool:
+        """Capture a graph. It writes keys and values as the step does."""
         try:
-            replay, logits = self._capture(lambda: self._compute(inputs, slots, paged))
+            replay, logits = self._capture(lambda: self._compute(inputs))
         except RuntimeError as refused:
             get_logger(__name__).warning("decoding uses no CUDA graphs: %s", str(refused).splitlines()[0])
             self.is_off = True
             return False
-        graphs[size] = _Graph(inputs, slots, paged, replay, logits)
+        graphs[tuple(inputs.blocks.shape)] = _Graph(replay, logits)
         return True
 
-    def _inputs(self, rows: int, width: int) -> tuple[Tensor, Tensor, PagedRows]:
-        paged = PagedRows(
-            kernel=self._kernel,
-            block_table=torch.zeros(rows, width, dtype=torch.int32, device=self._device),
-            lengths=torch.ones(rows, dtype=torch.int32, device=self._device),
-            bounds=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
-            max_length=width * self._block_size,
-        )
-        ids = torch.zeros(2, rows, dtype=torch.int64, device=self._device)
-        return ids, torch.zeros(rows, dtype=torch.int64, device=self._device), paged
 
-    def _fill(self, inputs: Tensor, slots: Tensor, paged: PagedRows, rows: Sequence[DecodeRow]) -> None:
-        size, width = paged.block_table.shape
-        filled = [*rows, *[self._filling] * (size - len(rows))]
-        numbers = chain.from_iterable((*row.blocks, *[row.blocks[0]] * (width - len(row.blocks))) for row in filled)
-        inputs.copy_(torch.tensor([[row.token for row in filled], [row.position for row in filled]]))
-        slots.copy_(torch.tensor([row.slot for row in filled]))
-        paged.block_table.copy_(torch.tensor(list(numbers), dtype=torch.int32).view(size, width))
-        paged.lengths.copy_(torch.tensor([row.length for row in filled], dtype=torch.int32))
-
-
-def tried(graphs: DecodeGraphs) -> DecodeGraphs | None:
-    """`graphs`, if a trial shows that they are right; None otherwise, with the reason in the log."""
-    error = graphs.trial_error()
+def tried(graphs: DecodeGraphs, inputs: DecodeInputs) -> DecodeGraphs | None:
+    """`graphs`, if a trial with rows of no sequence shows that they are right; None otherwise, with the reason in the
+    log."""
+    error = graphs.trial_error(inputs)
     if error < _TRIAL_ERROR:
         return graphs
     if not graphs.is_off:
         get_logger(__name__).warning("decoding uses no CUDA graphs: their logits differ by %g", error)
     return None
-
-
-def _rounded(count: int) -> int:
-    return 1 << (count - 1).bit_length()

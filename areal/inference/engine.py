@@ -5,7 +5,6 @@ The thread waits for a command while nothing can be computed (idle or paused); `
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
@@ -26,9 +24,18 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from areal.api.columns import ExpertShape
 from areal.api.config import NativeServerConfig
 from areal.api.errors import ConfigError
+from areal.inference.decode_rows import SampledRows
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
 from areal.inference.request_parser import RequestLimits
-from areal.inference.scheduler import ALL_TOKENS, BlockPool, FinishReason, Scheduler, Sequence, Status
+from areal.inference.scheduler import (
+    ALL_TOKENS,
+    BlockPool,
+    FinishReason,
+    SamplingParams,
+    Scheduler,
+    Sequence,
+    Status,
+)
 from areal.inference.weight_update import ServedWeights, weight_bytes
 from areal.models.model_shape import ModelShape
 from areal.models.output_head import routers_of
@@ -38,60 +45,119 @@ from areal.system.process import run_into
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Samples the next tokens of a batch; each row has its own parameters and random numbers.
-#
-# The random number of a row is a hash of its seed and the token position. It does not depend on the other rows, so a
-# request that continues on another server after an interruption uses the same random numbers.
 
 _RACE_ROWS = 32
 """Rows per block: a few hundred MB of temporaries at a vocabulary of 152,000 tokens."""
 _INDEX_FACTOR = -1640531527
 """The odd number nearest to 2^32 divided by the golden ratio, as a signed number."""
+_PART = 128
+"""Tokens whose weights are added before the sums of these parts are accumulated."""
+_SELECTED = 128, 2048
+"""Numbers of tokens that are tried before the whole vocabulary is sorted."""
+_MASS_ERROR = 1 + 1e-4
+_PASS_BYTES = 1 << 20
+"""Weights of the rows that are drawn at once on the CPU, so that they stay in the cache of a core."""
+
+
+class Drawn:
+    """The next token of some rows and its log-probability, which may still be computed on the device."""
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
+        self.tokens, self.logprobs = tokens, logprobs
+        self._results = tokens, logprobs
+        self._event: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._results = tokens.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities. Waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, logprobs = self._results
+        return tokens.tolist(), logprobs.tolist()
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """The next token of each sequence and its log-probability, from logits [rows, vocabulary].
+def sample(logits: Tensor, rows: SampledRows) -> Drawn:
+    """The next token of each row and its log-probability, from logits [rows, vocabulary].
 
     The log-probability is log_softmax(logits / temperature), with temperature 1 for greedy requests, as the trainer
     computes it. Penalties, top-k and top-p change the choice of the token but not this value. It is NaN, and the token
     has no meaning, for a row without a distribution: a logit is NaN or +inf, or every allowed one is -inf.
     """
-    logits = logits.float()
-    temperatures = [sequence.params.temperature or 1.0 for sequence in sequences]
-    scaled = logits
-    if any(temperature != 1.0 for temperature in temperatures):
-        scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
-    logprobs = scaled.log_softmax(dim=-1)
-    special = [row for row, sequence in enumerate(sequences) if not sequence.params.is_plain]
+    if not rows.special:
+        return Drawn(*_plain(logits, rows.uniforms(), rows.temperatures))
     size = logits.shape[1]
-    uniforms = torch.from_numpy(uniform_numbers(sequences))
+    if len(rows.special) == len(rows.sequences):
+        tokens = _choose_special(logits.float(), rows.sequences, rows.uniforms())
+        scaled = logits.float() if rows.temperatures is None else logits.float() / rows.temperatures[:, None]
+        places = tokens.clamp(max=size - 1)[:, None]
+        logprobs = scaled.gather(1, places)[:, 0] - scaled.logsumexp(dim=-1)
+        return Drawn(tokens, logprobs.masked_fill(tokens == size, torch.nan))
+    plain = sorted(set(range(len(rows.sequences))).difference(rows.special))
+    tokens = torch.empty(len(rows.sequences), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(rows.sequences), device=logits.device)
+    for some in (plain, rows.special):
+        index = torch.tensor(some, device=logits.device)
+        part = sample(logits[index], rows.part(some, index))
+        tokens[index], logprobs[index] = part.tokens, part.logprobs
+    return Drawn(tokens, logprobs)
+
+
+def _plain(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens from the unmodified softmax, and their log-probabilities."""
+    size = logits.shape[1]
     if logits.device.type != "cpu":
-        uniforms = uniforms.to(logits.device, non_blocking=True)
-    if len(special) == len(sequences):
-        tokens = _choose_special(logits, sequences, uniforms)
-    else:
-        tokens = _draw(logprobs.exp(), uniforms)
-        if special:
-            rows = torch.tensor(special, device=logits.device)
-            tokens[rows] = _choose_special(logits[rows], [sequences[row] for row in special], uniforms[rows])
-    chosen = logprobs.gather(1, tokens.clamp(max=size - 1)[:, None])[:, 0].masked_fill(tokens == size, torch.nan)
-    return tokens.tolist(), chosen.tolist()
+        scaled = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
+        logprobs = scaled.log_softmax(dim=-1)
+        tokens = _race(logprobs.exp(), uniforms)
+        chosen = logprobs.gather(1, tokens.clamp(max=size - 1)[:, None])[:, 0]
+        return tokens, chosen.masked_fill(tokens == size, torch.nan)
+    parts = -(-size // _PART)
+    width = size if parts == 1 else parts * _PART
+    step = max(1, _PASS_BYTES // (4 * width))
+    weights = torch.empty(min(step, len(logits)), width)
+    weights[:, size:] = 0.0
+    drawn: list[tuple[Tensor, Tensor]] = []
+    for first in range(0, len(logits), step):
+        some = slice(first, first + step)
+        heat = None if temperatures is None else temperatures[some, None]
+        mine = logits[some]
+        drawn.append(_inverted(mine, uniforms[some, None], heat, weights[: len(mine)]))
+    if len(drawn) == 1:
+        return drawn[0]
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
 
 
-def uniform_numbers(sequences: list[Sequence]) -> np.ndarray:
-    """One float32 in [0, 1 - 2**-23] per sequence, from its seed and the position of its next token."""
-    seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
-    places = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.uint64)
-    bits = _scramble(_scramble(seeds) + places)
-    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+def _inverted(logits: Tensor, uniforms: Tensor, heat: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw by inversion of the cumulative sum, first of the sums of parts, then within a part.
 
-
-def _scramble(values: np.ndarray) -> np.ndarray:
-    """The splitmix64 finaliser, a bijection of 64-bit numbers that decorrelates neighbouring values."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    `weights` [rows, width]: memory for the weights, with zeros behind the vocabulary. The total is NaN, and so is the
+    log-probability, for a row without a distribution.
+    """
+    size = logits.shape[1]
+    scores = weights[:, :size]
+    scores.copy_(logits) if heat is None else torch.div(logits, heat, out=scores)
+    highest = scores.amax(dim=-1, keepdim=True)
+    scores.sub_(highest).exp_()
+    is_whole = size <= _PART
+    parts = weights[:, :, None] if is_whole else weights.view(len(weights), -1, _PART)
+    sums = (weights if is_whole else parts.sum(dim=-1)).cumsum(dim=-1)
+    total = sums[:, -1:]
+    # Below the total by at least one unit in the last place, because the numbers are at most 1 - 2**-23.
+    target = uniforms * total
+    tokens = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
+    if not is_whole:
+        before = sums.gather(1, (tokens - 1).clamp_(min=0)).masked_fill_(tokens == 0, 0.0)
+        inner = parts[torch.arange(len(parts)), tokens[:, 0]].cumsum(dim=-1)
+        # A part's sum in another order may be below the target by rounding: then its last token with a weight is drawn.
+        rest = torch.minimum(target - before, inner[:, -1:].nextafter(torch.zeros(())))
+        tokens = (tokens * _PART + torch.searchsorted(inner, rest, right=True)).clamp_(max=size - 1)
+    chosen = logits.gather(1, tokens).float()
+    logprobs = (chosen if heat is None else chosen / heat) - highest - total.log()
+    return tokens[:, 0], logprobs[:, 0]
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -144,47 +210,89 @@ def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor)
     """Tokens of rows that are greedy, restricted or penalised; the vocabulary size for a row without a distribution."""
     adjusted = _adjusted(logits, sequences)
     highest, tokens = adjusted.max(dim=-1)  # NaN counts as the maximum
-    tokens.masked_fill_(~highest.isfinite(), logits.shape[1])
-    drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
-    if not drawn:
-        return tokens
-    rows = torch.tensor(drawn, device=logits.device)
-    params = [sequences[row].params for row in drawn]
-    temperatures = torch.tensor([param.temperature for param in params], device=logits.device)
-    top_k = torch.tensor([logits.shape[1] if param.top_k == ALL_TOKENS else param.top_k for param in params])
-    top_p = torch.tensor([param.top_p for param in params], device=logits.device)
-    ordered, places = (adjusted[rows] / temperatures[:, None]).sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(ordered.shape[1], device=logits.device)
-    ordered = ordered.masked_fill(ranks >= top_k.to(logits.device)[:, None], -torch.inf)
-    weights = ordered.softmax(dim=-1)
+    has_none = ~highest.isfinite()
+    drawn = [(row, sequence.params) for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+    whole = [(row, param) for row, param in drawn if param.top_k == ALL_TOKENS and param.top_p >= 1]
+    for some in (whole, [each for each in drawn if each not in whole]):
+        if not some:
+            continue
+        rows = torch.tensor([row for row, _ in some], device=logits.device)
+        params = [param for _, param in some]
+        heat = torch.tensor([param.temperature for param in params], device=logits.device)
+        if some is whole:
+            tokens[rows], _ = _plain(adjusted[rows], uniforms[rows], heat)
+        else:
+            tokens[rows] = _restricted(adjusted[rows] / heat[:, None], params, uniforms[rows])
+    return tokens.masked_fill_(has_none, logits.shape[1])
+
+
+def _restricted(scaled: Tensor, params: list[SamplingParams], uniforms: Tensor) -> Tensor:
+    """Tokens of rows with top-k or top-p. Ties are kept in the order of the tokens."""
+    size = scaled.shape[1]
+    top_k = torch.tensor([size if param.top_k == ALL_TOKENS else min(param.top_k, size) for param in params])
+    top_k = top_k.to(scaled.device)[:, None]
+    top_p = torch.tensor([param.top_p for param in params], device=scaled.device)[:, None]
+    total = scaled.logsumexp(dim=-1, keepdim=True)
+    ordered, places = _likeliest(scaled, top_k, top_p, total)
+    ranks = torch.arange(ordered.shape[1], device=scaled.device)
+    weights = (ordered - total).exp().masked_fill(ranks >= top_k, 0.0)
+    sums = weights.cumsum(dim=-1)
+    kept = sums.gather(1, (top_k - 1).clamp(max=sums.shape[1] - 1)).masked_fill(top_k == size, 1.0)
     # A token is kept while the mass before it is below top_p; the first one always is. top_p = 1 keeps all tokens,
     # independent of rounding.
-    before = weights.cumsum(dim=-1) - weights
-    weights = weights.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0), 0.0)
-    size = logits.shape[1]
-    found = _draw(weights, uniforms[rows])
-    tokens[rows] = places.gather(1, found.clamp(max=size - 1)[:, None])[:, 0].masked_fill(found == size, size)
-    return tokens
+    weights = weights.masked_fill((sums - weights >= top_p * kept) & (top_p < 1) & (ranks > 0), 0.0)
+    chosen = _draw(weights, uniforms).clamp(max=ordered.shape[1] - 1)
+    return places.gather(1, chosen[:, None])[:, 0]
+
+
+def _likeliest(scaled: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens in order, at least all that are kept: their scores, and their ids. A sort of the vocabulary
+    takes many times longer than a selection."""
+    for count in _SELECTED:
+        if count >= scaled.shape[1]:
+            break
+        values, places = scaled.topk(count, dim=-1)
+        # The selection may have left out tokens that are as likely as its last one.
+        above = values > values[:, -1:]
+        mass = (values - total).exp().masked_fill(~above, 0.0).sum(dim=-1, keepdim=True)
+        if bool(((top_k <= above.sum(dim=-1, keepdim=True)) | (mass > top_p * _MASS_ERROR)).all()):
+            places, order = places.sort(dim=-1)
+            values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+            return values, places.gather(1, order)
+    return scaled.sort(dim=-1, descending=True, stable=True)
 
 
 def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """A copy of the logits with penalties, and with stop tokens masked while the answer is below its minimum."""
-    logits = logits.clone()
+    """The logits with penalties, and with stop tokens masked while the answer is below its minimum: a copy, if any."""
+    result = logits
     for row, sequence in enumerate(sequences):
         params = sequence.params
+        if not params.is_adjusted:
+            continue
+        if result is logits:
+            result = logits.clone()
         if params.repetition_penalty != 1:
-            seen = torch.tensor(sequence.token_ids, device=logits.device).unique()
-            old = logits[row, seen]
-            logits[row, seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+            seen = torch.tensor(sequence.token_ids, device=result.device).unique()
+            old = result[row, seen]
+            result[row, seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
         has_penalty = params.frequency_penalty != 0 or params.presence_penalty != 0
         if has_penalty and (answer := sequence.answer_ids):
-            generated = torch.tensor(answer, device=logits.device)
-            losses = torch.full((len(generated),), -params.frequency_penalty, device=logits.device)
-            logits[row].index_add_(0, generated, losses)
-            logits[row, generated.unique()] -= params.presence_penalty
+            generated = torch.tensor(answer, device=result.device)
+            losses = torch.full((len(generated),), -params.frequency_penalty, device=result.device)
+            result[row].index_add_(0, generated, losses)
+            result[row, generated.unique()] -= params.presence_penalty
         if sequence.num_output < params.min_new_tokens and params.stop_token_ids:
-            logits[row, sorted(params.stop_token_ids)] = -torch.inf
-    return logits
+            result[row, sorted(params.stop_token_ids)] = -torch.inf
+    return result
+
+
+def _next_look(sequence: Sequence) -> int:
+    """The number of tokens of the answer at which something may be due that does not depend on the tokens."""
+    count, interval = len(sequence.logprobs), sequence.stream_interval
+    if sequence.params.stop:
+        return count + 1
+    end = sequence.params.max_new_tokens
+    return min(end, count - count % interval + interval) if interval else end
 
 
 _LOG = get_logger(__name__)
@@ -310,9 +418,10 @@ class Engine:
         if mode == "in_place":
             self.scheduler.stop_sharing()
         self.weights.install()
-        if self.runner.vision is not None:
-            self.runner.vision.forget()
+        self.runner.take_weights()
         self.version = version
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            sequence.look_at = 0
         self.counters.install_s += time.perf_counter() - start_s
 
     def _interrupt(self, mode: str, message: str) -> None:
@@ -359,15 +468,17 @@ class Engine:
         plan = self.scheduler.plan_step()
         if plan is None:
             raise RuntimeError("requests wait, but no step can be planned: the block counts are inconsistent")
-        logits, sequences = self.runner.forward(plan)
+        logits, rows = self.runner.forward(plan)
         finished: list[Sequence] = []
         progressed: list[Sequence] = []
-        if sequences:
-            tokens, logprobs = sample(logits, sequences)
-            finished, progressed = self._append(sequences, tokens, logprobs)
+        if rows.sequences:
+            drawn = sample(logits, rows)
+            self.runner.take_tokens(drawn.tokens)
+            self.scheduler.plan_ahead(plan)  # while the device computes
+            finished, progressed = self._append(rows.sequences, *drawn.read())
         counters = self.counters
         counters.steps += 1
-        counters.computed_tokens += sum(chunk.count for chunk in plan.chunks)
+        counters.computed_tokens += len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
         counters.busy_s += time.perf_counter() - start_s
         if finished or progressed:
             self._deliver(finished, progressed)
@@ -381,16 +492,22 @@ class Engine:
         progressed: list[Sequence] = []
         tainted: list[int] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            if not math.isfinite(logprob):
+            if logprob != logprob:
                 ended.append((sequence, _NOT_FINITE))
                 tainted += sequence.blocks
                 continue
-            sequence.append(token, logprob, version)
-            reason = self._end_of(sequence, token)
-            if reason is not None:
-                ended.append((sequence, reason))
-            elif sequence.stream_interval and len(sequence.logprobs) % sequence.stream_interval == 0:
-                progressed.append(sequence)
+            answer = sequence.logprobs
+            sequence.token_ids.append(token)
+            answer.append(logprob)
+            if len(answer) >= sequence.look_at or token in sequence.params.stop_token_ids:
+                sequence.note_version(version)
+                if (reason := self._end_of(sequence, token)) is not None:
+                    ended.append((sequence, reason))
+                    continue
+                interval = sequence.stream_interval
+                if interval and len(answer) % interval == 0:
+                    progressed.append(sequence)
+                sequence.look_at = _next_look(sequence)
         self.counters.generated_tokens += len(tokens)
         if ended:
             for sequence, _ in ended:
@@ -446,7 +563,6 @@ class Engine:
 
 NO_VERSION = "-1"
 """The version of a server before its first weight update, when it has only initial weights."""
-_CPU_TOKENS_PER_REQUEST = 512
 _CUDA_CACHE_SHARE = 0.85
 """Share of the free memory after the model and its second copy are loaded; the rest is for activations."""
 _CUDA_BUFFER_SHARE = 1 / 3
@@ -479,7 +595,8 @@ def build_engine(
     experts = None if shape is None else ExpertShape(shape.layers, shape.experts_per_token, shape.experts)
     layout = read_vision_layout(str(model_path))
     runner = ModelRunner(model, head_dtype=config.head_dtype, experts=experts, layout=layout)
-    weights = ServedWeights(model, in_host_memory=not _fits_on_device(config, runner))
+    in_host_memory = not _fits_on_device(config, runner)
+    weights = ServedWeights(model, base=None if from_scratch else model_path, in_host_memory=in_host_memory)
     if runner.device.type == "cuda":
         weights.allocate()  # before the cache takes the free memory
     capacity = _cache_tokens(config, runner, context_length(config, runner.model))
@@ -533,7 +650,8 @@ def _cache_tokens(config: NativeServerConfig, runner: ModelRunner, longest: int)
             )
         return config.max_total_tokens
     if runner.device.type == "cpu":
-        return max(longest, config.max_running_requests * min(longest, _CPU_TOKENS_PER_REQUEST))
+        sizes = {"weight_bytes": weight_bytes(runner.model), "bytes_per_token": runner.bytes_per_token}
+        return config.cpu_cache_tokens(longest, **sizes)
     free_bytes, _ = torch.cuda.mem_get_info(runner.device)
     tokens = int(free_bytes * _CUDA_CACHE_SHARE) // runner.bytes_per_token
     if tokens < longest:

@@ -25,8 +25,9 @@ from areal.inference.attention import (
     PromptGroup,
     register_attention,
 )
-from areal.inference.decode_graph import Capture, DecodeGraphs, DecodeRow, capture_cuda, dense_decoder, tried
-from areal.inference.paged_kernel import PagedKernel, PagedRows, find_kernel, paged_rows
+from areal.inference.decode_graph import Capture, DecodeGraphs, capture_cuda, dense_decoder, tried
+from areal.inference.decode_rows import DecodeInputs, DecodeRows, SampledRows
+from areal.inference.paged_kernel import PagedKernel, find_kernel, paged_rows
 from areal.inference.scheduler import Chunk, Sequence, StepPlan
 from areal.inference.vision import Vision, last_seen
 from areal.models.attention import described_masks
@@ -155,6 +156,9 @@ class ModelRunner:
         self._dense = dense_decoder(model, self.layer_shapes)
         self._paged = self._find_paged_kernel() if probe.is_plain else None
         self._graphs: DecodeGraphs | None = None
+        self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=0)
+        self._is_in_rows = False
+        """The logits of the last step were those of all decode rows, and no others."""
 
     def _find_paged_kernel(self) -> PagedKernel | None:
         shape, config = self.layer_shapes[0], self.model.config.get_text_config()
@@ -192,6 +196,7 @@ class ModelRunner:
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the memory of the cache. On CPU, untouched pages use no memory."""
         spare = 1 if self._paged else 0
+        self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=num_blocks if spare else 0)
         self._caches = [
             LayerCache(_zeros((num_blocks + spare, BLOCK_SIZE, *shape.sizes), self.dtype, self.device), shape)
             for shape in self.layer_shapes
@@ -203,97 +208,133 @@ class ModelRunner:
                 router.register_forward_hook(partial(self._note_chosen, layer))
         capture = capture_of(self.device)
         if self._paged and capture and self._experts is None:  # a graph would not record the chosen experts
-            self._graphs = self._tried_graphs(self._paged, capture, num_blocks)
+            self._graphs = self._tried_graphs(self._paged, capture)
 
     @torch.inference_mode()
-    def _tried_graphs(self, kernel: PagedKernel, capture: Capture, spare_block: int) -> DecodeGraphs | None:
-        def compute(inputs: Tensor, slots: Tensor, paged: PagedRows) -> Tensor:
-            plan = AttentionPlan(caches=self._caches, slots=slots, decode=[], prompts=[], later=[], paged=paged)
+    def _tried_graphs(self, kernel: PagedKernel, capture: Capture) -> DecodeGraphs | None:
+        def compute(inputs: DecodeInputs) -> Tensor:
+            longest = inputs.blocks.shape[1] * BLOCK_SIZE
+            paged = paged_rows(kernel, inputs.blocks, inputs.lengths, longest)
+            plan = AttentionPlan(caches=self._caches, slots=inputs.slots, decode=[], prompts=[], later=[], paged=paged)
             return self.model(
-                input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False, attention_plan=plan
+                input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False, attention_plan=plan
             ).logits[0]
 
-        graphs = DecodeGraphs(
-            compute,
-            kernel,
-            capture,
-            weights=self.model.parameters(),
-            block_size=BLOCK_SIZE,
-            spare_block=spare_block,
-            device=self.device,
-        )
-        return tried(graphs)
+        return tried(DecodeGraphs(compute, capture, weights=self.model.parameters()), self._rows.inputs)
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> tuple[Tensor, list[Sequence]]:
-        """Compute a step. Returns logits [rows, vocabulary] and the sequence of each row."""
+    def forward(self, plan: StepPlan) -> tuple[Tensor, SampledRows]:
+        """Compute a step. Returns logits [rows, vocabulary] and what the sampler needs."""
         self._copy_blocks(plan.copies_before)
-        single = [chunk for chunk in plan.chunks if chunk.count == 1]
+        single = {chunk.sequence: chunk for chunk in plan.chunks if chunk.count == 1}
         longer = [chunk for chunk in plan.chunks if chunk.count > 1]
-        if len(single) * self._row_bytes > self._group_bytes:
-            single.sort(key=lambda chunk: chunk.start)
         longer.sort(key=self._kind_of)
-        rows, expand, sequences = _sampled_rows(single + longer)
-        logits = self._by_graph(single, rows) if single and not longer else None
-        if logits is None:
-            logits = self._computed(single, longer, rows)
-        if expand is not None:
-            logits = logits[torch.tensor(expand, device=self.device)]
+        self._rows.update(plan, list(single))
+        order = self._order()
+        chunks = [] if self.vision is None else self._row_chunks(order) + longer
+        has_images = any(chunk.start < chunk.sequence.image_end for chunk in chunks)
+        logits = None
+        if self._graphs is not None and not longer and not has_images:
+            logits = self._graphs.logits(self._rows.inputs)
+            logits = None if logits is None else logits[: len(self._rows)]
+        self._is_in_rows = not plan.chunks
+        if self._is_in_rows:
+            sampled = self._rows.sampled()
+            if logits is None:
+                kept = None if order is None else torch.from_numpy(order).argsort().to(self.device)
+                logits = self._computed(order, [], chunks if has_images else [], kept)
+        else:
+            rows, sequences, expand = self._sampled_rows(order, single, longer)
+            sampled, index = (
+                SampledRows.of(sequences, self.device),
+                torch.tensor(rows, dtype=torch.int64, device=self.device),
+            )
+            logits = (
+                self._computed(order, longer, chunks if has_images else [], index) if logits is None else logits[index]
+            )
+            if expand is not None:
+                logits = logits[torch.tensor(expand, device=self.device)]
         if self.vision is not None:
             logits = self.vision.without_banned(logits)
         self._copy_blocks(plan.copies_after)
-        return logits, sequences
+        return logits, sampled
 
-    def _by_graph(self, single: list[Chunk], rows: list[int]) -> Tensor | None:
-        """The logits of `rows` of a step that only decodes; None without graphs."""
-        if self._graphs is None or any(chunk.start < chunk.sequence.image_end for chunk in single):
+    def take_weights(self) -> None:
+        """The weights of the model have changed."""
+        if self._dense is not None:
+            self._dense.repack()
+        if self.vision is not None:
+            self.vision.forget()
+
+    def take_tokens(self, tokens: Tensor) -> None:
+        """The tokens that were drawn from the logits of the last step."""
+        if self._is_in_rows:
+            self._rows.take_tokens(tokens)
+
+    def _order(self) -> np.ndarray | None:
+        """The decode rows by length, where they are split into groups of similar lengths; None = as they are."""
+        if self._paged or len(self._rows) * self._row_bytes <= self._group_bytes:
             return None
-        slots = self._slots_of(single)
-        logits = self._graphs.logits(
-            [
-                DecodeRow(
-                    token=chunk.sequence.token_ids[chunk.start],
-                    position=chunk.start + chunk.sequence.position_shift,
-                    length=chunk.start + 1,
-                    slot=slot,
-                    blocks=chunk.sequence.blocks[: chunk.start // BLOCK_SIZE + 1],
-                )
-                for chunk, slot in zip(single, slots, strict=True)
-            ]
-        )
-        if logits is None or len(rows) == len(logits):
-            return logits
-        return logits[torch.tensor(rows, device=self.device)]
+        return self._rows.lengths.argsort(kind="stable")
 
-    def _computed(self, single: list[Chunk], longer: list[Chunk], rows: list[int]) -> Tensor:
-        input_ids, positions = self._inputs(single, longer)
-        attention_plan = AttentionPlan(
-            caches=self._caches,
-            slots=self._slots(single, longer),
-            decode=[] if self._paged else self._decode_groups(single),
-            prompts=[],
-            later=[],
-        )
-        if self._paged and single:
-            held = [chunk.sequence.blocks[: chunk.start // BLOCK_SIZE + 1] for chunk in single]
-            attention_plan.paged = paged_rows(self._paged, held, [chunk.start + 1 for chunk in single], self.device)
-        self._add_longer(attention_plan, longer, len(single))
-        kept = None if len(rows) == input_ids.shape[1] else torch.tensor(rows, dtype=torch.int64, device=self.device)
-        chunks = single + longer
-        if self.vision is not None and any(chunk.start < chunk.sequence.image_end for chunk in chunks):
-            logits = self.vision.logits(chunks, input_ids, positions, kept, attention_plan)
+    def _sampled_rows(
+        self, order: np.ndarray | None, single: dict[Sequence, Chunk], longer: list[Chunk]
+    ) -> tuple[list[int], list[Sequence], list[int] | None]:
+        """Rows of the flat batch whose logits are needed, the sequences that sample from them, and the repetition of
+        the rows for siblings."""
+        rows: list[int] = []
+        sequences: list[Sequence] = []
+        expand: list[int] = []
+
+        def add(row: int, sequence: Sequence, siblings: list[Sequence]) -> None:
+            sequences.extend((sequence, *siblings))
+            expand.extend([len(rows)] * (1 + len(siblings)))
+            rows.append(row)
+
+        for row, number in enumerate(range(len(self._rows)) if order is None else order):
+            sequence = self._rows.sequences[number]
+            chunk = single.get(sequence)
+            if chunk is None or chunk.is_last:
+                add(row, sequence, [] if chunk is None else chunk.siblings)
+        row = len(self._rows) - 1
+        for chunk in longer:
+            row += chunk.count
+            if chunk.is_last:
+                add(row, chunk.sequence, chunk.siblings)
+        return rows, sequences, expand if len(expand) > len(rows) else None
+
+    def _row_chunks(self, order: np.ndarray | None) -> list[Chunk]:
+        sequences = self._rows.sequences
+        some = sequences if order is None else [sequences[row] for row in order]
+        return [Chunk(sequence, sequence.num_computed - 1, 1) for sequence in some]
+
+    def _computed(
+        self, order: np.ndarray | None, longer: list[Chunk], chunks: list[Chunk], kept: Tensor | None
+    ) -> Tensor:
+        """The logits of the rows `kept` of a step without a graph. `chunks`: those of a step with images."""
+        input_ids, positions, slots = self._inputs(order, longer)
+        plan = AttentionPlan(caches=self._caches, slots=slots, decode=[], prompts=[], later=[])
+        if count := len(self._rows):
+            if self._paged:
+                blocks, lengths = self._rows.inputs.blocks[:count], self._rows.inputs.lengths[:count]
+                plan.paged = paged_rows(self._paged, blocks, lengths, int(self._rows.lengths.max()))
+            else:
+                plan.decode = self._decode_groups(order)
+        self._add_longer(plan, longer, count)
+        if chunks and self.vision is not None:
+            logits = self.vision.logits(chunks, input_ids, positions, kept, plan)
         elif self._dense is not None:
-            logits = self._dense.logits(input_ids, positions, kept, attention_plan)
+            logits = self._dense.logits(input_ids, positions, kept, plan)
         else:
             logits = self.model(
                 input_ids=input_ids,
                 position_ids=positions,
                 use_cache=False,
                 logits_to_keep=0 if kept is None else kept,
-                attention_plan=attention_plan,
+                attention_plan=plan,
             ).logits[0]
         for layer, chosen in self._chosen.items():
-            self._routed.flatten(0, 1)[attention_plan.slots, layer] = chosen.to(self._routed.dtype)
+            self._routed.flatten(0, 1)[plan.slots, layer] = chosen.to(self._routed.dtype)
         return logits
 
     def _note_chosen(
@@ -316,69 +357,60 @@ class ModelRunner:
         rows = self._routed[blocks].flatten(0, 1)[first:end].cpu().numpy()
         sequence.experts += [row.tobytes() for row in rows]
 
-    def _inputs(self, single: list[Chunk], longer: list[Chunk]) -> tuple[Tensor, Tensor]:
-        """Token ids and positions, [1, tokens] each; `Vision` replaces the positions up to the last image."""
-        ids = [chunk.sequence.token_ids[chunk.start] for chunk in single]
-        places = [chunk.start + chunk.sequence.position_shift for chunk in single]
-        for chunk in longer:
-            end, shift = chunk.start + chunk.count, chunk.sequence.position_shift
-            ids += chunk.sequence.token_ids[chunk.start : end]
-            places += range(chunk.start + shift, end + shift)
-        both = torch.tensor((ids, places), device=self.device)
-        return both[:1], both[1:]
+    def _inputs(self, order: np.ndarray | None, longer: list[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids and positions, [1, tokens] each, and cache slots [tokens]; `Vision` replaces the positions up to
+        the last image."""
+        rows, count = self._rows.inputs, len(self._rows)
+        both = torch.stack((rows.tokens[:count], rows.positions[:count]))
+        slots = rows.slots[:count].clone()  # the tensors change with the next step
+        if order is not None:
+            index = torch.from_numpy(order).to(self.device)
+            both, slots = both[:, index], slots[index]
+        if longer:
+            parts: list[np.ndarray] = []
+            for chunk in longer:
+                end = chunk.start + chunk.count
+                places = np.arange(chunk.start, end)
+                blocks = np.array(chunk.sequence.blocks, dtype=np.int64)[places // BLOCK_SIZE]
+                shifted = places + chunk.sequence.position_shift
+                ids = chunk.sequence.token_ids[chunk.start : end]
+                parts.append(np.stack((ids, shifted, blocks * BLOCK_SIZE + places % BLOCK_SIZE)))
+            more = torch.from_numpy(np.concatenate(parts, axis=1)).to(self.device)
+            both, slots = torch.cat((both, more[:2]), dim=1), torch.cat((slots, more[2]))
+        return both[:1], both[1:], slots
 
-    @staticmethod
-    def _slots_of(single: list[Chunk]) -> list[int]:
-        return [
-            chunk.sequence.blocks[chunk.start // BLOCK_SIZE] * BLOCK_SIZE + chunk.start % BLOCK_SIZE for chunk in single
-        ]
-
-    def _slots(self, single: list[Chunk], longer: list[Chunk]) -> Tensor:
-        """Cache slots of the new keys and values: block * BLOCK_SIZE + offset, int64 [tokens]."""
-        slots = self._slots_of(single)
-        if not longer:
-            return torch.tensor(slots, device=self.device)
-        parts = [np.array(slots, dtype=np.int64)]
-        for chunk in longer:
-            places = np.arange(chunk.start, chunk.start + chunk.count)
-            blocks = np.array(chunk.sequence.blocks, dtype=np.int64)
-            parts.append(blocks[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE)
-        return torch.from_numpy(np.concatenate(parts)).to(self.device)
-
-    def _decode_groups(self, single: list[Chunk]) -> list[DecodeGroup]:
-        """Split the decode rows into groups that fit into the group memory; several groups are sorted by length."""
+    def _decode_groups(self, order: np.ndarray | None) -> list[DecodeGroup]:
+        """Split the decode rows into groups that fit into the group memory."""
+        count = len(self._rows)
+        lengths = self._rows.lengths.copy() if order is None else self._rows.lengths[order]
+        widths: list[int] = ((lengths - 1) // BLOCK_SIZE + 1).tolist()
+        table = self._rows.inputs.blocks[:count]
+        if order is not None:
+            table = table[torch.from_numpy(order).to(self.device)]
         groups: list[DecodeGroup] = []
         start = 0
-        while start < len(single):
+        while start < count:
             end, width = start, 0
-            while end < len(single):
-                needed = max(width, single[end].start // BLOCK_SIZE + 1)
+            while end < count:
+                needed = max(width, widths[end])
                 if end > start and (end + 1 - start) * needed * self._row_bytes > self._group_bytes:
                     break
                 end, width = end + 1, needed
-            groups.append(self._decode_group(single, start, end, width))
+            groups.append(self._decode_group(start, table[start:end, :width], lengths[start:end]))
             start = end
         return groups
 
-    def _decode_group(self, single: list[Chunk], start: int, end: int, width: int) -> DecodeGroup:
-        members = single[start:end]
-        blocks: list[int] = []
-        for chunk in members:
-            held = chunk.sequence.blocks
-            used = chunk.start // BLOCK_SIZE + 1
-            blocks += held[:used] if len(held) > used else held
-            blocks += [held[0]] * (width - used)
-        lengths = [chunk.start + 1 for chunk in members]
-        needed = len(blocks) * self._row_bytes // self.dtype.itemsize
+    def _decode_group(self, start: int, table: Tensor, lengths: np.ndarray) -> DecodeGroup:
+        needed = table.numel() * self._row_bytes // self.dtype.itemsize
         if needed > self._workspace.numel():
             self._workspace = torch.empty(needed, dtype=self.dtype, device=self.device)
         return DecodeGroup(
             start=start,
-            end=end,
-            blocks=torch.tensor(blocks, device=self.device),
-            width=width,
+            end=start + len(table),
+            blocks=table.flatten(),
+            width=table.shape[1],
             lengths=lengths,
-            max_length=max(lengths),
+            max_length=int(lengths.max()),
             workspace=self._workspace,
         )
 
@@ -421,22 +453,6 @@ class ModelRunner:
             self._routed.index_copy_(0, pairs[:, 1], self._routed.index_select(0, pairs[:, 0]))
         for cache in self._caches:
             cache.blocks.index_copy_(0, pairs[:, 1], cache.blocks.index_select(0, pairs[:, 0]))
-
-
-def _sampled_rows(chunks: list[Chunk]) -> tuple[list[int], list[int] | None, list[Sequence]]:
-    """Rows of the flat batch whose logits are needed, their repetition for siblings, and their sequences."""
-    rows: list[int] = []
-    expand: list[int] = []
-    sequences: list[Sequence] = []
-    row = 0
-    for chunk in chunks:
-        row += chunk.count
-        if not chunk.is_last:
-            continue
-        expand += [len(rows)] * (1 + len(chunk.siblings))
-        rows.append(row - 1)
-        sequences += [chunk.sequence, *chunk.siblings]
-    return rows, expand if len(expand) > len(rows) else None, sequences
 
 
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -48,18 +48,14 @@ class PagedRows:
         )
 
 
-def paged_rows(
-    kernel: PagedKernel, block_lists: list[list[int]], lengths: list[int], device: torch.device
-) -> PagedRows:
-    """Decode rows of sequences whose caches are in these blocks."""
-    width = max(map(len, block_lists))
-    table = [blocks + [blocks[0]] * (width - len(blocks)) for blocks in block_lists]
+def paged_rows(kernel: PagedKernel, blocks: Tensor, lengths: Tensor, max_length: int) -> PagedRows:
+    """Decode rows of sequences whose caches are in blocks [rows, width]; `max_length`: at least that of the longest."""
     return PagedRows(
         kernel=kernel,
-        block_table=torch.tensor(table, dtype=torch.int32, device=device),
-        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-        bounds=torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
-        max_length=max(lengths),
+        block_table=blocks,
+        lengths=lengths.to(torch.int32),
+        bounds=torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device),
+        max_length=max_length,
     )
 
 
@@ -100,7 +96,9 @@ def trial_error(
     blocks = torch.randn(8, block_size, kv_heads, 2 * size, generator=generator).to(device, dtype)
     queries = torch.randn(3, heads, size, generator=generator).to(device, dtype)
     held, lengths = [[5, 2], [7], [1, 6, 0]], [block_size + 3, 1, 3 * block_size]
-    found = paged_rows(kernel, held, lengths, device).attend(queries, blocks, size, None, None)
+    table = torch.tensor([[5, 2, 5], [7, 7, 7], [1, 6, 0]], dtype=torch.int32, device=device)
+    paged = paged_rows(kernel, table, torch.tensor(lengths, dtype=torch.int32, device=device), max(lengths))
+    found = paged.attend(queries, blocks, size, None, None)
     errors: list[float] = []
     for row, (mine, length) in enumerate(zip(held, lengths, strict=True)):
         states = blocks[mine].flatten(0, 1)[:length].float().repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1)

@@ -114,19 +114,21 @@ class SamplingParams:
     is_plain: bool = field(init=False)
     """Whether tokens are sampled from the unmodified softmax."""
 
+    is_adjusted: bool = field(init=False)
+    """Whether the logits of some tokens are changed."""
+
     def __post_init__(self) -> None:
         is_greedy = self.temperature == 0 or self.top_k == 1
-        is_plain = (
-            not is_greedy
-            and self.top_p >= 1
-            and self.top_k == ALL_TOKENS
-            and self.frequency_penalty == 0
-            and self.presence_penalty == 0
-            and self.repetition_penalty == 1
-            and self.min_new_tokens == 0
+        is_adjusted = (
+            self.frequency_penalty != 0
+            or self.presence_penalty != 0
+            or self.repetition_penalty != 1
+            or self.min_new_tokens > 0
         )
+        is_plain = not is_greedy and self.top_p >= 1 and self.top_k == ALL_TOKENS and not is_adjusted
         object.__setattr__(self, "is_greedy", is_greedy)
         object.__setattr__(self, "is_plain", is_plain)
+        object.__setattr__(self, "is_adjusted", is_adjusted)
 
 
 class Status(IntEnum):
@@ -195,6 +197,8 @@ class Sequence:
     """Prompt tokens that were taken from the cache at the first start."""
     logprobs: list[float] = field(default_factory=list[float])
     """One per token of the answer."""
+    look_at: int = 0
+    """The engine looks at the sequence when its answer has this number of tokens, or a token that may end it."""
     version_starts: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     """(index into the answer, policy version) at each change of the version."""
     num_retractions: int = 0
@@ -228,10 +232,14 @@ class Sequence:
 
     def append(self, token_id: int, logprob: float, version: str) -> None:
         """Append one generated token."""
-        if not self.version_starts or self.version_starts[-1][1] != version:
-            self.version_starts.append((len(self.logprobs), version))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        self.note_version(version)
+
+    def note_version(self, version: str) -> None:
+        """The last token is of this policy version."""
+        if not self.version_starts or self.version_starts[-1][1] != version:
+            self.version_starts.append((len(self.logprobs) - 1, version))
 
     def version_spans(self, start: int, end: int) -> list[tuple[str, int, int]]:
         """(version, start, end) for the tokens start..end-1 of the answer, with indices relative to `start`."""
@@ -263,8 +271,12 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: copy blocks, compute chunks, then copy blocks for the siblings of computed chunks."""
+    """One step: copy blocks, compute decode rows and chunks, then copy blocks for the siblings of computed chunks."""
 
+    decode: list[Sequence] = field(default_factory=list[Sequence])
+    """Sequences that were started in an earlier step and compute their last token: a new list where they change."""
+    grown: list[Sequence] = field(default_factory=list[Sequence])
+    """Sequences with more blocks than in the step before."""
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     copies_before: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(source block, target block)."""
@@ -284,7 +296,12 @@ class Scheduler:
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
-        self.running: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._ahead: list[Sequence] = []
+        """Decode rows of the next step that are planned already."""
+        self._grown: list[Sequence] = []
+        self._has_left = False
+        """Sequences have left `running` since the last plan."""
         self._groups: dict[str, list[Sequence]] = {}
         """Running sequences by group, oldest first. New sequences share the blocks of the first one."""
         self.num_preemptions = 0
@@ -305,22 +322,62 @@ class Scheduler:
 
     def plan_step(self) -> StepPlan | None:
         """The next step, whose tokens then count as computed. None when nothing can be computed."""
-        plan = StepPlan()
+        if self._has_left:
+            self._ahead = [sequence for sequence in self._ahead if sequence.status is Status.RUNNING]
+        plan = StepPlan(decode=self._ahead, grown=self._grown)
+        self._ahead, self._grown, self._has_left = [], [], False
         budget = self._max_prefill_tokens
         preemptions = self.num_preemptions
-        position = 0
-        while position < len(self.running):  # preemption shortens the queue from its end
-            sequence = self.running[position]
-            count = len(sequence.token_ids) - sequence.num_computed
-            if count > 1:
-                count = self._within(sequence, sequence.num_computed, budget)
-                budget -= count
-            if count and self._make_room(sequence, count):
-                self._plan_chunk(plan, sequence, count)
-            position += 1
+        if len(plan.decode) < len(self.running):
+            budget = self._plan_others(plan, budget)
         if self.num_preemptions == preemptions:
             self._admit(plan, budget)
-        return plan if plan.chunks else None
+        else:
+            plan.decode = [sequence for sequence in plan.decode if sequence.status is Status.RUNNING]
+            plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.status is Status.RUNNING]
+        return plan if plan.decode or plan.chunks else None
+
+    def plan_ahead(self, plan: StepPlan) -> None:
+        """Plan the next token of the decode rows while `plan` is computed; those without a free block wait for the next
+        plan. Whichever sequence does not end gets a token before that."""
+        size = self._pool.block_size
+        left_out: set[Sequence] = set()
+        for sequence in plan.decode:
+            computed = sequence.num_computed
+            if computed == len(sequence.blocks) * size:
+                blocks = self._pool.allocate(1)
+                if blocks is None:
+                    left_out.add(sequence)
+                    continue
+                sequence.blocks += blocks
+                self._grown.append(sequence)
+            sequence.num_written = computed
+            sequence.num_computed = computed + 1
+        self._ahead = [one for one in plan.decode if one not in left_out] if left_out else plan.decode
+
+    def _plan_others(self, plan: StepPlan, budget: int) -> int:
+        """Add the running sequences that are not planned yet. Returns the tokens of the budget that are left."""
+        planned = set(plan.decode)
+        rows: list[Sequence] = []
+        for sequence in [one for one in self.running if one not in planned]:
+            count = len(sequence.token_ids) - sequence.num_computed
+            if sequence.status is not Status.RUNNING or not count:  # preempted for an older one
+                continue
+            is_decode = count == 1
+            if not is_decode:
+                count = self._within(sequence, sequence.num_computed, budget)
+                budget -= count
+            if not count or not self._make_room(plan, sequence, count):
+                continue
+            if is_decode:
+                sequence.num_written = sequence.num_computed
+                sequence.num_computed += 1
+                rows.append(sequence)
+            else:
+                self._plan_chunk(plan, sequence, count)
+        if rows:
+            plan.decode = plan.decode + rows
+        return budget
 
     def _within(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens of a sequence to compute from `start` on."""
@@ -339,7 +396,7 @@ class Scheduler:
         sequence.num_computed += count
         return chunk
 
-    def _make_room(self, sequence: Sequence, count: int) -> bool:
+    def _make_room(self, plan: StepPlan, sequence: Sequence, count: int) -> bool:
         """Allocate blocks for `count` more tokens, preempting the youngest sequences if needed. False: preempted."""
         while True:
             missing = self._pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
@@ -348,6 +405,7 @@ class Scheduler:
             blocks = self._pool.allocate(missing)
             if blocks is not None:
                 sequence.blocks += blocks
+                plan.grown.append(sequence)
                 return True
             self.num_preemptions += 1
             if self._retract_youngest() is sequence:
@@ -449,7 +507,7 @@ class Scheduler:
             self._free(sequence)
             sequence.status = Status.FINISHED
             sequence.finish = reason
-        self.running = deque(sequence for sequence in self.running if sequence.status is Status.RUNNING)
+        self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
 
     def unused(self, blocks: Iterable[int]) -> list[int]:
         """The blocks among these that no sequence holds."""
@@ -474,6 +532,7 @@ class Scheduler:
         return youngest
 
     def _free(self, sequence: Sequence) -> None:
+        self._has_left = True
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0

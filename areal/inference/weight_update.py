@@ -3,16 +3,21 @@
 The engine computes with the first copy meanwhile. Between two steps the copies are exchanged.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from areal.api.config.train import LoRAConfig
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
+from areal.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN, PREFIX, UP, adapter_weights
 from areal.models.checkpoint_files import stored_weights, weight_files
 from areal.models.stored_form import StoredForm, StoredPart
 from areal.system.durable import COMPLETE, is_complete
@@ -26,6 +31,35 @@ from areal.weights.update_group import (
 )
 
 
+@dataclass(frozen=True)
+class AdapterChanges:
+    """What a LoRA adapter makes of the weights of its base checkpoint: W + s B A, computed in float32."""
+
+    scale: float
+    values: dict[str, Tensor]
+    """By the names of peft without their prefix."""
+    device: torch.device
+
+    @classmethod
+    def read(cls, folder: Path, base: Path, device: torch.device) -> Self:
+        """The adapter in `folder`. Raises InputError when it does not fit the checkpoint in `base`."""
+        config = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+        lora = LoRAConfig(rank=config["r"], alpha=config["lora_alpha"], rslora=bool(config["use_rslora"]))
+        adapter_weights(folder, lora, base)
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            values = {name.removeprefix(PREFIX): file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
+        return cls(lora.scale, values, device)
+
+    def applied(self, name: str, value: Tensor) -> Tensor:
+        """The weight `name`, whose value in the base checkpoint is `value`."""
+        if name in self.values:  # a module that is trained whole
+            return self.values[name]
+        module = name.removesuffix(".weight")
+        if (down := self.values.get(module + DOWN)) is None:
+            return value
+        return torch.addmm(value.to(self.device, torch.float32), self.values[module + UP], down, alpha=self.scale)
+
+
 class ServedWeights:
     """The tensors of a model that an update may write, by Hugging Face name, a second tensor of each, and the server's
     end of an update group.
@@ -34,9 +68,10 @@ class ServedWeights:
     one at a time, except `leave`. `install` and `check_complete` run in the engine thread, all others in other threads.
     """
 
-    def __init__(self, model: nn.Module, *, in_host_memory: bool = False) -> None:
-        """`in_host_memory`: the second copy of the weights of a GPU is in pinned memory of the host, and `install`
-        copies it to the GPU."""
+    def __init__(self, model: nn.Module, *, base: Path | None = None, in_host_memory: bool = False) -> None:
+        """`base`: the checkpoint that adapters are merged into; `in_host_memory`: the second copy of the weights of a
+        GPU is in pinned memory of the host, and `install` copies it to the GPU."""
+        self._base = base
         self._places: dict[str, tuple[Tensor, StoredPart]] = {}
         """Name of a stored weight -> the tensor of the model, and which part of it; tied ones under each name."""
         self._needed: dict[tuple[int, int], list[str]] = {}
@@ -119,13 +154,18 @@ class ServedWeights:
             torch.cuda.synchronize(self._device)  # the next update writes to the second copy
 
     def receive_folder(self, folder: Path) -> None:
-        """Receive the safetensors checkpoint in `folder`. RequestError for a folder that cannot be used."""
+        """Receive the safetensors checkpoint in `folder`, or the base checkpoint with the adapter that is in it.
+        RequestError for a folder that cannot be used."""
         try:
             with ExitStack() as stack, self._on_own_stream():
+                changes = None
+                if (folder / ADAPTER_CONFIG).exists() and self._base is not None:
+                    changes, folder = AdapterChanges.read(folder, self._base, self._device), self._base
                 files = [stack.enter_context(safe_open(path, framework="pt")) for path in self._checked_files(folder)]
                 for file in files:
                     for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
-                        self.receive_value(name, file.get_tensor(name))
+                        value = file.get_tensor(name)
+                        self.receive_value(name, changes.applied(name, value) if changes else value)
         except BaseException as error:
             self._received = {}
             if isinstance(error, RequestError) or not isinstance(error, Exception):

@@ -14,6 +14,7 @@ import psutil
 
 from areal.launcher.job import LaunchPlan, PlannedProcess
 from areal.launcher.placement import Machine
+from areal.launcher.preloaded import ForkedProcess, PreloadedParent
 from areal.system.heartbeat import Beat, NodeBeats
 from areal.system.network import Host
 from areal.system.process import ERROR_PREFIX, kill_trees, spawn
@@ -112,11 +113,15 @@ class Cluster(Protocol):
 class LocalBackend(ProcessBackend):
     """Processes on this machine, as children of the launcher."""
 
-    def __init__(self, paths: RunPaths, secrets: Mapping[str, str] | None = None) -> None:
-        """`secrets`: environment variables of every process that are in no plan, such as the run's token."""
+    def __init__(
+        self, paths: RunPaths, secrets: Mapping[str, str] | None = None, preloaded: PreloadedParent | None = None
+    ) -> None:
+        """`secrets`: environment variables of every process that are in no plan, such as the run's token.
+        `preloaded`: forks the processes that it can."""
         self._paths = paths
         self._secrets = dict(secrets or {})
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._preloaded = preloaded
+        self._processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._logs: dict[str, tuple[Path, int]] = {}  # with the size at the process's start
         self._memory_kills = _memory_kills()
         """Kills whose process is known, or was not of this run."""
@@ -130,8 +135,12 @@ class LocalBackend(ProcessBackend):
         self._logs[planned.name] = (log, log.stat().st_size if log.exists() else 0)
         self._out_of_memory.discard(planned.name)
         env = {**os.environ, **planned.env, **self._secrets, **self._beats.slot(planned.name)}
-        self._processes[planned.name] = spawn(planned.argv, env, log, descriptors=(self._beats.descriptor,))
-        return self._processes[planned.name].pid
+        descriptors, forked = (self._beats.descriptor,), None
+        if self._preloaded is not None and self._preloaded.can_fork(planned.argv, env):
+            forked = self._preloaded.fork(planned.argv, env, log, descriptors)
+        process = forked or spawn(planned.argv, env, log, descriptors=descriptors)
+        self._processes[planned.name] = process
+        return process.pid
 
     def poll(self, name: str) -> int | None:
         return self._processes[name].poll()
@@ -190,6 +199,8 @@ class LocalBackend(ProcessBackend):
         own = psutil.Process()
         parents, sizes = dict[int, int](), dict[int, int]()
         for process in own.children(recursive=True):
+            if self._preloaded is not None and process.pid == self._preloaded.pid:  # its pages are its children's too
+                continue
             with contextlib.suppress(psutil.NoSuchProcess):
                 parents[process.pid] = process.ppid()
                 sizes[process.pid] = process.memory_info().rss

@@ -22,6 +22,7 @@ from areal.fleet.server_backend import ServerBackend, ServerCommand, backend_nam
 from areal.launcher.placement import Demand, Machine, Place, Placement, memory_demand, place, shortages
 from areal.launcher.restart_rules import Role
 from areal.models.model_shape import ModelShape
+from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
 from areal.system.device import core_ids
 from areal.system.network import TRAINERS_VARIABLE, Host
@@ -112,7 +113,7 @@ def gpu_variables(role: str, gpus: Sequence[str], nccl: Mapping[str, str]) -> di
     if role == "trainer":
         # Packed rows differ in length from step to step; without this the allocator fragments the memory.
         variables |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **nccl}
-    return {name: os.environ.get(name, value) for name, value in variables.items()}
+    return _with_own(variables)
 
 
 def with_time_limits(config: BaseExperimentConfig, *, checkpoint_bytes: int, on_gpu: bool) -> BaseExperimentConfig:
@@ -137,6 +138,25 @@ def with_time_limits(config: BaseExperimentConfig, *, checkpoint_bytes: int, on_
     return config
 
 
+def with_adapters(config: BaseExperimentConfig, *, num_machines: int, on_gpu: bool) -> BaseExperimentConfig:
+    """The configuration in which native servers on the CPU of one machine get LoRA adapters alone, as auto means.
+
+    They merge them into their checkpoint, which they read again at every update: a GPU gets whole weights sooner.
+    """
+    if not isinstance(config, PPOConfig) or config.server_backend != "native" or config.allocation.evaluation:
+        return config
+    actor, is_given = config.actor, config.native.model_path or config.rollout.server_addrs
+    modes = (actor.adapter_update_mode, actor.weight_update_mode)
+    if actor.lora is None or actor.init_from_scratch or is_given or modes != ("auto", "auto"):
+        return config
+    is_text = read_vision_layout(actor.path) is None  # the names of other checkpoints differ from those of the modules
+    mode = "adapter" if is_text and not on_gpu and num_machines == 1 else "auto"
+    return dataclasses.replace(config, actor=dataclasses.replace(actor, adapter_update_mode=mode))
+
+
+SPINNING = {"GOMP_SPINCOUNT": "10000"}
+"""After these rounds a waiting thread of OpenMP sleeps. By default it spins for milliseconds, which doubles the cost of
+a product on two threads when other processes use the cores, and gains nothing on idle ones."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20)}
 """glibc raises these limits itself only when a tensor of 32 MiB is freed. Until then the memory of each step returns to
 the system, and page faults fill that of the next step with zeros: 8% of the CPU time of a small model."""
@@ -340,6 +360,17 @@ def _threads(config: BaseExperimentConfig, role: Role, machine: Machine, num_com
     return max(1, min(limit, machine.cores // num_computing))
 
 
+def at_import() -> dict[str, str]:
+    """Variables that libraries read when they are imported, of a process without a GPU."""
+    fixed = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return fixed | ({} if "OMP_WAIT_POLICY" in os.environ else _with_own(SPINNING))
+
+
+def _with_own(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables, with the launcher's values where it has them."""
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
+
+
 def _planned(
     context: ProcessContext,
     config: BaseExperimentConfig,
@@ -365,9 +396,8 @@ def _planned(
     env = {
         "OMP_NUM_THREADS": str(context.num_threads),
         "MKL_NUM_THREADS": str(context.num_threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-        **({} if context.role == "controller" else {k: os.environ.get(k, v) for k, v in MALLOC.items()}),
+        **at_import(),
+        **({} if context.role == "controller" else _with_own(MALLOC)),
         # Also without GPUs: an actor of Ray with num_gpus=0 sees all GPUs of its node.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         **gpu_variables(context.role, gpus, nccl),
@@ -452,7 +482,8 @@ def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:
     shape = ModelShape.read(model.path)
     if shape is None:
         return None
-    per_parameter = 4 if model.optimizer is None else 8 + model.optimizer.state_bytes
+    # Adapters have gradients and optimiser state of a few percent of the model.
+    per_parameter = 4 if model.optimizer is None or model.lora is not None else 8 + model.optimizer.state_bytes
     return int(shape.parameters * per_parameter) // ranks
 
 

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -29,8 +30,8 @@ from areal.data.row_check import count_rows
 from areal.launcher import attach
 from areal.launcher.attach import RequestBox, register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
-from areal.launcher.job import LaunchPlan, make_plan, recovering, with_time_limits
-from areal.launcher.memory_plan import memory_problems
+from areal.launcher.job import LaunchPlan, at_import, make_plan, recovering, with_adapters, with_time_limits
+from areal.launcher.memory_plan import memory_problems, memory_texts
 from areal.launcher.placement import Machine
 from areal.launcher.preflight import (
     TriedRow,
@@ -54,6 +55,7 @@ from areal.launcher.preflight import (
     tracker_problems,
     tried_row,
 )
+from areal.launcher.preloaded import PRELOAD, PreloadedParent
 from areal.launcher.result import (
     facts_text,
     goal_text,
@@ -140,9 +142,15 @@ def _orphan(process: psutil.Process, paths: RunPaths) -> Orphan | None:
 # The text of a plan, which --dry-run prints.
 
 
-def plan_text(plan: LaunchPlan, step_s: float | None, *, given_step_s: float | None = None) -> str:
+def plan_text(
+    plan: LaunchPlan,
+    step_s: float | None,
+    *,
+    given_step_s: float | None = None,
+    memory_of: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """The plan as text. `step_s`: seconds of a train step, if an earlier run has measured it; `given_step_s`: as the
-    user expects them, which comes first."""
+    user expects them, which comes first. `memory_of`: what a process needs in all, by its name."""
     hosts = ", ".join(sorted({process.host.bind for process in plan.processes}))
     lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: chosen at start, on {hosts}"]
     if len({process.host for process in plan.processes}) > 1:
@@ -151,6 +159,7 @@ def plan_text(plan: LaunchPlan, step_s: float | None, *, given_step_s: float | N
     for process in plan.processes:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
         memory = "" if process.memory_bytes == 0 else f", model state {bytes_text(process.memory_bytes)}"
+        memory += f", {memory_of[process.name]}" if process.name in memory_of else ""
         lines.append(f"  {process.name}: {where}, CPU threads {process.num_threads}{memory}")
         lines.append(f"    {shlex.join(public_command(process.argv))}")
         if process.role != "controller":
@@ -245,6 +254,9 @@ checkpoint where recover.mode allows; the second ends the run at once.
 Environment variables for servers that already run:
   AREAL_LLM_SERVER_ADDRS=HOST:PORT,...  their addresses, as rollout.server_addrs
   AREAL_SERVER_TOKEN=TEXT               their token or API key
+
+AREAL_PRELOAD=0 starts every process by itself. Without it, processes of a run
+without GPUs on Linux are forked from one that has imported torch.
 """
 _ORPHANS_LIMIT_S = 10.0
 _NO_PROMPT = "no first prompt: the agent makes its prompts itself (areal rehearse, areal test-workflow show them)\n"
@@ -296,20 +308,26 @@ def read_command_line(argv: Sequence[str], *, launcher: str = "local") -> Launch
     return Launch(config=config, extras=extras, numbers=numbers, script=script, step_s=given_step_s(argv), **given)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalCluster:
-    """This machine alone. Implements `Cluster`."""
+class LocalCluster(Cluster):
+    """This machine alone."""
 
-    machine: Machine
+    def __init__(self, machine: Machine, *, preloads: bool = False) -> None:
+        """`preloads`: fork processes from a parent that has done their imports, where this is possible."""
+        self._machine = machine
+        # A process that uses a GPU cannot be forked from one that has looked for GPUs.
+        can_preload = preloads and sys.platform == "linux" and not machine.gpus and os.environ.get(PRELOAD) != "0"
+        self._preloaded = PreloadedParent(at_import()) if can_preload else None
 
     def machines(self) -> Sequence[Machine]:
-        return [self.machine]
+        return [self._machine]
 
     def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> ProcessBackend:
-        return LocalBackend(paths, secrets)
+        return LocalBackend(paths, secrets, self._preloaded)
 
     def close(self) -> None:
-        """The backend's `stop` has ended everything."""
+        """The backend's `stop` has ended the processes of the run."""
+        if self._preloaded is not None:
+            self._preloaded.close()
 
 
 def this_machine() -> Machine:
@@ -375,7 +393,8 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
         facts = dataclasses.asdict(_public(plan)) | {"first_prompt": tried.prompt, "prompt_tokens": tried.num_tokens}
         sys.stdout.write(json.dumps(facts | {"script_keys": list(request.extras), "problems": problems}) + "\n")
     elif request.dry_run:
-        sys.stdout.write(plan_text(plan, earlier_step_s(RunPaths.of(config)), given_step_s=request.step_s))
+        step_s, memory_of = earlier_step_s(RunPaths.of(config)), memory_texts(config, plan)
+        sys.stdout.write(plan_text(plan, step_s, given_step_s=request.step_s, memory_of=memory_of))
         if tried.prompt:
             sys.stdout.write(f"the first prompt ({tried.num_tokens} tokens):\n{tried.prompt}\n")
         elif isinstance(config, PPOConfig) and config.workflow == "agent" and request.script is None:
@@ -393,6 +412,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
     machines, stored = cluster.machines(), max(map(stored_bytes, request.config.models.values()), default=0)
     on_gpu = request.config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
     config = with_time_limits(request.config, checkpoint_bytes=stored, on_gpu=on_gpu)
+    config = with_adapters(config, num_machines=len(machines), on_gpu=on_gpu)
     request, paths, line = dataclasses.replace(request, config=config), RunPaths.of(config), StatusLine()
     plan = checked_plan(request, machines, line)
     if request.dry_run:
@@ -443,7 +463,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         _print_summary(request, paths, summary)
         for row in [*metrics_text(metrics), *unscored_lines(rows)]:
             line.say(f"areal: {row}")
-        return _report(outcome, paths, line, goal)
+        return _report(outcome, paths, line, goal, total_steps=total_steps)
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
@@ -513,12 +533,15 @@ def _run(
     ).run()
 
 
-def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str) -> int:
+def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str, *, total_steps: int | None) -> int:
+    """`total_steps`: those of the plan; None = not known."""
+    is_trained = total_steps is not None and outcome.steps_done >= total_steps
+    when = f" after all {total_steps} train steps, before its last evaluation and export" if is_trained else ""
     facts = "; ".join(filter(None, (goal, facts_text(outcome.episodes, outcome.alarms))))
     first = f"; first failure: {one}" if (one := (outcome.episodes or {}).get("first_failure")) else ""
     text, exit_status = {
         "completed": (f"run completed: {paths.root} ({facts}{first})", 0),
-        "interrupted": (f"interrupted, all processes have ended: {paths.root} ({facts}{first})", 130),
+        "interrupted": (f"interrupted{when}, all processes have ended: {paths.root} ({facts}{first})", 130),
         "failed": (f"{facts}\nareal: error: run failed: {outcome.cause}", 1),
     }[outcome.status]
     line.say(f"areal: {text}")
@@ -545,8 +568,9 @@ def run_command(words: Sequence[str]) -> int:
     if "--attach" in words:
         return attach.run_command(words)
     help_if_asked(words, USAGE)
-    request = read_command_line(words)
-    return launch(request, LocalCluster(this_machine()))
+    cluster = LocalCluster(this_machine(), preloads="--dry-run" not in words)
+    with closing(cluster):
+        return launch(read_command_line(words), cluster)
 
 
 if __name__ == "__main__":

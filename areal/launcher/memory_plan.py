@@ -16,6 +16,8 @@ from areal.launcher.job import LaunchPlan, num_shards
 from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import FAMILIES, read_vision_layout
 
+LIBRARY_BYTES = 2**29
+"""Python, torch and transformers in one process."""
 _CARD_SHARE = 0.95
 """The rest is for the CUDA context and fragments."""
 _PINNED = 1.5
@@ -208,39 +210,66 @@ def _gathered(shape: ModelShape, width: int, *, trained: bool, at_once: bool) ->
     )
 
 
-def memory_problems(
-    config: BaseExperimentConfig, plan: LaunchPlan, *, card_bytes: int | None, host_bytes: int
-) -> Iterator[str]:
-    """One sentence when a trainer rank needs more than its card has, or the ranks of a machine more than the host."""
+def planned_memory(config: BaseExperimentConfig, plan: LaunchPlan, tokens: int) -> RankMemory | None:
+    """The memory of a trainer rank with `tokens` in its largest micro-batch; None when a model is not on this machine.
+
+    Each rank has the same models.
+    """
     ranks = [process for process in plan.processes if process.role == "trainer"]
     held = {name: one for name, one in config.models.items() if name != "ref" or not config.reference_is_base}
     shapes = [(model, ModelShape.read(model.path)) for model in held.values()]
     known = [(model, shape) for model, shape in shapes if shape is not None]
     if not ranks or len(known) < len(shapes):
-        return
-    on_gpu = bool(ranks[0].gpus)
-    bucket = config.actor.weight_chunked_mem_mb * 2**20 if isinstance(config, PPOConfig) else 0
-    tokens = largest_micro_batch(config, plan)
-    dims = config.allocation.train[0].parallel
-    per_step = config.actor.ppo_n_minibatches if isinstance(config, PPOConfig) else 1
-    longest = config.gconfig.max_tokens if isinstance(config, PPOConfig) else 0
-    accumulates = tokens * per_step < plan.numbers.samples_per_step * longest // dims.dp
-    backend, patches = config.train_backend, largest_images(config, tokens)
-    memory = rank_memory(
+        return None
+    return rank_memory(
         known,
-        dims=dims,
+        dims=config.allocation.train[0].parallel,
         tokens=tokens,
-        on_gpu=on_gpu,
-        bucket_bytes=bucket,
-        accumulates=accumulates,
-        backend=backend,
-        patches=patches,
+        on_gpu=bool(ranks[0].gpus),
+        bucket_bytes=config.actor.weight_chunked_mem_mb * 2**20 if isinstance(config, PPOConfig) else 0,
+        accumulates=_accumulates(config, plan, tokens),
+        backend=config.train_backend,
+        patches=largest_images(config, tokens),
     )
+
+
+def _accumulates(config: BaseExperimentConfig, plan: LaunchPlan, tokens: int) -> bool:
+    if not isinstance(config, PPOConfig):
+        return False
+    per_rank = plan.numbers.samples_per_step * config.gconfig.max_tokens // config.allocation.train[0].parallel.dp
+    return tokens * config.actor.ppo_n_minibatches < per_rank
+
+
+def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, str]:
+    """Name of a process on the CPU -> what it needs in all. Without those whose models are not known."""
+    tokens = largest_micro_batch(config, plan)
+    memory, texts = planned_memory(config, plan, tokens), dict[str, str]()
+    for process in (process for process in plan.processes if not process.gpus):
+        if process.role == "server" and process.memory_bytes:
+            texts[process.name] = f"about {_gib(LIBRARY_BYTES + process.memory_bytes)} in all"
+        elif process.role == "trainer" and memory is not None:
+            held = LIBRARY_BYTES + memory.weights + memory.gradients + memory.optimizer + memory.gathered
+            each = f"{_gib(memory.activations * 1000 // tokens)} for 1,000 tokens of a micro-batch (at most {tokens:,})"
+            texts[process.name] = f"about {_gib(held)} in all and {each}"
+    return texts
+
+
+def memory_problems(
+    config: BaseExperimentConfig, plan: LaunchPlan, *, card_bytes: int | None, host_bytes: int
+) -> Iterator[str]:
+    """One sentence when a trainer rank needs more than its card has, or the ranks of a machine more than the host."""
+    tokens = largest_micro_batch(config, plan)
+    memory = planned_memory(config, plan, tokens)
+    if memory is None:
+        return
+    ranks = [process for process in plan.processes if process.role == "trainer"]
+    on_gpu, backend, patches = bool(ranks[0].gpus), config.train_backend, largest_images(config, tokens)
+    accumulates = _accumulates(config, plan, tokens)
     state = memory.weights + memory.gradients + memory.optimizer
     advice = "use more ranks (allocation_mode) or fsdp.offload_optimizer=true or fsdp.offload_params=true"
     if backend == "megatron":
         advice = "use more ranks (allocation_mode) or megatron.offload_optimizer=true"
-    elif accumulates and any(model.fsdp.gradient_sync == "last" for model, _ in known):
+    elif accumulates and any(model.fsdp.gradient_sync == "last" for model in config.models.values()):
         advice += ", or fsdp.gradient_sync=every"
     here = max(Counter(process.host for process in ranks).values())
     needed, copied = (0 if on_gpu else state * here), memory.host_copy * here
@@ -256,7 +285,11 @@ def memory_problems(
         key = "allocation_mode"
         if memory.activations > state:
             key, advice = "actor.mb_spec.max_tokens_per_mb", "lower it, or set gradient_checkpointing=true"
-            of_images = max(tower_bytes(model, shape, patches) for model, shape in known)
+            of_images = max(
+                tower_bytes(model, shape, patches)
+                for model in config.models.values()
+                if (shape := ModelShape.read(model.path)) is not None
+            )
             if of_images > memory.activations // 2:
                 key = "actor.mb_spec.max_patches_per_mb"
         parts = ", ".join(f"{part.name} {_gib(getattr(memory, part.name))}" for part in fields(memory)[:-1])
@@ -292,6 +325,8 @@ def largest_micro_batch(config: BaseExperimentConfig, plan: LaunchPlan) -> int:
     if not isinstance(config, PPOConfig):
         return limit
     longest, shares = config.gconfig.max_tokens, config.allocation.train[0].parallel.dp
+    if config.server_backend == "native" and config.native.context_length:
+        longest = min(longest, config.native.context_length)
     return min(limit, max(longest, plan.numbers.samples_per_step * longest // shares))
 
 

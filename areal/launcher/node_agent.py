@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import psutil
-
 import areal
 from areal.api.errors import ArealError, LaunchError
 from areal.launcher.backend import LocalBackend, LogTail
@@ -44,7 +42,7 @@ from areal.launcher.node_messages import (
     ToAgent,
 )
 from areal.launcher.preflight import PortProbe, unreachable
-from areal.system.device import cpu_count, visible_gpus
+from areal.system.device import cpu_count, host_memory_bytes, visible_gpus
 from areal.system.durable import write_atomic
 from areal.system.network import LOOPBACK, is_loopback
 from areal.system.process import run_main, watch_parent
@@ -226,7 +224,7 @@ def _prepared(hello: Hello) -> Facts:
         address=own_address(hello.peers),
         cores=cpu_count(),
         gpus=tuple(visible_gpus()),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=host_memory_bytes(),
         python=platform.python_version(),
         areal=areal.__version__,
         clock_s=time.time(),

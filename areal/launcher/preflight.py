@@ -188,7 +188,8 @@ def tried_row(config: PPOConfig) -> TriedRow:
                 raise _NoAnswer("it printed no result")  # the user's code ended the process
         except subprocess.TimeoutExpired:
             text = f"the trial of row 0 did not end within {_ROW_LIMIT_S:g} s, and the run starts without it"
-            return TriedRow(warnings=[f"{text}: look for an endless loop in the map_fn, the workflow or the reward"])
+            advice = "this machine is slow or busy, or the map_fn, the workflow or the reward has an endless loop"
+            return TriedRow(warnings=[f"{text}: {advice}"])
         except _NoAnswer as error:
             return TriedRow(problems=[ConfigProblem("row 0", f"its trial ended: {error}", "launch.first_row")])
     facts = json.loads(answer)
@@ -266,7 +267,7 @@ def _package_problems(config: BaseExperimentConfig, environ: Mapping[str, str], 
     env = {**FIRST_REQUEST, **environ, "WANDB_SILENT": "true"} | ({"WANDB_BASE_URL": base_url} if base_url else {})
     names, text = ", ".join(dashboards), json.dumps(dashboards)
     try:
-        return json.loads(_answer_of("areal.observe.tracker_probe", env=env, limit_s=_TRACKERS_LIMIT_S, text=text))
+        return json.loads(_answer_of("areal.observe.trackers", env=env, limit_s=_TRACKERS_LIMIT_S, text=text))
     except subprocess.TimeoutExpired:
         return [f"stats_logger: the check of {names} did not end within {_TRACKERS_LIMIT_S:g} s"]
     except _NoAnswer as error:
@@ -274,7 +275,7 @@ def _package_problems(config: BaseExperimentConfig, environ: Mapping[str, str], 
 
 
 def _settings(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks: bool) -> dict[str, dict[str, Any]]:
-    """What `tracker_probe` reads."""
+    """What the check in `observe.trackers` reads."""
     chosen = config.stats_logger
     wandb = {
         "run_id": wandb_id(config, chosen.wandb),

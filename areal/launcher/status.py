@@ -613,7 +613,10 @@ def last_record(path: Path) -> dict[str, Any] | None:
 
 
 def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_waiting: bool) -> str:
-    """The line of an asynchronous run. `is_waiting`: also say what the run waits for, and how many servers serve."""
+    """The line of an asynchronous run.
+
+    `is_waiting`: also say what the run waits for, how many servers serve, and which reward calls bound the run.
+    """
     parts = [
         _step(status, status.get("total_steps") or total_steps),
         f"reward {_number(status.get('reward_mean'), '.3f')}",
@@ -628,6 +631,7 @@ def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_waiting:
         if num_serving < len(replicas):
             parts.append(f"{num_serving} of {len(replicas)} servers serve")
         parts.append(f"waits for {status.get('awaited') or '?'}")
+        parts += filter(None, [status.get("rewards")])
     return " | ".join(parts)
 
 
@@ -727,9 +731,10 @@ class Interruptions:
         self.count = max(self.count, 1) if number == signal.SIGHUP else self.count + 1
 
 
-def trained_steps(paths: RunPaths) -> int:
-    """Train steps of the metrics."""
-    return (last_record(paths.metrics) or {}).get("step", 0)
+def trained_steps(paths: RunPaths, status: Mapping[str, Any] | None = None) -> int:
+    """Train steps of the metrics, or of the controller's `status`: servers get the weights of a step before its
+    evaluation, and its metrics are written after that."""
+    return max((last_record(paths.metrics) or {}).get("step", 0), (status or {}).get("version") or 0)
 
 
 def has_saved(paths: RunPaths, steps: int) -> bool:

@@ -331,6 +331,8 @@ class Outcome:
     episodes: dict[str, Any] | None
     """Numbers of episodes by state and by reason; None without a controller."""
     alarms: list[Alarm]
+    steps_done: int
+    """Train steps that are complete, also those whose evaluation is not."""
 
 
 class Supervisor:
@@ -422,6 +424,7 @@ class Supervisor:
             peak_rss_bytes=self._peak_rss_bytes,
             episodes=episodes_of(self._paths, self._status.last_known),
             alarms=self._alarms.all(),
+            steps_done=trained_steps(self._paths, self._status.last_known),
         )
 
     @property

@@ -22,7 +22,7 @@ import orjson
 
 from areal.api.columns import ColumnSpec, to_array
 from areal.api.data import BASELINE, MAX_LOGPROB, TURN_REWARDS, Trajectory, TrajectoryGroup, first_of_sessions
-from areal.api.errors import ArealError, LedgerError
+from areal.api.errors import ArealError, InputError, LedgerError
 from areal.api.table import CORE, IMAGE_COUNT, SESSION, StoredColumn, TokenTable, image_columns, images_of, to_numpy
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.state import Event, TokenCounts, count_by_version
@@ -66,6 +66,8 @@ class TokenLimits(NamedTuple):
     """The highest policy version that can have generated a token."""
     strict: bool = False
     """rollout.check_trajectory_format."""
+    longest_row: int = 2**31
+    """Tokens of a trajectory that fit into a forward pass of every model."""
 
 
 LARGEST_REWARD = 1e15
@@ -112,7 +114,7 @@ def _encode(
             body = _short_body(episode_id, trajectories, lengths, limits)
         if body is None:
             body = _body(episode_id, trajectories, lengths, record, limits)
-    except TrajectoryError:
+    except ArealError:
         raise
     except (TypeError, OverflowError, ValueError) as error:
         raise _wrong_type(error) from error
@@ -229,6 +231,7 @@ def _short_body(
         and mask.find(1, 1, lengths[0]) > 0
         and by_version[0][0] >= -1
         and by_version[-1][0] <= limits.newest_version
+        and size <= limits.longest_row  # that of all rows
     ):
         return None
     return (body,), tuple(by_version), num_trained
@@ -244,7 +247,8 @@ class _Tokens(NamedTuple):
     lengths: list[int]
 
     def check(self, limits: TokenLimits, oldest: int, newest: int) -> None:
-        """Raise TrajectoryError for numbers that no trainer can use. `oldest`, `newest`: of all versions."""
+        """Raise TrajectoryError for numbers that no trainer can use, and InputError for too long rows. `oldest`,
+        `newest`: of all versions."""
         ids, logprobs = np.frombuffer(self.token_ids, "i4"), np.frombuffer(self.logprobs, "f4")
         if np.maximum.reduce(ids.view("u4")) >= limits.vocab_size:  # a negative id is a large number
             wrong = (ids < 0) | (ids >= limits.vocab_size)
@@ -260,6 +264,9 @@ class _Tokens(NamedTuple):
             wrong = (versions > limits.newest_version) | (versions < -1)
             text = f"which is no policy version: the newest one is {limits.newest_version}"
             raise self._wrong("output_versions", versions, wrong, text)
+        if max(self.lengths) > limits.longest_row:
+            text = f"a trajectory has {max(self.lengths)} tokens, and mb_spec.max_tokens_per_mb={limits.longest_row}"
+            raise InputError(f"{text}: raise it, or lower gconfig.max_tokens", code="data.too_long")
         first, has_trained = 0, list[bool]()
         for length in self.lengths:  # the first token of a row is never trained
             has_trained.append(self.loss_mask.find(1, first + 1, first + length) >= 0)

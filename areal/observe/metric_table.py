@@ -240,6 +240,7 @@ eval/MODE/seconds: s: Time of the evaluation of all sets.
 eval/MODE/mean@N: reward: Mean reward of N answers to each row, then mean over rows (evaluator.n_samples above 1).
 eval/MODE/pass@N: share: Unbiased estimate of the probability that one of N answers is correct, mean over rows.
 eval/MODE/majority@N: share: Rows whose most frequent final answer is correct; a tie counts as the mean of its answers.
+eval/MODE/reward/stderr: reward: Standard error over rows of the mean reward.
 eval/MODE/mean@N/stderr: reward: Standard error over rows of mean@N.
 eval/MODE/pass@N/stderr: share: Standard error over rows of pass@N.
 eval/MODE/majority@N/stderr: share: Standard error over rows of majority@N.

@@ -5,15 +5,18 @@ Everything is read once: a replay of a running run uses the state on disk at its
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import InputError
 from areal.data.prompt_stream import PromptStream, row_stream
+from areal.launcher.status import StatusLine
 from areal.ledger.event_files import LedgerReader
 from areal.ledger.state import BatchRecord, LedgerState
 from areal.system.durable import write_atomic
@@ -150,3 +153,162 @@ def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read: {error}", code="replay.damaged_run") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The output of a replay: each step next to that of its run, equal in every bit or in a table, and the result.
+
+EXACT = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
+"""Metrics that must be equal in a replay without overrides."""
+SHOWN = {
+    "actor/loss": "loss", "actor/grad_norm": "grad norm", "actor/clip_ratio": "clip ratio",
+    "actor/approx_kl": "approx KL", "batch/ref_kl": "ref KL", "actor/entropy": "entropy", "critic/loss": "value loss",
+}  # fmt: skip
+"""Metrics that a comparison with overrides shows, if recorded, and their headings."""
+_WIDTH = 11
+
+Row = Mapping[str, Any]
+"""A line of metrics.jsonl."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepComparison:
+    """One step of a replay and the same step of its run."""
+
+    step: int  # Steps done.
+    weights: bool | None  # Whether the checksums are equal; None = the run recorded none.
+    live: Row  # Of the run; empty = it has no metrics of this step.
+    own: Row
+
+    @classmethod
+    def of(cls, step: int, recorded_weights: str, live: Row | None, own: Row) -> "StepComparison":
+        weights = own["weights"] == recorded_weights if recorded_weights else None
+        return cls(step=step, weights=weights, live=live or {}, own=own)
+
+    @property
+    def exact(self) -> dict[str, tuple[Any, Any]]:
+        """The metrics in EXACT that both have: live, replayed."""
+        return {name: (self.live[name], self.own[name]) for name in EXACT if name in self.live and name in self.own}
+
+    @property
+    def different(self) -> list[str]:
+        return ["weights"] * (self.weights is False) + [name for name, (a, b) in self.exact.items() if a != b]
+
+    def line(self) -> str:
+        """What is equal and what differs."""
+        weights = {True: "weights equal", False: f"weights DIFFER at step {self.step}", None: "weights not recorded"}
+        equal = [name for name, (live, own) in self.exact.items() if live == own]
+        parts = [weights[self.weights]] + [", ".join(equal) + " equal"] * bool(equal)
+        parts += [f"{name} DIFFERS (live {a}, replay {b})" for name, (a, b) in self.exact.items() if a != b]
+        return f"step {self.step}: " + "; ".join(parts)
+
+    def facts(self) -> dict[str, Any]:
+        """What the run and the replay measured, for --json."""
+        names = [name for name in SHOWN if name in self.own or name in self.live]
+        values = {name: {"run": self.live.get(name), "replay": self.own.get(name)} for name in names}
+        return {"step": self.step, "weights_equal": self.weights, "different": self.different, "metrics": values}
+
+
+class Comparison:
+    """All steps of a replay. With the options of the run it must be equal; with others it is a table of both."""
+
+    def __init__(self, *, is_exact: bool) -> None:
+        self._is_exact = is_exact
+        self.steps: list[StepComparison] = []
+        self._columns: list[str] = []
+
+    def add(self, step: StepComparison) -> list[str]:
+        """Add a step; returns its lines."""
+        self.steps.append(step)
+        if self._is_exact:
+            return [step.line()]
+        lines: list[str] = []
+        if len(self.steps) == 1:
+            self._columns = [name for name in SHOWN if name in step.own or name in step.live]
+            titles = [f"{SHOWN[name]:^{2 * _WIDTH + 1}}" for name in self._columns]
+            below = [f"{'live':>{_WIDTH}} {'replay':>{_WIDTH}}" for _ in self._columns]
+            lines = ["      | " + " | ".join(titles), " step | " + " | ".join(below)]
+        pairs = [(step.live.get(name), step.own.get(name)) for name in self._columns]
+        cells = [" ".join(f"{'-' if one is None else format(one, '.5g'):>{_WIDTH}}" for one in pair) for pair in pairs]
+        return [*lines, f"{step.step:5} | " + " | ".join(cells)]
+
+    @property
+    def is_equal(self) -> bool | None:
+        """Whether an exact replay equals its run; None when the run recorded nothing to compare with."""
+        if not any(step.weights is not None or step.exact for step in self.steps):
+            return None
+        return not any(step.different for step in self.steps)
+
+    def summary(self) -> str:
+        first = next((step for step in self.steps if step.different), None)
+        if self._is_exact:
+            num_weights = sum(step.weights is not None for step in self.steps)
+            num_metrics = sum(bool(step.exact) for step in self.steps)
+            text = f"{len(self.steps)} steps, {num_weights} with checksums, {num_metrics} with metrics"
+            if first is not None:
+                return f"DIFFERENT from step {first.step} on ({', '.join(first.different)}): {text}"
+            return f"nothing to compare with: {text}" if self.is_equal is None else f"equal: {text}"
+        lines = [f"means over {len(self.steps)} steps:"]
+        for name in self._columns:
+            pairs = [(step.live.get(name), step.own.get(name)) for step in self.steps]
+            if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
+                live, own = fmean(a for a, _ in both), fmean(b for _, b in both)
+                lines.append(f"  {SHOWN[name]}: live {live:.6g}, replay {own:.6g} ({own - live:+.3g})")
+        other = next((step.step for step in self.steps if step.weights is False), None)
+        return "\n".join([*lines, f"weights: {f'different from step {other} on' if other else 'equal at every step'}"])
+
+
+class Report:
+    """Compares each step when its line appears in the metrics of the replay."""
+
+    def __init__(self, run: RecordedRun, folder: Path, order: ReplayOrder, *, is_exact: bool, as_json: bool) -> None:
+        """`as_json`: one JSON object at the end in place of lines."""
+        self._run = run
+        self._live = read_metrics(run.paths.metrics)
+        self._own = metrics_of(folder)
+        self._order = order
+        self._line = StatusLine()
+        self._offset = 0
+        self._is_exact, self._as_json = is_exact, as_json
+        self._compared = Comparison(is_exact=is_exact)
+
+    def look(self) -> None:
+        """Report the steps done since the last call."""
+        for row in self._new_rows():
+            weights = self._run.weights.get(row["step"] - 1, "")
+            lines = self._compared.add(StepComparison.of(row["step"], weights, self._live.get(row["step"]), row))
+            if not self._as_json:
+                sys.stdout.write("".join(line + "\n" for line in lines))
+                sys.stdout.flush()
+        self._line.show(f"replay: step {self._done}/{self._order.end_step}, {self._pace()}")
+
+    @property
+    def _done(self) -> int:
+        return self._compared.steps[-1].step if self._compared.steps else self._order.start_step
+
+    def end(self) -> int:
+        """Report the result; returns the exit status of the command."""
+        self._line.end(f"replay: {self._done - self._order.start_step} steps done, results in {self._own.parent}")
+        is_equal = self._compared.is_equal if self._is_exact else None
+        text = self._compared.summary()
+        if self._as_json:
+            steps = [step.facts() for step in self._compared.steps]
+            text = json.dumps({"folder": str(self._own.parent), "is_equal": is_equal, "steps": steps})
+        sys.stdout.write(text + "\n")
+        return 0 if not self._is_exact or is_equal else 2 if is_equal is None else 1
+
+    def _pace(self) -> str:
+        seconds = [step.own["seconds/step"] for step in self._compared.steps]
+        if not seconds:
+            return "the models are loading"
+        live = [row["seconds/step"] for step, row in self._live.items() if step > self._order.start_step]
+        return f"{fmean(seconds):.2f} s a step" + (f" (live {fmean(live):.2f})" if live else "")
+
+    def _new_rows(self) -> Iterator[Row]:
+        if not self._own.exists():
+            return
+        with open(self._own, "rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        yield from map(json.loads, whole.splitlines())

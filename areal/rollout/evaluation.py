@@ -242,10 +242,12 @@ class _Results:
             means.pop("reward", None)
             return means
         means["reward"] = fmean(one.reward for one in graded.values())
+        rows: dict[int, list[Graded]] = {}
+        for row, sample in sorted(graded):
+            rows.setdefault(row, []).append(graded[row, sample])
+        error = estimate([fmean(one.reward for one in answers) for answers in rows.values()]).stderr
+        means |= {} if error is None else {"reward/stderr": error}
         if num_samples > 1:
-            rows: dict[int, list[Graded]] = {}
-            for row, sample in sorted(graded):
-                rows.setdefault(row, []).append(graded[row, sample])
             metrics = answer_metrics([*rows.values()], num_samples=num_samples, correct_reward=correct_reward)
             for name, metric in metrics.items():
                 means |= {name: metric.mean} | ({} if metric.stderr is None else {f"{name}/stderr": metric.stderr})

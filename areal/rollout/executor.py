@@ -10,16 +10,24 @@ import dataclasses
 import math
 import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal.api.columns import to_runs
 from areal.api.config import ChosenAlarm, InferenceEngineConfig
-from areal.api.data import AGENT_ERROR, MISSING_REWARDS, GenerationRequest, GenerationResponse, TrajectoryGroup
+from areal.api.data import (
+    AGENT_ERROR,
+    MISSING_REWARDS,
+    GenerationRequest,
+    GenerationResponse,
+    TokenChunk,
+    TrajectoryGroup,
+)
 from areal.api.engine import InferenceEngine, InferenceFleet
-from areal.api.errors import ArealError
+from areal.api.errors import ArealError, ServerUnavailable
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.kept import encode_answers
@@ -417,9 +425,30 @@ class EpisodeEngine:
             with span("generate"):
                 responses = await self._engine.agenerate_group([requests[number] for number in missing])
             for number, response in zip(missing, responses, strict=True):
-                if self._is_current(response, sent_at):
+                self._count_answer(response)
+                if self._is_current(response.output_versions, sent_at):
                     answers[number] = self._recorded(requests[number], response)
         return [answers[number] for number in range(len(requests))]
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        has_begun = False
+        while True:
+            sent_at = await self._may_send_at()
+            with span("generate"):
+                async with aclosing(self._engine.stream(request)) as chunks:
+                    async for chunk in chunks:
+                        response = chunk.response
+                        if response is not None:
+                            self._count_answer(response)
+                        if not self._is_current(response.output_versions if response else chunk.versions, sent_at):
+                            break
+                        has_begun = True
+                        yield chunk if response is None else chunk._replace(response=self._recorded(request, response))
+                        if response is not None:
+                            return
+            if has_begun:
+                text = "a server reported an older version at the end of an answer that is streamed"
+                raise ServerUnavailable(text, code="server.unreadable_answer")
 
     async def _may_send_at(self) -> int:
         """Waits until a request may be sent. Returns the version that is served then."""
@@ -428,11 +457,10 @@ class EpisodeEngine:
                 await self._may_send.wait()
         return self._engine.version
 
-    def _is_current(self, response: GenerationResponse, sent_at: int) -> bool:
-        """Whether the answer can be used. If the trainer went back to an older version before the first token was
-        generated, the request is sent again."""
-        self._count_answer(response)
-        return self._may_send is None or min(to_runs(response.output_versions).values, default=sent_at) >= sent_at
+    def _is_current(self, versions: Sequence[int], sent_at: int) -> bool:
+        """Whether tokens of an answer can be used. If the trainer went back to an older version before the first one
+        was generated, the request is sent again."""
+        return self._may_send is None or min(to_runs(versions).values, default=sent_at) >= sent_at
 
     def _recorded(self, request: GenerationRequest, response: GenerationResponse) -> GenerationResponse:
         temperature = request.gconfig.temperature
@@ -528,6 +556,7 @@ class Executor:
         accept: AcceptFn | None,
         options: InferenceEngineConfig,
         temperature: float,
+        longest_row: int,
         producer: ProducerStats,
         alarms: EpisodeAlarms,
         on_decided: Callable[[], None],
@@ -543,6 +572,7 @@ class Executor:
         self._accept = accept
         self._options = options
         self._temperature = temperature
+        self._longest_row = longest_row
         self._producer = producer
         self._alarms = alarms
         state = ledger.state
@@ -589,8 +619,8 @@ class Executor:
     def _token_limits(self) -> TokenLimits:
         """Servers may have a version before the ledger, and a trainer that went back has published higher ones."""
         served, published = self._engine.version, self._ledger.state.highest_version
-        newest = served if served > published else published
-        return TokenLimits(self._engine.vocab_size, newest, self._options.check_trajectory_format)
+        newest, is_strict = served if served > published else published, self._options.check_trajectory_format
+        return TokenLimits(self._engine.vocab_size, newest, is_strict, self._longest_row)
 
     def hold_requests(self, hold: bool) -> None:
         """Let running episodes send no new request while true; requests already sent continue."""

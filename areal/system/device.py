@@ -2,10 +2,13 @@
 
 import os
 import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from areal.api.errors import ConfigError
+
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def pick_device(name: str) -> str:
@@ -69,16 +72,40 @@ def core_ids() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def cpu_count() -> int:
-    """Number of cores that this process may use: the smaller of its affinity and the container's quota."""
+def cpu_count(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+    """Number of cores that this process may use: the smaller of its affinity and its container's quotas.
+
+    `groups`: where control groups are mounted; `own`: Linux's list of those of this process.
+    """
     cores = len(core_ids())
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup v2: only the affinity counts
+    for text in _group_values({"": "cpu.max"}, groups, own):
+        quota, _, period = text.partition(" ")
+        if quota.isdigit() and period.isdigit():
+            cores = min(cores, int(quota) // int(period))
     return max(1, cores)
+
+
+def host_memory_bytes(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+    """Memory that this process may use: that of the machine, or less where a control group limits it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = _group_values({"": "memory.max", "memory": "memory.limit_in_bytes"}, groups, own)
+    return min([total, *(int(text) for text in limits if text.isdigit())])
+
+
+def _group_values(files: Mapping[str, str], groups: Path, own: Path) -> Iterator[str]:
+    """The texts of a file in the control groups of this process, also the outer ones. `files`: controllers of a
+    hierarchy of version 1 ("" for version 2) -> name of the file. Source: cgroup-v1/memory.rst, cgroup-v2.rst."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return  # not Linux
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in files:
+            folder = groups / controllers / path[1:]
+            for each in (folder, *folder.parents):
+                if each.is_relative_to(groups / controllers) and (each / files[controllers]).is_file():
+                    yield (each / files[controllers]).read_text().strip()
 
 
 def visible_gpus() -> list[str]:
@@ -93,11 +120,6 @@ def gpu_memory_bytes() -> int | None:
     """Memory of the smallest NVIDIA GPU of this machine; None without one."""
     lines = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     return min((int(line) * 2**20 for line in lines if line.strip().isdigit()), default=None)
-
-
-def host_memory_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:

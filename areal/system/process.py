@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn, Self, TypeVar
+from typing import BinaryIO, Literal, NoReturn, Self, TypeVar
 
 import psutil
 
@@ -222,6 +222,12 @@ def raise_open_file_limit(wanted: int = 65536) -> int:
     return soft
 
 
+def opened_log(path: Path) -> BinaryIO:
+    """The log of a process, to append to. Only its user can read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "ab", opener=partial(os.open, mode=0o600))
+
+
 def spawn(
     argv: Sequence[str], env: Mapping[str, str], log_path: Path, *, descriptors: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
@@ -229,9 +235,8 @@ def spawn(
 
     It inherits `descriptors`.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(log_path, "ab", opener=partial(os.open, mode=0o600)) as log:
+        with opened_log(log_path) as log:
             return subprocess.Popen(
                 argv,
                 env=dict(env),

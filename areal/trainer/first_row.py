@@ -202,7 +202,7 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
         config = trial.config
         num_calls, num_workers = config.train_dataset.batch_size * config.gconfig.n_samples, pool_size(config.reward)
         found.reward_time = (
-            f"the reward functions took {seconds:.3g} s for row 0: {num_calls * seconds / num_workers:.3g} s for the "
+            f"the reward functions took {seconds:.3f} s for row 0: {num_calls * seconds / num_workers:,.1f} s for the "
             f"{num_calls} answers of a train step on {num_workers} workers (reward.workers)"
         )
 

@@ -426,6 +426,8 @@ class Evaluator:
             result = ask_controller(question, channel=self._channel, ranks=self._ranks, version=steps_done)
             values |= {f"eval/{mode}/{name}": value for name, value in result.items()}
         shown = "; ".join(f"{name[5:]} {result_text(values, name)}" for name in evaluations_of(values))
+        if self._config.n_samples == 1 and "sampled" in self._config.modes:
+            shown += "; one answer a row: evaluator.n_samples above 1 lowers the error"
         get_logger("trainer").info("evaluation after %d steps: reward %s", steps_done, shown)
         return values
 

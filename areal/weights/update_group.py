@@ -5,9 +5,9 @@ group is separate from torch's default process group. Every wait ends after `tim
 returns true.
 """
 
-from __future__ import annotations
-
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,7 +18,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
 from areal.server_side.areal_transfer import group, layout
-from areal.system.network import TRAINERS_VARIABLE, Host, is_trainer, listen
+from areal.system.network import TRAINERS_VARIABLE, Host, is_trainer, listen, required_token
+from areal.system.process import run_main
 
 is_finite = layout.is_finite
 
@@ -117,3 +118,22 @@ def _as_ours() -> Iterator[None]:
         raise WeightSyncError(str(error), code="weights.transfer_failed") from error
     except ValueError as error:
         raise RequestError(str(error), code="weights.invalid_bucket") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The store in which the ranks of a server over several machines find each other, on loopback:
+#
+# `python -m areal.weights.update_group` prints its port and ends with the process that started it.
+
+_TIMEOUT_S = 600.0
+
+
+def _serve_parts() -> None:
+    store = serve_store(Host(), required_token("the store of the parts"), timeout_s=_TIMEOUT_S)
+    sys.stdout.write(f"{store.port}\n")
+    sys.stdout.flush()
+    signal.pause()
+
+
+if __name__ == "__main__":
+    run_main(_serve_parts)

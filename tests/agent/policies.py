@@ -1,9 +1,11 @@
 """A policy for tests that answers from a script."""
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from areal.api.data import GenerationRequest, GenerationResponse
+from areal.api.data import GenerationRequest, GenerationResponse, TokenChunk
+from areal.api.engine import InferenceEngine
 from areal.data.tiny_model import template_tokenizer
 from tests.agent.bridge.templates import CHATML
 
@@ -13,7 +15,7 @@ def tool_tokenizer():
     return template_tokenizer(CHATML)
 
 
-class ScriptedEngine:
+class ScriptedEngine(InferenceEngine):
     """Answers with what `answer` makes of the text of the prompt. Implements InferenceEngine."""
 
     version = 3
@@ -43,3 +45,38 @@ class ScriptedEngine:
             output_versions=[self.version] * len(cut),
             stop_reason="stop" if cut == ids else "length",
         )
+
+
+class ChunkEngine(ScriptedEngine):
+    """Yields the same answers in chunks of the sizes `cuts`, in turn. Chunks after the first wait for `gate`."""
+
+    def __init__(self, answer: Callable[[str], str], cuts: Sequence[int], *, gate: asyncio.Event | None = None) -> None:
+        super().__init__(answer)
+        self._cuts = cuts
+        self.gate = gate
+        self.error: Exception | None = None
+        """Raised instead of the second chunk."""
+        self.num_given = 0
+        """Chunks so far."""
+        self.left = asyncio.Event()
+        """Set when a stream was closed before its end."""
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        whole, done = await self.agenerate(request), 0
+        sizes = itertools.cycle(self._cuts)
+        columns = (whole.output_ids, whole.output_logprobs, whole.output_versions)
+        try:
+            while done < len(whole.output_ids):
+                if self.gate is not None and done:
+                    await self.gate.wait()
+                if self.error is not None and done:
+                    raise self.error
+                place = slice(done, done + next(sizes))
+                done = place.stop
+                self.num_given += 1
+                yield TokenChunk(*(column[place] for column in columns))
+                await asyncio.sleep(0)
+            yield TokenChunk((), (), (), whole)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.left.set()
+            raise

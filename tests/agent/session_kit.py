@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 from areal.agent.directory import OpenedSession
+from areal.agent.rehearsal import WholeStream
 from areal.agent.session_server import SessionServer
 from areal.agent.turns import ToolCall, TurnAnswer, TurnRefused
 from tests.rollout.http_kit import listening
@@ -53,6 +54,9 @@ class ScriptedSession:
         if isinstance(step, Exception):
             raise step
         return step if isinstance(step, tuple) else (step,) * request.num_answers
+
+    def stream(self, request):
+        return WholeStream(self.answer(request))
 
     def delivered(self, answers):
         self.delivered_answers.append(tuple(answers))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from areal.agent.load_blame import LoadBlame, SessionLoad, blamed, load_gap
+from areal.workflow.agent import LoadBlame, SessionLoad, blamed, load_gap
 
 
 def zero_gap(found) -> float:

@@ -20,21 +20,27 @@ from tests.expect import raises_code
 QUESTION = {"role": "user", "content": "2+2?"}
 
 
-def session_of(engine, *, limits=None, sampling="client", events=None, style="hermes", template=CHATML) -> Session:
+def setup_of(
+    *, limits=None, sampling="client", style="hermes", template=CHATML, max_new_tokens=50, special_tokens=()
+) -> SessionSetup:
     tokenizer = template_tokenizer(template)
-    bridge = template_bridge(tokenizer)
+    bridge, max_tokens = template_bridge(tokenizer), 10 * max_new_tokens
     gconfig = GenerationHyperparameters(
-        max_new_tokens=50, max_tokens=500, temperature=0.7, stop_token_ids=sorted(bridge.stop_token_ids)
-    )
-    setup = SessionSetup(
+        max_new_tokens=max_new_tokens, max_tokens=max_tokens, temperature=0.7,
+        stop_token_ids=sorted(bridge.stop_token_ids),
+    )  # fmt: skip
+    return SessionSetup(
         tokenizer=tokenizer,
         settings=gconfig,
         limits=limits or SessionLimits(),
         sampling=sampling,
-        new_transcript=lambda: Transcript(bridge, max_tokens=500, encode=lambda text, _: tokenizer.encode(text)),
-        style=style_of(style, tokenizer.chat_template),
+        new_transcript=lambda: Transcript(bridge, max_tokens=max_tokens, encode=lambda text, _: tokenizer.encode(text)),
+        style=style_of(style, tokenizer.chat_template, special_tokens),
     )
-    return Session("s1", setup, engine, events=events)
+
+
+def session_of(engine, *, events=None, **options) -> Session:
+    return Session("s1", setup_of(**options), engine, events=events)
 
 
 def request(text="2+2?", **options) -> TurnRequest:
@@ -169,10 +175,13 @@ async def test_the_turn_under_way_ends_with_length_when_the_time_of_its_session_
 @pytest.mark.parametrize(("sampling", "temperature"), [("client", 0.2), ("config", 0.7)])
 async def test_the_sampling_of_the_client_counts_unless_the_run_decides(sampling, temperature) -> None:
     engine = numbered()
-    wish = TurnSettings(temperature=0.2, max_new_tokens=7)
-    await session_of(engine, sampling=sampling).answer(request(settings=wish))
+    wishes = {"top_p": 0.9, "top_k": 5, "frequency_penalty": -0.5, "presence_penalty": 0.25}
+    session = session_of(engine, sampling=sampling)
+    await session.answer(request(settings=TurnSettings(temperature=0.2, max_new_tokens=7, **wishes)))
     (sent,) = engine.requests
     assert (sent.gconfig.temperature, sent.gconfig.max_new_tokens) == (temperature, 7)
+    ours = {name: getattr(session_of(engine)._setup.settings, name) for name in wishes}
+    assert {name: getattr(sent.gconfig, name) for name in wishes} == (wishes if sampling == "client" else ours)
 
 
 async def test_the_end_of_a_session_cancels_its_turns() -> None:

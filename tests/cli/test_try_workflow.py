@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.errors import LaunchError
+from areal.api.errors import ConfigError, LaunchError
 from areal.cli import try_workflow as command
 from areal.cli.try_workflow import try_workflow
 from areal.trainer import first_row
@@ -44,6 +44,14 @@ def test_an_episode_is_shown_as_json(run):
     assert "".join(span["text"] for span in one["spans"]) == "20+3=20+3?<e>23=23<e>"
     assert [span["trained"] for span in one["spans"]] == [False, True, False, True]
     assert (facts["stats"]["calculator_calls"], facts["stats"]["num_turns"]) == (1.0, 2.0)
+
+
+def test_no_optimiser_is_needed(run):
+    status, out = run("--answer", "1+2?", "--answer", "3", "--json", "actor.optimizer=null")
+    assert (status, json.loads(out)["error"]) == (0, "")
+    with pytest.raises(ConfigError) as error:
+        run("--answer", "3", "actor.optimizer=null", "gconfig.n_samples=0")
+    assert [problem.path for problem in error.value.problems] == ["gconfig.n_samples"]
 
 
 def jsonl(path, rows):

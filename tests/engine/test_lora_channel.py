@@ -21,13 +21,15 @@ from areal.api.config.train import LoRAConfig
 from areal.api.config.validate import check_config
 from areal.api.data import WeightUpdate
 from areal.api.errors import ConfigError
+from areal.inference.weight_update import ServedWeights
+from areal.launcher.job import with_adapters
 from areal.launcher.memory_plan import adapter_parameters, rank_memory
 from areal.launcher.preflight import missing_inputs
 from areal.models.model_shape import ModelShape
 from areal.system.durable import is_complete
 from areal.trainer.roles import Reference
 from areal.weights.disk import AdapterChannel
-from tests.expect import serve
+from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
 
 LORA = LoRAConfig(rank=4, alpha=8, target_modules=["q_proj", "v_proj"])
@@ -108,6 +110,7 @@ def test_another_reference_is_a_second_model(models):
         ("vllm:d1", {}, True),
         ("sglang:d1", {}, True),
         ("native:d1", {}, False),
+        ("native:d1", {"adapter_update_mode": "adapter"}, True),
         ("vllm:d1", {"adapter_update_mode": "merged"}, False),
         ("vllm:d1", {"weight_update_mode": "http"}, False),
         ("vllm:d1", {"lora": replace(LORA, modules_to_save=["lm_head"])}, False),
@@ -120,6 +123,56 @@ def test_which_servers_get_adapters_alone(models, servers, actor, expected):
     assert ppo_config(models / "qwen3", servers, **actor).publishes_adapters is expected
 
 
+@pytest.mark.parametrize(
+    ("servers", "actor", "place", "expected"),
+    [
+        ("native:d1", {}, {}, "adapter"),
+        ("native:d1", {}, {"on_gpu": True}, "auto"),
+        ("native:d1", {}, {"num_machines": 2}, "auto"),
+        ("native:d1", {"weight_update_mode": "xccl"}, {}, "auto"),
+        ("native:d1", {"adapter_update_mode": "merged"}, {}, "merged"),
+        ("native:d1", {"lora": None}, {}, "auto"),
+        ("native:d1", {"init_from_scratch": True}, {}, "auto"),
+        ("vllm:d1", {}, {}, "auto"),
+    ],
+)
+def test_the_launcher_decides_what_native_servers_get(models, servers, actor, place, expected):
+    config = with_adapters(
+        ppo_config(models / "qwen3", servers, **actor), **{"num_machines": 1, "on_gpu": False} | place
+    )
+    assert config.actor.adapter_update_mode == expected
+
+
+@pytest.mark.parametrize("change", [{}, {"rslora": True}, {"init": "pissa"}, {"modules_to_save": ["lm_head"]}])
+def test_native_servers_merge_an_adapter_as_the_trainer_does(cases, models, tmp_path, change):
+    engine = cases.make_engine(models / "qwen3", lora=replace(LORA, **change), optimizer=cases.ADAM)
+    cases.train(engine, cases.make_batch(), steps=2)
+    control = Published()
+    serve(AdapterChannel(engine.lora, FakeRanks(), control, tmp_path / "weights"), 1)
+    model = AutoModelForCausalLM.from_pretrained(models / "qwen3")
+    served = ServedWeights(model, base=models / "qwen3")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):  # the second update starts from the checkpoint, not from the merged weights
+        served.receive_folder(Path(control.updates[0].path))
+        served.check_complete("")
+        served.install()
+        for name, value in engine.named_weights():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=3e-7)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", *change.get("modules_to_save", [])}
+
+
+def test_an_adapter_of_another_base_is_refused(cases, models, tmp_path):
+    engine = cases.make_engine(models / "qwen3", lora=LORA, optimizer=cases.ADAM)
+    control = Published()
+    serve(AdapterChannel(engine.lora, FakeRanks(), control, tmp_path / "weights"), 1)
+    other = AutoModelForCausalLM.from_pretrained(models / "qwen3")
+    torch.nn.init.zeros_(other.lm_head.weight)
+    other.save_pretrained(tmp_path / "other")
+    with raises_code("weights.bad_folder", "another base model"):
+        ServedWeights(other, base=tmp_path / "other").receive_folder(Path(control.updates[0].path))
+
+
 def test_servers_wait_for_an_adapter_that_the_run_continues_from(models):
     lora = replace(LORA, path="adapter")
     starts = {servers: ppo_config(models / "qwen3", servers, lora=lora) for servers in ("native:d1", "vllm:d1")}
@@ -130,7 +183,7 @@ def test_servers_wait_for_an_adapter_that_the_run_continues_from(models):
 @pytest.mark.parametrize(
     ("servers", "actor"),
     [
-        ("native:d1", {}),
+        ("native:d1", {"weight_update_mode": "http"}),
         ("vllm:d1", {"weight_update_mode": "http"}),
         ("sglang:d1", {"lora": replace(LORA, modules_to_save=["lm_head"])}),
     ],

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from areal.api.errors import ArealError
 from areal.cli.main import run_command
+from areal.data.tiny_model import template_tokenizer
 from areal.evaluate.samples import Sample, SampleKey, make_report, read_generations, read_samples, table, write_samples
 from tests.expect import raises_code
 
@@ -118,11 +120,20 @@ def test_a_file_with_a_cut_last_line_keeps_the_whole_ones(tmp_path):
 def test_the_table_of_an_agent_has_its_turns_and_tool_calls():
     key = SampleKey("sampled", "held_out", 0, 0)
     metrics = {"num_turns": 2.0, "tool_calls": 1.0, "queue_s": 0.5}
-    head, row = table(
+    head, row, *_ = table(
         make_report([Sample(key=key, data={}, reward=1.0, metrics=metrics)], correct_reward=1.0)
     ).splitlines()
     assert head.split()[-4:] == ["tokens", "finished", "num_turns", "tool_calls"]
     assert row.split()[-2:] == ["2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_samples", "says"), [("sampled", 1, True), ("sampled", 2, False), ("greedy", 1, False)]
+)
+def test_the_table_points_out_one_sampled_answer_a_row(mode, num_samples, says):
+    keys = [SampleKey(mode, "held_out", row, sample) for row in range(2) for sample in range(num_samples)]
+    report = make_report([Sample(key=key, data={}, reward=1.0) for key in keys], correct_reward=1.0)
+    assert ("-n 8" in table(report)) == says
 
 
 def test_the_last_line_of_the_table_names_the_failed_answers_and_the_first_error():
@@ -155,3 +166,17 @@ def test_answers_without_a_reward_count_as_configured(missing_reward, by_agent, 
     assert (result.samples, result.failed) == (1, 1)
     assert (result.metrics["mean@1"].mean if result.metrics else None) == mean
     assert "1 of 2 answers" in table(report)
+
+
+def test_a_prompt_that_begins_with_a_bos_gets_no_second_one(tmp_path, capsys):
+    """The tokenizer adds one to every text; a prompt that the chat template rendered has it."""
+    tokenizer = template_tokenizer("<s>{{ messages }}")
+    start = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    assert tokenizer.encode("<s>ab")[:2] == [start, start]
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    file = lines_file(tmp_path / "g.jsonl", {"prompt": "<s>ab", "output": "c", "weight": 0})
+    words = [f"tokenizer_path={tmp_path / 'tokenizer'}", "reward_fn=tests.reward.reward_functions:echo_row"]
+    assert run_command(["score", str(file), *words, "reward.workers=1", "-o", str(tmp_path / "out.jsonl")]) == 0
+    (scored,) = read_samples(tmp_path / "out.jsonl").values()
+    assert scored.reward == start + sum(tokenizer.encode("ab", add_special_tokens=False)) + 1

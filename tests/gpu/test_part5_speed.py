@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
         (["benchmark/gpu_step.py", "--device", "cuda"], "mfu"),
         (["benchmark/gpu_publish.py", "--device", "cuda"], "seconds"),
         (["benchmark/gpu_memory.py", "--device", "cuda"], "rows"),
+        (["benchmark/engine_overhead.py", "--device", "cuda", "--rounds", "3"], "head"),
     ],
 )
 def test_a_benchmark_gives_its_figures(words, key):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal.inference import model_runner
+from areal.api.config import NativeServerConfig
+from areal.inference import decode_graph, model_runner
 from areal.inference.decode_graph import dense_decoder
 from areal.inference.model_runner import use_paged_attention
 
@@ -26,6 +27,54 @@ def test_answers_are_those_of_transformers(build_model, drive, prompts, monkeypa
     assert dense_decoder(runner.model, runner.layer_shapes) is not None
     monkeypatch.setattr(model_runner, "dense_decoder", lambda model, shapes: None)
     assert found == answers()[1]
+
+
+PACKS = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@PACKS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-gqa", "llama"])
+def test_packed_weights_give_the_logprobs_of_transformers(build_model, drive, prompts, monkeypatch, family, dtype):
+    """Before and after an update in mid-answer; with few rows, where float32 is not packed, and with many."""
+    monkeypatch.setattr(NativeServerConfig, "packed_bytes", staticmethod(lambda size: size))
+    old, new = build_model(family, 0).to(dtype), build_model(family, 1).to(dtype)
+    driver = drive(old, max_prefill_tokens=32)
+    runner, weights = driver.engine.runner, driver.engine.weights
+    assert runner._dense is not None
+    assert runner._dense._is_packed
+    each = [driver.add(prompt, temperature=1.0, seed=seed, max_new_tokens=12) for seed, prompt in enumerate(prompts)]
+    each += [driver.add(prompts[1], temperature=1.0, seed=9, max_new_tokens=40)]
+    driver.steps(9)
+    for name, tensor in new.state_dict().items():
+        weights.receive_value(name, tensor)
+    driver.engine.install_weights("1", "retract")
+    driver.run()
+    exact = {"0": old.float(), "1": new.float()}
+    for sequence in each:
+        for version, start, end in sequence.version_spans(0, len(sequence.logprobs)):
+            with torch.no_grad():
+                logits = exact[version](torch.tensor([sequence.token_ids])).logits[0].log_softmax(-1)
+            for place in range(start, end):
+                position = sequence.num_prompt + place
+                wanted = logits[position - 1, sequence.token_ids[position]].item()
+                assert sequence.logprobs[place] == pytest.approx(wanted, abs=2e-5 if dtype == torch.float32 else 0.5)
+    assert {version for one in each for version, _, _ in one.version_spans(0, 40)} == {"0", "1"}
+
+
+@PACKS
+def test_weights_that_onednn_computes_otherwise_are_not_packed(build_model, drive, prompts, monkeypatch):
+    monkeypatch.setattr(NativeServerConfig, "packed_bytes", staticmethod(lambda size: size))
+    pack = decode_graph._Product.pack
+
+    def wrong(product):
+        pack(product)
+        product._packed = torch.ops.mkldnn._reorder_linear_weight(1.01 * product.modules[0].weight.detach(), 8)
+
+    monkeypatch.setattr(decode_graph._Product, "pack", wrong)
+    runner = drive(build_model("llama")).engine.runner
+    assert runner._dense is not None
+    assert not runner._dense._is_packed
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral-window", "deepseek_v3"])

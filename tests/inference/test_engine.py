@@ -228,10 +228,10 @@ def test_requests_that_keep_their_cache_mix_old_keys_and_values_with_new_weights
     driver = drive(old, version="7", max_prefill_tokens=prefill)
     sequences = [driver.add(prompt, temperature=1.0, seed=n, max_new_tokens=12) for n, prompt in enumerate(prompts[:4])]
     driver.steps(5)
-    computed = [sequence.num_computed for sequence in sequences]
+    computed = [min(sequence.num_computed, len(sequence.token_ids) - 1) for sequence in sequences]
     switch = [sequence.num_output for sequence in sequences]
     load(driver, tmp_path, "8", mode="in_place")
-    assert [sequence.num_computed for sequence in sequences] == computed
+    assert [min(sequence.num_computed, len(sequence.token_ids) - 1) for sequence in sequences] == computed
     driver.run()
     assert any(switch)
     for sequence, num_old, first_new in zip(sequences, computed, switch, strict=True):

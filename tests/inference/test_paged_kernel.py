@@ -93,7 +93,7 @@ def test_graphs_give_the_answers_of_steps_without_them(family, build_model, driv
 
         return checked, logits
 
-    monkeypatch.setattr(DecodeGraphs, "trial_error", lambda graphs: 0.0)  # before `served` is known
+    monkeypatch.setattr(DecodeGraphs, "trial_error", lambda *_: 0.0)  # before `served` is known
     for is_graphed in (False, True):
         if is_graphed:
             with_graphs(monkeypatch, counting)

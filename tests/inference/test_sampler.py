@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from areal.inference import engine as sampler
-from areal.inference.engine import sample, uniform_numbers
+from areal.inference.decode_rows import SampledRows
 from areal.inference.generate_route import BodyParser
 from areal.inference.request_parser import GenerateBody, RequestLimits
 from areal.inference.scheduler import SamplingParams, Sequence
@@ -29,6 +29,14 @@ def sequence(seed: int = 0, prompt: list[int] | None = None, answer: list[int] |
     for token in answer:
         made.append(token, 0.0, "0")
     return made
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+    return sampler.sample(logits, SampledRows.of(sequences, logits.device)).read()
+
+
+def uniform_numbers(sequences: list[Sequence]) -> torch.Tensor:
+    return SampledRows.of(sequences, torch.device("cpu")).uniforms()
 
 
 def shares(count: int = 4000, logits: torch.Tensor = LOGITS, **params) -> dict[int, float]:
@@ -213,7 +221,7 @@ def raced(weights, count):
     rows = 1000
     counts = torch.zeros(len(weights), dtype=torch.int64)
     for first in range(0, count, rows):
-        seeds = torch.from_numpy(uniform_numbers([sequence(seed) for seed in range(first, first + rows)]))
+        seeds = uniform_numbers([sequence(seed) for seed in range(first, first + rows)])
         counts += sampler._race(weights.expand(rows, -1), seeds).bincount(minlength=len(weights))
     return counts
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from areal.inference.scheduler import (
     BlockPool,
+    Chunk,
     FinishReason,
     SamplingParams,
     Scheduler,
@@ -45,16 +46,17 @@ class Memory:
     def execute(self, plan: StepPlan) -> list[Sequence]:
         """Do a step as the model runner does. Returns the sequences that get a next token."""
         self._copy(plan.copies_before)
-        for chunk in plan.chunks:
+        chunks = [Chunk(sequence, sequence.num_computed - 1, 1) for sequence in plan.decode] + plan.chunks
+        for chunk in chunks:
             for position in range(chunk.start, chunk.start + chunk.count):
                 block = chunk.sequence.blocks[position // BLOCK]
                 cells = self.content.setdefault(block, [None] * BLOCK)
                 cells[position % BLOCK] = chunk.sequence.token_ids[position]
-        for chunk in plan.chunks:
+        for chunk in chunks:
             self.check(chunk.sequence, chunk.start + chunk.count)
         self._copy(plan.copies_after)
         sampled: list[Sequence] = []
-        for chunk in plan.chunks:
+        for chunk in chunks:
             assert chunk.is_last or not chunk.siblings
             if chunk.is_last:
                 sampled += [chunk.sequence, *(chunk.siblings or [])]
@@ -78,9 +80,11 @@ def run(scheduler: Scheduler, memory: Memory, steps: int = 10_000) -> int:
         plan = scheduler.plan_step()
         if plan is None:
             break
-        computed += sum(chunk.count for chunk in plan.chunks)
+        computed += len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
         ended = []
-        for sequence in memory.execute(plan):
+        sampled = memory.execute(plan)
+        scheduler.plan_ahead(plan)
+        for sequence in sampled:
             sequence.append((id(sequence) + len(sequence.token_ids)) % 1000, 0.0, "0")
             if sequence.num_output >= sequence.params.max_new_tokens:
                 ended.append((sequence, DONE))
@@ -113,7 +117,8 @@ def test_a_late_sibling_computes_its_last_token_only():
     scheduler.add(late)
     plan = scheduler.plan_step()
     assert plan is not None
-    assert [(chunk.start, chunk.count) for chunk in plan.chunks] == [(11, 1), (9, 1)]
+    assert [sequence.num_computed for sequence in plan.decode] == [12]
+    assert [(chunk.start, chunk.count) for chunk in plan.chunks] == [(9, 1)]
     assert late.num_cached == 9
     memory.execute(plan)
 
@@ -135,10 +140,11 @@ def test_long_prompts_are_cut_and_do_not_stop_decoding():
     for _ in range(3):
         plan = scheduler.plan_step()
         assert plan is not None
+        assert plan.decode == [short]
         chunks.append([(chunk.sequence is long, chunk.count) for chunk in plan.chunks])
         for sequence in memory.execute(plan):
             sequence.append(7, 0.0, "0")
-    assert chunks == [[(False, 1), (True, 16)], [(False, 1), (True, 16)], [(False, 1), (True, 8)]]
+    assert chunks == [[(True, 16)], [(True, 16)], [(True, 8)]]
 
 
 def test_a_full_cache_preempts_the_youngest():
@@ -149,7 +155,7 @@ def test_a_full_cache_preempts_the_youngest():
     run(scheduler, memory, steps=2)
     plan = scheduler.plan_step()  # token 9 of the old one needs a third block
     assert plan is not None
-    assert [chunk.sequence for chunk in plan.chunks] == [old]
+    assert (plan.decode, plan.chunks) == ([old], [])
     assert young.status is Status.WAITING
     assert young.num_retractions == 1
     assert scheduler.num_preemptions == 1

@@ -3,7 +3,14 @@
 import psutil
 import pytest
 
+from areal.launcher.preloaded import PRELOAD
 from tests.launcher.fake_run import Run
+
+
+@pytest.fixture(autouse=True)
+def _no_preloaded_parent(monkeypatch):
+    """The scripts of these tests import no torch, so they would wait for its import."""
+    monkeypatch.setenv(PRELOAD, "0")
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ def test_only_the_backend_touches_processes():
         if isinstance(node, ast.Attribute) and node.attr in ("kill", "killpg") and ast.unparse(node.value) == "os"
     }
     before_a_run = {"local.py", "preflight.py"}  # orphans of an earlier run, trials in a subprocess
-    backends = {"backend.py", "nodes.py", "node_agent.py", "ray.py", "node_link.py"}
+    backends = {"backend.py", "preloaded.py", "nodes.py", "node_agent.py", "ray.py", "node_link.py"}
     slurm = {"slurm_job.py", "slurm.py"}  # commands of Slurm; a signal to the launcher itself
     sweep = {"__main__.py"}  # each run of a sweep is a launcher
     assert set(users) | kills <= backends | before_a_run | slurm | sweep

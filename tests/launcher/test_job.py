@@ -95,6 +95,25 @@ def test_cores_are_divided_among_processes_that_compute(tmp_path, cores, threads
     assert plan.processes[1].env["OMP_NUM_THREADS"] == str(threads)
 
 
+@pytest.mark.parametrize(
+    ("cores", "given", "expected"),
+    [
+        (2, {}, "10000"),
+        (8, {}, "10000"),
+        (8, {"GOMP_SPINCOUNT": "5"}, "5"),
+        (8, {"OMP_WAIT_POLICY": "ACTIVE"}, None),
+    ],
+)
+def test_threads_that_wait_for_each_other_sleep_soon(tmp_path, monkeypatch, cores, given, expected):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=cores)])
+    found = {process.role: process.env.get("GOMP_SPINCOUNT") for process in plan.processes}
+    assert found == dict.fromkeys(("controller", "server", "trainer"), expected)
+
+
 def test_every_process_gets_its_own_gpu(tmp_path):
     plan = make_plan(rl_config(tmp_path), [Machine(cores=32, gpus=("0", "3", "5", "6", "7"))])
     seen = {process.name: (process.gpus, process.env["CUDA_VISIBLE_DEVICES"]) for process in plan.processes}

@@ -14,6 +14,8 @@ from areal.launcher import local
 from areal.launcher.__main__ import launcher_of
 from areal.launcher.local import read_command_line
 from areal.launcher.placement import Machine
+from areal.launcher.status import StatusLine, trained_steps
+from areal.launcher.supervisor import Outcome
 from areal.system.durable import publish_folder
 from areal.system.heartbeat import Beat, read_beats, write_beats
 from areal.system.run_paths import RunPaths
@@ -159,6 +161,28 @@ def test_an_interruption_ends_all_processes(folder, number):
     assert "interrupted, all processes have ended" in stderr
     assert not any(alive(pid) for pid in pids)
     assert summary(folder)["status"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("version", "total", "says"), [(4, 4, True), (3, 4, False), (None, 4, False), (4, None, False)]
+)
+def test_an_interruption_in_the_last_evaluation_says_that_all_steps_are_done(tmp_path, capsys, version, total, says):
+    paths = RunPaths(tmp_path)
+    paths.metrics.write_text('{"step": 3}\n')
+    outcome = Outcome(
+        status="interrupted",
+        cause="",
+        server_error=[],
+        was_ready=True,
+        exit_codes={},
+        restarts={},
+        peak_rss_bytes=0,
+        episodes=None,
+        alarms=[],
+        steps_done=trained_steps(paths, {"version": version}),
+    )
+    assert local._report(outcome, paths, StatusLine(), "", total_steps=total) == 130
+    assert ("all 4 train steps" in capsys.readouterr().err) == says
 
 
 def test_a_launch_whose_shell_ignores_interrupts_prints_how_to_end_it(folder):

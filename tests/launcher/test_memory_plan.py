@@ -11,11 +11,13 @@ from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausa
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import FSDPEngineConfig, GRPOConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.api.config.train import LoRAConfig
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.hf_model import compute_buffers, other_towers
 from areal.engine.mesh import TrainerMesh
 from areal.launcher.job import make_plan
-from areal.launcher.memory_plan import memory_problems, rank_memory, tower_bytes, trains_tower
+from areal.launcher.local import plan_text
+from areal.launcher.memory_plan import memory_problems, memory_texts, rank_memory, tower_bytes, trains_tower
 from areal.launcher.placement import Machine
 from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import FAMILIES, read_vision_layout
@@ -174,3 +176,38 @@ def test_a_model_that_does_not_fit_is_refused_with_the_option_to_change(seven_bi
     for machine, host_gib in ((Machine(cores=64), 160), (eight, 64)):
         [copies] = problems_of(seven_billion, machine, host_gib=host_gib, **checkpointed)
         assert copies.startswith("recover.async_save: ")
+
+
+def test_a_plan_says_what_processes_need_in_all(tmp_path):
+    """SmolLM2-135M: measured 2.4 GiB for the server, and 2.7 GiB for the trainer with LoRA and 1,200 tokens."""
+    model = write_shape(
+        tmp_path / "m", hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True, model_type="llama",
+    )  # fmt: skip
+    actor = replace(GRPOConfig().actor, path=model, dtype="float32", optimizer=OptimizerConfig(), lora=LoRAConfig())
+    native = replace(GRPOConfig().native, dtype="float32", context_length=160)
+    config = replace(GRPOConfig(), allocation_mode="native:d1+fsdp:d1", actor=actor, native=native)
+    config = replace(
+        config, train_dataset=replace(config.train_dataset, batch_size=64), gconfig=replace(config.gconfig, n_samples=1)
+    )
+    plan = make_plan(config, [Machine(cores=2)])
+    texts = memory_texts(config, plan)
+    assert texts["server-0"] == "about 2.5 GiB in all"
+    assert texts["trainer-0"] == ("about 1.1 GiB in all and 1.4 GiB for 1,000 tokens of a micro-batch (at most 10,240)")
+    assert texts["trainer-0"] in plan_text(plan, None, memory_of=texts)
+    assert memory_texts(replace(config, actor=replace(actor, path="org/model")), plan).keys() == {"server-0"}
+
+
+@pytest.mark.parametrize(
+    ("longest", "weights", "expected"),
+    [
+        (32, 1, 256 * 32),  # requests of full length
+        (8192, 2**20, 256 * 512),
+        (8192, 1 << 40, 256 * 512),
+        (8192, 538 * 10**6, 2 * 538 * 10**6 // 46080),  # twice the weights: 1.00 GiB
+        (65536, 269 * 10**6, 65536),  # a request of full length always fits
+    ],
+)
+def test_the_default_cache_is_limited_by_the_size_of_the_model(longest, weights, expected):
+    per_token = 46080 if weights > 2**20 else 1024
+    assert GRPOConfig().native.cpu_cache_tokens(longest, weight_bytes=weights, bytes_per_token=per_token) == expected

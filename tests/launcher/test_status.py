@@ -51,6 +51,8 @@ def test_status_lines():
     assert "waits for" not in rollout_line(status, None, is_waiting=False)
     status["replicas"]["replicas"][0]["state"] = "absent"
     assert rollout_line(status, None, is_waiting=True).endswith("| 1 of 2 servers serve | waits for the trainer")
+    status["rewards"] = "9 reward calls wait for 1 worker, 3.0 s each: increase reward.workers"
+    assert rollout_line(status, None, is_waiting=True).endswith(f"| waits for the trainer | {status['rewards']}")
     assert rollout_line({}, 5, is_waiting=False).startswith("step 0/5 | reward - | queue 0+0 running")
     reasons = {"rejected: no_reward": 3, "rejected: agent_error: KeyError": 4, "failed: TypeError": 1}
     ended = rollout_line({"rejected": 7, "failed": 1, "reasons": reasons}, 5, is_waiting=False)

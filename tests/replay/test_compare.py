@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal.replay.compare import Comparison, StepComparison
+from areal.replay.recorded import Comparison, StepComparison
 
 LIVE = {"step": 1, "actor/loss": 0.25, "actor/grad_norm": 1.5, "actor/entropy": 2.0}
 

@@ -14,8 +14,8 @@ import pytest
 from areal.api.errors import ArealError, ConfigError, LedgerError
 from areal.ledger.event_files import LedgerReader, events_path, payload_path
 from areal.replay import __main__ as command
+from areal.replay.__main__ import check_overrides
 from areal.replay.recorded import read_metrics
-from areal.replay.runner import check_overrides
 from areal.system.run_paths import RunPaths
 from tests.expect import raises_code
 
@@ -272,7 +272,7 @@ def test_options_that_cannot_matter_or_need_other_data_are_refused(word, reason)
 
 
 def test_every_section_of_the_configuration_is_either_updated_or_refused_with_a_reason(recorded):
-    from areal.replay.runner import _OTHERS, REGRADED, UPDATED
+    from areal.replay.__main__ import _OTHERS, REGRADED, UPDATED
 
     regraded = {path for path in REGRADED if "." not in path}
     assert {*UPDATED, *_OTHERS, *regraded} == {field.name for field in dataclasses.fields(recorded.config)}

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from areal.launcher.job import PlannedProcess
-from areal.replay.runner import plan_ranks, run_ranks
+from areal.replay.__main__ import plan_ranks, run_ranks
 from areal.system.network import Host
 from tests.expect import raises_code
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from areal.api.config import GenerationHyperparameters
-from areal.api.data import GenerationRequest, GenerationResponse
+from areal.api.data import GenerationRequest, GenerationResponse, TokenChunk
 from areal.api.engine import InferenceEngine
 from areal.rollout.executor import EpisodeEngine
+from tests.expect import raises_code
 
 
 class Policy(InferenceEngine):
@@ -20,6 +22,8 @@ class Policy(InferenceEngine):
         self.old = set(old)
         self.asked: list[str] = []
         self.groups: list[int] = []
+        self.estimate_error = 0
+        """Of the versions in a stream, before the end."""
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         self.asked.append(request.request_id)
@@ -33,6 +37,11 @@ class Policy(InferenceEngine):
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
         self.groups.append(len(requests))
         return await super().agenerate_group(requests)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        found = await self.agenerate(request)
+        yield TokenChunk([2], [-1.0], [found.output_versions[0] + self.estimate_error])
+        yield TokenChunk([3], [-1.0], [5], found)
 
 
 def requests(names: Sequence[str]) -> list[GenerationRequest]:
@@ -62,3 +71,26 @@ async def test_answers_of_a_group_keep_a_temperature_other_than_that_of_the_run(
     found = await engine.agenerate_group(requests("ab"))
     assert [one.temperature for one in found] == [1.0, 1.0]
     assert [one.output_versions[0] for one in found] == [5, 4]
+
+
+async def test_a_stream_that_an_older_policy_begins_is_requested_again_before_it_is_seen() -> None:
+    policy, counted, may_send = Policy(old="a"), list[GenerationResponse](), asyncio.Event()
+    may_send.set()
+    engine = EpisodeEngine(policy, counted.append, may_send=may_send, keep_answers=True, temperature=0.5)
+    async with aclosing(engine.stream(requests("a")[0])) as chunks:
+        found = [chunk async for chunk in chunks]
+    assert policy.asked == ["a", "a"]
+    assert [(chunk.token_ids, chunk.versions) for chunk in found] == [([2], [5]), ([3], [5])]
+    assert [found[-1].response, found[-1].response.temperature] == [engine.answers[0], 1.0]  # pyright: ignore[reportOptionalMemberAccess]
+    assert (len(counted), engine.replicas) == (1, ["server-5"])
+
+
+async def test_a_stream_whose_older_policy_shows_at_its_end_fails() -> None:
+    policy, may_send = Policy(old="a"), asyncio.Event()
+    may_send.set()
+    policy.estimate_error = 1
+    engine = EpisodeEngine(policy, lambda answer: None, may_send=may_send)
+    with raises_code("server.unreadable_answer"):
+        async with aclosing(engine.stream(requests("a")[0])) as chunks:
+            _ = [chunk async for chunk in chunks]
+    assert engine.replicas == []

@@ -379,6 +379,23 @@ async def test_a_run_without_a_serving_replica_says_so():
     await controller.close()
 
 
+async def test_a_trajectory_longer_than_a_pass_of_the_trainer_fails_its_episode():
+    """In a batch it would end the trainer, because mb_spec.max_tokens_per_mb is a limit of memory."""
+    workflow = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(num_tokens=5 if index % 4 == 1 else 4))
+    config, ledger = rollout_kit.make_config(), rollout_kit.memory_ledger()
+    mb_spec = dataclasses.replace(config.actor.mb_spec, max_tokens_per_mb=5)
+    config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, mb_spec=mb_spec))
+    controller = rollout_kit.make_controller(ledger, config=config, workflow=workflow)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    blobs = await rollout_kit.train(controller, range(2))
+    await controller.close()
+    lengths = [length for (blob,) in blobs for length in decode_share(blob).table.lengths]
+    assert lengths == [5] * 8
+    assert "has 6 tokens, and mb_spec.max_tokens_per_mb=5" in controller._executor.first_failure
+    assert set(ledger.state.reasons) == {"failed: data.too_long"}
+
+
 async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
     workflow = rollout_kit.ScriptedWorkflow(
         lambda index: rollout_kit.Script(outcome="fail" if index == 3 else "accept")

@@ -39,10 +39,12 @@ async def test_metrics_of_several_answers_and_sets_by_hand():
     assert (found["num"], found["failed"], found["hard/num"]) == (8.0, 0.0, 8.0)
     by_hand = {"reward": 0.5, "mean@4": 0.5, "pass@1": 0.5, "pass@2": (1 / 2 + 1) / 2, "pass@4": 1.0, "majority@4": 0.5}
     assert {name: found[name] for name in by_hand} == pytest.approx(by_hand)
-    assert found["mean@4/stderr"] == pytest.approx(0.25)  # values 1/4 and 3/4
+    assert found["mean@4/stderr"] == found["reward/stderr"] == pytest.approx(0.25)  # values 1/4 and 3/4
     assert (found["hard/reward"], found["hard/pass@1"], found["hard/majority@4"]) == (0.75, 0.5, 0.5)
     greedy = await controller.evaluate(4, "greedy", timeout_s=200.0)
     assert (greedy["num"], greedy["hard/num"]) == (2.0, 2.0)
+    assert greedy["hard/reward/stderr"] == 0.25
+    assert "mean@1" not in greedy
     assert "pass@1" not in greedy
     await controller.close()
 

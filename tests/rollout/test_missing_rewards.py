@@ -98,6 +98,9 @@ def test_a_result_is_shown_with_its_count():
     values = {"eval/greedy/reward": 0.18, "eval/greedy/missing": 41.0, "eval/greedy/answers": 128.0}
     assert evaluations_of(values) == ["eval/greedy"]
     assert result_text(values, "eval/greedy") == "0.180, 41 of 128 without a reward"
+    assert (
+        result_text({"eval/greedy/reward": 0.18, "eval/greedy/reward/stderr": 0.0341}, "eval/greedy") == "0.180 ±0.034"
+    )
     refused = {"eval/greedy/reward_scored": 0.265, "eval/greedy/missing": 41.0, "eval/greedy/answers": 128.0}
     assert result_text(refused, "eval/greedy") == "no result (0.265 over the others), 41 of 128 without a reward"
     whole = {"eval/greedy/reward": 0.5, "eval/greedy/missing": 0.0, "eval/greedy/answers": 128.0}

@@ -79,3 +79,27 @@ def test_system_and_observe_need_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "cores", "gib"),
+    [
+        ("0::/job", {"job/memory.max": 3 * 2**30, "job/cpu.max": "max 100000"}, 64, 3),
+        ("0::/job", {"job/memory.max": "max", "memory.max": 2 * 2**30, "cpu.max": "250000 100000"}, 2, 2),
+        ("0::/", {"memory.max": 2**30, "cpu.max": "50000 100000"}, 1, 1),
+        ("4:memory:/job\n0::/", {"memory/job/memory.limit_in_bytes": 2**30}, 64, 1),
+        ("4:memory:/outside", {"memory/memory.limit_in_bytes": 2**30}, 64, 1),  # the path is one of the host
+        ("4:memory:/job", {"memory/job/memory.limit_in_bytes": 2**63 - 4096}, 64, 16),
+        ("0::/job", {}, 64, 16),
+    ],
+)
+def test_the_limits_of_control_groups_count(monkeypatch, tmp_path, group, files, cores, gib):
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text(group + "\n")
+    for name, value in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(f"{value}\n")
+    monkeypatch.setattr(device, "core_ids", lambda: [*range(64)])
+    monkeypatch.setattr(device.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}[name])
+    assert (device.cpu_count(groups, own), device.host_memory_bytes(groups, own)) == (cores, gib * 2**30)
+    assert device.host_memory_bytes(groups, tmp_path / "absent") == 16 * 2**30

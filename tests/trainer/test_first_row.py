@@ -92,7 +92,7 @@ def test_the_time_of_the_reward_functions_is_that_of_a_train_step(config_of, mon
     monkeypatch.setattr("areal.trainer.first_row.time", SimpleNamespace(perf_counter=lambda: next(times)))
     config = config_of(reward=RewardConfig(workers=2))
     answers = config.train_dataset.batch_size * config.gconfig.n_samples
-    text = f"3 s for row 0: {answers * 3 / 2:.3g} s for the {answers} answers of a train step on 2 workers"
+    text = f"3.000 s for row 0: {answers * 3 / 2:,.1f} s for the {answers} answers of a train step on 2 workers"
     assert text in try_first_row(config).reward_time
 
 

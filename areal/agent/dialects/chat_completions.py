@@ -1,6 +1,7 @@
 """The dialect of `/v1/chat/completions` (OpenAI)."""
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -14,6 +15,7 @@ from areal.agent.dialects.dialect import (
     Dialect,
     Fields,
     FieldTable,
+    Growth,
     Json,
     Kind,
     Sent,
@@ -324,7 +326,7 @@ SAMPLING: Mapping[str, str] = {
     "frequency_penalty": "-2 to 2", "presence_penalty": "-2 to 2; native servers only", "seed": "0 to 2^63 - 1",
     "stop": "one text or at most 16",
     "n": "1 to 128 answers; each is a leaf of the transcript",
-    "stream": "the answer is computed first",
+    "stream": "calls come at the end",
     "stream_options": "`include_usage`; `include_obfuscation` has no effect",
 }  # fmt: skip
 """Fields of chat completions and completions."""
@@ -453,27 +455,39 @@ def token_logprobs(answer: TurnAnswer, sent: Sent) -> Json:
     return {"content": entries, "refusal": None}
 
 
-def events(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> list[bytes]:
-    head = _head(asked, answers, sent, "chat.completion.chunk")
-    if asked.include_usage:
-        head["usage"] = None
-    found: list[bytes] = []
-    for index, answer in enumerate(answers):
-        for number, delta in enumerate(deltas := _deltas(answer)):
-            choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            if number == len(deltas) - 1:
-                choice["finish_reason"] = answer.finish_reason
-            if number == 0 and asked.logprobs:
-                choice["logprobs"] = token_logprobs(answer, sent)
-            found.append(data_event({**head, "choices": [choice]}))
-    if asked.include_usage:
-        found.append(data_event({**head, "choices": [], "usage": usage(answers)}))
-    return [*found, DONE]
+class _Stream:
+    def __init__(self, asked: Asked, sent: Sent) -> None:
+        self._asked, self._sent = asked, sent
+        self._growths = defaultdict[int, Growth](Growth)
+
+    def __call__(self, answers: Sequence[TurnAnswer]) -> list[bytes]:
+        found: list[Json] = []
+        usages: Json = {"usage": None} if self._asked.include_usage else {}
+        for index, answer in enumerate(answers):
+            is_first = not self._growths[index].has_begun
+            if (new := self._growths[index].of(answer)) is None:
+                continue
+            for number, delta in enumerate(deltas := _deltas(new, is_first)):
+                choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                if number == len(deltas) - 1:
+                    choice["finish_reason"] = answer.finish_reason
+                if number == 0 and self._asked.logprobs:
+                    choice["logprobs"] = token_logprobs(new, self._sent)
+                found.append({"choices": [choice], **usages})
+        is_whole = bool(answers) and answers[0].finish_reason is not None
+        if is_whole and usages:
+            found.append({"choices": [], "usage": usage(answers)})
+        if not found:
+            return []
+        head = _head(self._asked, answers, self._sent, "chat.completion.chunk")
+        return [*(data_event({**head, **one}) for one in found), *([DONE] if is_whole else [])]
 
 
-def _deltas(answer: TurnAnswer) -> list[dict[str, Any]]:
-    """What the chunks of one answer add; the first has its role, the last is empty."""
-    found: list[dict[str, Any]] = [{"role": "assistant", "content": None if answer.tool_calls else ""}]
+def _deltas(answer: TurnAnswer, is_first: bool) -> list[dict[str, Any]]:
+    """What the chunks add; the first of all has the role, the last of all is empty."""
+    found: list[dict[str, Any]] = []
+    if is_first:
+        found.append({"role": "assistant", "content": None if answer.tool_calls else ""})
     if answer.reasoning:
         found.append({"reasoning_content": answer.reasoning})
     if answer.text:
@@ -482,7 +496,7 @@ def _deltas(answer: TurnAnswer) -> list[dict[str, Any]]:
         start = {"index": index, "id": call.call_id, "type": "function"}
         found.append({"tool_calls": [{**start, "function": {"name": call.name, "arguments": ""}}]})
         found.append({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
-    return [*found, {}]
+    return found if answer.finish_reason is None else [*found, {}]
 
 
-DIALECT = Dialect(name="chat_completions", parse=parse, reply=reply, events=events)
+DIALECT = Dialect(name="chat_completions", parse=parse, reply=reply, stream=_Stream)

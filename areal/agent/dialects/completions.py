@@ -1,6 +1,7 @@
 """The dialect of `/v1/completions` (OpenAI): plain prompts without a chat template."""
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from areal.agent.dialects.dialect import (
     Dialect,
     Fields,
     FieldTable,
+    Growth,
     Json,
     Sent,
     data_event,
@@ -88,11 +90,12 @@ def _choice(index: int, answer: TurnAnswer, logprobs: Json | None) -> Json:
     return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
 
-def _logprobs(asked: Asked, answer: TurnAnswer, sent: Sent) -> Json | None:
+def _logprobs(asked: Asked, answer: TurnAnswer, sent: Sent, start: int = 0) -> Json | None:
+    """`start`: characters of the tokens before."""
     if not asked.logprobs:
         return None
     tokens = [sent.token_text(token_id) for token_id in answer.token_ids]
-    offsets = list(itertools.accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
+    offsets = list(itertools.accumulate(map(len, tokens[:-1]), initial=start))[: len(tokens)]
     return {"tokens": tokens, "token_logprobs": list(answer.logprobs), "top_logprobs": None, "text_offset": offsets}
 
 
@@ -101,15 +104,26 @@ def reply(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> Json:
     return {**_body(asked, answers, sent, choices), "usage": usage(answers)}
 
 
-def events(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> list[bytes]:
-    more = {"usage": None} if asked.include_usage else {}
-    found = [
-        data_event({**_body(asked, answers, sent, [_choice(index, answer, _logprobs(asked, answer, sent))]), **more})
-        for index, answer in enumerate(answers)
-    ]
-    if asked.include_usage:
-        found.append(data_event({**_body(asked, answers, sent, []), "usage": usage(answers)}))
-    return [*found, DONE]
+class _Stream:
+    def __init__(self, asked: Asked, sent: Sent) -> None:
+        self._asked, self._sent = asked, sent
+        self._growths = defaultdict[int, Growth](Growth)
+        self._lengths = Counter[int]()  # Characters of the tokens that were sent, by answer.
+
+    def __call__(self, answers: Sequence[TurnAnswer]) -> list[bytes]:
+        asked, sent = self._asked, self._sent
+        more = {"usage": None} if asked.include_usage else {}
+        found: list[bytes] = []
+        for index, answer in enumerate(answers):
+            if (new := self._growths[index].of(answer)) is not None:
+                logprobs = _logprobs(asked, new, sent, self._lengths[index])
+                self._lengths[index] += sum(map(len, logprobs["tokens"])) if logprobs else 0
+                found.append(data_event({**_body(asked, answers, sent, [_choice(index, new, logprobs)]), **more}))
+        if not answers or answers[0].finish_reason is None:
+            return found
+        if asked.include_usage:
+            found.append(data_event({**_body(asked, answers, sent, []), "usage": usage(answers)}))
+        return [*found, DONE]
 
 
-DIALECT = Dialect(name="completions", parse=parse, reply=reply, events=events)
+DIALECT = Dialect(name="completions", parse=parse, reply=reply, stream=_Stream)

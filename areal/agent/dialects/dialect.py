@@ -1,7 +1,7 @@
 """What every dialect offers: parse a body, write a reply, its stream of events, and a refusal."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
@@ -177,6 +177,25 @@ class Sent:
     token_text: Callable[[int], str]  # Text of a token id, for log-probabilities.
 
 
+class Growth:
+    """What is new of an answer since it was read last."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self._text = self._reasoning = self._tokens = 0
+
+    def of(self, answer: TurnAnswer) -> TurnAnswer | None:
+        """The answer with its new text, reasoning and tokens only; None: nothing of it is sent now."""
+        start = self._tokens
+        text, reasoning = answer.text[self._text :], answer.reasoning[self._reasoning :]
+        if not text and not reasoning and answer.finish_reason is None:
+            return None
+        self._text, self._reasoning, self._tokens = len(answer.text), len(answer.reasoning), len(answer.token_ids)
+        self.has_begun = True
+        ids, logprobs = answer.token_ids[start:], answer.logprobs[start:]
+        return replace(answer, text=text, reasoning=reasoning, token_ids=ids, logprobs=logprobs)
+
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -208,8 +227,8 @@ class Dialect:
     name: str
     parse: Callable[[dict[str, Any]], Asked]
     reply: Callable[[Asked, Sequence[TurnAnswer], Sent], dict[str, Any]]
-    events: Callable[[Asked, Sequence[TurnAnswer], Sent], list[bytes]]
-    """The whole stream, server-sent events in their order."""
+    stream: Callable[[Asked, Sent], Callable[[Sequence[TurnAnswer]], list[bytes]]]
+    """A function of the answers, called when they have grown and when they are whole, that returns the next events."""
     error: Callable[[TurnRefused], dict[str, Any]] = openai_error
     error_event: Callable[[TurnRefused], bytes] = openai_error_event  # A refusal after the head of a stream was sent.
     keep_alive: bytes = b": keep-alive\n\n"

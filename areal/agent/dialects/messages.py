@@ -1,6 +1,7 @@
 """The dialect of `/v1/messages` (Anthropic)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ from areal.agent.dialects.chat_completions import (
     FOREIGN,
     FORMAT,
     MAX_TOKENS,
+    SAMPLING,
     answer_schema,
     checked_choice,
     content_part,
@@ -28,6 +30,7 @@ from areal.agent.dialects.dialect import (
     Dialect,
     Fields,
     FieldTable,
+    Growth,
     Json,
     Sent,
     invalid,
@@ -35,6 +38,7 @@ from areal.agent.dialects.dialect import (
     unsupported,
 )
 from areal.agent.turns import (
+    FinishReason,
     Message,
     TurnAnswer,
     TurnRefused,
@@ -56,7 +60,7 @@ FIELDS = FieldTable(
         "top_p": "above 0, at most 1",
         "top_k": "at least 1",
         "stop_sequences": "at most 16; an answer that one ended has the stop_reason end_turn",
-        "stream": "the answer is computed first",
+        "stream": SAMPLING["stream"],
         "tools": "with an input_schema; `strict` and hints have no effect",
         "tool_choice": "auto, any, none, or one tool; `disable_parallel_tool_use` has no effect",
         "output_config": f"`format`: json_schema; {FORMAT}; `effort` has no effect",
@@ -213,7 +217,11 @@ def _tool_choice(given: Fields | None, tools: tuple[Json, ...]) -> str:
     return checked_choice("required" if kind == "any" else kind, tools)
 
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS: Mapping[FinishReason | None, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
 
 
 def _blocks(asked: Asked, answer: TurnAnswer) -> list[Json]:
@@ -231,37 +239,64 @@ def _blocks(asked: Asked, answer: TurnAnswer) -> list[Json]:
 def _message(asked: Asked, answer: TurnAnswer, blocks: list[Json]) -> Json:
     head = {"id": answer.turn_id, "type": "message", "role": "assistant", "model": asked.model, "content": blocks}
     usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.token_ids)}
-    return {**head, "stop_reason": _STOP_REASONS[answer.finish_reason], "stop_sequence": None, "usage": usage}
+    return {**head, "stop_reason": _STOP_REASONS.get(answer.finish_reason), "stop_sequence": None, "usage": usage}
 
 
 def reply(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> Json:
     return _message(asked, answers[0], _blocks(asked, answers[0]))
 
 
-def events(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> list[bytes]:
-    answer = answers[0]
-    whole = _message(asked, answer, [])
-    start = {**whole, "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
-    found = [{"type": "message_start", "message": start}]
-    for index, block in enumerate(_blocks(asked, answer)):
-        found += _block_events(index, block, answer)
-    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-    found.append({"type": "message_delta", "delta": delta, "usage": whole["usage"]})
-    return [named_event(one) for one in (*found, {"type": "message_stop"})]
+class _Stream:
+    """One block is open at a time. Reasoning after the text, which is known at the end, is a further block."""
 
+    def __init__(self, asked: Asked, sent: Sent) -> None:
+        self._asked = asked
+        self._growth = Growth()
+        self._kinds: list[str] = []  # Types of the blocks so far; the last one is open.
 
-def _block_events(index: int, block: Json, answer: TurnAnswer) -> Iterator[Json]:
-    match block["type"]:
-        case "thinking":
-            empty, delta = {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
-        case "text":
-            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
-        case _:
-            arguments = orjson.dumps(block["input"]).decode()
-            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
-    yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
-    yield {"type": "content_block_delta", "index": index, "delta": delta}
-    yield {"type": "content_block_stop", "index": index}
+    def __call__(self, answers: Sequence[TurnAnswer]) -> list[bytes]:
+        return [named_event(event) for answer in answers for event in self._events(answer)]
+
+    def _events(self, answer: TurnAnswer) -> Iterator[Json]:
+        is_first, is_whole, prefill = not self._growth.has_begun, answer.finish_reason, self._asked.turn.prefill
+        is_prefill = prefill.startswith(answer.text) and not is_whole
+        new = self._growth.of(replace(answer, text="" if is_prefill else answer.text.removeprefix(prefill)))
+        if new is None:
+            return
+        whole = _message(self._asked, answer, [])
+        if is_first:
+            start = {**whole, "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+            yield {"type": "message_start", "message": start}
+        follows_text = "text" in self._kinds
+        if new.reasoning and not follows_text:
+            yield from self._delta("thinking", new.reasoning)
+        if new.text or (is_whole and not new.tool_calls and not follows_text):
+            yield from self._delta("text", new.text)
+        if new.reasoning and follows_text:
+            yield from self._delta("thinking", new.reasoning.removeprefix("\n"))
+        if is_whole:
+            for call in new.tool_calls:
+                arguments = orjson.dumps(orjson.loads(call.arguments)).decode()
+                yield from self._start({"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}})
+                yield self._block_event("delta", delta={"type": "input_json_delta", "partial_json": arguments})
+            yield self._block_event("stop")
+            delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+            yield {"type": "message_delta", "delta": delta, "usage": whole["usage"]}
+            yield {"type": "message_stop"}
+
+    def _delta(self, kind: str, text: str) -> Iterator[Json]:
+        if self._kinds[-1:] != [kind]:
+            yield from self._start({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+        yield self._block_event("delta", delta={"type": f"{kind}_delta", kind: text})
+
+    def _start(self, block: Json) -> Iterator[Json]:
+        if self._kinds:
+            yield self._block_event("stop")
+        self._kinds.append(block["type"])
+        yield self._block_event("start", content_block=block)
+
+    def _block_event(self, name: str, **fields: Json) -> Json:
+        return {"type": f"content_block_{name}", "index": len(self._kinds) - 1, **fields}
 
 
 _ERROR_TYPES = {
@@ -287,7 +322,7 @@ DIALECT = Dialect(
     name="messages",
     parse=parse,
     reply=reply,
-    events=events,
+    stream=_Stream,
     error=error,
     error_event=error_event,
     keep_alive=named_event({"type": "ping"}),

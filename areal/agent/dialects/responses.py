@@ -1,6 +1,7 @@
 """The dialect of `/v1/responses` (OpenAI)."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal.agent.dialects.chat_completions import (
@@ -8,6 +9,7 @@ from areal.agent.dialects.chat_completions import (
     FORMAT,
     MAX_TOKENS,
     NO_EFFECT,
+    SAMPLING,
     answer_schema,
     checked_arguments,
     joined_content,
@@ -24,6 +26,7 @@ from areal.agent.dialects.dialect import (
     Dialect,
     Fields,
     FieldTable,
+    Growth,
     Json,
     Sent,
     invalid,
@@ -32,6 +35,7 @@ from areal.agent.dialects.dialect import (
     unsupported,
 )
 from areal.agent.turns import (
+    FinishReason,
     Message,
     TurnAnswer,
     TurnRefused,
@@ -157,7 +161,7 @@ FIELDS = FieldTable(
         "max_output_tokens": "most generated tokens; at least 1",
         "temperature": "0 to 2; 0 is greedy",
         "top_p": "above 0, at most 1",
-        "stream": "the answer is computed first",
+        "stream": SAMPLING["stream"],
         "stream_options": "`include_obfuscation` has no effect",
         "include": f"`{_LOGPROBS}`; `{_ENCRYPTED}` has no effect",
         "tools": "of type `function`; `strict` has no effect",
@@ -221,17 +225,33 @@ def parse(body: Json) -> Asked:
 
 
 def _items(asked: Asked, answer: TurnAnswer, sent: Sent) -> list[Json]:
-    status = "incomplete" if answer.finish_reason == "length" else "completed"
+    has_text, status = answer.text or not answer.tool_calls, _STATUS.get(answer.finish_reason)
     items: list[Json] = []
     if answer.reasoning:
-        content = [{"type": "reasoning_text", "text": answer.reasoning}]
-        head = {"type": "reasoning", "id": f"rs_{answer.turn_id}", "summary": []}
-        items.append({**head, "content": content, "status": status})
-    if answer.text or not answer.tool_calls:
-        part: Json = {"type": "output_text", "text": answer.text, "annotations": []}
-        part["logprobs"] = token_logprobs(answer, sent)["content"] if asked.logprobs else []
-        head = {"type": "message", "id": f"msg_{answer.turn_id}", "role": "assistant"}
-        items.append({**head, "content": [part], "status": status})
+        ended = "completed" if answer.text else status
+        items.append(_reasoning_item(answer, 0, answer.reasoning) | {"status": ended})
+    if has_text:
+        logprobs = token_logprobs(answer, sent)["content"] if asked.logprobs else []
+        items.append(_text_item(answer, answer.text, logprobs) | {"status": status})
+    return [*items, *_call_items(answer)]
+
+
+_STATUS: Mapping[FinishReason | None, str] = {"length": "incomplete", "stop": "completed", "tool_calls": "completed"}
+
+
+def _reasoning_item(answer: TurnAnswer, number: int, text: str) -> Json:
+    head = {"type": "reasoning", "id": f"rs_{answer.turn_id}" + (f"_{number}" if number else ""), "summary": []}
+    return {**head, "content": [{"type": "reasoning_text", "text": text}], "status": "completed"}
+
+
+def _text_item(answer: TurnAnswer, text: str, logprobs: list[Json]) -> Json:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    head = {"type": "message", "id": f"msg_{answer.turn_id}", "role": "assistant"}
+    return {**head, "content": [part], "status": "completed"}
+
+
+def _call_items(answer: TurnAnswer) -> list[Json]:
+    items: list[Json] = []
     for index, call in enumerate(answer.tool_calls):
         head = {"type": "function_call", "id": f"fc_{answer.turn_id}_{index}", "call_id": call.call_id}
         items.append({**head, "name": call.name, "arguments": call.arguments, "status": "completed"})
@@ -269,41 +289,85 @@ def reply(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> Json:
     return _response(asked, answers[0], sent, _items(asked, answers[0], sent))
 
 
-def events(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> list[bytes]:
-    answer = answers[0]
-    items = _items(asked, answer, sent)
-    whole = _response(asked, answer, sent, items)
-    started = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    found: list[Json] = [{"type": f"response.{name}", "response": started} for name in ("created", "in_progress")]
-    for index, item in enumerate(items):
-        found += _item_events(index, item)
-    found.append({"type": f"response.{whole['status']}", "response": whole})
-    return [named_event({**event, "sequence_number": number}) for number, event in enumerate(found)]
+class _Stream:
+    """One item is open at a time. Reasoning after the text, which is known at the end, is a further item."""
 
+    def __init__(self, asked: Asked, sent: Sent) -> None:
+        self._asked, self._sent = asked, sent
+        self._growth = Growth()
+        self._items: list[Json] = []  # With the content so far; the last one is open.
+        self._new_logprobs: list[Json] = []  # Of tokens since the last delta of the text.
+        self._numbers = itertools.count()
 
-def _item_events(index: int, item: Json) -> Iterator[Json]:
-    where = {"output_index": index, "item_id": item["id"]}
-    empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-    yield {
-        "type": "response.output_item.added",
-        "output_index": index,
-        "item": {**item, **empty, "status": "in_progress"},
-    }
-    if item["type"] == "function_call":
-        arguments = item["arguments"]
-        yield {"type": "response.function_call_arguments.delta", **where, "delta": arguments}
-        yield {"type": "response.function_call_arguments.done", **where, "arguments": arguments, "name": item["name"]}
-    else:
-        (part,) = item["content"]
-        where["content_index"] = 0
-        name = f"response.{part['type']}"
-        logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-        blank = {**part, "text": "", **({"logprobs": []} if logprobs else {})}
-        yield {"type": "response.content_part.added", **where, "part": blank}
-        yield {"type": f"{name}.delta", **where, "delta": part["text"], **logprobs}
-        yield {"type": f"{name}.done", **where, "text": part["text"], **logprobs}
-        yield {"type": "response.content_part.done", **where, "part": part}
-    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    def __call__(self, answers: Sequence[TurnAnswer]) -> list[bytes]:
+        events = (event for answer in answers for event in self._events(answer))
+        return [named_event({**event, "sequence_number": next(self._numbers)}) for event in events]
+
+    def _events(self, answer: TurnAnswer) -> Iterator[Json]:
+        is_first, is_whole = not self._growth.has_begun, answer.finish_reason is not None
+        status = _STATUS.get(answer.finish_reason, "completed")
+        if (new := self._growth.of(answer)) is None:
+            return
+        if self._asked.logprobs:
+            self._new_logprobs += token_logprobs(new, self._sent)["content"]
+        if is_first:
+            started = _response(self._asked, answer, self._sent, [])
+            started |= {"status": "in_progress", "usage": None, "incomplete_details": None}
+            yield from ({"type": f"response.{name}", "response": started} for name in ("created", "in_progress"))
+        follows_text = any(item["type"] == "message" for item in self._items)
+        if new.reasoning and not follows_text:
+            yield from self._delta(_reasoning_item(answer, 0, ""), new.reasoning)
+        if new.text or (is_whole and (self._new_logprobs if follows_text else not new.tool_calls)):
+            yield from self._delta(_text_item(answer, "", []), new.text, "completed" if new.text else status)
+        if new.reasoning and follows_text:
+            number = sum(item["type"] == "reasoning" for item in self._items)
+            yield from self._delta(_reasoning_item(answer, number, ""), new.reasoning.removeprefix("\n"), status)
+        if is_whole:
+            yield from self._close(status)
+            for call in _call_items(answer):
+                yield from self._call(call)
+            whole = _response(self._asked, answer, self._sent, self._items)
+            yield {"type": f"response.{whole['status']}", "response": whole}
+
+    def _delta(self, item: Json, text: str, status_before: str = "completed") -> Iterator[Json]:
+        """Text of `item`, which is begun unless it is open. `status_before`: of the item that ends then."""
+        if not self._items or self._items[-1]["id"] != item["id"]:
+            yield from self._close(status_before)
+            self._items.append(item)
+            yield self._item_event("added", {**item, "content": [], "status": "in_progress"})
+            yield self._part_event("response.content_part.added", part=item["content"][0])
+        part = self._items[-1]["content"][0]
+        part["text"] += text
+        logprobs: Json = {}
+        if "logprobs" in part:
+            logprobs, self._new_logprobs = {"logprobs": self._new_logprobs}, []
+            part["logprobs"] += logprobs["logprobs"]
+        yield self._part_event(f"response.{part['type']}.delta", delta=text, **logprobs)
+
+    def _close(self, status: str) -> Iterator[Json]:
+        if self._items:
+            item = self._items[-1]
+            item["status"], part = status, item["content"][0]
+            texts = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield self._part_event(f"response.{part['type']}.done", **texts)
+            yield self._part_event("response.content_part.done", part=part)
+            yield self._item_event("done", item)
+
+    def _call(self, item: Json) -> Iterator[Json]:
+        self._items.append(item)
+        where = {"output_index": len(self._items) - 1, "item_id": item["id"]}
+        name, arguments = "response.function_call_arguments", item["arguments"]
+        yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
+        yield {"type": f"{name}.delta", **where, "delta": arguments}
+        yield {"type": f"{name}.done", **where, "arguments": arguments, "name": item["name"]}
+        yield self._item_event("done", item)
+
+    def _item_event(self, name: str, item: Json) -> Json:
+        return {"type": f"response.output_item.{name}", "output_index": len(self._items) - 1, "item": item}
+
+    def _part_event(self, kind: str, **fields: Any) -> Json:
+        where = {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"], "content_index": 0}
+        return {"type": kind, **where, **fields}
 
 
 def error_event(refused: TurnRefused) -> bytes:
@@ -313,4 +377,4 @@ def error_event(refused: TurnRefused) -> bytes:
     return named_event({**event, "sequence_number": 0, **body})
 
 
-DIALECT = Dialect(name="responses", parse=parse, reply=reply, events=events, error_event=error_event)
+DIALECT = Dialect(name="responses", parse=parse, reply=reply, stream=_Stream, error_event=error_event)

@@ -510,7 +510,7 @@ class PPOActorConfig(
     """Maximum size of one weight broadcast, in MiB."""
 
     adapter_update_mode: str = choice("auto", "auto", "merged", "adapter", relevant=given("lora"))
-    """What is published with lora: merged = whole weights, adapter = adapters alone, auto = adapter to SGLang, vLLM."""
+    """What is published with lora: merged = whole weights, adapter = adapters alone, auto = by servers and devices."""
 
     def problems(self) -> Problems:
         yield from TrainEngineConfig.problems(self)

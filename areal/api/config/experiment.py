@@ -561,11 +561,13 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether the servers get the adapters of actor.lora alone, under a new name for each version."""
-        return self.actor.lora is not None and (
-            self.actor.adapter_update_mode == "adapter"
-            or (self.actor.adapter_update_mode == "auto" and not self.rollout.server_addrs and not self._whole_only)
-        )
+        """Whether the servers get the adapters of actor.lora alone, in a new folder for each version.
+
+        For native servers the launcher decides what auto means: `areal.launcher.job.with_adapters`.
+        """
+        is_automatic = not self.rollout.server_addrs and not self._whole_only and self.server_backend != "native"
+        mode = self.actor.adapter_update_mode
+        return self.actor.lora is not None and (mode == "adapter" or (mode == "auto" and is_automatic))
 
     @property
     def servers_start_empty(self) -> bool:
@@ -577,10 +579,12 @@ class PPOConfig(BaseExperimentConfig):
     @property
     def _whole_only(self) -> str:
         """Why the servers cannot get adapters alone; empty when they can."""
-        if self.server_backend not in ("sglang", "vllm"):
+        if self.server_backend not in ("native", "sglang", "vllm"):
             return f"{self.server_backend or 'no'} servers have no adapters"
         if self.actor.weight_update_mode == "http":
             return "weight_update_mode=http sends whole weights"
+        if self.server_backend == "native":
+            return "actor.init_from_scratch has no checkpoint to adapt" if self.actor.init_from_scratch else ""
         targets = self.actor.lora.target_modules if self.actor.lora is not None else []
         if self.server_backend == "sglang" and "q_proj" in targets and "v_proj" not in targets:
             return "SGLang loads no adapter that has q_proj and lacks v_proj"

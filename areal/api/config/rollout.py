@@ -78,13 +78,25 @@ class NativeServerConfig:
     max_running_requests: int = number(256, low=1)
     """Maximum requests decoded at the same time; others wait in a queue."""
     max_total_tokens: int | None = number(None, low=64)
-    """Size of the KV cache in tokens; null = max_running_requests x 512 on CPU, what fits in GPU memory on CUDA."""
+    """Size of the KV cache in tokens; null = by max_running_requests and the model on CPU, what fits on CUDA."""
     chunked_prefill_size: int = number(2048, low=16)
     """Maximum prompt tokens per prefill step; longer prompts are split so that decoding continues between steps."""
     random_seed: int = number(1, low=0)
     """Base seed for requests without a seed; the index of the replica is added."""
     log_level: str = choice("info", "debug", "info", "warning", "error")
     """Minimum severity of the server's log messages."""
+
+    def cpu_cache_tokens(self, longest: int, *, weight_bytes: int, bytes_per_token: int) -> int:
+        """The default size of the KV cache on the CPU: 512 tokens for each running request, in at most twice the size
+        of the weights or 1 GiB. `longest`: the context length, for which there is always room."""
+        wanted = self.max_running_requests * min(longest, 512)
+        return max(longest, min(wanted, max(2 * weight_bytes, 2**30) // bytes_per_token))
+
+    @staticmethod
+    def packed_bytes(weight_bytes: int) -> int:
+        """A server on the CPU has a copy of its weights in the order of oneDNN. Those that stay in the cache of a core
+        gain nothing."""
+        return weight_bytes if weight_bytes >= 1 << 24 else 0
 
     def problems(self) -> Problems:
         if self.max_total_tokens and self.context_length and self.max_total_tokens < self.context_length:

@@ -1,0 +1,51 @@
+"""Runs a benchmark of this folder with the code of this tree and with that of another commit, in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def compared(script: str, words: list[str], rev: str | None, rounds: int) -> dict[str, object]:
+    """`head`, `versus` and `ratio` (versus / head) of the figures that `script` prints as JSON in its last line.
+
+    Each round runs the script in a new process, first with this tree and then with that of the commit `rev`, if any;
+    the median of the rounds counts.
+    """
+    found: dict[str, list[dict[str, float]]] = {"head": []}
+    with tempfile.TemporaryDirectory() as folder:
+        trees = {"head": ROOT}
+        try:
+            if rev is not None:
+                trees[rev] = Path(folder) / "tree"
+                found[rev] = []
+                subprocess.run(["git", "worktree", "add", "-q", "--detach", trees[rev], rev], cwd=ROOT, check=True)
+            for number in range(rounds):
+                for name, tree in trees.items():
+                    found[name].append(figures := _figures(script, words, tree))
+                    print(f"round {number + 1} {name:<10} {json.dumps(figures)}", flush=True)
+        finally:
+            if rev is not None:
+                subprocess.run(["git", "worktree", "remove", "-f", trees[rev]], cwd=ROOT, check=True)
+    medians = {
+        name: {key: round(statistics.median(one[key] for one in each), 3) for key in each[0]}
+        for name, each in found.items()
+    }
+    if rev is None:
+        return {"head": medians["head"]}
+    ratio = {key: round(value / medians["head"][key], 2) for key, value in medians[rev].items()}
+    return {"head": medians["head"], "versus": medians[rev], "ratio": ratio}
+
+
+def _figures(script: str, words: list[str], tree: Path) -> dict[str, float]:
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    argv = [sys.executable, str(ROOT / "benchmark" / script), *words]
+    done = subprocess.run(argv, cwd=tree, env=environment, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
