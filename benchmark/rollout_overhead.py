@@ -179,7 +179,8 @@ def measure(in_flight: int, args: argparse.Namespace) -> tuple[float, float]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Runs this script with the package of `--versus` and of this tree in turn, one measurement each per round."""
+    """Runs this script with the package of `--versus` and of this tree in turn, the better of two runs in each round:
+    the first one imports."""
     with tempfile.TemporaryDirectory() as name:
         other = Path(name) / "tree"
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", other, args.versus], check=True)
@@ -197,7 +198,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def _values(tree: Path, args: argparse.Namespace) -> dict[str, float]:
-    options = ["--episodes", args.episodes, "--batch-size", args.batch_size, "--tokens", args.tokens, "--repeats", 1]
+    options = ["--episodes", args.episodes, "--batch-size", args.batch_size, "--tokens", args.tokens, "--repeats", 2]
     command = [sys.executable, __file__, *options, "--in-flight", *args.in_flight]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run([*map(str, command)], env=environment, stdout=subprocess.PIPE, text=True, check=True)
