@@ -71,7 +71,7 @@ def measure(turns: int) -> dict[str, dict[str, float]]:
         found[dialect.name] = {
             "parse_us": round(us_of(lambda data=data, dialect=dialect: _parsed(dialect, data)), 1),
             "reply_us": round(us_of(lambda d=dialect, a=asked: orjson.dumps(d.reply(a, [ANSWER], SENT))), 1),
-            "events_us": round(us_of(lambda d=dialect, a=asked: b"".join(d.events(a, [ANSWER], SENT))), 1),
+            "events_us": round(us_of(lambda d=dialect, a=asked: b"".join(d.stream(a, SENT)([ANSWER]))), 1),
         }
     return found
 

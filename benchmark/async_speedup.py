@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,9 @@ class SimulatedFleet:
 
     async def start(self) -> None:
         return None
+
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[Any, None]:
+        raise NotImplementedError("no workflow here streams")
 
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
         return await gather_or_cancel([self.agenerate(request) for request in requests])

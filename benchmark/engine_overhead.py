@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import Any
 
 from other_tree import compared
 
@@ -31,9 +32,9 @@ def measured(rows: int, context: int, device: str) -> float:
         from areal.inference.model_runner import use_paged_attention
         from areal.inference.scheduler import BlockPool, SamplingParams, Scheduler, Sequence
     except ImportError:  # commits before 28 November 2026 have them in modules of their own
-        from areal.inference.cache import BlockPool
-        from areal.inference.sequence import SamplingParams, Sequence
-        from areal.inference.served_model import use_paged_attention
+        from areal.inference.cache import BlockPool  # pyright: ignore
+        from areal.inference.sequence import SamplingParams, Sequence  # pyright: ignore
+        from areal.inference.served_model import use_paged_attention  # pyright: ignore
 
         from areal.inference.scheduler import Scheduler
 
@@ -48,12 +49,13 @@ def measured(rows: int, context: int, device: str) -> float:
     torch.manual_seed(0)
     model_runner.find_kernel = lambda *_, **__: kernel
     model_runner.capture_of = lambda device: capture
-    decode_graph.DecodeGraphs.trial_error = lambda self, *_: 0.0
+    decode_graph.DecodeGraphs.trial_error = lambda self, *_: 0.0  # pyright: ignore
     config = Qwen3Config(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=2 * context, dtype="float32",
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval().to(device)
+    model: Any = Qwen3ForCausalLM(config).eval()
+    model.to(device)
     use_paged_attention(model)
     runner = model_runner.ModelRunner(model)
     block_size = model_runner.BLOCK_SIZE

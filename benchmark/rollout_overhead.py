@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,6 +61,9 @@ class NoFleet:
         return None
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+        raise NotImplementedError("no-op episodes generate nothing")
+
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[Any, None]:
         raise NotImplementedError("no-op episodes generate nothing")
 
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:

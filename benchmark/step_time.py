@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from other_tree import compared
 
@@ -41,7 +42,8 @@ def build_checkpoint(folder: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMOLLM2_SHAPE, dtype="bfloat16")).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMOLLM2_SHAPE, dtype="bfloat16"))
+    model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -55,8 +57,8 @@ def measured(path: Path, case: str, threads: int) -> dict[str, float]:
         from areal.inference.engine import build_engine
         from areal.inference.scheduler import SamplingParams, Sequence
     except ImportError:  # commits before 29 November 2026 have them in modules of their own
-        from areal.inference.engine_builder import build_engine
-        from areal.inference.sequence import SamplingParams, Sequence
+        from areal.inference.engine_builder import build_engine  # pyright: ignore
+        from areal.inference.sequence import SamplingParams, Sequence  # pyright: ignore
 
     torch.set_num_threads(threads)
     rows, dtype = int(case.split(":")[0]), case.split(":")[1]
