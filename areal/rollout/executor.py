@@ -467,7 +467,7 @@ class EpisodeEngine:
         if self._temperature not in (None, temperature) and not request.gconfig.greedy:
             response = replace(response, temperature=temperature)
         self.answers.append(response)
-        del self.answers[: len(self.answers) - self._num_kept]
+        del self.answers[: max(len(self.answers) - self._num_kept, 0)]
         self.num_interruptions += response.num_interruptions
         for name in response.replicas:
             if name not in self.replicas:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, TokenChunk
 from areal.api.engine import InferenceEngine
-from areal.rollout.executor import EpisodeEngine
+from areal.rollout.executor import MAX_KEPT_ANSWERS, EpisodeEngine
 from tests.expect import raises_code
 
 
@@ -94,3 +94,14 @@ async def test_a_stream_whose_older_policy_shows_at_its_end_fails() -> None:
         async with aclosing(engine.stream(requests("a")[0])) as chunks:
             _ = [chunk async for chunk in chunks]
     assert engine.replicas == []
+
+
+async def test_the_newest_answers_are_kept_for_a_reader() -> None:
+    engine = EpisodeEngine(Policy(old=""), lambda answer: None, keep_answers=True)
+    for count in range(1, MAX_KEPT_ANSWERS + 3):
+        await engine.agenerate_group(requests([f"{count}"]))
+        first = max(count - MAX_KEPT_ANSWERS, 0) + 1
+        assert [one.request_id for one in engine.answers] == [f"{name}" for name in range(first, count + 1)]
+    without = EpisodeEngine(Policy(old=""), lambda answer: None)
+    await without.agenerate_group(requests("a"))
+    assert without.answers == []
