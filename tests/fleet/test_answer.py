@@ -19,6 +19,7 @@ from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.fleet import Answer, token_budget
 from areal.fleet.replica import AnswerForm, PartChunk, RequestLimits
 from areal.fleet.server_client import experts_of, prior_output_bias, versions_of
+from areal.inference.decode_rows import SampledRows
 from areal.inference.engine import _adjusted, sample
 from areal.inference.scheduler import ALL_TOKENS, SamplingParams, Sequence
 
@@ -234,7 +235,11 @@ def test_a_server_that_counts_prior_output_as_prompt_keeps_the_distribution(gcon
         unbroken = [a_sequence([0, 1, 2, *output], 3, row, answer.request) for row in range(64)]
         adjusted = _adjusted(logits + bias, foreign), _adjusted(logits, unbroken)
         torch.testing.assert_close(adjusted[0].softmax(-1), adjusted[1].softmax(-1), rtol=1e-5, atol=1e-7)
-        assert sample(logits + bias, foreign)[0] == sample(logits, unbroken)[0]
+        drawn = [
+            sample(scores, SampledRows.of(rows, scores.device)).tokens.tolist()
+            for scores, rows in ((logits + bias, foreign), (logits, unbroken))
+        ]
+        assert drawn[0] == drawn[1]
 
 
 def a_sequence(token_ids: list[int], num_prompt: int, seed: int, part: GenerationRequest) -> Sequence:
