@@ -179,7 +179,8 @@ def test_a_model_that_does_not_fit_is_refused_with_the_option_to_change(seven_bi
 
 
 def test_a_plan_says_what_processes_need_in_all(tmp_path):
-    """SmolLM2-135M: measured 2.4 GiB for the server before its weights were packed, which adds .5, and 2.7 GiB for the trainer with LoRA and 1,200 tokens."""
+    """SmolLM2-135M, measured: 2.4 GiB for the server before its weights were packed, which adds half a GiB, and 2.7 GiB
+    for the trainer with LoRA and 1,200 tokens."""
     model = write_shape(
         tmp_path / "m", hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True, model_type="llama",
