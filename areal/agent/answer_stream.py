@@ -64,7 +64,7 @@ class AnswerSplit:
         self._newlines = ""  # The same of a thought.
         self._num_thoughts = 0
         self._follows_thought: bool | None = None  # Of the text; None before its first character.
-        self._thinks = False  # Whether the current thought has begun.
+        self._thinks = False  # `reasoning` has text of the current thought.
         self._thought_start = 0  # Length of `reasoning` before it.
         self._markers = CALL_MARKERS.get(style.name, ()) if has_tools else ()
         if has_tools and style.name != "gpt_oss":

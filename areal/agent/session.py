@@ -230,7 +230,7 @@ class _Turn:
     def __init__(self, *, is_streamed: bool) -> None:
         self.num_deliveries = 0
         self.is_streamed = is_streamed
-        self.answers: list[StreamedAnswer] = []  # Of a streamed turn, once they are begun.
+        self.answers: list[StreamedAnswer] = []  # Of a streamed turn; empty until generation starts.
         self.readers: set[_Stream] = set()
 
     def add(self, answer: StreamedAnswer, chunk: TokenChunk) -> None:

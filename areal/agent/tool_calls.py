@@ -649,7 +649,7 @@ def split_answer(
 
     `text`: the answer with its special tokens. `turn_id` and `token_ids` give each call an id, unique in its session.
     `tools`: those of the request, in OpenAI's form; without tools nothing is a call. `in_reasoning`: the prompt has
-    opened the reasoning (`AnswerStyle.opens_reasoning`). `may_close`: a marker may end reasoning that none has begun.
+    opened the reasoning (`AnswerStyle.opens_reasoning`). `may_close`: an end marker alone ends reasoning.
     `is_cut`: a limit of length ended the answer.
     """
     pieces = answer_pieces(text, style, tools=tools, in_reasoning=in_reasoning, may_close=may_close, is_cut=is_cut)

@@ -112,7 +112,7 @@ class TurnStream(Protocol):
     """Whether `grown` has returned the whole answers."""
 
     async def grown(self, limit_s: float) -> tuple[TurnAnswer, ...]:
-        """The answers when they have grown, and at the latest after `limit_s`; none before they are begun.
+        """The answers when they have grown, and at the latest after `limit_s`; none before generation starts.
 
         Their text and reasoning begin with those of the call before. Raises TurnRefused."""
         ...

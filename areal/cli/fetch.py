@@ -72,7 +72,7 @@ def _write(source: Source, final: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         message = "reading the model needs the package gguf: pip install 'areal[gguf]'"
         raise InputError(message, code="launch.package_missing")
-    # What is downloaded and verified stays until the folder is complete, so that a second attempt goes on from there.
+    # Verified downloads are kept until the folder is complete, so a second call does not download them again.
     downloads = writing_folder(final, "download")
     downloads.mkdir(parents=True, exist_ok=True)
     weights = downloads / Path(source.file).name

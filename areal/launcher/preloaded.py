@@ -1,9 +1,8 @@
 """A parent that has imported torch and transformers once, and forks the processes of a run from itself.
 
 The imports take 2.5 s of CPU in every process. The launcher of a run without GPUs starts this parent first, and it
-imports while the configuration is checked. A process forked from it becomes a child of the launcher, as if the launcher
-had started it: the launcher is the subreaper (prctl(2)) during a fork, and the process in between ends at once. Linux
-only.
+imports while the configuration is checked. A forked process becomes a child of the launcher, which is the subreaper
+(prctl(2)) during a fork; the process in between ends at once. Linux only.
 
 `python -m areal.launcher.preloaded LAUNCHER DESCRIPTOR` reads orders from a socket and answers each with a process id.
 """
@@ -14,7 +13,6 @@ import json
 import os
 import runpy
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from areal.system.process import opened_log, tied_to_this_process
+from areal.system.process import opened_log, tied_to_this_process, watch_parent
 
 PRELOAD = "AREAL_PRELOAD"
 """The variable with which a user turns this parent off: 0."""
@@ -39,7 +37,7 @@ _ROOM = 1 << 13
 """Bytes of arguments, and bytes of environment, that /proc can show of a forked process beyond those of the parent."""
 _LIMIT_S = 120.0
 _MAX_ORDER = 1 << 20
-_PR_SET_CHILD_SUBREAPER, _PR_SET_PDEATHSIG = 36, 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class ForkedProcess:
@@ -98,21 +96,28 @@ class PreloadedParent:
     ) -> ForkedProcess | None:
         """Start `argv` as the leader of a new process group, output appended to `log`. It inherits `descriptors`.
 
-        Waits until the imports are done. None when this parent has died. LaunchError when the log cannot be opened.
+        Waits for the imports. None when this parent is dead or does not answer. LaunchError without a log.
         """
         order = json.dumps({"argv": list(argv), "env": dict(env), "descriptors": list(descriptors)}).encode()
         prctl = ctypes.CDLL(None).prctl
+        reading, writing = os.pipe()  # the process runs only when the launcher knows its id
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             with opened_log(log) as file:
-                socket.send_fds(self._socket, [order], [file.fileno(), *descriptors])
+                socket.send_fds(self._socket, [order], [reading, file.fileno(), *descriptors])
             has_answer = select.select([self._socket], [], [], _LIMIT_S)[0]
             answer = self._socket.recv(64) if has_answer else b""
+            if not answer:
+                self._process.kill()
+                return None
+            os.write(writing, b"1")
+            return ForkedProcess(int(answer))
         except ConnectionError:
             return None
         finally:
             prctl(_PR_SET_CHILD_SUBREAPER, 0)
-        return ForkedProcess(int(answer)) if answer else None
+            os.close(reading)
+            os.close(writing)
 
     def close(self) -> None:
         self._process.kill()
@@ -148,17 +153,13 @@ def _fork_for_orders(launcher: int, orders: socket.socket) -> str:
             os.close(descriptor)
     for descriptor in (reading, writing, orders.detach()):
         os.close(descriptor)
-    _wait_for_launcher(launcher, between)
-    return _become(json.loads(order), received)
-
-
-def _wait_for_launcher(launcher: int, between: int) -> None:
-    """Return when the launcher is the parent of this process, which from then on ends with it."""
-    while (parent := os.getppid()) == between:
+    while os.getppid() == between:
         time.sleep(0.001)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent != launcher or os.getppid() != launcher:
+    watch_parent()
+    if os.getppid() != launcher or not os.read(received[0], 1):  # the launcher has started this process in another way
         os._exit(1)
+    os.close(received[0])
+    return _become(json.loads(order), received[1:])
 
 
 def _become(order: Mapping[str, Any], received: Sequence[int]) -> str:
@@ -194,6 +195,5 @@ def _show(argv: Sequence[str], env: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    runpy.run_module(
-        _fork_for_orders(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))), run_name="__main__", alter_sys=True
-    )
+    MODULE = _fork_for_orders(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)

@@ -125,6 +125,18 @@ def test_a_parent_that_died_is_replaced_by_a_usual_start(tmp_path):
     parent.close()
 
 
+def test_a_parent_that_does_not_answer_starts_nothing_later(tmp_path, monkeypatch):
+    parent = PreloadedParent(AT_IMPORT)
+    fork(parent, tmp_path / "first", end="0").wait()  # its imports are done
+    monkeypatch.setattr("areal.launcher.preloaded._LIMIT_S", 0.1)
+    os.kill(parent.pid, signal.SIGSTOP)
+    assert parent.fork(FACTS, os.environ, tmp_path / "log", ()) is None
+    psutil.wait_procs([psutil.Process(parent.pid)], timeout=LIMIT_S)
+    assert parent.fork(FACTS, os.environ, tmp_path / "log", ()) is None
+    assert (tmp_path / "log").read_text() == ""
+    parent.close()
+
+
 def test_a_forked_process_of_the_run_is_an_orphan_for_the_next_launcher(parent, tmp_path):
     (tmp_path / "wait.py").write_text("import time\nprint('{}', flush=True)\ntime.sleep(600)\n")
     context = context_of("trainer-0", run_dir=tmp_path / "run", world_size=1, num_servers=0)

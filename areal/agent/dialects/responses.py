@@ -330,7 +330,7 @@ class _Stream:
             yield {"type": f"response.{whole['status']}", "response": whole}
 
     def _delta(self, item: Json, text: str, status_before: str = "completed") -> Iterator[Json]:
-        """Text of `item`, which is begun unless it is open. `status_before`: of the item that ends then."""
+        """Add text to `item`, a new one unless it is open. `status_before`: status of the item that is closed."""
         if not self._items or self._items[-1]["id"] != item["id"]:
             yield from self._close(status_before)
             self._items.append(item)
