@@ -3,9 +3,10 @@
     python benchmark/step_time.py [--cases 1:bfloat16 64:bfloat16 train:bfloat16] [--versus f2b4580a] [--rounds 5]
 
 The default model has the shape of SmolLM2-135M and random weights; prompts have 66 tokens. A step's time is the CPU
-time of the engine's thread, the median of the steps. With --versus the code of another commit is measured in turn, in
-new processes. A case `train:DTYPE` is a step of AdamW over sequences of 40 to 220 tokens, about 1,024 in all. `read` is the time to read the weights once with one thread, `matmul` that of the multiplications of all
-rows at the measured peak. The last line is JSON: milliseconds by rows and dtype.
+time of the engine's thread, the median of the steps. A case `train:DTYPE` is a step of AdamW over sequences of 40 to
+220 tokens, 1,024 in all. With --versus the code of another commit is measured in turn, in new processes. `read` is the
+time to read the weights once with one thread, `matmul` that of the multiplications of all rows at the measured peak.
+The last line is JSON: milliseconds by case.
 """
 
 from __future__ import annotations
