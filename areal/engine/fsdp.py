@@ -65,6 +65,7 @@ from areal.engine.vision import VisionReader
 from areal.models.mesh_rules import mesh_problem
 from areal.models.model_shape import ModelShape
 from areal.models.output_head import has_float32_head, routers_of
+from areal.models.recurrent_layers import state_layers
 from areal.models.stored_form import StoredPart
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
@@ -441,8 +442,15 @@ def build_fsdp_engine(
     attention = choose_attention(kernel, mesh.device, compute, in_compiled=config.compile)
     is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
-    how: dict[str, Any] = {"dtype": stored if config.lora is None else compute, "is_empty": is_sharded}
+    how: dict[str, Any] = {
+        "device": mesh.device,
+        "dtype": stored if config.lora is None else compute,
+        "is_empty": is_sharded,
+    }
     hf_model = load_model(folder, config, **kind, **how, attention=attention, takes_images=vision is not None)
+    if mesh.context.size > 1 and (states := state_layers(hf_model)):
+        message = f"model {folder}: {next(iter(states))} keeps a state from token to token: use d or t ranks, not c"
+        raise ConfigError(message, code="model.cannot_split")
     routing = Routing(routers_of(hf_model), hf_model.config.get_text_config(), config)
     adapters = _prepare(hf_model, config, mesh)
     model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)
@@ -483,8 +491,8 @@ def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> 
 def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh, attention: str) -> bool:
     """Whether the model may compute a common prompt once: its attention can, and each token is equal in every answer.
 
-    Routers count tokens, dropout is drawn for each, and images belong to sequences. In bfloat16 the gradients of the
-    answers would be added with rounding.
+    Routers count tokens, dropout is drawn for each, images and states belong to sequences. In bfloat16 the gradients
+    of the answers would be added with rounding.
     """
     is_exact = mesh.device.type == "cpu" and config.dtype == "float32" and attention == SDPA
     is_text = getattr(hf_model.config, "vision_config", None) is None and not routers_of(hf_model)
@@ -493,6 +501,7 @@ def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: 
         and is_exact
         and mesh.context.size == 1
         and is_text
+        and not state_layers(hf_model)
         and not _draws_in_training(hf_model, config)
     )
 

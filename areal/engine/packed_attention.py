@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
@@ -188,11 +189,12 @@ class _AttentionReached(Exception):
     """Ends a probe of `require_packed_attention`, or a block in it."""
 
 
-def require_packed_attention(model: PreTrainedModel) -> None:
+def require_packed_attention(model: PreTrainedModel, states: Sequence[nn.Module] = ()) -> None:
     """Raise ConfigError unless the attention layers call the registered function, as packed rows need it.
 
     What a model declares about attention functions is not always true. The model may be without memory: its blocks end
     at their attention. Where that fails, layers remain unseen, which is safe if all tokens see all before them.
+    `states`: the modules that keep a state, which run for each sequence.
     """
     decoder = model.get_decoder()
     device = next(model.get_input_embeddings().parameters()).device
@@ -201,26 +203,51 @@ def require_packed_attention(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     blocks = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     reached: list[nn.Module] = []
-    reason, is_enough = "it calls none", False
+    reason, is_enough, is_whole = "it calls none", False, False
     with torch.no_grad(), described_masks(str(config._attn_implementation)) as masks, _cut(blocks, reached):
         try:
             places = torch.arange(2, device=device).unsqueeze(0)
-            tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places}
+            mask = torch.ones(1, 2, dtype=torch.int64, device="cpu")  # with values, which masks of states look at
+            tokens = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
             outputs = decoder(**tokens, use_cache=False, layout=layout)
-            if reached and getattr(outputs, "last_hidden_state", None) is not None:
-                return
-            if reached:
+            if reached or states:
                 reason = "its decoder returns no hidden states"
+                is_whole = getattr(outputs, "last_hidden_state", None) is not None
         except _AttentionReached:
             reason, is_enough = "its layers cannot be seen one by one", True
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             needs_values = device.type == "meta" and isinstance(error, RuntimeError)  # to choose experts, for example
             reason, is_enough = (str(error).splitlines() or [type(error).__name__])[0], bool(reached) or needs_values
     has_windows = bool(getattr(config, "sliding_window", None)) or not all(mask.is_window(None) for mask in masks)
-    if is_enough and not has_windows:
-        return
+    if is_whole or (is_enough and not has_windows):
+        kind = _unknown_kind(decoder, getattr(config, "layer_types", None) or [], reached, states)
+        if kind is None:
+            return
+        reason = f"its {kind} layers let tokens see others by other means"
     message = f"{type(model).__name__} cannot use the attention function for packed rows: {reason}"
     raise ConfigError(message, code="model.unsupported")
+
+
+_PLAIN = {"full_attention", "sliding_attention", "mlp", "moe"}
+"""Kinds of layers whose tokens see others in attention alone, or not at all."""
+
+
+def _unknown_kind(
+    decoder: nn.Module, kinds: Sequence[str], reached: Sequence[nn.Module], states: Sequence[nn.Module]
+) -> str | None:
+    """A kind of layers of which one has neither a state as transformers caches it, nor attention that was checked."""
+    if _PLAIN.issuperset(kinds):
+        return None
+    lists = [part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == len(kinds)]
+    for kind, layer in zip(kinds, lists[0] if lists else [], strict=True):
+        parts = set(layer.modules())
+        has_state = issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), LinearAttentionCacheLayerMixin)
+        is_known = (
+            not parts.isdisjoint(states) if has_state else not parts.isdisjoint(reached) and parts.isdisjoint(states)
+        )
+        if kind not in _PLAIN and not is_known:
+            return kind
+    return None if lists else kinds[0]
 
 
 @contextmanager

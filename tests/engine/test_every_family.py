@@ -70,6 +70,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": _ROPE},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "emu3": {"vocabulary_map": {"<image>": 90}, "vq_config": {"base_channels": 32, "embed_dim": 4}},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "florence2": {"vision_config": {"embed_dim": [32] * 4, "depths": [1] * 4}},
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "head_dim": 0}},
     "janus": {"vq_config": {"base_channels": 32, "latent_channels": 32}},
@@ -77,6 +83,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 4},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16]},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
@@ -95,6 +102,11 @@ def small_values(config: PretrainedConfig) -> dict[str, Any]:
     }
     if values.get("layer_types", ()) is None:
         found["layer_types"] = ["full_attention"] * SMALL["num_hidden_layers"]
+    elif kinds := list(dict.fromkeys(values.get("layer_types") or ())):  # each once, at least two layers
+        found["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
+        found["num_hidden_layers"] = len(found["layer_types"])
+        if mlps := list(dict.fromkeys(values.get("mlp_layer_types") or ())):
+            found["mlp_layer_types"] = [mlps[i % len(mlps)] for i in range(found["num_hidden_layers"])]
     rope = values.get("rope_parameters") or {}
     if "rope_theta" in rope:  # parts of half a head, for time, height and width; most families have none
         half = int(SMALL["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
