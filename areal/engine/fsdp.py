@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from areal.api.allocation import ParallelDims
 from areal.api.batch import CANDIDATE_IDS, LossFn, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, TrainEngineConfig
 from areal.api.data import WeightSpec
@@ -35,6 +36,7 @@ from areal.engine.checkpoint import (
     write_folder,
 )
 from areal.engine.hf_model import (
+    compute_buffers,
     copy_stored_part,
     enable_checkpointing,
     fill_model,
@@ -448,9 +450,7 @@ def build_fsdp_engine(
         "is_empty": is_sharded,
     }
     hf_model = load_model(folder, config, **kind, **how, attention=attention, takes_images=vision is not None)
-    if mesh.context.size > 1 and (states := state_layers(hf_model)):
-        message = f"model {folder}: {next(iter(states))} keeps a state from token to token: use d or t ranks, not c"
-        raise ConfigError(message, code="model.cannot_split")
+    _require_whole_states(hf_model, mesh.dims)
     routing = Routing(routers_of(hf_model), hf_model.config.get_text_config(), config)
     adapters = _prepare(hf_model, config, mesh)
     model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)
@@ -478,6 +478,39 @@ def build_fsdp_engine(
         shares_prompts=_shares_prompts(hf_model, config, mesh, attention),
         vision=vision,
     )
+
+
+def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDims) -> None:
+    """Raise the error with which `build_fsdp_engine` refuses the model of a local folder, from its configuration alone.
+
+    ConfigError or InputError.
+    """
+    folder, compute, mesh = Path(config.path), _DTYPES[config.dtype], TrainerMesh.open(None)
+    layout = read_vision_layout(config.path)
+    attention = choose_attention("sdpa", mesh.device, compute)
+    is_critic = role in ("critic", "reward")
+    model = load_model(
+        folder,
+        config,
+        is_critic=is_critic,
+        seed=0,
+        device=mesh.device,
+        dtype=compute,
+        attention=attention,
+        is_empty=True,
+    )
+    _require_whole_states(model, dims)
+    Routing(routers_of(model), model.config.get_text_config(), config)
+    _prepare(model, config, mesh)
+    _token_model(model, config, role, mesh, None, () if layout is None else layout.banned_ids)
+    if dims.world_size > 1 or compute != torch.float32:
+        compute_buffers(model, mesh.device)
+
+
+def _require_whole_states(model: PreTrainedModel, dims: ParallelDims) -> None:
+    if dims.cp > 1 and (states := state_layers(model)):
+        text = f"c{dims.cp} splits sequences, along which {next(iter(states))} of {type(model).__name__} keeps a state"
+        raise ConfigError(f"{text}: use d{dims.dp * dims.cp}, without c", code="model.cannot_split")
 
 
 def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> bool:
