@@ -527,6 +527,8 @@ def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 def _refuse_unsupported_model(model: PreTrainedModel, states: PackedStates, *, is_critic: bool) -> None:
     name = type(model).__name__
+    if not (model._supports_attention_backend or states.layers):
+        raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
     require_packed_attention(model, states.layers)
     if is_critic and not isinstance(model._modules.get("score"), nn.Linear):
         raise _unsupported(f"{name} has no linear head called score, so it cannot be a critic")

@@ -219,11 +219,14 @@ def require_packed_attention(model: PreTrainedModel, states: Sequence[nn.Module]
             needs_values = device.type == "meta" and isinstance(error, RuntimeError)  # to choose experts, for example
             reason, is_enough = (str(error).splitlines() or [type(error).__name__])[0], bool(reached) or needs_values
     has_windows = bool(getattr(config, "sliding_window", None)) or not all(mask.is_window(None) for mask in masks)
+    kinds: list[str] = getattr(config, "layer_types", None) or []
     if is_whole or (is_enough and not has_windows):
-        kind = _unknown_kind(decoder, getattr(config, "layer_types", None) or [], reached, states)
+        kind = _unknown_kind(decoder, kinds, reached, states)
         if kind is None:
             return
         reason = f"its {kind} layers let tokens see others by other means"
+    if others := sorted(set(kinds) - _PLAIN):
+        reason += f" (it has {', '.join(others)} layers)"
     message = f"{type(model).__name__} cannot use the attention function for packed rows: {reason}"
     raise ConfigError(message, code="model.unsupported")
 

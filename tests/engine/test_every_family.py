@@ -18,7 +18,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from areal.api.allocation import ParallelDims
 from areal.api.errors import ArealError
+from areal.engine.fsdp import check_model
 from areal.engine.mesh import TrainerMesh
 from tests.engine import engine_cases as cases
 from tests.rank_processes import run_ranks
@@ -28,7 +30,10 @@ FAMILIES = {
     **dict.fromkeys(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, AutoModelForImageTextToText),
 }
 """Model type -> the class that loads its checkpoints."""
+OF_WEIGHTS = ("model.not_loadable", "model.weights_do_not_fit")
+"""Refusals that a configuration alone does not show."""
 REASON = "packed rows: "
+"""What precedes the reason in the line of a refusal."""
 MAX_PARAMETERS = 32_000_000
 SMALL = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "text_hidden_size"), 32),
@@ -67,6 +72,8 @@ NEEDED = ("head_dim", "num_experts_per_tok", "n_routed_experts", "num_key_value_
 
 
 _ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+_INDEXER |= {"indexer_budget": 8, "indexer_compress_ratio": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 90}},
     "cohere_compass": {"text_config": {"rope_parameters": _ROPE}},
@@ -87,6 +94,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16]},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
@@ -166,10 +175,19 @@ def outcome(family: str, folder: Path) -> str:
         return "no small model"
     with suppress(Exception):
         expected = logprobs_of(theirs)
+    said = refused = None
+    try:
+        check_model(cases.make_config(folder), role="actor", dims=ParallelDims())
+    except ArealError as error:
+        said = str(error)
     try:
         engine = cases.make_engine(folder)
     except ArealError as error:
-        return error.code + (f": {str(error).partition(REASON)[2]}" if REASON in str(error) else "")
+        refused = error
+    if refused is not None:
+        assert said == str(refused) or refused.code in OF_WEIGHTS, said
+        return refused.code + (f": {str(refused).partition(REASON)[2]}" if "(it has " in str(refused) else "")
+    assert said is None
     assert expected is not None
     assert (engine.forward(cases.make_batch()).logprobs - expected).abs().max() < 1e-5
     engine.save(folder / "export", with_optimizer=False)
