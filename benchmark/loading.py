@@ -27,7 +27,7 @@ from areal.api.allocation import AllocationMode
 from areal.api.config import TrainEngineConfig
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh, local_part
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import ProcessContext
 

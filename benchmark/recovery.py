@@ -42,7 +42,7 @@ from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineC
 from areal.api.data import GenerationRequest  # noqa: E402
 from areal.fleet.fleet import Fleet  # noqa: E402
 from areal.fleet.server_backend import replica_factory  # noqa: E402
-from areal.system.file_registry import FileRegistry  # noqa: E402
+from areal.system.discovery import FileRegistry  # noqa: E402
 from tests.faults.driver import Run, RunBroken  # noqa: E402
 from tests.faults.ledger_proof import raw_events, seconds_to_training  # noqa: E402
 from tests.faults.schedule import EVERYTHING  # noqa: E402

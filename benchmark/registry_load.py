@@ -29,9 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from areal.launcher.node_messages import FROM_AGENT, Alive  # noqa: E402
-from areal.system.discovery import NameRegistry  # noqa: E402
-from areal.system.etcd import EtcdRegistry  # noqa: E402
-from areal.system.file_registry import FileRegistry  # noqa: E402
+from areal.system.discovery import EtcdRegistry, FileRegistry, NameRegistry  # noqa: E402
 from areal.system.heartbeat import HEARTBEAT, Heartbeat, NodeBeats, write_beats  # noqa: E402
 from tests.system.etcd_kit import EtcdCluster  # noqa: E402
 

@@ -58,7 +58,7 @@ from areal.engine.build import TRAIN_ENGINES
 from areal.engine.fsdp import FSDPEngine
 from areal.engine.mesh import TrainerMesh
 from areal.launcher.job import MALLOC
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import ProcessContext
 

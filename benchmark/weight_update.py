@@ -45,7 +45,7 @@ from areal.engine.mesh import TrainerMesh
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica
 from areal.fleet.replica import AnswerForm, Chunks, PartChunk, Replica
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel

@@ -37,7 +37,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _ROOT = Path(__file__).parents[1]
-_HEAVY = {"slow", "gpu", "cluster", "vllm", "sglang"}
+_HEAVY = {"slow", "gpu", "cluster", "vllm", "sglang", "real"}
 _HEAVY_LIMIT_S = 1800
 _FIRST = (
     "test_end_to_end.py", "test_rows_split.py", "test_fsdp_two_ranks.py", "test_loss_two_ranks.py", "test_dp_layout.py",

@@ -11,7 +11,7 @@ import torch
 
 from areal.api.allocation import ParallelDims
 from areal.engine.mesh import TrainerMesh
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.process import ProcessContext
 
 _LIMIT_S = 250.0

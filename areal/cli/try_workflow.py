@@ -35,7 +35,7 @@ from areal.ledger.payload import TokenLimits
 from areal.models.model_shape import ModelShape
 from areal.observe.step_files import LoggedMetrics
 from areal.rollout.executor import Rejected, verdict_on
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import kill_trees, spawn
 from areal.trainer.first_row import Trial

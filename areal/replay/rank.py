@@ -23,8 +23,8 @@ from areal.observe.phase import PhaseClock
 from areal.replay.recorded import RecordedRun, ReplayOrder, checkpoint_of, config_of, metrics_of, read_config
 from areal.replay.regrade import RegradedPayloads
 from areal.rollout.share_codec import read_share
+from areal.system.discovery import FileRegistry
 from areal.system.durable import append_whole
-from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext, run_main
 from areal.trainer.minibatch import reduce_metrics
 from areal.trainer.ppo_loop import PPOLoop, published_adapter

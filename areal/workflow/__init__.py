@@ -10,13 +10,16 @@ from areal.workflow.conversation import (
     Conversation,
     ConversationWorkflow,
     Episode,
+    ToolCall,
+    call_tool,
     chat_prompt,
     generate,
+    parse_tool_calls,
     score,
     tokens_after_answer,
+    use_tools,
 )
 from areal.workflow.scoring import Score
-from areal.workflow.tools import ToolCall, call_tool, parse_tool_calls, use_tools
 
 __all__ = [
     "Answer", "Conversation", "ConversationWorkflow", "Episode", "Score", "ToolCall", "call_tool", "chat_prompt",

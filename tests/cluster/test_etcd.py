@@ -18,7 +18,7 @@ LEASE_S = 3
 PROCESS = """
 import json, sys
 from areal.api.errors import ArealError
-from areal.system.etcd import EtcdRegistry
+from areal.system.discovery import EtcdRegistry
 registry = EtcdRegistry(sys.argv[1], "e/t", lease_s=float(sys.argv[2]), timeout_s=2.0)
 for line in sys.stdin:
     call, *words = json.loads(line)

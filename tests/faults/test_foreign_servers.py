@@ -16,7 +16,7 @@ import pytest
 from areal.api.errors import LaunchError
 from areal.launcher import restart_rules
 from areal.launcher.local import find_orphans, wait_for_orphans
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from tests.expect import in_order
 from tests.fleet.foreign_host import host_argv, pid_of, processes_of, run_paths, wait_until
 from tests.launcher.fake_run import Run

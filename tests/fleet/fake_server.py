@@ -26,8 +26,8 @@ from areal.api.data import WeightUpdate
 from areal.data.image_files import RunImages
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import AnswerForm, Replica
+from areal.system.discovery import FileRegistry
 from areal.system.durable import seal_folder
-from areal.system.file_registry import FileRegistry
 from areal.system.network import bind_socket, http_address
 from areal.weights.weight_files import write_weights
 

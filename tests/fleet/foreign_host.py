@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.heartbeat import NodeBeats
 from areal.system.process import AREAL_PROCESS, ProcessContext
 from areal.system.run_paths import RunPaths

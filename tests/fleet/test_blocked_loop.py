@@ -12,7 +12,7 @@ from areal.fleet.fleet import Fleet
 from areal.fleet.replica import PartChunk, Replica, ReplicaInfo, ReplicaLoad
 from areal.fleet.replica_set import RELEASED_PER_TURN, ReplicaSet, Slot
 from areal.fleet.server_client import ServerClient
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import bind_socket, http_address
 from tests.rollout.rollout_kit import VirtualLoop
 

@@ -29,7 +29,7 @@ from areal.fleet.server_backend import (
 from areal.fleet.server_client import ServerClient
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import bind_socket, http_address
 
 AREAL = Path(__file__).resolve().parents[2] / "areal"

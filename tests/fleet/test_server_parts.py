@@ -12,7 +12,7 @@ import pytest
 from areal.api.errors import ServerUnavailable
 from areal.fleet import server_host as server_parts
 from areal.fleet.server_host import first_part, is_part, meeting_point
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import Host as NetHost
 from areal.system.network import bind_socket
 from tests.fleet.foreign_host import Host, host_argv, processes_of, run_paths, wait_until

@@ -77,6 +77,23 @@ def test_weights_that_onednn_computes_otherwise_are_not_packed(build_model, driv
     assert not runner._dense._is_packed
 
 
+@PACKS
+def test_rounding_that_a_model_amplifies_is_no_reason_against_packing(build_model, drive, monkeypatch):
+    """As a trained model does with token ids that are no text."""
+    monkeypatch.setattr(NativeServerConfig, "packed_bytes", staticmethod(lambda size: size))
+    model = build_model("qwen3-gqa")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight.data *= 200.0
+    runner = drive(model.to(torch.bfloat16)).engine.runner
+    ids = torch.arange(9)[None]
+    plans = [decode_graph._trial_plan(runner.layer_shapes, torch.bfloat16) for _ in range(2)]
+    packed = runner._dense.logits(ids, ids, None, plans[0])
+    assert runner._dense._is_packed
+    runner._dense.unpack()
+    exact = runner._dense.logits(ids, ids, None, plans[1])
+    assert (packed - exact).abs().max() > 0.05 * exact.abs().max()
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral-window", "deepseek_v3"])
 def test_other_models_are_left_to_transformers(build_model, drive, family):
     runner = drive(build_model(family)).engine.runner

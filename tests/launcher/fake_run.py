@@ -12,8 +12,8 @@ from areal.api.config import LauncherConfig, RecoverConfig
 from areal.launcher.backend import LocalBackend
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
+from areal.system.discovery import FileRegistry
 from areal.system.durable import publish_folder
-from areal.system.file_registry import FileRegistry
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import plan_of, planned_process
 

@@ -30,7 +30,7 @@ from areal.launcher.attach import (
 )
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusLine
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from tests.expect import raises_code
 from tests.launcher.fake_run import SERVE

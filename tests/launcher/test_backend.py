@@ -15,7 +15,7 @@ from areal.api.errors import LaunchError
 from areal.launcher import backend, restart_rules
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.heartbeat import Beat
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import FakeBackend, plan_of, planned_process

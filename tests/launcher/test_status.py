@@ -19,7 +19,7 @@ from areal.launcher.status import (
     waiting_text,
 )
 from areal.launcher.units import Child
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.heartbeat import Beat, write_beats
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import FakeBackend, planned_process

@@ -22,7 +22,7 @@ from areal.rollout.control_requests import PublishRequest, parse_request
 from areal.rollout.controller_process import run_serving, serve, serve_made
 from areal.rollout.executor import ProducerStopped
 from areal.rollout.share_codec import decode_share
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address, listen
 from areal.system.run_paths import RunPaths
 from tests.attack.requests import BROKEN_BODIES, REFUSED_HEADERS, send_broken, status_of

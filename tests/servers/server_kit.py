@@ -20,7 +20,7 @@ from areal.data.image_files import RunImages
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import AnswerForm, Replica
 from areal.fleet.server_backend import replica_factory
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import Host
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel

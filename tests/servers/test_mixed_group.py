@@ -20,7 +20,7 @@ from areal.fleet.native import NativeReplica
 from areal.fleet.replica import AnswerForm, Replica
 from areal.fleet.server_backend import replica_factory
 from areal.fleet.server_client import ServerClient
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.weights.collective import CollectiveChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks

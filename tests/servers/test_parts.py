@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from areal.fleet.server_backend import backend_named
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import Host
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import ClusterSpecConfig, NameResolveConfig, SFTConfig
-from areal.system import file_registry
-from areal.system.discovery import registry_of
-from areal.system.file_registry import FileRegistry
+from areal.system import discovery
+from areal.system.discovery import FileRegistry, registry_of
 from tests.expect import raises_code
 from tests.system.registry_cases import RegistryCases
 
@@ -132,10 +131,10 @@ def test_a_name_that_vanishes_after_the_listing_is_left_out(registry, monkeypatc
 
 def test_a_folder_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch):
     now_s, reads = [0.0], []
-    monkeypatch.setattr(file_registry.time, "monotonic", lambda: now_s[0])
-    read = file_registry._read
-    monkeypatch.setattr(file_registry, "_read", lambda path: reads.append(path.name) or read(path))
-    registry, writer = file_registry.FileRegistry(tmp_path), file_registry.FileRegistry(tmp_path)
+    monkeypatch.setattr(discovery.time, "monotonic", lambda: now_s[0])
+    read = discovery._read
+    monkeypatch.setattr(discovery, "_read", lambda path: reads.append(path.name) or read(path))
+    registry, writer = FileRegistry(tmp_path), FileRegistry(tmp_path)
     assert registry.list("servers") == {}
     writer.add("servers/0", "a")
 
@@ -159,8 +158,8 @@ def test_a_folder_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch):
 
 def test_names_in_a_folder_within_a_folder_are_seen(tmp_path, monkeypatch):
     now_s = [0.0]
-    monkeypatch.setattr(file_registry.time, "monotonic", lambda: now_s[0])
-    registry = file_registry.FileRegistry(tmp_path)
+    monkeypatch.setattr(discovery.time, "monotonic", lambda: now_s[0])
+    registry = FileRegistry(tmp_path)
     registry.add("trainer/store/0", "a")
     for now_s[0] in (1.0, 5.0, 9.0):
         assert registry.list("trainer") == {"trainer/store/0": "a"}

@@ -5,8 +5,7 @@ import uuid
 import pytest
 
 from areal.api.config import ClusterSpecConfig, NameResolveConfig, SFTConfig
-from areal.system.discovery import registry_of
-from areal.system.etcd import EtcdRegistry
+from areal.system.discovery import EtcdRegistry, registry_of
 from tests.expect import raises_code
 from tests.system.etcd_kit import EtcdCluster
 from tests.system.registry_cases import RegistryCases

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from areal.api.errors import ConfigError, LaunchError
-from areal.system.file_registry import FileRegistry
+from areal.system.discovery import FileRegistry
 from areal.system.network import (
     TOKEN_VARIABLE,
     Host,
