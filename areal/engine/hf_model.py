@@ -29,9 +29,9 @@ from transformers.utils import logging as hf_logging
 from areal.api.config import TrainEngineConfig
 from areal.api.errors import ArealError, ConfigError, InputError
 from areal.engine.mesh import Region, local_part, region_of
-from areal.engine.packed_attention import require_packed_attention
+from areal.engine.packed_attention import require_known_layers, require_packed_attention
 from areal.models.checkpoint_files import weight_files
-from areal.models.recurrent_layers import PackedStates
+from areal.models.recurrent_layers import PackedStates, has_states
 from areal.models.stored_form import StoredForm, StoredPart
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -527,13 +527,14 @@ def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 def _refuse_unsupported_model(model: PreTrainedModel, states: PackedStates, *, is_critic: bool) -> None:
     name = type(model).__name__
-    if not (model._supports_attention_backend or states.layers):
-        raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
-    require_packed_attention(model, states.layers)
     if is_critic and not isinstance(model._modules.get("score"), nn.Linear):
         raise _unsupported(f"{name} has no linear head called score, so it cannot be a critic")
     if not is_critic and not isinstance(model.get_output_embeddings(), nn.Linear):
         raise _unsupported(f"{name} has no linear output head, which the FSDP engine needs for log-probabilities")
+    if not (model._supports_attention_backend or has_states(model.config)):
+        raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
+    require_known_layers(model, states.layers)
+    require_packed_attention(model, states.layers)
 
 
 def _unsupported(message: str) -> ConfigError:

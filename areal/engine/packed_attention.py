@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from areal.api.errors import ConfigError
 from areal.engine.mesh import RankGroup
 from areal.models.attention import attention_problem, capped_attention, described_masks
+from areal.models.recurrent_layers import is_state
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Packed rows over context ranks (Ulysses): each rank computes every c-th token, and some heads of all tokens.
@@ -219,14 +219,8 @@ def require_packed_attention(model: PreTrainedModel, states: Sequence[nn.Module]
             needs_values = device.type == "meta" and isinstance(error, RuntimeError)  # to choose experts, for example
             reason, is_enough = (str(error).splitlines() or [type(error).__name__])[0], bool(reached) or needs_values
     has_windows = bool(getattr(config, "sliding_window", None)) or not all(mask.is_window(None) for mask in masks)
-    kinds: list[str] = getattr(config, "layer_types", None) or []
     if is_whole or (is_enough and not has_windows):
-        kind = _unknown_kind(decoder, kinds, reached, states)
-        if kind is None:
-            return
-        reason = f"its {kind} layers let tokens see others by other means"
-    if others := sorted(set(kinds) - _PLAIN):
-        reason += f" (it has {', '.join(others)} layers)"
+        return
     message = f"{type(model).__name__} cannot use the attention function for packed rows: {reason}"
     raise ConfigError(message, code="model.unsupported")
 
@@ -235,22 +229,22 @@ _PLAIN = {"full_attention", "sliding_attention", "mlp", "moe"}
 """Kinds of layers whose tokens see others in attention alone, or not at all."""
 
 
-def _unknown_kind(
-    decoder: nn.Module, kinds: Sequence[str], reached: Sequence[nn.Module], states: Sequence[nn.Module]
-) -> str | None:
-    """A kind of layers of which one has neither a state as transformers caches it, nor attention that was checked."""
-    if _PLAIN.issuperset(kinds):
-        return None
-    lists = [part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == len(kinds)]
-    for kind, layer in zip(kinds, lists[0] if lists else [], strict=True):
-        parts = set(layer.modules())
-        has_state = issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), LinearAttentionCacheLayerMixin)
-        is_known = (
-            not parts.isdisjoint(states) if has_state else not parts.isdisjoint(reached) and parts.isdisjoint(states)
+def require_known_layers(model: PreTrainedModel, states: Sequence[nn.Module]) -> None:
+    """Raise ConfigError for a kind of layers, as the configuration names it, that lets tokens see others by something
+    else than attention, full or in a window, and a state that transformers caches."""
+    kinds: list[str] = getattr(model.config.get_text_config(), "layer_types", None) or []
+    layers = [part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList)]
+    layers = next((part for part in layers if len(part) == len(kinds)), [None] * len(kinds))
+    for kind, layer in zip(kinds, layers, strict=True):
+        if kind in _PLAIN or (is_state(kind) and layer is not None and not set(layer.modules()).isdisjoint(states)):
+            continue
+        text = (
+            "have states that no cache of transformers holds"
+            if is_state(kind)
+            else "see other tokens than all before, or those in a window"
         )
-        if kind not in _PLAIN and not is_known:
-            return kind
-    return None if lists else kinds[0]
+        message = f"{type(model).__name__} cannot use packed rows: its {kind} layers {text}"
+        raise ConfigError(message, code="model.unsupported")
 
 
 @contextmanager

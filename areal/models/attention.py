@@ -29,9 +29,6 @@ class SeenTokens:
     num_positions: int
     """Maximum tokens of a sequence: a window that is not smaller sees all."""
 
-    def __getitem__(self, place: object) -> None:
-        raise TypeError("its layers choose the tokens that they see by their contents")
-
     def is_window(self, window: int | None) -> bool:
         """Whether a token sees itself and the `window` - 1 tokens before it; None: all before it."""
         try:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
+from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
@@ -34,6 +36,15 @@ class SequenceBorders(Protocol):
 
     @property
     def is_probe(self) -> bool: ...
+
+
+def is_state(kind: str) -> bool:
+    """Whether layers of this kind, as configurations name it, have a state in the caches of transformers."""
+    return issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), LinearAttentionCacheLayerMixin)
+
+
+def has_states(config: PretrainedConfig) -> bool:
+    return any(map(is_state, getattr(config.get_text_config(), "layer_types", None) or []))
 
 
 def state_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -28,9 +28,19 @@ QUICK = ("qwen3_5_text", "nemotron_h", "lfm2", "jamba")
 PACKED = {
     *QUICK, "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "kimi_linear", "lfm2_moe",
     "lfm2_vl", "lfm3", "mamba", "mamba2", "minicpmv4_6", "minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_next", "rwkv", "zamba2", "zaya",
+    "qwen3_5_moe_text", "qwen3_next", "zamba2", "zaya",
 }  # fmt: skip
-SPARSE = ("deepseek_v32", "glm_moe_dsa", "glm5_next", "hy_v4", "deepseek_v4", "llama4_text", "inkling_text")
+SPARSE = (
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "glm5_next",
+    "hy_v4",
+    "deepseek_v4",
+    "llama4_text",
+    "inkling_text",
+    "recurrent_gemma",
+    "rwkv",
+)
 """Their tokens choose the tokens that they see, see blocks of them, or add positions to scores."""
 LENGTHS = [5, 9, 70, 9, 1, 14, 5, 7, 3]  # linear attention computes chunks of 64 tokens
 
