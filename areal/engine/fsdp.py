@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,53 @@ class AddedParts:
             output_tensor.div_(dist.get_world_size(group))
 
 
+class ComputeCopies:
+    """Mixed precision on one CPU rank: passes run with copies of the float32 weights in the compute type.
+
+    FSDP on one rank computes the same, but copies weights and gradients two more times.
+    """
+
+    def __init__(self, model: nn.Module, compute: torch.dtype, *, exact: Sequence[nn.Module]) -> None:
+        """`exact`: modules whose weights keep their type."""
+        kept = {id(weight) for module in exact for weight in module.parameters()}
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is None or id(weight) in kept or weight.dtype == compute:
+                    continue
+                self._places.append((module._parameters, name, weight))
+                if weight not in self._copies:
+                    copy = nn.Parameter(weight.detach().to(compute), requires_grad=weight.requires_grad)
+                    self._copies[weight] = copy
+                    if weight.requires_grad:
+                        copy.register_post_accumulate_grad_hook(partial(_add_gradient, weight))
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Replace the weights by their copies. A backward pass adds to the gradients of the weights, in float32."""
+        with torch.no_grad():
+            for weight, copy in self._copies.items():
+                copy.copy_(weight)
+        for parameters, name, weight in self._places:
+            parameters[name] = self._copies[weight]
+        try:
+            yield
+        finally:
+            for parameters, name, weight in self._places:
+                parameters[name] = weight
+
+
+def _add_gradient(weight: nn.Parameter, copy: Tensor) -> None:
+    """Move the gradient of one backward pass to the weight."""
+    assert copy.grad is not None
+    if weight.grad is None:
+        weight.grad = copy.grad.to(weight.dtype)
+    else:
+        weight.grad += copy.grad
+    copy.grad = None
+
+
 FLOAT32_HEAD = "score.weight"
 """The critic's head: computes in float32 and is exported in float32."""
 
@@ -137,6 +185,7 @@ class FSDPEngine:
         shares_prompts: bool = False,
         repeats_passes: bool = True,
         vision: VisionReader | None = None,
+        copies: ComputeCopies | None = None,
     ) -> None:
         """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports.
         `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
@@ -144,6 +193,7 @@ class FSDPEngine:
         `gathers_once`: gathered weights stay until the last micro-batch of a call.
         `repeats_passes`: a pass in training gives the log-probabilities of `forward`, as there is no dropout.
         `vision`: reads the images of batches (None: the model takes none).
+        `copies`: of the weights of a model that is whole and not in `dtype`.
         """
         self.repeats_passes = repeats_passes
         self._model = model
@@ -162,6 +212,7 @@ class FSDPEngine:
             make_micro_batch, device=mesh.device, shares_prompts=shares_prompts, needs_last=model.needs_last
         )
         self._vision = vision
+        self._copies = copies
         self._runs_tower = False
         """Whether any rank has images in the batch of the running call."""
         towers = (
@@ -195,7 +246,7 @@ class FSDPEngine:
                 return self.forward(batch)
         self._model.eval()
         whole: list[Tensor] = []
-        with torch.no_grad():
+        with torch.no_grad(), self._in_compute_type():
             for indices in self._plan(batch):
                 positions = torch.zeros(0, dtype=torch.int64)
                 if indices:
@@ -229,22 +280,26 @@ class FSDPEngine:
         num_tokens = 0.0
         if self._routing is not None and self._routing.has_loss:
             num_tokens = self.all_reduce(torch.tensor([float(batch.num_tokens)], dtype=torch.float64)).item()
-        for number, indices in enumerate(plan, start=1):
-            if isinstance(self._model, FSDPModule):
-                self._model.set_requires_gradient_sync(self._syncs_every_pass or number == len(plan))
-                self._model.set_reshard_after_backward(not self._gathers_once or number == len(plan))
-            if not indices:
-                inputs = self._with_images(dummy_input(batch, self._mesh.device), None)
-                values, balance = self._routed_pass(inputs, num_tokens, is_dummy=True)
-                (values[0].sum() * 0.0 + balance).backward()
-                continue
-            micro, inputs = self._micro_batch(batch, indices)
-            values, balance = self._routed_pass(self._with_images(inputs, micro), num_tokens)
-            result = loss_fn(self._model.as_outputs(values), micro)
-            (result.loss * scale + balance).backward()
-            self._loss = self._loss.to(result.loss.device) + result.loss.detach()
-            metrics = merge_metrics(metrics, result.metrics)
+        with self._in_compute_type():
+            for number, indices in enumerate(plan, start=1):
+                if isinstance(self._model, FSDPModule):
+                    self._model.set_requires_gradient_sync(self._syncs_every_pass or number == len(plan))
+                    self._model.set_reshard_after_backward(not self._gathers_once or number == len(plan))
+                if not indices:
+                    inputs = self._with_images(dummy_input(batch, self._mesh.device), None)
+                    values, balance = self._routed_pass(inputs, num_tokens, is_dummy=True)
+                    (values[0].sum() * 0.0 + balance).backward()
+                    continue
+                micro, inputs = self._micro_batch(batch, indices)
+                values, balance = self._routed_pass(self._with_images(inputs, micro), num_tokens)
+                result = loss_fn(self._model.as_outputs(values), micro)
+                (result.loss * scale + balance).backward()
+                self._loss = self._loss.to(result.loss.device) + result.loss.detach()
+                metrics = merge_metrics(metrics, result.metrics)
         return metrics
+
+    def _in_compute_type(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._copies is None else self._copies.in_model()
 
     def _routed_pass(
         self, inputs: ModelInput, num_tokens: float, *, is_dummy: bool = False
@@ -442,12 +497,15 @@ def build_fsdp_engine(
     vision = None if layout is None or images is None else VisionReader(layout, images)
     kernel = "sdpa" if layout is not None and layout.is_bidirectional else config.attn_impl
     attention = choose_attention(kernel, mesh.device, compute, in_compiled=config.compile)
-    is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
+    is_mixed = stored != compute
+    is_whole = mesh.world_size == 1 and not config.fsdp.offload_params
+    if is_mixed:
+        is_whole &= mesh.device.type == "cpu" and config.grad_reduce_dtype == "float32"
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
     how: dict[str, Any] = {
         "device": mesh.device,
         "dtype": stored if config.lora is None else compute,
-        "is_empty": is_sharded,
+        "is_empty": not is_whole,
     }
     hf_model = load_model(folder, config, **kind, **how, attention=attention, takes_images=vision is not None)
     _require_whole_states(hf_model, mesh.dims)
@@ -455,12 +513,16 @@ def build_fsdp_engine(
     adapters = _prepare(hf_model, config, mesh)
     model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)
     model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"
-    if is_sharded:
+    copies: ComputeCopies | None = None
+    if is_whole:  # nothing to shard: the plain model is exact and faster
+        model.to(mesh.device)
+        exact = [] if vision is not None else other_towers(hf_model)
+        exact += [hf_model.get_submodule("score")] if isinstance(model, ValueModel) else []
+        copies = ComputeCopies(model, compute, exact=exact) if is_mixed else None
+    else:
         _shard(model, config, mesh, compute=compute, stored=stored, runs_towers=vision is not None)
         device = torch.device("cpu") if config.fsdp.offload_params else mesh.device
         fill_model(hf_model, model.form, folder, config, **kind, device=device)
-    else:
-        model.to(mesh.device)  # nothing to shard or cast: the plain model is exact and faster
     lora = None if adapters is None else with_values(adapters, folder, config, seed, compute)
     return FSDPEngine(
         model,
@@ -477,6 +539,7 @@ def build_fsdp_engine(
         repeats_passes=not _draws_in_training(hf_model, config),
         shares_prompts=_shares_prompts(hf_model, config, mesh, attention),
         vision=vision,
+        copies=copies,
     )
 
 
