@@ -58,6 +58,12 @@ def state_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if not _calls_attention(module)}
 
 
+def cache_parameter(layer: nn.Module) -> str | None:
+    """The parameter by which a layer takes a `Cache` of transformers; None: it keeps its state otherwise."""
+    names = inspect.signature(type(layer).forward).parameters
+    return next((name for name in ("cache_params", "past_key_values") if name in names), None)
+
+
 def linear_without_call(model: PreTrainedModel) -> set[nn.Module]:
     """Linear layers that layers with a state do not call, but read the weights of: an adapter has no effect there."""
     found: set[nn.Module] = set()
