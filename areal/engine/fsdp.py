@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from areal.api.allocation import ParallelDims
 from areal.api.batch import CANDIDATE_IDS, LossFn, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, TrainEngineConfig
 from areal.api.data import WeightSpec
@@ -36,6 +37,7 @@ from areal.engine.checkpoint import (
     write_folder,
 )
 from areal.engine.hf_model import (
+    compute_buffers,
     copy_stored_part,
     enable_checkpointing,
     fill_model,
@@ -66,6 +68,7 @@ from areal.engine.vision import VisionReader
 from areal.models.mesh_rules import mesh_problem
 from areal.models.model_shape import ModelShape
 from areal.models.output_head import has_float32_head, routers_of
+from areal.models.recurrent_layers import state_layers
 from areal.models.stored_form import StoredPart
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
@@ -499,8 +502,13 @@ def build_fsdp_engine(
     if is_mixed:
         is_whole &= mesh.device.type == "cpu" and config.grad_reduce_dtype == "float32"
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
-    how: dict[str, Any] = {"dtype": stored if config.lora is None else compute, "is_empty": not is_whole}
+    how: dict[str, Any] = {
+        "device": mesh.device,
+        "dtype": stored if config.lora is None else compute,
+        "is_empty": not is_whole,
+    }
     hf_model = load_model(folder, config, **kind, **how, attention=attention, takes_images=vision is not None)
+    _require_whole_states(hf_model, mesh.dims)
     routing = Routing(routers_of(hf_model), hf_model.config.get_text_config(), config)
     adapters = _prepare(hf_model, config, mesh)
     model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)
@@ -535,6 +543,39 @@ def build_fsdp_engine(
     )
 
 
+def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDims) -> None:
+    """Raise the error with which `build_fsdp_engine` refuses the model of a local folder, from its configuration alone.
+
+    ConfigError or InputError.
+    """
+    folder, compute, mesh = Path(config.path), _DTYPES[config.dtype], TrainerMesh.open(None)
+    layout = read_vision_layout(config.path)
+    attention = choose_attention("sdpa", mesh.device, compute)
+    is_critic = role in ("critic", "reward")
+    model = load_model(
+        folder,
+        config,
+        is_critic=is_critic,
+        seed=0,
+        device=mesh.device,
+        dtype=compute,
+        attention=attention,
+        is_empty=True,
+    )
+    _require_whole_states(model, dims)
+    Routing(routers_of(model), model.config.get_text_config(), config)
+    _prepare(model, config, mesh)
+    _token_model(model, config, role, mesh, None, () if layout is None else layout.banned_ids)
+    if dims.world_size > 1 or compute != torch.float32:
+        compute_buffers(model, mesh.device)
+
+
+def _require_whole_states(model: PreTrainedModel, dims: ParallelDims) -> None:
+    if dims.cp > 1 and (states := state_layers(model)):
+        text = f"c{dims.cp} splits sequences, along which {next(iter(states))} of {type(model).__name__} keeps a state"
+        raise ConfigError(f"{text}: use d{dims.dp * dims.cp}, without c", code="model.cannot_split")
+
+
 def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> bool:
     """Whether a pass in training draws random numbers, for dropout or for routers."""
     text = hf_model.config.get_text_config()
@@ -546,8 +587,8 @@ def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> 
 def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh, attention: str) -> bool:
     """Whether the model may compute a common prompt once: its attention can, and each token is equal in every answer.
 
-    Routers count tokens, dropout is drawn for each, and images belong to sequences. In bfloat16 the gradients of the
-    answers would be added with rounding.
+    Routers count tokens, dropout is drawn for each, images and states belong to sequences. In bfloat16 the gradients
+    of the answers would be added with rounding.
     """
     is_exact = mesh.device.type == "cpu" and config.dtype == "float32" and attention == SDPA
     is_text = getattr(hf_model.config, "vision_config", None) is None and not routers_of(hf_model)
@@ -556,6 +597,7 @@ def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: 
         and is_exact
         and mesh.context.size == 1
         and is_text
+        and not state_layers(hf_model)
         and not _draws_in_training(hf_model, config)
     )
 

@@ -629,6 +629,7 @@ def build_engine(
     weights = ServedWeights(model, base=None if from_scratch else model_path, in_host_memory=in_host_memory)
     if runner.device.type == "cuda":
         weights.allocate()  # before the cache takes the free memory
+    runner.states.allocate(config.max_running_requests)
     capacity = _cache_tokens(config, runner, context_length(config, runner.model))
     num_blocks = -(-capacity // BLOCK_SIZE)
     runner.allocate_cache(num_blocks)
@@ -637,7 +638,8 @@ def build_engine(
         max_running=config.max_running_requests,
         max_prefill_tokens=config.chunked_prefill_size,
         whole_images=layout is not None and layout.is_bidirectional,
-        drafts=Drafts() if config.speculation == "group" else None,
+        has_states=bool(runner.states.indices),
+        drafts=_drafts(config, runner),
     )
     return Engine(
         runner,
@@ -648,6 +650,13 @@ def build_engine(
         detokenizer=detokenizer,
         weights=weights,
     )
+
+
+def _drafts(config: NativeServerConfig, runner: ModelRunner) -> Drafts | None:
+    if config.speculation == "group" and runner.states.indices:
+        message = "native.speculation=group: the states of this model's layers cannot go back behind a refused draft"
+        raise ConfigError(f"{message}: set it to none", code="model.unsupported")
+    return Drafts() if config.speculation == "group" else None
 
 
 def _fits_on_device(config: NativeServerConfig, runner: ModelRunner) -> bool:

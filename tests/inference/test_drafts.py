@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from areal.api.config import NativeServerConfig
+from areal.api.errors import ConfigError
 from areal.inference.drafts import Drafts, History, Payoff, num_accepted
+from areal.inference.engine import _drafts
 from areal.inference.scheduler import Sequence
 from tests.inference.conftest import VOCABULARY
 
@@ -255,3 +258,11 @@ def test_drafts_that_do_not_pay_are_switched_off(chance, row_s, does_pay):
     best = max(sum(chance**place for place in range(length + 1)) / (0.1 + row_s * length) for length in range(16))
     assert tokens / seconds > 0.95 * best
     assert (drafted > 1000) == does_pay
+
+
+def test_a_model_whose_states_cannot_go_back_refuses_drafts(build_model, drive):
+    config = NativeServerConfig(speculation="group")
+    with pytest.raises(ConfigError, match=r"native\.speculation=group") as caught:
+        _drafts(config, drive(build_model("bamba")).engine.runner)
+    assert caught.value.code == "model.unsupported"
+    assert _drafts(config, drive(build_model("llama")).engine.runner) is not None
