@@ -1,11 +1,12 @@
-"""Measures the decode step of the native engine on a CPU, beside what the memory and the cores allow.
+"""Measures a decode step of the native engine or a train step on a CPU, beside what the memory and the cores allow.
 
-    python benchmark/step_time.py [--cases 1:bfloat16 64:bfloat16 16:float32] [--versus f2b4580a] [--rounds 5]
+    python benchmark/step_time.py [--cases 1:bfloat16 64:bfloat16 train:bfloat16] [--versus f2b4580a] [--rounds 5]
 
 The default model has the shape of SmolLM2-135M and random weights; prompts have 66 tokens. A step's time is the CPU
-time of the engine's thread, the median of the steps. With --versus the code of another commit is measured in turn, in
-new processes. `read` is the time to read the weights once with one thread, `matmul` that of the multiplications of all
-rows at the measured peak. The last line is JSON: milliseconds by rows and dtype.
+time of the engine's thread, the median of the steps. A case `train:DTYPE` is a step of AdamW over sequences of 40 to
+220 tokens, 1,024 in all. With --versus the code of another commit is measured in turn, in new processes. `read` is the
+time to read the weights once with one thread, `matmul` that of the multiplications of all rows at the measured peak.
+The last line is JSON: milliseconds by case.
 """
 
 from __future__ import annotations
@@ -82,6 +83,36 @@ def measured(path: Path, case: str, threads: int) -> dict[str, float]:
     }
 
 
+def trained(path: Path, case: str, threads: int) -> dict[str, float]:
+    """Milliseconds of a train step of the FSDP engine on one rank."""
+    import torch
+
+    from areal.api.batch import LossOutput
+    from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+    from areal.data.pack import rows_to_train_batch
+    from areal.engine.build import TRAIN_ENGINES
+    from areal.engine.mesh import TrainerMesh
+
+    torch.set_num_threads(threads)
+    spec = MicroBatchSpec(max_tokens_per_mb=1024)
+    config = TrainEngineConfig(path=str(path), mb_spec=spec, dtype=case.split(":")[1], optimizer=OptimizerConfig())
+    mesh = TrainerMesh(0, 1, torch.device("cpu"))
+    engine = TRAIN_ENGINES["fsdp"](config, role="actor", total_steps=_STEPS, mesh=mesh, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [220, 40, 150, 60, 180, 80, 120, 100, 74]
+    rows = [torch.randint(3, 1000, (length,), generator=generator).tolist() for length in lengths]
+    batch = rows_to_train_batch(rows, [[0, *[1] * (length - 1)] for length in lengths])
+
+    def loss(outputs: Any, micro: Any) -> LossOutput:
+        return LossOutput(loss=-outputs.logprobs[micro.batch.loss_mask].sum(), metrics={})
+
+    def step() -> None:
+        engine.forward_backward(batch, loss, denominator=float(sum(lengths)))
+        engine.optimizer_step()
+
+    return {f"step_{case}": _median_ms(step, 3)}
+
+
 def _median_ms(call, count: int) -> float:
     call()
     times: list[float] = []
@@ -95,7 +126,9 @@ def _median_ms(call, count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", type=Path, help="checkpoint (default: random weights in SmolLM2's shape)")
-    parser.add_argument("--cases", nargs="+", default=["1:bfloat16", "64:bfloat16", "16:float32"], help="rows:dtype")
+    parser.add_argument(
+        "--cases", nargs="+", default=["1:bfloat16", "64:bfloat16", "16:float32"], help="ROWS:DTYPE or train:DTYPE"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--versus", metavar="REV", help="a commit, measured in turn with this tree")
     parser.add_argument("--rounds", type=int, default=5)
@@ -105,7 +138,9 @@ def main() -> None:
         path = args.model_path or build_checkpoint(Path(folder))
         words = ["--one", "--model-path", str(path), "--threads", str(args.threads), "--cases"]
         if args.one:
-            result = {key: ms for case in args.cases for key, ms in measured(path, case, args.threads).items()}
+            result: dict[str, Any] = {}
+            for case in args.cases:
+                result |= (trained if case.startswith("train:") else measured)(path, case, args.threads)
         else:
             result = compared("step_time.py", [*words, *args.cases], args.versus, args.rounds)
     sys.stdout.write(json.dumps(result) + "\n")

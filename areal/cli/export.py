@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal.api.config import BaseExperimentConfig, FSDPEngineConfig, RWConfig
+from areal.api.config import BaseExperimentConfig, FSDPEngineConfig
 from areal.api.config.load import load_experiment
 from areal.api.config.train import MegatronEngineConfig
-from areal.api.engine import ModelRole
 from areal.api.errors import InputError
 from areal.system.durable import damage_of, publish_folder, writing_folder
 from areal.system.run_paths import RunPaths, existing_run
@@ -106,7 +105,7 @@ def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, fina
     """Load the weights of all ranks into a frozen model of this process, and export that as a trainer does."""
     import torch
 
-    from areal.engine.build import TRAIN_ENGINES
+    from areal.engine.build import TRAIN_ENGINES, role_of
     from areal.engine.fsdp import FSDPEngine
     from areal.engine.mesh import TrainerMesh
 
@@ -115,16 +114,10 @@ def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, fina
     options = {"fsdp": FSDPEngineConfig(), "megatron": MegatronEngineConfig()}
     model = dataclasses.replace(config.models[role], optimizer=None, init_from_scratch=True, **options)
     build = TRAIN_ENGINES[config.train_backend]
-    engine = build(model, role=_model_role(config, role), total_steps=0, mesh=mesh, seed=config.seed)
+    engine = build(model, role=role_of(config, role), total_steps=0, mesh=mesh, seed=config.seed)
     engine.load(source)
     if adapter:
         assert isinstance(engine, FSDPEngine)  # other engines refuse lora
         engine.save_adapter(final)
     else:
         engine.save(final, with_optimizer=False)
-
-
-def _model_role(config: BaseExperimentConfig, role: str) -> ModelRole:
-    if isinstance(config, RWConfig) or role == "reward_model":
-        return "reward"
-    return "critic" if role == "critic" else "actor"

@@ -1,15 +1,21 @@
-"""The train engines by backend name: a new backend adds its module and one row of the table."""
+"""The train engines by backend name: a new backend adds its module and one row of the table.
 
+`python -m areal.engine.build --config RUN/config.yaml` prints as JSON how the FSDP engine refuses models of a run.
+"""
+
+import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from areal.api.batch import OutputSpec
-from areal.api.config import TrainEngineConfig
+from areal.api.config import BaseExperimentConfig, RWConfig, TrainEngineConfig
+from areal.api.config.load import load_experiment
 from areal.api.engine import ModelRole, TrainEngine
-from areal.api.errors import ConfigError
+from areal.api.errors import ArealError, ConfigError
 from areal.api.images import ImageStore
-from areal.engine.fsdp import build_fsdp_engine
+from areal.engine.fsdp import build_fsdp_engine, check_model
 from areal.engine.hf_model import resolve_model_folder
 from areal.engine.mesh import TrainerMesh
 from areal.models.mesh_rules import mesh_problem, package_problem
@@ -60,3 +66,26 @@ TRAIN_ENGINES: Mapping[str, Callable[..., TrainEngine]] = {
     "megatron": build_megatron_engine,
 }
 """Backend name in `allocation_mode` -> factory."""
+
+
+def role_of(config: BaseExperimentConfig, key: str) -> ModelRole:
+    """The role of a model of `config.models`, as it is loaded."""
+    if isinstance(config, RWConfig) or key == "reward_model":
+        return "reward"
+    return "critic" if key == "critic" else "actor"
+
+
+def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
+    """Line and code for each model in a local folder that its engine will refuse, whatever its weights are."""
+    found: dict[tuple[str, str], None] = {}
+    for key, model in config.models.items():
+        if config.train_backend == "fsdp" and Path(model.path, "config.json").is_file():
+            try:
+                check_model(model, role=role_of(config, key), dims=config.allocation.train[0].parallel)
+            except ArealError as error:
+                found[str(error), error.code] = None
+    return list(found)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(refused_models(load_experiment(sys.argv[1:]))))

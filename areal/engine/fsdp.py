@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from areal.api.allocation import ParallelDims
 from areal.api.batch import CANDIDATE_IDS, LossFn, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, TrainEngineConfig
 from areal.api.data import WeightSpec
@@ -35,6 +37,7 @@ from areal.engine.checkpoint import (
     write_folder,
 )
 from areal.engine.hf_model import (
+    compute_buffers,
     copy_stored_part,
     enable_checkpointing,
     fill_model,
@@ -65,6 +68,7 @@ from areal.engine.vision import VisionReader
 from areal.models.mesh_rules import mesh_problem
 from areal.models.model_shape import ModelShape
 from areal.models.output_head import has_float32_head, routers_of
+from areal.models.recurrent_layers import state_layers
 from areal.models.stored_form import StoredPart
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
@@ -94,6 +98,53 @@ class AddedParts:
         torch.sum(parts.view(-1, output_tensor.numel()), 0, out=output_tensor)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(dist.get_world_size(group))
+
+
+class ComputeCopies:
+    """Mixed precision on one CPU rank: passes run with copies of the float32 weights in the compute type.
+
+    FSDP on one rank computes the same, but copies weights and gradients two more times.
+    """
+
+    def __init__(self, model: nn.Module, compute: torch.dtype, *, exact: Sequence[nn.Module]) -> None:
+        """`exact`: modules whose weights keep their type."""
+        kept = {id(weight) for module in exact for weight in module.parameters()}
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is None or id(weight) in kept or weight.dtype == compute:
+                    continue
+                self._places.append((module._parameters, name, weight))
+                if weight not in self._copies:
+                    copy = nn.Parameter(weight.detach().to(compute), requires_grad=weight.requires_grad)
+                    self._copies[weight] = copy
+                    if weight.requires_grad:
+                        copy.register_post_accumulate_grad_hook(partial(_add_gradient, weight))
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Replace the weights by their copies. A backward pass adds to the gradients of the weights, in float32."""
+        with torch.no_grad():
+            for weight, copy in self._copies.items():
+                copy.copy_(weight)
+        for parameters, name, weight in self._places:
+            parameters[name] = self._copies[weight]
+        try:
+            yield
+        finally:
+            for parameters, name, weight in self._places:
+                parameters[name] = weight
+
+
+def _add_gradient(weight: nn.Parameter, copy: Tensor) -> None:
+    """Move the gradient of one backward pass to the weight."""
+    assert copy.grad is not None
+    if weight.grad is None:
+        weight.grad = copy.grad.to(weight.dtype)
+    else:
+        weight.grad += copy.grad
+    copy.grad = None
 
 
 FLOAT32_HEAD = "score.weight"
@@ -134,6 +185,7 @@ class FSDPEngine:
         shares_prompts: bool = False,
         repeats_passes: bool = True,
         vision: VisionReader | None = None,
+        copies: ComputeCopies | None = None,
     ) -> None:
         """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports.
         `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
@@ -141,6 +193,7 @@ class FSDPEngine:
         `gathers_once`: gathered weights stay until the last micro-batch of a call.
         `repeats_passes`: a pass in training gives the log-probabilities of `forward`, as there is no dropout.
         `vision`: reads the images of batches (None: the model takes none).
+        `copies`: of the weights of a model that is whole and not in `dtype`.
         """
         self.repeats_passes = repeats_passes
         self._model = model
@@ -159,6 +212,7 @@ class FSDPEngine:
             make_micro_batch, device=mesh.device, shares_prompts=shares_prompts, needs_last=model.needs_last
         )
         self._vision = vision
+        self._copies = copies
         self._runs_tower = False
         """Whether any rank has images in the batch of the running call."""
         towers = (
@@ -192,7 +246,7 @@ class FSDPEngine:
                 return self.forward(batch)
         self._model.eval()
         whole: list[Tensor] = []
-        with torch.no_grad():
+        with torch.no_grad(), self._in_compute_type():
             for indices in self._plan(batch):
                 positions = torch.zeros(0, dtype=torch.int64)
                 if indices:
@@ -226,22 +280,26 @@ class FSDPEngine:
         num_tokens = 0.0
         if self._routing is not None and self._routing.has_loss:
             num_tokens = self.all_reduce(torch.tensor([float(batch.num_tokens)], dtype=torch.float64)).item()
-        for number, indices in enumerate(plan, start=1):
-            if isinstance(self._model, FSDPModule):
-                self._model.set_requires_gradient_sync(self._syncs_every_pass or number == len(plan))
-                self._model.set_reshard_after_backward(not self._gathers_once or number == len(plan))
-            if not indices:
-                inputs = self._with_images(dummy_input(batch, self._mesh.device), None)
-                values, balance = self._routed_pass(inputs, num_tokens, is_dummy=True)
-                (values[0].sum() * 0.0 + balance).backward()
-                continue
-            micro, inputs = self._micro_batch(batch, indices)
-            values, balance = self._routed_pass(self._with_images(inputs, micro), num_tokens)
-            result = loss_fn(self._model.as_outputs(values), micro)
-            (result.loss * scale + balance).backward()
-            self._loss = self._loss.to(result.loss.device) + result.loss.detach()
-            metrics = merge_metrics(metrics, result.metrics)
+        with self._in_compute_type():
+            for number, indices in enumerate(plan, start=1):
+                if isinstance(self._model, FSDPModule):
+                    self._model.set_requires_gradient_sync(self._syncs_every_pass or number == len(plan))
+                    self._model.set_reshard_after_backward(not self._gathers_once or number == len(plan))
+                if not indices:
+                    inputs = self._with_images(dummy_input(batch, self._mesh.device), None)
+                    values, balance = self._routed_pass(inputs, num_tokens, is_dummy=True)
+                    (values[0].sum() * 0.0 + balance).backward()
+                    continue
+                micro, inputs = self._micro_batch(batch, indices)
+                values, balance = self._routed_pass(self._with_images(inputs, micro), num_tokens)
+                result = loss_fn(self._model.as_outputs(values), micro)
+                (result.loss * scale + balance).backward()
+                self._loss = self._loss.to(result.loss.device) + result.loss.detach()
+                metrics = merge_metrics(metrics, result.metrics)
         return metrics
+
+    def _in_compute_type(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._copies is None else self._copies.in_model()
 
     def _routed_pass(
         self, inputs: ModelInput, num_tokens: float, *, is_dummy: bool = False
@@ -439,20 +497,32 @@ def build_fsdp_engine(
     vision = None if layout is None or images is None else VisionReader(layout, images)
     kernel = "sdpa" if layout is not None and layout.is_bidirectional else config.attn_impl
     attention = choose_attention(kernel, mesh.device, compute, in_compiled=config.compile)
-    is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
+    is_mixed = stored != compute
+    is_whole = mesh.world_size == 1 and not config.fsdp.offload_params
+    if is_mixed:
+        is_whole &= mesh.device.type == "cpu" and config.grad_reduce_dtype == "float32"
     kind = {"is_critic": role in ("critic", "reward"), "seed": seed}
-    how: dict[str, Any] = {"dtype": stored if config.lora is None else compute, "is_empty": is_sharded}
+    how: dict[str, Any] = {
+        "device": mesh.device,
+        "dtype": stored if config.lora is None else compute,
+        "is_empty": not is_whole,
+    }
     hf_model = load_model(folder, config, **kind, **how, attention=attention, takes_images=vision is not None)
+    _require_whole_states(hf_model, mesh.dims)
     routing = Routing(routers_of(hf_model), hf_model.config.get_text_config(), config)
     adapters = _prepare(hf_model, config, mesh)
     model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)
     model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"
-    if is_sharded:
+    copies: ComputeCopies | None = None
+    if is_whole:  # nothing to shard: the plain model is exact and faster
+        model.to(mesh.device)
+        exact = [] if vision is not None else other_towers(hf_model)
+        exact += [hf_model.get_submodule("score")] if isinstance(model, ValueModel) else []
+        copies = ComputeCopies(model, compute, exact=exact) if is_mixed else None
+    else:
         _shard(model, config, mesh, compute=compute, stored=stored, runs_towers=vision is not None)
         device = torch.device("cpu") if config.fsdp.offload_params else mesh.device
         fill_model(hf_model, model.form, folder, config, **kind, device=device)
-    else:
-        model.to(mesh.device)  # nothing to shard or cast: the plain model is exact and faster
     lora = None if adapters is None else with_values(adapters, folder, config, seed, compute)
     return FSDPEngine(
         model,
@@ -469,7 +539,41 @@ def build_fsdp_engine(
         repeats_passes=not _draws_in_training(hf_model, config),
         shares_prompts=_shares_prompts(hf_model, config, mesh, attention),
         vision=vision,
+        copies=copies,
     )
+
+
+def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDims) -> None:
+    """Raise the error with which `build_fsdp_engine` refuses the model of a local folder, from its configuration alone.
+
+    ConfigError or InputError.
+    """
+    folder, compute, mesh = Path(config.path), _DTYPES[config.dtype], TrainerMesh.open(None)
+    layout = read_vision_layout(config.path)
+    attention = choose_attention("sdpa", mesh.device, compute)
+    is_critic = role in ("critic", "reward")
+    model = load_model(
+        folder,
+        config,
+        is_critic=is_critic,
+        seed=0,
+        device=mesh.device,
+        dtype=compute,
+        attention=attention,
+        is_empty=True,
+    )
+    _require_whole_states(model, dims)
+    Routing(routers_of(model), model.config.get_text_config(), config)
+    _prepare(model, config, mesh)
+    _token_model(model, config, role, mesh, None, () if layout is None else layout.banned_ids)
+    if dims.world_size > 1 or compute != torch.float32:
+        compute_buffers(model, mesh.device)
+
+
+def _require_whole_states(model: PreTrainedModel, dims: ParallelDims) -> None:
+    if dims.cp > 1 and (states := state_layers(model)):
+        text = f"c{dims.cp} splits sequences, along which {next(iter(states))} of {type(model).__name__} keeps a state"
+        raise ConfigError(f"{text}: use d{dims.dp * dims.cp}, without c", code="model.cannot_split")
 
 
 def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> bool:
@@ -483,8 +587,8 @@ def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> 
 def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh, attention: str) -> bool:
     """Whether the model may compute a common prompt once: its attention can, and each token is equal in every answer.
 
-    Routers count tokens, dropout is drawn for each, and images belong to sequences. In bfloat16 the gradients of the
-    answers would be added with rounding.
+    Routers count tokens, dropout is drawn for each, images and states belong to sequences. In bfloat16 the gradients
+    of the answers would be added with rounding.
     """
     is_exact = mesh.device.type == "cpu" and config.dtype == "float32" and attention == SDPA
     is_text = getattr(hf_model.config, "vision_config", None) is None and not routers_of(hf_model)
@@ -493,6 +597,7 @@ def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: 
         and is_exact
         and mesh.context.size == 1
         and is_text
+        and not state_layers(hf_model)
         and not _draws_in_training(hf_model, config)
     )
 

@@ -29,8 +29,9 @@ from transformers.utils import logging as hf_logging
 from areal.api.config import TrainEngineConfig
 from areal.api.errors import ArealError, ConfigError, InputError
 from areal.engine.mesh import Region, local_part, region_of
-from areal.engine.packed_attention import require_packed_attention
+from areal.engine.packed_attention import require_known_layers, require_packed_attention
 from areal.models.checkpoint_files import weight_files
+from areal.models.recurrent_layers import PackedStates, has_states
 from areal.models.stored_form import StoredForm, StoredPart
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,21 +200,20 @@ def draw_head(weight: Tensor, seed: int) -> None:
 @torch.no_grad()
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers that checkpoints do not contain. ConfigError for a model without a rule for one."""
+    unset: list[tuple[str, nn.Module, PreTrainedModel, str]] = []
     for path, module, owner in _owned_modules(model):
-        names = module._non_persistent_buffers_set
-        for name in names:
-            buffer = module._buffers[name]
-            if buffer is not None:
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[name]) is not None:
                 module._buffers[name] = torch.full(buffer.shape, _unset(buffer), dtype=buffer.dtype, device=device)
-        if not names:
-            continue
-        with _replaced_parameters(module, {}):
-            owner._init_weights(module)
-        for name in names:
-            buffer = module._buffers[name]
-            if buffer is not None and _is_unset(buffer).any():
-                message = f"{type(model).__name__} has the buffer {path}.{name}, which several ranks cannot compute"
-                raise ConfigError(message, code="model.unsupported")
+                unset.append((path, module, owner, name))
+    for path, module, owner, name in unset:
+        for ruled in (module, owner):  # some models have a rule for the buffers of all layers
+            if _is_unset(cast("Tensor", module._buffers[name])).any():
+                with _replaced_parameters(ruled, {}):
+                    owner._init_weights(ruled)
+        if _is_unset(cast("Tensor", module._buffers[name])).any():
+            message = f"{type(model).__name__} has the buffer {path}.{name}, which several ranks cannot compute"
+            raise ConfigError(message, code="model.unsupported")
 
 
 @contextmanager
@@ -286,6 +286,7 @@ def load_model(
     *,
     is_critic: bool,
     seed: int,
+    device: torch.device,
     dtype: torch.dtype,
     attention: str,
     is_empty: bool = False,
@@ -297,7 +298,6 @@ def load_model(
     `takes_images`: its parts for images are used; else they are frozen in the type of the checkpoint.
     """
     model_config = read_config(folder, is_critic=is_critic)
-    _refuse_unsupported(model_config)
     text_config, stored = model_config.get_text_config(), model_config.dtype or torch.float32
     for name, value in text_config.to_dict().items() if config.disable_dropout else ():
         if isinstance(value, float) and (name.endswith("dropout") or name.endswith("_pdrop")):
@@ -315,7 +315,8 @@ def load_model(
                 draw_weights(model, seed)
         else:
             model = _from_weights(auto, folder, model_config, attention, dtype, _head_seed(config, is_critic, seed))
-    _refuse_unsupported_model(model, is_critic=is_critic)
+    states = PackedStates(model, device, getattr(torch, config.dtype), in_compiled=config.compile)
+    _refuse_unsupported_model(model, states, is_critic=is_critic)
     if takes_images:
         model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
         return model
@@ -376,7 +377,8 @@ def _reported_errors(folder: Path) -> Iterator[None]:
 
 
 def shard_units(model: PreTrainedModel, class_names: list[str] | None) -> list[nn.Module]:
-    """The modules that FSDP shards separately: those of the named classes, by default the model's blocks."""
+    """The modules that FSDP shards separately: those of the named classes, by default the model's blocks. Nested
+    ones are the innermost."""
     wanted = set(class_names if class_names is not None else model._no_split_modules or [])
     units = [module for module in model.modules() if type(module).__name__ in wanted]
     missing = wanted - {type(module).__name__ for module in units}
@@ -387,7 +389,7 @@ def shard_units(model: PreTrainedModel, class_names: list[str] | None) -> list[n
             f"only {', '.join(known)}",
             code="model.unknown_layer_class",
         )
-    return units
+    return [unit for unit in units if not any(part in units for part in unit.modules() if part is not unit)]
 
 
 def enable_checkpointing(model: PreTrainedModel, *, is_selective: bool) -> None:
@@ -465,15 +467,6 @@ def _from_weights(
     return model
 
 
-def _refuse_unsupported(config: PretrainedConfig) -> None:
-    """Raise ConfigError for models that would train without an error but with wrong results."""
-    facts = config.get_text_config().to_dict()
-    kinds = sorted(set(facts.get("layer_types") or []) - {"full_attention", "sliding_attention"})
-    if kinds:
-        text = f"model type {config.model_type} has {', '.join(kinds)} layers"
-        raise _unsupported(f"{text}: only attention, full or within a sliding window, works")
-
-
 class _States(BaseModelOutputWithPast):
     """The output of a decoder, None for what is asked of it besides hidden states."""
 
@@ -532,15 +525,16 @@ def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             module.forward = before
 
 
-def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> None:
+def _refuse_unsupported_model(model: PreTrainedModel, states: PackedStates, *, is_critic: bool) -> None:
     name = type(model).__name__
-    if not model._supports_attention_backend:
-        raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
-    require_packed_attention(model)
     if is_critic and not isinstance(model._modules.get("score"), nn.Linear):
         raise _unsupported(f"{name} has no linear head called score, so it cannot be a critic")
     if not is_critic and not isinstance(model.get_output_embeddings(), nn.Linear):
         raise _unsupported(f"{name} has no linear output head, which the FSDP engine needs for log-probabilities")
+    if not (model._supports_attention_backend or has_states(model.config)):
+        raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
+    require_known_layers(model, states.layers)
+    require_packed_attention(model, states.layers)
 
 
 def _unsupported(message: str) -> ConfigError:

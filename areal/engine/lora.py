@@ -17,6 +17,7 @@ from areal.api.errors import ConfigError
 from areal.engine.hf_model import other_towers, seed_of
 from areal.engine.mesh import copy_part, local_part, region_of, whole_tensor
 from areal.models.adapter_files import is_of_experts, is_saved, prefixes, require_targets
+from areal.models.recurrent_layers import linear_without_call
 
 DOWN, UP = "lora_A", "lora_B"
 START_DOWN, START_UP = "start_A", "start_B"
@@ -225,10 +226,11 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
 
     all-linear is every one but the output head, the routers of experts, and those of the parts that only images use.
     Names and patterns choose layers of all parts. exclude_modules leaves out some of them. Experts, whose weights are
-    one tensor for all, have none.
+    one tensor for all, have none, nor have layers whose weights a fused kernel reads (of Mamba).
     """
     head, targets = model.get_output_embeddings(), config.target_modules
-    linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one is not head}
+    excluded = {head, *linear_without_call(model)}
+    linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one not in excluded}
     saved = config.modules_to_save
     linear = {name: one for name, one in linear.items() if not any(is_saved(part, saved) for part in prefixes(name))}
     linear = {name: one for name, one in linear.items() if not is_of_experts(name)}

@@ -22,6 +22,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from areal.api.errors import ConfigError
 from areal.engine.mesh import RankGroup
 from areal.models.attention import attention_problem, capped_attention, described_masks
+from areal.models.recurrent_layers import is_state
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Packed rows over context ranks (Ulysses): each rank computes every c-th token, and some heads of all tokens.
@@ -188,11 +189,12 @@ class _AttentionReached(Exception):
     """Ends a probe of `require_packed_attention`, or a block in it."""
 
 
-def require_packed_attention(model: PreTrainedModel) -> None:
+def require_packed_attention(model: PreTrainedModel, states: Sequence[nn.Module] = ()) -> None:
     """Raise ConfigError unless the attention layers call the registered function, as packed rows need it.
 
     What a model declares about attention functions is not always true. The model may be without memory: its blocks end
     at their attention. Where that fails, layers remain unseen, which is safe if all tokens see all before them.
+    `states`: the modules that keep a state, which run for each sequence.
     """
     decoder = model.get_decoder()
     device = next(model.get_input_embeddings().parameters()).device
@@ -201,26 +203,48 @@ def require_packed_attention(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     blocks = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     reached: list[nn.Module] = []
-    reason, is_enough = "it calls none", False
+    reason, is_enough, is_whole = "it calls none", False, False
     with torch.no_grad(), described_masks(str(config._attn_implementation)) as masks, _cut(blocks, reached):
         try:
             places = torch.arange(2, device=device).unsqueeze(0)
-            tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places}
+            mask = torch.ones(1, 2, dtype=torch.int64, device="cpu")  # with values, which masks of states look at
+            tokens = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
             outputs = decoder(**tokens, use_cache=False, layout=layout)
-            if reached and getattr(outputs, "last_hidden_state", None) is not None:
-                return
-            if reached:
+            if reached or states:
                 reason = "its decoder returns no hidden states"
+                is_whole = getattr(outputs, "last_hidden_state", None) is not None
         except _AttentionReached:
             reason, is_enough = "its layers cannot be seen one by one", True
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             needs_values = device.type == "meta" and isinstance(error, RuntimeError)  # to choose experts, for example
             reason, is_enough = (str(error).splitlines() or [type(error).__name__])[0], bool(reached) or needs_values
     has_windows = bool(getattr(config, "sliding_window", None)) or not all(mask.is_window(None) for mask in masks)
-    if is_enough and not has_windows:
+    if is_whole or (is_enough and not has_windows):
         return
     message = f"{type(model).__name__} cannot use the attention function for packed rows: {reason}"
     raise ConfigError(message, code="model.unsupported")
+
+
+_PLAIN = {"full_attention", "sliding_attention", "mlp", "moe"}
+"""Kinds of layers whose tokens see others in attention alone, or not at all."""
+
+
+def require_known_layers(model: PreTrainedModel, states: Sequence[nn.Module]) -> None:
+    """Raise ConfigError for a kind of layers, as the configuration names it, that lets tokens see others by something
+    else than attention, full or in a window, and a state that transformers caches."""
+    kinds: list[str] = getattr(model.config.get_text_config(), "layer_types", None) or []
+    layers = [part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList)]
+    layers = next((part for part in layers if len(part) == len(kinds)), [None] * len(kinds))
+    for kind, layer in zip(kinds, layers, strict=True):
+        if kind in _PLAIN or (is_state(kind) and layer is not None and not set(layer.modules()).isdisjoint(states)):
+            continue
+        text = (
+            "have states that no cache of transformers holds"
+            if is_state(kind)
+            else "see other tokens than all before, or those in a window"
+        )
+        message = f"{type(model).__name__} cannot use packed rows: its {kind} layers {text}"
+        raise ConfigError(message, code="model.unsupported")
 
 
 @contextmanager

@@ -127,7 +127,7 @@ class PolicyModel(TokenModel):
         # during this call. The custom function passes their gradients to autograd, where FSDP looks for them.
         head = cast("nn.Linear", self.model.get_output_embeddings())
         weight, bias = _of_tensor_rank(head.weight), None if head.bias is None else _of_tensor_rank(head.bias)
-        hidden, valid = self._hidden(inputs), inputs.has_label
+        hidden, valid = self._hidden(inputs).to(weight.dtype), inputs.has_label  # some residuals are float32
         if self._banned_ids:
             bias = self._bias(weight, bias)
             valid = valid & ~torch.isin(inputs.labels, inputs.labels.new_tensor(self._banned_ids))

@@ -118,7 +118,8 @@ class LaterChunk:
 class AttentionPlan:
     """The inputs of the attention layers for one step."""
 
-    caches: list[LayerCache]
+    caches: dict[int, LayerCache]
+    """By number of the layer: those with attention."""
     slots: Tensor  # [tokens] int64: block * block_size + offset
     decode: list[DecodeGroup]
     prompts: list[PromptGroup]

@@ -599,6 +599,7 @@ def build_engine(
     weights = ServedWeights(model, base=None if from_scratch else model_path, in_host_memory=in_host_memory)
     if runner.device.type == "cuda":
         weights.allocate()  # before the cache takes the free memory
+    runner.states.allocate(config.max_running_requests)
     capacity = _cache_tokens(config, runner, context_length(config, runner.model))
     num_blocks = -(-capacity // BLOCK_SIZE)
     runner.allocate_cache(num_blocks)
@@ -607,6 +608,7 @@ def build_engine(
         max_running=config.max_running_requests,
         max_prefill_tokens=config.chunked_prefill_size,
         whole_images=layout is not None and layout.is_bidirectional,
+        has_states=bool(runner.states.indices),
     )
     return Engine(
         runner,

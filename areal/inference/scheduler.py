@@ -287,12 +287,18 @@ class Scheduler:
     """Two queues: waiting (first in, first out) and running (in order of admission)."""
 
     def __init__(
-        self, pool: BlockPool, *, max_running: int, max_prefill_tokens: int, whole_images: bool = False
+        self,
+        pool: BlockPool,
+        *,
+        max_running: int,
+        max_prefill_tokens: int,
+        whole_images: bool = False,
+        has_states: bool = False,
     ) -> None:
         """`whole_images`: the tokens of an image are computed in one step, even if they are more than
-        `max_prefill_tokens`."""
+        `max_prefill_tokens`. `has_states`: a sequence cannot begin behind a part of the tokens of another one."""
         self._pool = pool
-        self._whole_images = whole_images
+        self._whole_images, self._has_states = whole_images, has_states
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
@@ -426,7 +432,7 @@ class Scheduler:
                 if not self._fork(plan, leader, sequence):
                     return
                 continue
-            chunk = self._start(plan, sequence, source, budget)
+            chunk = self._start(plan, sequence, None if self._has_states else source, budget)
             if chunk is None:
                 return
             budget -= chunk.count

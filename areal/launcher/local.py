@@ -48,6 +48,7 @@ from areal.launcher.preflight import (
     newest_checkpoint,
     notices,
     overwrite_run,
+    refused_models,
     run_lock,
     sandbox_problems,
     server_problems,
@@ -382,6 +383,8 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
     if not config.allocation.evaluation:
         card_bytes, host_bytes = gpu_memory_bytes(), host_memory_bytes()
         problems += memory_problems(config, plan, card_bytes=card_bytes, host_bytes=host_bytes)
+    refused = [] if problems else refused_models(config, every=request.dry_run)
+    problems += [text for text, _ in refused]
     tried = TriedRow()
     if isinstance(config, PPOConfig) and request.script is None and not problems:  # a script has rows of its own
         tried = tried_row(config)
@@ -404,7 +407,7 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
         if request.extras:
             sys.stdout.write(f"keys that only the script reads: {', '.join(request.extras)}\n")
     if problems:
-        raise ConfigError("\n  ".join(problems), code="launch.missing_inputs")
+        raise ConfigError("\n  ".join(problems), code=refused[0][1] if refused else "launch.missing_inputs")
     return plan
 
 

@@ -47,7 +47,7 @@ from areal.fleet.server_backend import ServerBackend, backend_named, ignored_fla
 from areal.launcher.job import LaunchPlan, NcclVersions, parse_env_vars
 from areal.models.adapter_files import adapter_weights, is_of_experts, prefixes, require_targets
 from areal.models.checkpoint_files import stored_weights
-from areal.models.mesh_rules import trainer_problem
+from areal.models.mesh_rules import MEGATRON_FAMILIES, TENSOR_FAMILIES, trainer_problem
 from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.trackers import FIRST_REQUEST, entry_of_key, keys_on, missing_packages, mlflow_uri, wandb_id
@@ -141,6 +141,7 @@ def unreachable(targets: Sequence[Target], limit_s: float, meanwhile: Callable[[
 
 _ROW_LIMIT_S = 60.0
 _SANDBOX_LIMIT_S = 90.0
+_MODELS_LIMIT_S = 120.0
 
 
 class _NoAnswer(Exception):
@@ -194,6 +195,27 @@ def tried_row(config: PPOConfig) -> TriedRow:
             return TriedRow(problems=[ConfigProblem("row 0", f"its trial ended: {error}", "launch.first_row")])
     facts = json.loads(answer)
     return TriedRow(**facts | {"problems": [ConfigProblem(**problem) for problem in facts["problems"]]})
+
+
+def refused_models(config: BaseExperimentConfig, *, every: bool) -> list[tuple[str, str]]:
+    """The lines with which the trainers would refuse models of local folders, and their codes. Waits for a process that
+    imports transformers.
+
+    `every`: also models of families with a plan for tensor ranks or Megatron, which areal tests most.
+    """
+    shapes = [ModelShape.read(model.path) for model in config.models.values()]
+    tested = all(shape is not None and shape.family in {*TENSOR_FAMILIES, *MEGATRON_FAMILIES} for shape in shapes)
+    if config.train_backend != "fsdp" or not config.allocation.train or (tested and not every):
+        return []
+    with tempfile.TemporaryDirectory(prefix="areal-") as folder:
+        path = Path(folder, "config.yaml")
+        env = save_config(config, path)
+        try:
+            return json.loads(_answer_of("areal.engine.build", "--config", str(path), env=env, limit_s=_MODELS_LIMIT_S))
+        except subprocess.TimeoutExpired:
+            return []  # the trainers check it too
+        except _NoAnswer as error:
+            return [(f"the check of the models ended: {error}", "model.not_loadable")]
 
 
 def sandbox_problems(config: PPOConfig, say: Callable[[str], None]) -> list[str]:

@@ -126,6 +126,10 @@ def rich_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     return LossOutput(loss=loss, metrics={"loss": Metric(loss.item(), float(mask.sum()))})
 
 
+def make_config(path: Path, **options) -> TrainEngineConfig:
+    return TrainEngineConfig(path=str(path), **{"dtype": "float32", "optimizer": SGD} | options)
+
+
 def make_engine(
     path: Path,
     mesh: TrainerMesh | None = None,
@@ -137,9 +141,13 @@ def make_engine(
     build=build_fsdp_engine,
     **options,
 ):
-    config = TrainEngineConfig(path=str(path), **{"dtype": "float32", "optimizer": SGD} | options)
     return build(
-        config, role=role, total_steps=total_steps, mesh=mesh or TrainerMesh.open(None), seed=seed, outputs=outputs
+        make_config(path, **options),
+        role=role,
+        total_steps=total_steps,
+        mesh=mesh or TrainerMesh.open(None),
+        seed=seed,
+        outputs=outputs,
     )
 
 

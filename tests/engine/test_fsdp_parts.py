@@ -22,7 +22,8 @@ from transformers import (
     Llama4TextConfig,
 )
 
-from areal.api.config import MicroBatchSpec, OptimizerConfig
+from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
+from areal.api.config.train import LoRAConfig
 from areal.data.pack import take
 from areal.engine.hf_model import resolve_model_folder
 from areal.engine.micro_batch import make_micro_batch, plan_micro_batches
@@ -315,6 +316,29 @@ def test_gradients_of_micro_batches_are_summed_in_the_type_of_their_reduction(ca
     whole = gradients(batch, 8.0)
     gaps = [(parts[0][name] + parts[1][name] - value).abs().max().item() for name, value in whole.items()]
     assert (max(gaps) < 1e-6) is is_exact
+
+
+@pytest.mark.parametrize(
+    ("role", "options"),
+    [("actor", {}), ("critic", {}), ("actor", {"lora": LoRAConfig(rank=2)}), ("actor", {"freeze": ["embed_tokens"]})],
+    ids=["policy", "critic", "lora", "frozen"],
+)
+def test_one_rank_trains_in_bfloat16_as_fsdp_does(cases, models, role, options):
+    """The weights stay in float32 between the passes, each update reaches the next pass, and all bits are equal."""
+    loss = cases.policy_loss if role == "actor" else cases.value_loss
+    options |= {"dtype": "bfloat16", "role": role, "mb_spec": MicroBatchSpec(max_tokens_per_mb=10)}
+    batch, results = cases.make_batch([9, 7, 5]), []
+    for fsdp in (FSDPEngineConfig(), FSDPEngineConfig(offload_params=True)):
+        engine = cases.make_engine(models / "llama", fsdp=fsdp, **options)
+        cases.train(engine, batch, steps=3, loss_fn=loss)
+        assert {value.dtype for name, value in engine._changing().items() if value.is_floating_point()} == {
+            torch.float32
+        }
+        outputs = engine.forward(batch)
+        results.append((cases.weights_of(engine), outputs.logprobs if role == "actor" else outputs.values))
+    (whole, outputs), (sharded, expected) = results
+    torch.testing.assert_close(whole, sharded, rtol=0, atol=0)
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
 
 
 def test_the_gradients_of_short_sequences_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):

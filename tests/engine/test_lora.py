@@ -259,7 +259,7 @@ def test_a_linear_router_gets_an_adapter_only_by_name(monkeypatch):
     model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4), "gate": torch.nn.Linear(4, 3)})
     model["experts"] = torch.nn.Module()
     model["experts"].gate_up_proj = torch.nn.Parameter(torch.zeros(3, 8, 4))
-    model.get_output_embeddings = lambda: None
+    model.get_output_embeddings, model.get_decoder = lambda: None, torch.nn.Module
     found = [list(_targets(model, LoRAConfig(target_modules=names))) for names in ("all-linear", ["gate", "q_proj"])]
     assert found == [["q_proj"], ["q_proj", "gate"]]
 

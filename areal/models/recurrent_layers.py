@@ -1,0 +1,175 @@
+"""Layers of a transformers model that keep a state from token to token: convolutions, linear attention, Mamba.
+
+In a packed row the state would go from one sequence into the next. transformers resets it only with the kernels of
+other packages; its own functions refuse such a row, or ignore the borders.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+
+_CACHES = {"cache_params", "past_key_values", "state"}
+"""Parameters of the forward function of a module that continues a sequence."""
+_PROBE = (3, 5)
+"""Tokens of the two sequences with which a layer is tested."""
+
+
+class SequenceBorders(Protocol):
+    """The layout of a packed row."""
+
+    @property
+    def cu_seqlens(self) -> Tensor: ...
+    @property
+    def runs(self) -> Sequence[tuple[int, int, int]]:
+        """(first token, number of sequences, tokens of each) of neighbours with equal length."""
+        ...
+
+    @property
+    def is_probe(self) -> bool: ...
+
+
+def is_state(kind: str) -> bool:
+    """Whether layers of this kind, as configurations name it, have a state in the caches of transformers."""
+    return issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object), LinearAttentionCacheLayerMixin)
+
+
+def has_states(config: PretrainedConfig) -> bool:
+    return any(map(is_state, getattr(config.get_text_config(), "layer_types", None) or []))
+
+
+def state_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Name -> module that keeps a state. It takes the cache of its model, has no part that does, and does not call the
+    attention function, which has its own cache."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.get_decoder().named_modules():
+        is_block = isinstance(module, GradientCheckpointingLayer)
+        if name and not is_block and _takes_cache(module) and not any(_takes_cache(part) for part in _parts(module)):
+            found[name] = module
+    return {name: module for name, module in found.items() if not _calls_attention(module)}
+
+
+def cache_parameter(layer: nn.Module) -> str | None:
+    """The parameter by which a layer takes a `Cache` of transformers; None: it keeps its state otherwise."""
+    names = inspect.signature(type(layer).forward).parameters
+    return next((name for name in ("cache_params", "past_key_values") if name in names), None)
+
+
+def linear_without_call(model: PreTrainedModel) -> set[nn.Module]:
+    """Linear layers that layers with a state do not call, but read the weights of: an adapter has no effect there."""
+    found: set[nn.Module] = set()
+    for layer in state_layers(model).values():
+        source = inspect.getsource(inspect.unwrap(type(layer).forward))
+        parts = {getattr(layer, name) for name in re.findall(r"self\.(\w+)\.weight", source)}
+        found |= {part for part in parts if isinstance(part, nn.Linear)}
+    return found
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in module.modules() if part is not module)
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return not _CACHES.isdisjoint(inspect.signature(type(module).forward).parameters)
+
+
+def _calls_attention(module: nn.Module) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+class PackedStates:
+    """Lets the layers of a model that keep a state begin anew at each sequence of a packed row."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, in_compiled: bool) -> None:
+        """`dtype` is the compute type, also of the layers' buffers, as in a model that transformers loads in it.
+        `in_compiled`: the blocks are compiled, and these layers are left out as attention is."""
+        self.layers = list(state_layers(model).values())
+        self._layout: SequenceBorders | None = None
+        if self.layers:
+            model.get_decoder().register_forward_pre_hook(self._remember, with_kwargs=True)
+        can_reset = {
+            kind: device.type != "cpu" and resets_state(kind, model.config.get_text_config(), device, dtype)
+            for kind in {type(layer) for layer in self.layers}
+        }
+        for layer in self.layers:
+            for name, buffer in layer._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    layer._buffers[name] = buffer.to(dtype)
+            run = self._with_borders if can_reset[type(layer)] else self._each_sequence
+            forward = functools.partial(run, layer.forward)
+            layer.forward = torch.compiler.disable(forward) if in_compiled else forward
+
+    def _remember(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Not every block passes the layout of the row to its parts. Blocks that are computed again in the backward
+        pass are those of the last row."""
+        self._layout = kwargs.get("layout")
+
+    def _with_borders(self, forward: Callable[..., Any], *args: Any, layout: object = None, **kwargs: Any) -> Any:
+        if self._layout is None or self._layout.is_probe:
+            return forward(*args, **kwargs)
+        return forward(*args, **kwargs, **_borders(self._layout.cu_seqlens))
+
+    def _each_sequence(self, forward: Callable[..., Any], *args: Any, layout: object = None, **kwargs: Any) -> Any:
+        if self._layout is None or self._layout.is_probe:
+            return forward(*args, **kwargs)
+        return for_each_sequence(forward, self._layout.runs, args, kwargs)
+
+
+def for_each_sequence(
+    forward: Callable[..., Any], runs: Sequence[tuple[int, int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What `forward` returns of a row [1, T, ...], computed with one call for each run of sequences of equal length."""
+    shapes = [(count, length) for _, count, length in runs]
+    sizes = [count * length for count, length in shapes]
+    if len(shapes) == 1 and shapes[0][0] == 1:
+        return forward(*args, **kwargs)
+    values, form = tree_flatten((args, kwargs))
+    total = sum(sizes)
+
+    def is_of_tokens(value: object) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == 1 and value.shape[1] == total
+
+    # split, because its backward pass is one concatenation
+    parts = [value.split(sizes, dim=1) if is_of_tokens(value) else [value] * len(sizes) for value in values]
+    found: list[list[Any]] = []
+    for number, shape in enumerate(shapes):
+        own = [
+            part[number] if part[number] is value else part[number][0].unflatten(0, shape)
+            for part, value in zip(parts, values, strict=True)
+        ]
+        own_args, own_kwargs = tree_unflatten(own, form)
+        outputs, output_form = tree_flatten(forward(*own_args, **own_kwargs))
+        found.append([out.flatten(0, 1).unsqueeze(0) if isinstance(out, Tensor) else out for out in outputs])
+    joined = [torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0] for each in zip(*found, strict=True)]
+    return tree_unflatten(joined, output_form)
+
+
+def _borders(cu_seqlens: Tensor) -> dict[str, Tensor]:
+    """The arguments of transformers for a packed row."""
+    lengths = cu_seqlens.diff()
+    numbers = torch.arange(lengths.numel(), dtype=torch.int32, device=cu_seqlens.device)
+    return {"cu_seq_lens_q": cu_seqlens, "seq_idx": numbers.repeat_interleave(lengths).unsqueeze(0)}
+
+
+@torch.no_grad()
+def resets_state(kind: type[nn.Module], config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a layer of this kind, with the packages that are installed, begins anew at the borders of a packed row:
+    the outputs of the second sequence have the same bits whatever the first one is."""
+    try:
+        layer = kind(config, layer_idx=0).to(device, dtype)
+        rows = torch.randn(2, 1, sum(_PROBE), config.hidden_size, device=device, dtype=dtype)
+        rows[1, :, _PROBE[0] :] = rows[0, :, _PROBE[0] :]
+        ends = torch.tensor([0, *_PROBE], device=device).cumsum(0, dtype=torch.int32)
+        first, second = (layer(row, **_borders(ends)) for row in rows)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # of an architecture, or of a missing kernel
+        return False
+    return torch.equal(first[:, _PROBE[0] :], second[:, _PROBE[0] :])

@@ -1,0 +1,225 @@
+"""Families whose layers keep a state from token to token: a packed row computes what transformers computes of each
+sequence alone, in every way of training."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from areal.api.batch import TrainBatch
+from areal.api.config.train import LoRAConfig
+from areal.api.errors import ConfigError
+from areal.data.balance import balanced_parts
+from areal.data.pack import take
+from areal.engine.mesh import TrainerMesh
+from areal.models.recurrent_layers import for_each_sequence, resets_state, state_layers
+from tests.engine import engine_cases as cases
+from tests.engine.test_every_family import FAMILIES, small_model
+from tests.rank_processes import run_ranks
+
+QUICK = ("qwen3_5_text", "nemotron_h", "lfm2", "jamba")
+"""In `make test`."""
+PACKED = {
+    *QUICK, "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "kimi_linear", "lfm2_moe",
+    "lfm2_vl", "lfm3", "mamba", "mamba2", "minicpmv4_6", "minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_next", "zamba2", "zaya",
+}  # fmt: skip
+SPARSE = (
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "glm5_next",
+    "hy_v4",
+    "deepseek_v4",
+    "llama4_text",
+    "inkling_text",
+    "recurrent_gemma",
+    "rwkv",
+)
+"""Their tokens choose the tokens that they see, see blocks of them, or add positions to scores."""
+LENGTHS = [5, 9, 70, 9, 1, 14, 5, 7, 3]  # linear attention computes chunks of 64 tokens
+
+
+def batch_of(seed: int = 0) -> TrainBatch:
+    return cases.make_batch(LENGTHS, seed)
+
+
+def alone(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
+    """The log-probabilities of each sequence, which transformers computes one after the other."""
+    found: list[torch.Tensor] = []
+    for ids in torch.split(batch.input_ids, batch.sequence_lengths):
+        logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        found += [logits.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
+    return torch.cat(found)
+
+
+def theirs(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return FAMILIES[family].from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def own_gradients(engine, batch: TrainBatch) -> dict[str, torch.Tensor]:
+    engine.forward_backward(batch, cases.policy_loss, denominator=1.0)
+    return gradients_of(engine._model.model)
+
+
+def expected_gradients(folder: Path, family: str, batch: TrainBatch) -> dict[str, torch.Tensor]:
+    model = theirs(folder, family)
+    terms = batch.advantages * alone(model, batch).mul(0.3).exp()
+    terms[batch.loss_mask].sum().backward()
+    return gradients_of(model)
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Within 1e-4 of the size of each gradient."""
+    assert found.keys() == {name for name in expected if name in found}
+    for name, value in expected.items():
+        if name in found or value.abs().max() > 0:
+            gap = (found[name] - value).norm()
+            assert gap <= 1e-4 * value.norm() + 1e-7, (name, gap / value.norm())
+
+
+def check(family: str, folder: Path) -> None:
+    batch = batch_of()
+    small_model(family).save_pretrained(folder)
+    with torch.no_grad():
+        expected = alone(theirs(folder, family), batch)
+        rounded = alone(theirs(folder, family, torch.bfloat16), batch)
+    save_file({"logprobs": expected}, folder / "expected")
+    engine = cases.make_engine(folder)
+    found = engine.forward(batch).logprobs
+    assert (found - expected).abs().max() < 1e-5
+    changed, start = batch.input_ids.clone(), sum(LENGTHS[:2])
+    changed[start : start + LENGTHS[2]] = (changed[start : start + LENGTHS[2]] + 7) % cases.VOCAB
+    others = torch.ones(len(changed), dtype=torch.bool)
+    others[start : start + LENGTHS[2]] = False
+    again = engine.forward(replace(batch, input_ids=changed)).logprobs
+    assert torch.equal(again[others], found[others])
+    assert not torch.equal(again, found)
+    gradients = expected_gradients(folder, family, batch)
+    assert_close(own_gradients(engine, batch), gradients)
+    with suppress(ConfigError):  # of a family without it
+        assert_close(own_gradients(cases.make_engine(folder, gradient_checkpointing=True), batch), gradients)
+    half = cases.make_engine(folder, dtype="bfloat16").forward(batch).logprobs
+    error, allowed = (half - expected).norm(), (rounded - expected).norm()
+    assert error <= 1.5 * allowed, (error, allowed)
+    check_lora(family, folder, batch)
+
+
+def check_lora(family: str, folder: Path, batch: TrainBatch) -> None:
+    """Adapters of every projection train, also of the layers with a state, and are a part of what is exported."""
+    engine = cases.make_engine(folder, lora=LoRAConfig(rank=2, target_modules=["all-linear"]), seed=3)
+    layers = state_layers(engine._model.model).values()
+    adapted = [weight for layer in layers for name, weight in layer.named_parameters() if weight.requires_grad]
+    cases.train(engine, batch)  # B is 0 before, and then A has no gradient
+    engine.forward_backward(batch, cases.policy_loss, denominator=1.0)
+    assert all(weight.grad is not None and weight.grad.any() for weight in adapted)
+    assert adapted
+    engine.optimizer_step()
+    engine.save(folder / "merged", with_optimizer=False)
+    with torch.no_grad():
+        expected = alone(theirs(folder / "merged", family), batch)
+    assert (engine.forward(batch).logprobs - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_a_packed_row_equals_each_sequence_alone(tmp_path, family):
+    check(family, tmp_path / family)
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("family", sorted(PACKED - {*QUICK}))
+def test_packed_rows_of_every_family(tmp_path, family):
+    check(family, tmp_path / family)
+
+
+def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, list[float]]:
+    """Differences of log-probabilities, and of the weights after a step, from one rank."""
+    found: dict[str, list[float]] = {}
+    for path in sorted(each.parent for each in folder.glob("*/expected")):
+        expected, after = load_file(path / "expected")["logprobs"], load_file(path / "after")
+        engine = cases.make_engine(path, mesh)
+        parts = balanced_parts(LENGTHS, mesh.world_size)[mesh.rank]
+        mine = take(batch_of(), parts)
+        own = torch.cat([torch.split(expected, LENGTHS)[part] for part in parts])
+        gap = (engine.forward(mine).logprobs - own).abs().max().item()
+        cases.train(engine, mine)
+        gaps = [(value - after[name]).abs().max().item() for name, value in cases.weights_of(engine).items()]
+        found[path.name] = [gap, max(gaps)]
+    return found
+
+
+@pytest.mark.parallel
+def test_two_data_ranks_compute_what_one_does(tmp_path):
+    for family in PACKED:
+        small_model(family).save_pretrained(tmp_path / family)
+        with torch.no_grad():
+            save_file(
+                {"logprobs": alone(theirs(tmp_path / family, family), batch_of())}, tmp_path / family / "expected"
+            )
+        engine = cases.make_engine(tmp_path / family)
+        cases.train(engine, batch_of())
+        save_file(cases.weights_of(engine), tmp_path / family / "after")
+    for found in run_ranks(on_two_ranks, tmp_path):
+        assert found.keys() == PACKED
+        for family, (gap, weights) in found.items():
+            assert gap < 1e-5, family
+            assert weights < 1e-5, family
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_attention_to_chosen_tokens_is_refused(tmp_path, family):
+    small_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        cases.make_engine(tmp_path)
+    assert caught.value.code == "model.unsupported"
+
+
+class Kernel(nn.Module):
+    """A layer that adds up the tokens before each, and knows of borders or not."""
+
+    knows_borders = True
+
+    def __init__(self, config: object, layer_idx: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: torch.Tensor, seq_idx: torch.Tensor, cu_seq_lens_q: torch.Tensor) -> torch.Tensor:
+        sizes = cu_seq_lens_q.diff().tolist() if self.knows_borders else [hidden.shape[1]]
+        assert seq_idx.tolist() == [[0] * 3 + [1] * 5]
+        return torch.cat([part.cumsum(1) for part in hidden.split(sizes, dim=1)], dim=1) * self.scale
+
+
+class Leaking(Kernel):
+    knows_borders = False
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Kernel, True), (Leaking, False), (nn.Linear, False)])
+def test_what_a_kernel_does_at_borders_is_tried(kind, expected):
+    config = PretrainedConfig(hidden_size=4)
+    assert resets_state(kind, config, torch.device("cpu"), torch.float32) is expected
+
+
+def test_runs_of_equal_length_share_a_call():
+    shapes: list[torch.Size] = []
+
+    def forward(hidden, *, positions, factor):
+        shapes.append(hidden.shape)
+        assert positions.shape == hidden.shape[:2]
+        return hidden.cumsum(1) * factor, None
+
+    row = torch.ones(1, 8, 2)
+    found, nothing = for_each_sequence(
+        forward, [(0, 1, 1), (1, 2, 2), (5, 1, 3)], (row,), {"positions": torch.arange(8)[None], "factor": 2}
+    )
+    assert found[0, :, 0].tolist() == [2, 2, 4, 2, 4, 2, 4, 6]
+    assert nothing is None
+    assert shapes == [(1, 1, 2), (2, 2, 2), (1, 3, 2)]
