@@ -18,7 +18,7 @@ from areal.api.errors import ConfigError
 from areal.data.balance import balanced_parts
 from areal.data.pack import take
 from areal.engine.mesh import TrainerMesh
-from areal.models.recurrent_layers import for_each_sequence, resets_state, state_layers
+from areal.models.recurrent_layers import for_each_sequence, neighbours, resets_state, state_layers
 from tests.engine import engine_cases as cases
 from tests.engine.test_every_family import FAMILIES, small_model
 from tests.rank_processes import run_ranks
@@ -208,7 +208,7 @@ def test_what_a_kernel_does_at_borders_is_tried(kind, expected):
     assert resets_state(kind, config, torch.device("cpu"), torch.float32) is expected
 
 
-def test_runs_of_equal_length_share_a_call():
+def test_neighbours_of_similar_length_share_a_call():
     shapes: list[torch.Size] = []
 
     def forward(hidden, *, positions, factor):
@@ -217,9 +217,21 @@ def test_runs_of_equal_length_share_a_call():
         return hidden.cumsum(1) * factor, None
 
     row = torch.ones(1, 8, 2)
-    found, nothing = for_each_sequence(
-        forward, [(0, 1, 1), (1, 2, 2), (5, 1, 3)], (row,), {"positions": torch.arange(8)[None], "factor": 2}
-    )
+    values = {"positions": torch.arange(8)[None], "factor": 2}
+    found, nothing = for_each_sequence(forward, [[1], [2, 2, 3]], (row,), values)
     assert found[0, :, 0].tolist() == [2, 2, 4, 2, 4, 2, 4, 6]
     assert nothing is None
-    assert shapes == [(1, 1, 2), (2, 2, 2), (1, 3, 2)]
+    assert shapes == [(1, 1, 2), (3, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([(0, 2, 5), (10, 1, 6)], [[5, 5, 6]]),
+        ([(0, 1, 5), (5, 1, 60)], [[5], [60]]),  # padding would be most of it
+        ([(0, 1, 60), (60, 1, 66)], [[60], [66]]),  # of one chunk and of two
+        ([(0, 1, 90), (90, 2, 128)], [[90, 128, 128]]),
+    ],
+)
+def test_calls_are_padded_where_that_costs_little(runs, expected):
+    assert neighbours(runs) == expected
