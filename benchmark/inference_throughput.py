@@ -166,6 +166,8 @@ def measure_drafts(path: Path, args: argparse.Namespace) -> dict[str, float]:
         jobs = {"repeating": (Job([one["input_ids"] for one in asked], [args.new_tokens] * count), 0.0)}
         jobs["other"] = make_job("equal", concurrency, args), 1.0
         runners = [EngineRunner(path, args.dtype, concurrency, args.device, kind) for kind in ("group", "none")]
+        for runner in runners:
+            runner.run(Job(jobs["other"][0].prompts[:1], [4]), clock)
         for kind, (job, temperature) in jobs.items():
             found: list[float] = []
             for _ in range(args.repeats):
