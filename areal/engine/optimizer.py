@@ -254,7 +254,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     for _ in range(_ITERATIONS):
         gram = found @ found.mT
         found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found.mT if is_tall else found).reshape(matrices.shape)
+    return (found.mT if is_tall else found).reshape(matrices.shape).contiguous()  # ranks exchange it
 
 
 MAX_WEIGHT_NORM = 2.0**32
