@@ -13,11 +13,14 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.batch import TrainBatch
+from areal.api.config import load_experiment
 from areal.api.config.train import LoRAConfig
 from areal.api.errors import ConfigError
 from areal.data.balance import balanced_parts
 from areal.data.pack import take
+from areal.engine.fsdp import check_model
 from areal.engine.mesh import TrainerMesh
+from areal.launcher.preflight import refused_models
 from areal.models.recurrent_layers import for_each_sequence, neighbours, resets_state, state_layers
 from tests.engine import engine_cases as cases
 from tests.engine.test_every_family import FAMILIES, small_model
@@ -235,3 +238,20 @@ def test_neighbours_of_similar_length_share_a_call():
 )
 def test_calls_are_padded_where_that_costs_little(runs, expected):
     assert neighbours(runs) == expected
+
+
+SFT = str(Path(__file__).parents[2] / "examples" / "quickstart" / "sft.yaml")
+
+
+@pytest.mark.parametrize(("family", "mesh"), [("deepseek_v32", "d1"), ("qwen3_5_text", "c2"), ("qwen3_5_text", "d1")])
+def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh):
+    small_model(family).save_pretrained(tmp_path)
+    config = load_experiment(["--config", SFT, f"model.path={tmp_path}", f"allocation_mode=fsdp:{mesh}"])
+    expected = []
+    try:
+        check_model(config.models["model"], role="actor", dims=config.allocation.train[0].parallel)
+        cases.make_engine(tmp_path)
+    except ConfigError as error:
+        expected = [[str(error), error.code]]
+    assert refused_models(config, every=True) == expected
+    assert bool(expected) == ((family, mesh) != ("qwen3_5_text", "d1"))
