@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from areal.api.allocation import ParallelDims
 from areal.api.batch import TrainBatch
 from areal.api.config import load_experiment
 from areal.api.config.train import LoRAConfig
@@ -160,17 +161,21 @@ def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, list[float]]:
     return found
 
 
+def write_cases(folder: Path, families: set[str]) -> None:
+    """For each family a checkpoint, what transformers computes, and the weights of one rank after a step."""
+    for family in families:
+        small_model(family).save_pretrained(folder / family)
+        with torch.no_grad():
+            expected = alone(theirs(folder / family, family), batch_of())
+        save_file({"logprobs": expected}, folder / family / "expected")
+        engine = cases.make_engine(folder / family)
+        cases.train(engine, batch_of())
+        save_file(cases.weights_of(engine), folder / family / "after")
+
+
 @pytest.mark.parallel
 def test_two_data_ranks_compute_what_one_does(tmp_path):
-    for family in PACKED:
-        small_model(family).save_pretrained(tmp_path / family)
-        with torch.no_grad():
-            save_file(
-                {"logprobs": alone(theirs(tmp_path / family, family), batch_of())}, tmp_path / family / "expected"
-            )
-        engine = cases.make_engine(tmp_path / family)
-        cases.train(engine, batch_of())
-        save_file(cases.weights_of(engine), tmp_path / family / "after")
+    write_cases(tmp_path, PACKED)
     for found in run_ranks(on_two_ranks, tmp_path):
         assert found.keys() == PACKED
         for family, (gap, weights) in found.items():
@@ -255,3 +260,12 @@ def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh):
         expected = [[str(error), error.code]]
     assert refused_models(config, every=True) == expected
     assert bool(expected) == ((family, mesh) != ("qwen3_5_text", "d1"))
+
+
+@pytest.mark.parallel
+def test_expert_ranks_compute_what_one_rank_does(tmp_path):
+    write_cases(tmp_path, {"qwen3_5_moe_text", "qwen3_next"})
+    for found in run_ranks(on_two_ranks, tmp_path, ParallelDims(dp=2, ep=2)):
+        for family, (gap, weights) in found.items():
+            assert gap < 1e-5, family
+            assert weights < 1e-5, family
