@@ -109,11 +109,12 @@ WITHOUT_OPERATORS = truncate -s 0 $(1)/lib/python3*/site-packages/torchvision/_m
 	$(call WITHOUT_OPERATORS,.venv-sglang)
 	touch $@
 
-# areal against TRL's GRPOTrainer, in a separate environment: benchmark/versus_trl.py
-.venv-trl/.installed:
+# areal against TRL's GRPOTrainer, in a separate environment with the same transformers: benchmark/versus_trl.py
+.venv-trl/.installed: constraints.txt
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
-	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check trl==1.16.0
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check trl==1.16.0 \
+		$$(grep -E '^(transformers|peft)==' constraints.txt)
 	touch $@
 
 bench-trl: .venv/.installed .venv-trl/.installed

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
+from peft import LoraConfig  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
@@ -34,7 +35,14 @@ def function_of(spec: str) -> Callable[..., float]:
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    """The rows with their prompt, or their messages as it, which TRL renders with the chat template."""
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [row | {"prompt": row.pop("messages")} if "messages" in row else row for row in rows]
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion; that of a prompt with messages is a list of one message."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
 
 
 class Watch(TrainerCallback):
@@ -93,11 +101,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
     score = function_of(spec["reward_fn"])
 
-    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
         rows = {name: values for name, values in columns.items() if name in spec["columns"]}
         return [
             score(
-                prompt=prompt, completion=completion, prompt_ids=[], completion_ids=[],
+                prompt=prompt, completion=text_of(completion), prompt_ids=[], completion_ids=[],
                 **{name: values[number] for name, values in rows.items()},
             )
             for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
@@ -111,6 +119,7 @@ def main() -> None:
         train_dataset=Dataset.from_list(read_rows(spec["train"])),
         processing_class=tokenizer,
         callbacks=[watch],
+        peft_config=LoraConfig(target_modules="all-linear", **spec["lora"]) if spec["lora"] else None,
     )
     trainer.train()
     steps = len(watch.elapsed)

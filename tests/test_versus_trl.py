@@ -21,7 +21,8 @@ def versus(monkeypatch):
 
 def test_trl_trains_as_areal_is_configured(versus, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for path, completions, minibatches, steps in ((versus.QUICKSTART, 512, 2, 250), (versus.WIDE, 64, 1, 14)):
+    cases = [(versus.QUICKSTART, 512, 2, 250), (versus.WIDE, 64, 1, 14), (versus.SMOLLM2, 64, 2, 24)]
+    for path, completions, minibatches, steps in cases:
         config = load_experiment(["--config", path])
         assert isinstance(config, PPOConfig)
         assert config.actor.optimizer is not None
@@ -32,8 +33,47 @@ def test_trl_trains_as_areal_is_configured(versus, monkeypatch):
         assert found["warmup_steps"] == int(0.05 * steps * minibatches)
         assert found["num_generations"] == config.gconfig.n_samples
         assert found["max_completion_length"] == config.gconfig.max_new_tokens
-        assert (found["learning_rate"], found["adam_beta2"]) == (config.actor.optimizer.lr, 0.99)
+        assert (found["learning_rate"], found["adam_beta2"]) == (
+            config.actor.optimizer.lr,
+            config.actor.optimizer.beta2,
+        )
         assert (found["epsilon"], found["beta"], found["loss_type"]) == (0.2, 0.0, "bnpo")
+        assert (found["bf16"], found["generation_kwargs"]) == (False, None)
+
+
+def test_trl_computes_in_bfloat16_and_writes_equal_lengths_where_areal_does(versus, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    changes = ["actor.dtype=bfloat16", "gconfig.min_new_tokens=48", "gconfig.max_new_tokens=48"]
+    found = versus.trl_settings(load_experiment(["--config", versus.WIDE, *changes]), folder="out")
+    assert (found["bf16"], found["max_completion_length"]) == (True, 48)
+    assert found["generation_kwargs"] == {"min_new_tokens": 48}
+
+
+@pytest.mark.parametrize(("batched", "chosen"), [((3.0, 9.0), True), ((1.0, 8.9), False), ((None, 0.0), False)])
+def test_trl_runs_with_the_fastest_trial_that_does_the_whole_work(versus, tmp_path, monkeypatch, batched, chosen):
+    monkeypatch.setattr(versus, "REPOSITORY", tmp_path)
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "rows").write_text(json.dumps({"messages": [], "answer": "{}", "data_source": "1 key"}) + "\n")
+    config = load_experiment(
+        ["--config", versus.SMOLLM2, f"train_dataset.path={tmp_path}/rows", "gconfig.min_new_tokens=9"]
+    )
+    asked = []
+
+    def figures(spec, folder):
+        trial = (spec["threads"], spec["grpo"]["use_transformers_continuous_batching"])
+        asked.append((*trial, spec["grpo"]["max_steps"], spec["first"], spec["last"]))
+        assert (spec["columns"], spec["lora"]["r"]) == (["answer", "data_source"], 16)
+        seconds, tokens = measured[trial]
+        return None if seconds is None else {"seconds_per_step": seconds, "tokens_per_answer": tokens}
+
+    monkeypatch.setattr(versus, "ALL_CORES", 4)
+    monkeypatch.setattr(versus, "trl_figures", figures)
+    measured = {(1, False): (4.0, 9.0), (4, False): (5.0, 9.0), (1, True): batched}
+    found = versus.run_trl(config, (2, 24))
+    tried = [(1, False, 4, 1, 2), (4, False, 4, 1, 2), (1, True, 4, 1, 2)]
+    assert asked == [*tried, (1, chosen, 48, 2, 24)]
+    assert found["chosen"]["continuous_batching"] == chosen
+    assert [trial["seconds_per_step"] for trial in found["trials"]] == [4.0, 5.0, 3.0 if chosen else None]
 
 
 def test_the_specification_names_the_rows_and_the_goals(versus, tmp_path, monkeypatch):

@@ -98,7 +98,10 @@ def _try_packed(decoder: DenseDecoder) -> None:
 def _trial_plan(shapes: Sequence[LayerShape], dtype: torch.dtype) -> AttentionPlan:
     """One prompt in a cache of one block."""
     return AttentionPlan(
-        caches=[LayerCache(torch.zeros((1, _TRIAL_TOKENS, *shape.sizes), dtype=dtype), shape) for shape in shapes],
+        caches={
+            layer: LayerCache(torch.zeros((1, _TRIAL_TOKENS, *shape.sizes), dtype=dtype), shape)
+            for layer, shape in enumerate(shapes)
+        },
         slots=torch.arange(_TRIAL_TOKENS),
         decode=[],
         prompts=[PromptGroup(start=0, num_sequences=1, count=_TRIAL_TOKENS)],
@@ -217,7 +220,7 @@ class DenseDecoder:
         """Logits [rows, vocabulary] of the rows `kept`, None = all. token_ids, positions: [1, tokens]."""
         hidden = embedding(token_ids[0], self._embedding.weight)
         cos, sin = self._rotation(positions[0], hidden.dtype)
-        for layer, cache in zip(self._layers, plan.caches, strict=True):
+        for layer, cache in zip(self._layers, plan.caches.values(), strict=True):
             attended = self._attention(layer, layer.before_attention(hidden), cos, sin, cache, plan)
             hidden = layer.attended(attended, hidden)
             inner = layer.before_mlp(hidden)

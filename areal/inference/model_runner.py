@@ -27,6 +27,7 @@ from areal.inference.attention import (
 )
 from areal.inference.decode_graph import Capture, DecodeGraphs, capture_cuda, dense_decoder, tried
 from areal.inference.decode_rows import DecodeInputs, DecodeRows, SampledRows
+from areal.inference.layer_states import LayerStates, Span, zeroed_memory
 from areal.inference.paged_kernel import PagedKernel, find_kernel, paged_rows
 from areal.inference.scheduler import Chunk, Sequence, StepPlan
 from areal.inference.vision import Vision, last_seen
@@ -143,17 +144,19 @@ class ModelRunner:
         use_float32_head(model, head_dtype)
         self.device = model.device
         self.dtype = model.dtype
+        self.states = LayerStates(model)
         probe = self._probe()
-        self.layer_shapes = [shape for _, shape in sorted(probe.shapes.items())]
+        self._attention_layers = sorted(probe.shapes)
+        self.layer_shapes = [probe.shapes[layer] for layer in self._attention_layers]
         self.vocab_size = vocabulary_size(model)
-        self._caches: list[LayerCache] = []
+        self._caches: dict[int, LayerCache] = {}
         self._row_bytes = max(
             BLOCK_SIZE * shape.num_kv_heads * (shape.key_size + shape.value_size) * self.dtype.itemsize
             for shape in self.layer_shapes
         )
         self._group_bytes = _CPU_GROUP_BYTES if self.device.type == "cpu" else _CUDA_GROUP_BYTES
         self._workspace = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._dense = dense_decoder(model, self.layer_shapes)
+        self._dense = None if self.states.indices else dense_decoder(model, self.layer_shapes)
         self._paged = self._find_paged_kernel() if probe.is_plain else None
         self._graphs: DecodeGraphs | None = None
         self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=0)
@@ -171,7 +174,7 @@ class ModelRunner:
         """What all attention layers are, from a forward pass with one token."""
         probe = AttentionProbe()
         one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        expected = self.model.config.get_text_config().num_hidden_layers
+        config = self.model.config.get_text_config()
         try:
             with torch.inference_mode(), described_masks(ATTENTION_NAME):
                 inputs = {"input_ids": one, "position_ids": one, "attention_mask": one + 1}
@@ -179,10 +182,13 @@ class ModelRunner:
         except TypeError as error:  # its forward does not accept the keyword
             message = f"the native engine cannot serve {type(self.model).__name__}: {error}; use sglang or vllm"
             raise ConfigError(message, code="model.unsupported") from error
-        if sorted(probe.shapes) != list(range(expected)):
+        count, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []
+        plain = {layer for layer, kind in enumerate(kinds) if kind in ("mlp", "moe")}
+        if {*probe.shapes, *self.states.indices} != set(range(count)) - plain or not probe.shapes:
             raise ConfigError(
-                f"the native engine cannot serve {type(self.model).__name__}: {len(probe.shapes)} of its {expected} "
-                "layers use the attention interface of transformers; use sglang or vllm",
+                f"the native engine cannot serve {type(self.model).__name__}: {len(probe.shapes)} of its {count} "
+                f"layers use the attention interface of transformers, {len(self.states.indices)} its caches of states; "
+                "use sglang or vllm",
                 code="model.unsupported",
             )
         return probe
@@ -197,17 +203,20 @@ class ModelRunner:
         """Allocate the memory of the cache. On CPU, untouched pages use no memory."""
         spare = 1 if self._paged else 0
         self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=num_blocks if spare else 0)
-        self._caches = [
-            LayerCache(_zeros((num_blocks + spare, BLOCK_SIZE, *shape.sizes), self.dtype, self.device), shape)
-            for shape in self.layer_shapes
-        ]
+        self._caches = {
+            layer: LayerCache(
+                zeroed_memory((num_blocks + spare, BLOCK_SIZE, *shape.sizes), self.dtype, self.device), shape
+            )
+            for layer, shape in zip(self._attention_layers, self.layer_shapes, strict=True)
+        }
         if self._experts is not None:
             sizes = (num_blocks, BLOCK_SIZE, self._experts.layers, self._experts.choices)
-            self._routed = _zeros(sizes, _EXPERT_TYPES[self._experts.item_bytes], self.device)
+            self._routed = zeroed_memory(sizes, _EXPERT_TYPES[self._experts.item_bytes], self.device)
             for layer, router in routers_of(self.model).items():
                 router.register_forward_hook(partial(self._note_chosen, layer))
         capture = capture_of(self.device)
-        if self._paged and capture and self._experts is None:  # a graph would not record the chosen experts
+        # a graph would record neither the chosen experts nor states
+        if self._paged and capture and self._experts is None and not self.states.indices:
             self._graphs = self._tried_graphs(self._paged, capture)
 
     @torch.inference_mode()
@@ -231,6 +240,8 @@ class ModelRunner:
         longer.sort(key=self._kind_of)
         self._rows.update(plan, list(single))
         order = self._order()
+        if self.states.indices:
+            self._begin_states(plan, order, longer)
         chunks = [] if self.vision is None else self._row_chunks(order) + longer
         has_images = any(chunk.start < chunk.sequence.image_end for chunk in chunks)
         logits = None
@@ -244,11 +255,9 @@ class ModelRunner:
                 kept = None if order is None else torch.from_numpy(order).argsort().to(self.device)
                 logits = self._computed(order, [], chunks if has_images else [], kept)
         else:
-            rows, sequences, expand = self._sampled_rows(order, single, longer)
-            sampled, index = (
-                SampledRows.of(sequences, self.device),
-                torch.tensor(rows, dtype=torch.int64, device=self.device),
-            )
+            rows, sequences, ahead, expand = self._sampled_rows(order, single, longer)
+            sampled = SampledRows.of(sequences, self.device, ahead)
+            index = torch.tensor(rows, dtype=torch.int64, device=self.device)
             logits = (
                 self._computed(order, longer, chunks if has_images else [], index) if logits is None else logits[index]
             )
@@ -257,7 +266,17 @@ class ModelRunner:
         if self.vision is not None:
             logits = self.vision.without_banned(logits)
         self._copy_blocks(plan.copies_after)
+        for chunk in plan.chunks if self.states.indices else ():
+            self.states.copy(chunk.sequence, chunk.siblings)
         return logits, sampled
+
+    def _begin_states(self, plan: StepPlan, order: np.ndarray | None, longer: list[Chunk]) -> None:
+        rows = self._rows.sequences
+        spans = [Span(rows if order is None else [rows[number] for number in order], 1, is_first=False)] if rows else []
+        for _, members in groupby(longer, key=lambda chunk: (chunk.start > 0, chunk.count)):
+            chunks = list(members)
+            spans.append(Span([chunk.sequence for chunk in chunks], chunks[0].count, is_first=chunks[0].start == 0))
+        self.states.begin(spans, [chunk.sequence for chunk in plan.chunks if chunk.start == 0])
 
     def take_weights(self) -> None:
         """The weights of the model have changed."""
@@ -279,15 +298,17 @@ class ModelRunner:
 
     def _sampled_rows(
         self, order: np.ndarray | None, single: dict[Sequence, Chunk], longer: list[Chunk]
-    ) -> tuple[list[int], list[Sequence], list[int] | None]:
-        """Rows of the flat batch whose logits are needed, the sequences that sample from them, and the repetition of
-        the rows for siblings."""
+    ) -> tuple[list[int], list[Sequence], list[int], list[int] | None]:
+        """Rows of the flat batch whose logits are needed, the sequences that sample from them, behind how many tokens
+        of their drafts, and the repetition of the rows for siblings."""
         rows: list[int] = []
         sequences: list[Sequence] = []
+        ahead: list[int] = []
         expand: list[int] = []
 
-        def add(row: int, sequence: Sequence, siblings: list[Sequence]) -> None:
+        def add(row: int, sequence: Sequence, siblings: list[Sequence], drafted: int = 0) -> None:
             sequences.extend((sequence, *siblings))
+            ahead.extend([drafted] * (1 + len(siblings)))
             expand.extend([len(rows)] * (1 + len(siblings)))
             rows.append(row)
 
@@ -300,8 +321,10 @@ class ModelRunner:
         for chunk in longer:
             row += chunk.count
             if chunk.is_last:
-                add(row, chunk.sequence, chunk.siblings)
-        return rows, sequences, expand if len(expand) > len(rows) else None
+                length = len(chunk.sequence.draft)
+                for drafted in range(length + 1):
+                    add(row - length + drafted, chunk.sequence, chunk.siblings, drafted)
+        return rows, sequences, ahead, expand if len(expand) > len(rows) else None
 
     def _row_chunks(self, order: np.ndarray | None) -> list[Chunk]:
         sequences = self._rows.sequences
@@ -373,7 +396,7 @@ class ModelRunner:
                 places = np.arange(chunk.start, end)
                 blocks = np.array(chunk.sequence.blocks, dtype=np.int64)[places // BLOCK_SIZE]
                 shifted = places + chunk.sequence.position_shift
-                ids = chunk.sequence.token_ids[chunk.start : end]
+                ids = chunk.sequence.token_ids[chunk.start : end] + chunk.sequence.draft
                 parts.append(np.stack((ids, shifted, blocks * BLOCK_SIZE + places % BLOCK_SIZE)))
             more = torch.from_numpy(np.concatenate(parts, axis=1)).to(self.device)
             both, slots = torch.cat((both, more[:2]), dim=1), torch.cat((slots, more[2]))
@@ -442,7 +465,7 @@ class ModelRunner:
     def clear_blocks(self, blocks: list[int]) -> None:
         """Set the keys and values of blocks to zero. A NaN behind the end of a sequence would reach its attention."""
         places = torch.tensor(blocks, device=self.device)
-        for cache in self._caches:
+        for cache in self._caches.values():
             cache.blocks.index_fill_(0, places, 0.0)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -451,13 +474,5 @@ class ModelRunner:
         pairs = torch.tensor(copies, device=self.device)
         if self._experts is not None:
             self._routed.index_copy_(0, pairs[:, 1], self._routed.index_select(0, pairs[:, 0]))
-        for cache in self._caches:
+        for cache in self._caches.values():
             cache.blocks.index_copy_(0, pairs[:, 1], cache.blocks.index_select(0, pairs[:, 0]))
-
-
-def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(sizes, dtype=dtype, device=device)
-    # numpy gets zeroed pages from the system, which use no memory before they are touched; torch would write zeros.
-    flat = np.zeros(int(np.prod(sizes)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(flat).view(dtype).view(sizes)

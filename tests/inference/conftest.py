@@ -15,6 +15,8 @@ import orjson
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
@@ -36,6 +38,7 @@ from areal.api.columns import ExpertShape
 from areal.api.config import NativeServerConfig
 from areal.api.images import VisionLayout
 from areal.inference import server
+from areal.inference.drafts import Drafts
 from areal.inference.engine import Engine
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, use_paged_attention
 from areal.inference.scheduler import BlockPool, PlacedImage, SamplingParams, Scheduler, Sequence
@@ -87,10 +90,37 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, num_key_value_heads=2, sliding_window=8)),
 }
 
+WITH_STATES = {
+    "bamba": {"model_type": "bamba", "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16},
+    "falcon_h1": {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    "jamba": {"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+    },
+    "olmo_hybrid": {"model_type": "olmo_hybrid"},
+    "qwen3_5": {"model_type": "qwen3_5_text"},
+    "qwen3_next": {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2},
+}
+"""Family -> what a small model with layers that keep a state has besides `_SIZES`."""
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "head_dim": 8}
+_LINEAR |= {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
+def _with_states(family: str) -> PreTrainedModel:
+    linear = _LINEAR if family in ("qwen3_5", "qwen3_next", "olmo_hybrid") else {}
+    small = {"num_key_value_heads": 2, "pad_token_id": None, "initializer_range": 0.1}  # rounding grows with it
+    config = AutoConfig.for_model(**_SIZES | small | linear | WITH_STATES[family])
+    return AutoModelForCausalLM.from_config(config)
+
 
 def _build(family: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return FAMILIES[family]().eval()
+    return (_with_states(family) if family in WITH_STATES else FAMILIES[family]()).eval()
 
 
 @dataclass
@@ -163,16 +193,20 @@ def drive() -> Callable[..., Driver]:
         detokenizer: Any = None,
         experts: ExpertShape | None = None,
         layout: VisionLayout | None = None,
+        drafts: Drafts | None = None,
     ) -> Driver:
         own = copy.deepcopy(model)
         use_paged_attention(own)
         runner = ModelRunner(own, experts=experts, layout=layout)
+        runner.states.allocate(max_running)
         runner.allocate_cache(num_blocks)
         scheduler = Scheduler(
             BlockPool(num_blocks, BLOCK_SIZE),
             max_running=max_running,
             max_prefill_tokens=max_prefill_tokens,
             whole_images=layout is not None and layout.is_bidirectional,
+            drafts=drafts,
+            has_states=bool(runner.states.indices),
         )
         finished: list[Sequence] = []
         progressed: list[Sequence] = []
