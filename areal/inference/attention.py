@@ -112,6 +112,15 @@ class LaterChunk:
     blocks: Tensor  # [width] int64
     last_seen: Tensor | None = None
     """[count] int64: the last token that each one attends to; None = itself."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
+
+    def mask(self, window: int | None, like: Tensor, times: int) -> Tensor:
+        """Additive mask [times * count, tokens], cached per step."""
+        if window not in self.masks:
+            visible = _causal_mask(self.count, self.num_before, window, like, self.last_seen).repeat(times, 1)
+            mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+            self.masks[window] = mask.masked_fill_(~visible, -torch.inf)
+        return self.masks[window]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,9 +278,15 @@ def _attend_later(chunk: LaterChunk, cache: LayerCache, query: Tensor, output: T
     total = chunk.num_before + chunk.count
     found = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1)[:total].transpose(0, 1)[None]
     keys, values = found[..., : cache.shape.key_size], found[..., cache.shape.key_size :]
-    mask = _causal_mask(chunk.count, chunk.num_before, rules.window, query, chunk.last_seen)
     mine = query[None, :, chunk.start : chunk.start + chunk.count]
-    result = rules.attend(mine, _repeat(keys, query), _repeat(values, query), mask)
+    if rules.is_plain:  # query heads that share a key head are treated as tokens of that head
+        times = query.shape[0] // keys.shape[1]
+        queries = mine.reshape(1, keys.shape[1], times * chunk.count, -1)
+        result = rules.attend(queries, keys, values, chunk.mask(rules.window, query, times))
+        result = result.view(1, query.shape[0], chunk.count, -1)
+    else:
+        mask = _causal_mask(chunk.count, chunk.num_before, rules.window, query, chunk.last_seen)
+        result = rules.attend(mine, _repeat(keys, query), _repeat(values, query), mask)
     output[chunk.start : chunk.start + chunk.count] = result[0].transpose(0, 1)
 
 

@@ -325,6 +325,8 @@ class ServerApp:
             "generated_tokens_total": counters.generated_tokens,
             "computed_tokens_total": counters.computed_tokens,
             "shared_prompt_tokens_total": scheduler.num_shared_tokens,
+            "drafted_tokens_total": scheduler.num_drafted_tokens,
+            "accepted_tokens_total": scheduler.num_accepted_tokens,
             "finished_requests_total": counters.finished,
             "aborted_requests_total": counters.aborted,
             "preemptions_total": scheduler.num_preemptions,
