@@ -99,11 +99,8 @@ class LayerStates:
             if getattr(module, "time_step_limit", _NO_LIMIT) != _NO_LIMIT:
                 module.get_submodule("in_proj").register_forward_hook(functools.partial(_limit_steps, module))
             module.forward = functools.partial(self._forward, layer, module.forward, name)
-
-    @property
-    def indices(self) -> set[int]:
+        self.indices = {layer.index for layer in self._layers}
         """The layers that have a state."""
-        return {layer.index for layer in self._layers}
 
     def allocate(self, num_slots: int) -> None:
         """After the probe: memory for this number of running sequences."""

@@ -258,8 +258,7 @@ class OptimizerConfig:
     """Optimiser and learning-rate schedule."""
 
     type: str = choice_of("optimizers", "adam")
-    """Optimiser: AdamW with moments in float32, bfloat16 or 8 bits; muon = Muon for matrices, with updates of AdamW's
-    size, and AdamW for the rest (muon_original: with the learning rate of its authors); sgd = gradient descent."""
+    """Optimiser: AdamW with moments in float32, bfloat16 or 8 bits, Muon with AdamW for what is no matrix, or sgd."""
     lr: float = number(1e-3, above=0, also="verl: actor.optim.lr; ROLL: training_args.learning_rate")
     """Peak learning rate."""
     lr_of: dict[str, float] = section(dict[str, float], also="cosmos-rl: optm_lr as a list")
