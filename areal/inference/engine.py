@@ -26,10 +26,10 @@ from areal.api.config import NativeServerConfig
 from areal.api.errors import ConfigError
 from areal.inference.decode_rows import SampledRows
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
+from areal.inference.prefix_cache import BlockPool
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import (
     ALL_TOKENS,
-    BlockPool,
     FinishReason,
     SamplingParams,
     Scheduler,
@@ -318,6 +318,8 @@ class EngineCounters:
 
     generated_tokens: int = 0
     computed_tokens: int = 0
+    prefilled_tokens: int = 0
+    """Computed tokens of prompts, and of answers whose keys and values were lost."""
     steps: int = 0
     finished: int = 0
     aborted: int = 0
@@ -409,20 +411,25 @@ class Engine:
         """Compute with the weights that `weights` has received for an update. RequestError, without a change, when
         some lack.
 
-        `mode`: what happens to started requests, as in `pause`. With in_place they keep the keys and values of the old
-        weights, which no other request uses.
+        `mode`: what happens to started requests, as in `pause`. With in_place all keys and values of the old weights
+        are kept, also for later requests.
         """
         start_s = time.perf_counter()
         self.weights.check_complete(update_id)
         self._interrupt(mode, "the weights are replaced")
-        if mode == "in_place":
-            self.scheduler.stop_sharing()
+        if mode != "in_place":
+            self.scheduler.forget_prefixes()
         self.weights.install()
         self.runner.take_weights()
         self.version = version
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             sequence.look_at = 0
         self.counters.install_s += time.perf_counter() - start_s
+
+    def flush_cache(self) -> None:
+        """Compute all keys and values again that are still needed."""
+        self._interrupt("retract", "")
+        self.scheduler.forget_prefixes()
 
     def _interrupt(self, mode: str, message: str) -> None:
         if mode == "abort":
@@ -478,7 +485,9 @@ class Engine:
             finished, progressed = self._append(rows.sequences, *drawn.read())
         counters = self.counters
         counters.steps += 1
-        counters.computed_tokens += len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
+        prefilled = sum(chunk.count for chunk in plan.chunks)
+        counters.prefilled_tokens += prefilled
+        counters.computed_tokens += len(plan.decode) + prefilled
         counters.busy_s += time.perf_counter() - start_s
         if finished or progressed:
             self._deliver(finished, progressed)
@@ -515,7 +524,7 @@ class Engine:
             self.scheduler.finish_many(ended)
             self.counters.finished += len(ended)
         if tainted:
-            self.runner.clear_blocks(self.scheduler.unused(tainted))
+            self.runner.clear_blocks(self.scheduler.spoiled(tainted))
         return [sequence for sequence, _ in ended], progressed
 
     def _end_of(self, sequence: Sequence, token: int) -> FinishReason | None:
@@ -608,7 +617,7 @@ def build_engine(
         max_running=config.max_running_requests,
         max_prefill_tokens=config.chunked_prefill_size,
         whole_images=layout is not None and layout.is_bidirectional,
-        has_states=bool(runner.states.indices),
+        keeps_prefixes=not runner.states.indices,
     )
     return Engine(
         runner,
