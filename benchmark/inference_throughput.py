@@ -5,8 +5,10 @@
 Both get the same prompts and the same answer lengths, first equal lengths, then log-normal ones. `generate` runs static
 batches, each until its longest answer is complete; the engine runs the same number of requests at a time and starts the
 next when one ends. Only requested tokens count. The engine also reports log-probabilities, `generate` does not. The two
-alternate, and the best of the repeats counts. The last line is JSON. For the steps alone see step_time.py, which also
-measures another commit.
+alternate, and the best of the repeats counts. The last line is JSON. With --questions FILE (JSON lines with `question`,
+and a --model-path with a tokenizer) the engine is compared with itself: native.speculation=group against none, greedy
+answers to the questions, which from the second repeat on are those of an earlier epoch, and sampled ones to random
+tokens, where nothing repeats. For the steps alone see step_time.py, which also measures another commit.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import sys
 import tempfile
 import threading
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from areal.api.config import NativeServerConfig
@@ -98,8 +101,8 @@ def run_generate(model: PreTrainedModel, job: Job, concurrency: int, clock: Cloc
 class EngineRunner:
     """The engine in its thread, as in a server, without HTTP."""
 
-    def __init__(self, path: Path, dtype: str, concurrency: int, device: str) -> None:
-        config = NativeServerConfig(dtype=dtype, max_running_requests=concurrency)
+    def __init__(self, path: Path, dtype: str, concurrency: int, device: str, speculation: str = "none") -> None:
+        config = NativeServerConfig(dtype=dtype, max_running_requests=concurrency, speculation=speculation)
         self._left = 0
         self._done = threading.Event()
         self._failure: BaseException | None = None
@@ -115,13 +118,13 @@ class EngineRunner:
         self._failure = error
         self._done.set()
 
-    def run(self, job: Job, clock: Clock) -> float:
+    def run(self, job: Job, clock: Clock, temperature: float = 1.0) -> float:
         """Seconds from the first submission to the last answer."""
         self._left = len(job.prompts)
         self._done.clear()
         began_s = clock()
         for index, (prompt, length) in enumerate(zip(job.prompts, job.lengths, strict=True)):
-            params = SamplingParams(max_new_tokens=length)
+            params = SamplingParams(max_new_tokens=length, temperature=temperature)
             self._engine.submit(
                 Sequence(
                     request_id=str(index), token_ids=list(prompt), num_prompt=len(prompt), params=params, seed=index
@@ -151,6 +154,34 @@ def measure(path: Path, model: PreTrainedModel, concurrency: int, kind: str, arg
     return [sum(job.lengths) / min(engine_s), sum(job.lengths) / min(generate_s)]
 
 
+def measure_drafts(path: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Tokens per second with drafts, relative to those without, by kind of answers and concurrency; medians."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    clock = time.process_time if args.clock == "cpu" else time.perf_counter
+    questions = [json.loads(line)["question"] for line in args.questions.open()]
+    ratios: dict[str, float] = {}
+    for concurrency in args.concurrency:
+        count = concurrency * args.rounds
+        asked = [tokenizer.apply_chat_template([{"role": "user", "content": one}]) for one in questions[:count]]
+        jobs = {"repeating": (Job([one["input_ids"] for one in asked], [args.new_tokens] * count), 0.0)}
+        jobs["other"] = make_job("equal", concurrency, args), 1.0
+        runners = [EngineRunner(path, args.dtype, concurrency, args.device, kind) for kind in ("group", "none")]
+        for runner in runners:
+            runner.run(Job(jobs["other"][0].prompts[:1], [4]), clock)
+        for kind, (job, temperature) in jobs.items():
+            found: list[float] = []
+            for _ in range(args.repeats):
+                drafted_s, plain_s = (runner.run(job, clock, temperature) for runner in runners)
+                found.append(plain_s / drafted_s)
+            ratios[f"{kind}_{concurrency}"] = round(statistics.median(found), 2)
+            print(
+                f"{kind:<12}{concurrency:>12}{ratios[f'{kind}_{concurrency}']:>8.2f}", [round(one, 2) for one in found]
+            )
+        for runner in runners:
+            runner.close()
+    return ratios
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", type=Path, help="checkpoint (default: a random one of 1M parameters)")
@@ -165,10 +196,14 @@ def main() -> None:
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: this process's CPU time, for a busy machine"
     )
+    parser.add_argument("--questions", type=Path, help="JSON lines: measure native.speculation=group")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    if args.questions:
+        print(json.dumps({"ratio_of_drafts": measure_drafts(args.model_path, args)}))
+        return
     results: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = args.model_path or build_checkpoint(Path(folder))

@@ -23,6 +23,8 @@ kind of step and each operation once, in turn in one order and in the opposite o
 differences within a round. Seconds are of the slowest rank, medians over rounds; `ratio_at_least` and `ratio_at_most`
 contain 90% of the ratios of rounds that are drawn again at random.
 
+`packed_qwen3_5` compares a packed row of a Qwen3.5 of log-normal lengths with the padded batch in transformers.
+
 Prints one line of JSON for each row; --help lists the options of each.
 """
 
@@ -41,11 +43,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3_5TextConfig
 
 from areal.api.allocation import AllocationMode, ModelAllocation
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
@@ -73,6 +76,8 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 WARM_UP = 3
 """Rounds of steps after which the heap has its size: until then page faults take up to 0.2 s of a step."""
+PACKED = "packed_qwen3_5"
+"""The row of a model whose layers keep a state, at uneven lengths."""
 TINY = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": 128}
 
 
@@ -279,12 +284,76 @@ def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, step
     return {key: max(each[key] for each in found) for key in found[0]}
 
 
+def uneven_lengths(sequences: int, tokens: int) -> list[int]:
+    """Log-normal, as those of answers: most are short, and one is several times the mean."""
+    draws = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).exp()
+    return (draws * (tokens / draws.sum())).clamp(min=2).int().tolist()
+
+
+def run_packed(*, tiny: bool, sequences: int, tokens: int, rounds: int) -> dict[str, float]:
+    """CPU seconds of the passes of a Qwen3.5 over a packed row in areal, and over the padded batch in transformers, in
+    turn in one process; and the largest difference of their gradients."""
+    torch.set_num_threads(1)
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    shape = (TINY | {"num_hidden_layers": 3}) if tiny else SHAPE
+    size = shape["head_dim"]
+    linear = {"linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": size}
+    linear |= {"linear_value_head_dim": size, "layer_types": kinds * (shape["num_hidden_layers"] // 3)}
+    lengths = uneven_lengths(sequences, tokens)
+    rest: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": max(lengths)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**shape, **linear, **rest)).train()
+    rows = [[(7 * place + row) % shape["vocab_size"] for place in range(size)] for row, size in enumerate(lengths)]
+    batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    seen = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = TrainEngineConfig(path=folder, dtype="float32", optimizer=OptimizerConfig())
+        engine = TRAIN_ENGINES["fsdp"](config, role="actor", total_steps=1, mesh=TrainerMesh.open(None), seed=0)
+    assert isinstance(engine, FSDPEngine)
+
+    def packed() -> None:
+        engine._model.zero_grad()
+        engine.forward_backward(batch, _loss, denominator=1.0)
+
+    def padded() -> None:
+        model.zero_grad()
+        logits = model(input_ids=ids, attention_mask=seen.long(), use_cache=False).logits[:, :-1].float()
+        chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        (-chosen[seen[:, 1:]].sum()).backward()
+
+    times: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):  # the first one warms up
+        began = time.process_time()
+        packed()
+        middle = time.process_time()
+        padded()
+        times.append((middle - began, time.process_time() - middle))
+    own = dict(engine._model.model.named_parameters())
+    gaps = [
+        (own[name].grad - weight.grad).norm() / weight.grad.norm()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None and own[name].grad is not None
+    ]
+    seconds = [median(column) for column in zip(*times[1:], strict=True)]
+    return {
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "tokens": sum(lengths),
+        "padded_tokens": ids.numel(),
+        "packed_cpu_s": seconds[0],
+        "padded_cpu_s": seconds[1],
+        "padded_over_packed": median(two / one for one, two in times[1:]),
+        "gradient_difference": max(gaps).item(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a train step over all ranks")
     parser.add_argument("--sequences", type=int, default=8, help="rows that have these tokens: %(default)s")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", default=",".join(CASES), help="names of rows: %(default)s")
+    parser.add_argument("--only", default=",".join([*CASES, PACKED]), help="names of rows: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="a small model, to test this script")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -303,6 +372,10 @@ def main() -> None:
     has = set(cpu.read_text().split()) & {"avx512_bf16", "amx_bf16"} if cpu.exists() else set[str]()
     print(json.dumps({"parameters": parameters, "instructions_for_bfloat16": sorted(has), "load": os.getloadavg()[0]}))
     for name in args.only.split(","):
+        if name == PACKED:
+            row = run_packed(tiny=args.tiny, sequences=4 * args.sequences, tokens=4 * args.tokens, rounds=args.steps)
+            print(json.dumps({"case": name} | {key: round(value, 6) for key, value in row.items()}), flush=True)
+            continue
         found = run_case(name, shape, args.tokens, args.sequences, args.steps)
         row: dict[str, Any] = {"case": name, "tokens_per_s": args.tokens / found["seconds"], **found}
         print(

@@ -77,6 +77,7 @@ class Watch(TrainerCallback):
             print(f"TRL: {steps} steps, {self.rewards}", file=sys.stderr, flush=True)
             control.should_training_stop = reached(self._spec["goals"], self.rewards)
         self.elapsed.append(time.monotonic() - self._began_s)
+        print(f"TRL: {steps} steps, {self.elapsed[-1]:.1f} s", file=sys.stderr, flush=True)
 
     @torch.no_grad()
     def _evaluate(self, *, do_sample: bool) -> float:

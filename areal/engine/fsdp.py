@@ -608,8 +608,15 @@ def _optimizer(
     assert config.optimizer is not None
     trained = {name: weight for name, weight in hf_model.named_parameters() if weight.requires_grad}
     offloads = config.fsdp.offload_optimizer and not config.fsdp.offload_params
+    embeddings = [module for module in hf_model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(module.weight) for module in (*embeddings, hf_model.get_output_embeddings()) if module is not None}
     return ScheduledOptimizer(
-        trained, config.optimizer, total_steps, world_size=mesh.world_size, offloads_state=offloads
+        trained,
+        config.optimizer,
+        total_steps,
+        world_size=mesh.world_size,
+        offloads_state=offloads,
+        tables={name for name, weight in trained.items() if id(weight) in tables},
     )
 
 

@@ -3,10 +3,11 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -15,7 +16,7 @@ from areal.api.config import OptimizerConfig
 from areal.api.errors import ConfigError, TrainingDiverged
 from areal.api.metrics import Metric, Metrics
 from areal.api.registry import registered
-from areal.engine.mesh import local_part, num_copies, sharded_as
+from areal.engine.mesh import local_part, num_copies, region_of, sharded_as, whole_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # AdamW whose two moments are stored in bfloat16 or in 8 bits: half or a quarter of the optimiser state of AdamW.
@@ -172,6 +173,90 @@ def _code_book(*, is_signed: bool, device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Muon: the momentum of a matrix is orthogonalised before it is subtracted (Jordan et al., 2024).
+
+MOMENTUM = "momentum_buffer"
+_MUON_BETA = 0.95
+_ITERATIONS = 5
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration; singular values end between about 0.7 and 1.2."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the groups that are marked `is_matrix`, AdamW for the others.
+
+    Computes as torch.optim.Muon, also for the stacked matrices of experts and for weights that ranks share: each rank
+    orthogonalises whole matrices in turn, and all get the result.
+    """
+
+    def __init__(self, params: Iterable[Any], *, is_original: bool, **options: Any) -> None:
+        """`is_original`: the learning rate times sqrt(max(1, rows / columns)) (Jordan), instead of 0.2 sqrt(max(rows,
+        columns)), which gives the updates the size of those of AdamW (Moonlight, arXiv:2502.16982)."""
+        super().__init__(params, options)
+        self._is_original = is_original
+        rest = [group for group in self.param_groups if not group["is_matrix"]]
+        self._adam = torch.optim.AdamW(rest, fused=True) if rest else None
+        if self._adam is not None:
+            self._adam.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every weight that has a gradient; a collective when ranks share the weights."""
+        rest: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            if group["is_matrix"]:
+                self._update([weight for weight in group["params"] if weight.grad is not None], group)
+            else:
+                rest.append(group)
+        if self._adam is not None:
+            self._adam.param_groups = rest
+            self._adam.step()
+
+    def _update(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
+        ranks = dist.get_world_size() if weights and isinstance(weights[0], DTensor) else 1
+        for first in range(0, len(weights), ranks):
+            turn = weights[first : first + ranks]
+            changes: list[Tensor] = []
+            for number, weight in enumerate(turn):
+                whole = whole_tensor(self._direction(weight))
+                is_mine = ranks == 1 or number == dist.get_rank()
+                changes.append(orthogonal(whole) if is_mine else torch.empty_like(whole, dtype=torch.bfloat16))
+            for number, (weight, change) in enumerate(zip(turn, changes, strict=True)):
+                if ranks > 1:
+                    dist.broadcast(change, src=number)
+                part = local_part(weight)
+                part.mul_(1 - group["lr"] * group["weight_decay"])
+                part.add_(change[region_of(weight)], alpha=-group["lr"] * self._factor(*weight.shape[-2:]))
+
+    def _factor(self, rows: int, columns: int) -> float:
+        return math.sqrt(max(1.0, rows / columns)) if self._is_original else 0.2 * math.sqrt(max(rows, columns))
+
+    def _direction(self, weight: Tensor) -> Tensor:
+        """The gradient after Nesterov momentum, sharded as the weight is."""
+        assert weight.grad is not None
+        gradient, state = local_part(weight.grad), self.state[weight]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = sharded_as(weight, torch.zeros_like(gradient))
+        momentum = local_part(state[MOMENTUM])
+        momentum.lerp_(gradient, 1 - _MUON_BETA)
+        return sharded_as(weight, gradient.lerp(momentum, _MUON_BETA))
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """[..., m, n] float32 -> bfloat16 with about the same singular vectors and singular values near 1, by a
+    Newton-Schulz iteration in bfloat16."""
+    a, b, c = _COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    found = matrices.bfloat16().view(-1, *matrices.shape[-2:])
+    found = found.mT if is_tall else found
+    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    for _ in range(_ITERATIONS):
+        gram = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return (found.mT if is_tall else found).reshape(matrices.shape).contiguous()  # ranks exchange it
+
+
 MAX_WEIGHT_NORM = 2.0**32
 """Euclidean norm of all weights. An attention score multiplies four of them: above it float32 overflows."""
 
@@ -187,13 +272,15 @@ class ScheduledOptimizer:
         *,
         world_size: int = 1,
         offloads_state: bool = False,
+        tables: Collection[str] = (),
     ) -> None:
-        """`offloads_state`: the state is in CPU memory, and on the device for one parameter at a time."""
+        """`offloads_state`: the state is in CPU memory, and on the device for one parameter at a time.
+        `tables`: weights with a row for each token, which Muon does not treat as matrices."""
         self._parameters = parameters
         self._copies = {name: num_copies(parameter, world_size) for name, parameter in parameters.items()}
         self._config = config
         self._total_steps = total_steps
-        self._optimizer = _make_optimizer(parameters, config)
+        self._optimizer = _make_optimizer(parameters, config, tables)
         self._on_cpu: dict[Tensor, dict[str, Tensor]] | None = {} if offloads_state else None
         """Parameter -> its state, sharded as the parameter is; None without `offloads_state`."""
         self.num_steps = 0
@@ -322,22 +409,31 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shapes[config.lr_scheduler_type])
 
 
-def _make_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _make_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, tables: Collection[str]
+) -> torch.optim.Optimizer:
     """One group for each layout: fused and foreach kernels accept no DTensors of different meshes in one call.
 
-    Parts of the model with another learning rate (optimizer.lr_of) are other groups: `lr_factor` times the rate.
+    Parts of the model with another learning rate (optimizer.lr_of) are other groups: `lr_factor` times the rate. So are
+    matrices (`is_matrix`) of an optimiser that treats them in another way.
     """
+    entry = registered("optimizers", config.type, key="optimizer.type")
     factors = {name: _lr_factor(name, config) for name in parameters}
     for pattern in config.lr_of:
         if not any(re.search(pattern, name) for name in parameters):
             text = f"optimizer.lr_of: no trained weight matches {pattern!r}; the first one is {next(iter(parameters))}"
             raise ConfigError(text, code="model.no_such_weight")
-    groups: dict[tuple[float, object], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, object, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        groups.setdefault((factors[name], layout), []).append(parameter)
-    grouped = [{"params": group, "lr_factor": factor} for (factor, _), group in groups.items()]
-    return registered("optimizers", config.type, key="optimizer.type").load()(grouped, config)
+        # not the kernels of convolutions over one channel
+        is_matrix = entry.facts.has_matrices and parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1
+        groups.setdefault((factors[name], layout, is_matrix and name not in tables), []).append(parameter)
+    grouped = [
+        {"params": group, "lr_factor": factor, "is_matrix": is_matrix}
+        for (factor, _, is_matrix), group in groups.items()
+    ]
+    return entry.load()(grouped, config)
 
 
 def sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -361,6 +457,21 @@ def adam_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.op
     return _rounded_adam(groups, config, bits=8)
 
 
+def muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Muon with updates of the size of those of AdamW."""
+    return _muon(groups, config, is_original=False)
+
+
+def muon_original(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Muon with the learning rate of its authors."""
+    return _muon(groups, config, is_original=True)
+
+
+def _muon(groups: list[dict[str, Any]], config: OptimizerConfig, *, is_original: bool) -> torch.optim.Optimizer:
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
+    return Muon(groups, is_original=is_original, lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay)
+
+
 def _rounded_adam(groups: list[dict[str, Any]], config: OptimizerConfig, *, bits: int) -> RoundedAdam:
     betas, decay = (config.beta1, config.beta2), config.weight_decay
     return RoundedAdam(groups, bits=bits, lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay)
@@ -372,7 +483,13 @@ def _lr_factor(name: str, config: OptimizerConfig) -> float:
 
 
 def _in_form_of(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state of one weight as this optimiser stores it."""
+    """The state of one weight as this optimiser stores it; empty when it cannot be made from that of another one."""
+    groups = optimizer.param_groups if isinstance(optimizer, Muon) else []
+    matrices = [one for group in groups if group["is_matrix"] for one in group["params"]]
+    if any(parameter is one for one in matrices):
+        return {name: value for name, value in state.items() if name == MOMENTUM}
+    if MOMENTUM in state:
+        return {}
     rounded = optimizer if isinstance(optimizer, RoundedAdam) else None
     dtype = torch.float32 if rounded is None else rounded.moment_dtype(parameter)
     if MOMENTS[0] not in state or state[MOMENTS[0]].dtype == dtype:

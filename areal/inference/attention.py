@@ -126,6 +126,16 @@ class LaterChunk:
     blocks: Tensor  # [padded_keys(num_before + count) / block size] int64, padded with any valid block
     last_seen: Tensor | None = None
     """[count] int64: the last token that each one attends to; None = itself."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
+
+    def mask(self, window: int | None, like: Tensor, times: int, width: int) -> Tensor:
+        """Additive mask [times * count and some more, width], cached per step."""
+        if window not in self.masks:
+            visible = _causal_mask(self.count, self.num_before, width, window, like, self.last_seen).repeat(times, 1)
+            visible = pad(visible, (0, 0, 0, -len(visible) % _QUERY_ROWS), value=True)
+            mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+            self.masks[window] = mask.masked_fill_(~visible, -torch.inf)
+        return self.masks[window]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -290,7 +300,14 @@ def _attend_later(chunk: LaterChunk, cache: LayerCache, query: Tensor, output: T
     found = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1).transpose(0, 1)[None]
     keys, values = found[..., : cache.shape.key_size], found[..., cache.shape.key_size :]
     mine = query[None, :, chunk.start : chunk.start + chunk.count]
-    result = _tiled(mine, _repeat(keys, query), _repeat(values, query), chunk.num_before, rules, chunk.last_seen)
+    width, times = keys.shape[2], query.shape[0] // keys.shape[1]
+    if rules.is_plain and times * chunk.count <= _TILE:  # query heads that share a key head are tokens of that head
+        count = times * chunk.count
+        queries = pad(mine.reshape(1, keys.shape[1], count, -1), (0, 0, 0, -count % _QUERY_ROWS))
+        result = rules.attend(queries, keys, values, chunk.mask(rules.window, query, times, width))[:, :, :count]
+        result = result.reshape(1, query.shape[0], chunk.count, -1)
+    else:
+        result = _tiled(mine, _repeat(keys, query), _repeat(values, query), chunk.num_before, rules, chunk.last_seen)
     output[chunk.start : chunk.start + chunk.count] = result[0].transpose(0, 1)
 
 

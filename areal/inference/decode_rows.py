@@ -53,24 +53,34 @@ class SampledRows:
     temperatures: Tensor | None  # [rows] float32; None = 1 in all rows
     special: list[int]
     """Rows that are greedy, restricted or penalised."""
+    ahead: list[int] | None = None
+    """Tokens of the sequence's draft before the one that is drawn; None = none in all rows."""
 
     @classmethod
-    def of(cls, sequences: list[Sequence], device: torch.device) -> SampledRows:
-        places = torch.tensor([len(sequence.token_ids) for sequence in sequences], device=device)
+    def of(cls, sequences: list[Sequence], device: torch.device, ahead: list[int] | None = None) -> SampledRows:
+        places = torch.tensor([len(sequence.token_ids) for sequence in sequences])
+        if ahead is not None:
+            places += torch.tensor(ahead, dtype=torch.int64)
         heat = _temperatures(sequences)
         return cls(
             sequences,
             _seeds(sequences).to(device),
-            places,
+            places.to(device),
             None if heat is None else heat.to(device),
             _special(sequences),
+            ahead,
         )
+
+    def drafted(self, row: int) -> list[int]:
+        """The tokens behind those of the sequence before the one that is drawn."""
+        return self.sequences[row].draft[: self.ahead[row]] if self.ahead else []
 
     def part(self, rows: list[int], index: Tensor) -> SampledRows:
         """These rows, which are all special or all plain; `index`: their numbers as a tensor."""
         heat = None if self.temperatures is None else self.temperatures[index]
         sequences = [self.sequences[row] for row in rows]
-        return SampledRows(sequences, self.seeds[index], self.places[index], heat, _special(sequences))
+        ahead = [self.ahead[row] for row in rows] if self.ahead else None
+        return SampledRows(sequences, self.seeds[index], self.places[index], heat, _special(sequences), ahead)
 
     def uniforms(self) -> Tensor:
         """One float32 in [0, 1 - 2**-23] per row, from the seed of its sequence and the place of its token.

@@ -25,6 +25,7 @@ from areal.api.columns import ExpertShape
 from areal.api.config import NativeServerConfig
 from areal.api.errors import ConfigError
 from areal.inference.decode_rows import SampledRows
+from areal.inference.drafts import Drafts, num_accepted
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
 from areal.inference.prefix_cache import BlockPool
 from areal.inference.request_parser import RequestLimits
@@ -91,7 +92,7 @@ def sample(logits: Tensor, rows: SampledRows) -> Drawn:
         return Drawn(*_plain(logits, rows.uniforms(), rows.temperatures))
     size = logits.shape[1]
     if len(rows.special) == len(rows.sequences):
-        tokens = _choose_special(logits.float(), rows.sequences, rows.uniforms())
+        tokens = _choose_special(logits.float(), rows)
         scaled = logits.float() if rows.temperatures is None else logits.float() / rows.temperatures[:, None]
         places = tokens.clamp(max=size - 1)[:, None]
         logprobs = scaled.gather(1, places)[:, 0] - scaled.logsumexp(dim=-1)
@@ -206,12 +207,12 @@ def _wrapped(value: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
-def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor) -> Tensor:
+def _choose_special(logits: Tensor, sampled: SampledRows) -> Tensor:
     """Tokens of rows that are greedy, restricted or penalised; the vocabulary size for a row without a distribution."""
-    adjusted = _adjusted(logits, sequences)
+    adjusted, uniforms = _adjusted(logits, sampled), sampled.uniforms()
     highest, tokens = adjusted.max(dim=-1)  # NaN counts as the maximum
     has_none = ~highest.isfinite()
-    drawn = [(row, sequence.params) for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+    drawn = [(row, sequence.params) for row, sequence in enumerate(sampled.sequences) if not sequence.params.is_greedy]
     whole = [(row, param) for row, param in drawn if param.top_k == ALL_TOKENS and param.top_p >= 1]
     for some in (whole, [each for each in drawn if each not in whole]):
         if not some:
@@ -262,26 +263,27 @@ def _likeliest(scaled: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor) -> t
     return scaled.sort(dim=-1, descending=True, stable=True)
 
 
-def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+def _adjusted(logits: Tensor, rows: SampledRows) -> Tensor:
     """The logits with penalties, and with stop tokens masked while the answer is below its minimum: a copy, if any."""
     result = logits
-    for row, sequence in enumerate(sequences):
+    for row, sequence in enumerate(rows.sequences):
         params = sequence.params
         if not params.is_adjusted:
             continue
+        drafted = rows.drafted(row)
         if result is logits:
             result = logits.clone()
         if params.repetition_penalty != 1:
-            seen = torch.tensor(sequence.token_ids, device=result.device).unique()
+            seen = torch.tensor(sequence.token_ids + drafted, device=result.device).unique()
             old = result[row, seen]
             result[row, seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
         has_penalty = params.frequency_penalty != 0 or params.presence_penalty != 0
-        if has_penalty and (answer := sequence.answer_ids):
+        if has_penalty and (answer := sequence.answer_ids + drafted):
             generated = torch.tensor(answer, device=result.device)
             losses = torch.full((len(generated),), -params.frequency_penalty, device=result.device)
             result[row].index_add_(0, generated, losses)
             result[row, generated.unique()] -= params.presence_penalty
-        if sequence.num_output < params.min_new_tokens and params.stop_token_ids:
+        if sequence.num_output + len(drafted) < params.min_new_tokens and params.stop_token_ids:
             result[row, sorted(params.stop_token_ids)] = -torch.inf
     return result
 
@@ -352,6 +354,8 @@ class Engine:
         self._deliver = deliver
         self._on_failure = on_failure
         self._detokenizer = detokenizer
+        self._work_s = time.thread_time if runner.device.type == "cpu" else time.perf_counter
+        """On the CPU without the time that other processes take."""
         self._last_active_s = time.monotonic()  # when the thread last started a step or was woken by a command
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = False
@@ -470,27 +474,49 @@ class Engine:
 
     def step(self) -> None:
         """One step for all running sequences: plan, forward, sample, append, deliver."""
-        start_s = time.perf_counter()
+        start_s, start_work_s = time.perf_counter(), self._work_s()
         self._last_active_s = time.monotonic()
         plan = self.scheduler.plan_step()
         if plan is None:
             raise RuntimeError("requests wait, but no step can be planned: the block counts are inconsistent")
+        count = len(plan.decode) + len(plan.chunks)
+        prefilled = sum(chunk.count for chunk in plan.chunks if not chunk.sequence.draft)
+        is_decode = not prefilled
         logits, rows = self.runner.forward(plan)
         finished: list[Sequence] = []
         progressed: list[Sequence] = []
+        counters = self.counters
+        num_before = counters.generated_tokens
         if rows.sequences:
             drawn = sample(logits, rows)
             self.runner.take_tokens(drawn.tokens)
             self.scheduler.plan_ahead(plan)  # while the device computes
-            finished, progressed = self._append(rows.sequences, *drawn.read())
-        counters = self.counters
+            news = rows.sequences, *drawn.read()
+            finished, progressed = self._append(*(self._verified(*news) if plan.num_drafted else news))
         counters.steps += 1
-        prefilled = sum(chunk.count for chunk in plan.chunks)
         counters.prefilled_tokens += prefilled
-        counters.computed_tokens += len(plan.decode) + prefilled
+        counters.computed_tokens += len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
         counters.busy_s += time.perf_counter() - start_s
+        if self.scheduler.drafts is not None and is_decode:
+            num_tokens = counters.generated_tokens - num_before
+            self.scheduler.drafts.payoff.note_step(count, plan.num_drafted, num_tokens, self._work_s() - start_work_s)
         if finished or progressed:
             self._deliver(finished, progressed)
+
+    def _verified(
+        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]
+    ) -> tuple[list[Sequence], list[int], list[float]]:
+        """The rows up to the first token of each draft that was not drawn."""
+        kept: list[int] = []
+        row = 0
+        while row < len(sequences):
+            draft = sequences[row].draft
+            accepted = num_accepted(draft, tokens[row : row + len(draft)])
+            kept += range(row, row + accepted + 1)
+            if draft:
+                self.scheduler.end_draft(sequences[row], accepted)
+            row += 1 + len(draft)
+        return [sequences[row] for row in kept], [tokens[row] for row in kept], [logprobs[row] for row in kept]
 
     def _append(
         self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]
@@ -500,7 +526,11 @@ class Engine:
         ended: list[tuple[Sequence, FinishReason]] = []
         progressed: list[Sequence] = []
         tainted: list[int] = []
+        num_behind = 0
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            if ended and ended[-1][0] is sequence:  # its draft goes on behind its end
+                num_behind += 1
+                continue
             if logprob != logprob:
                 ended.append((sequence, _NOT_FINITE))
                 tainted += sequence.blocks
@@ -517,7 +547,7 @@ class Engine:
                 if interval and len(answer) % interval == 0:
                     progressed.append(sequence)
                 sequence.look_at = _next_look(sequence)
-        self.counters.generated_tokens += len(tokens)
+        self.counters.generated_tokens += len(tokens) - num_behind
         if ended:
             for sequence, _ in ended:
                 self.runner.keep_experts(sequence)
@@ -618,6 +648,7 @@ def build_engine(
         max_prefill_tokens=config.chunked_prefill_size,
         whole_images=layout is not None and layout.is_bidirectional,
         keeps_prefixes=not runner.states.indices,
+        drafts=_drafts(config, runner),
     )
     return Engine(
         runner,
@@ -628,6 +659,13 @@ def build_engine(
         detokenizer=detokenizer,
         weights=weights,
     )
+
+
+def _drafts(config: NativeServerConfig, runner: ModelRunner) -> Drafts | None:
+    if config.speculation == "group" and runner.states.indices:
+        message = "native.speculation=group: the states of this model's layers cannot go back behind a refused draft"
+        raise ConfigError(f"{message}: set it to none", code="model.unsupported")
+    return Drafts() if config.speculation == "group" else None
 
 
 def _fits_on_device(config: NativeServerConfig, runner: ModelRunner) -> bool:

@@ -159,8 +159,8 @@ class LayerStates:
             layer.keep(found, slots)
             return output
 
-        runs = [(0, len(slots), span.count) for slots, span in self._spans]
-        return for_each_sequence(run, runs, args, kwargs)
+        groups = [[span.count] * len(slots) for slots, span in self._spans]
+        return for_each_sequence(run, groups, args, kwargs)
 
     def _probe(self, layer: _Layer, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """The output for one token. Notes the shapes of the state, and tries whether the layer goes on behind one."""

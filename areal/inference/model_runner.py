@@ -258,11 +258,9 @@ class ModelRunner:
                 kept = None if order is None else torch.from_numpy(order).argsort().to(self.device)
                 logits = self._computed(order, [], chunks if has_images else [], kept)
         else:
-            rows, sequences, expand = self._sampled_rows(order, single, longer)
-            sampled, index = (
-                SampledRows.of(sequences, self.device),
-                torch.tensor(rows, dtype=torch.int64, device=self.device),
-            )
+            rows, sequences, ahead, expand = self._sampled_rows(order, single, longer)
+            sampled = SampledRows.of(sequences, self.device, ahead)
+            index = torch.tensor(rows, dtype=torch.int64, device=self.device)
             logits = (
                 self._computed(order, longer, chunks if has_images else [], index) if logits is None else logits[index]
             )
@@ -303,15 +301,17 @@ class ModelRunner:
 
     def _sampled_rows(
         self, order: np.ndarray | None, single: dict[Sequence, Chunk], longer: list[Chunk]
-    ) -> tuple[list[int], list[Sequence], list[int] | None]:
-        """Rows of the flat batch whose logits are needed, the sequences that sample from them, and the repetition of
-        the rows for siblings."""
+    ) -> tuple[list[int], list[Sequence], list[int], list[int] | None]:
+        """Rows of the flat batch whose logits are needed, the sequences that sample from them, behind how many tokens
+        of their drafts, and the repetition of the rows for siblings."""
         rows: list[int] = []
         sequences: list[Sequence] = []
+        ahead: list[int] = []
         expand: list[int] = []
 
-        def add(row: int, sequence: Sequence, siblings: list[Sequence]) -> None:
+        def add(row: int, sequence: Sequence, siblings: list[Sequence], drafted: int = 0) -> None:
             sequences.extend((sequence, *siblings))
+            ahead.extend([drafted] * (1 + len(siblings)))
             expand.extend([len(rows)] * (1 + len(siblings)))
             rows.append(row)
 
@@ -324,8 +324,10 @@ class ModelRunner:
         for chunk in longer:
             row += chunk.count
             if chunk.is_last:
-                add(row, chunk.sequence, chunk.siblings)
-        return rows, sequences, expand if len(expand) > len(rows) else None
+                length = len(chunk.sequence.draft)
+                for drafted in range(length + 1):
+                    add(row - length + drafted, chunk.sequence, chunk.siblings, drafted)
+        return rows, sequences, ahead, expand if len(expand) > len(rows) else None
 
     def _row_chunks(self, order: np.ndarray | None) -> list[Chunk]:
         sequences = self._rows.sequences
@@ -400,7 +402,7 @@ class ModelRunner:
                 places = np.arange(chunk.start, end)
                 blocks = np.array(chunk.sequence.blocks, dtype=np.int64)[places // BLOCK_SIZE]
                 shifted = places + chunk.sequence.position_shift
-                ids = chunk.sequence.token_ids[chunk.start : end]
+                ids = chunk.sequence.token_ids[chunk.start : end] + chunk.sequence.draft
                 parts.append(np.stack((ids, shifted, blocks * BLOCK_SIZE + places % BLOCK_SIZE)))
             more = torch.from_numpy(np.concatenate(parts, axis=1)).to(self.device)
             both, slots = torch.cat((both, more[:2]), dim=1), torch.cat((slots, more[2]))

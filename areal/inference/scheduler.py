@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
+from areal.inference.drafts import Drafts
 from areal.inference.prefix_cache import BlockPool, extend_keys
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -138,6 +139,10 @@ class Sequence:
     """Cache blocks with the keys and values of `token_ids`, in order."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache after the planned step."""
+    draft: list[int] = field(default_factory=list[int])
+    """Tokens that may follow `token_ids`, which the planned step computes too."""
+    draft_match: int = 0
+    """Tokens before the draft that it followed elsewhere."""
     keys: list[bytes] = field(default_factory=list[bytes])
     """What finds the first full blocks of `token_ids` in the prefix cache, as far as they were needed."""
     num_named: int = 0
@@ -215,7 +220,7 @@ class Chunk:
     @property
     def is_last(self) -> bool:
         """Whether the next token can be sampled after this chunk."""
-        return self.start + self.count == len(self.sequence.token_ids)
+        return self.start + self.count == len(self.sequence.token_ids) + len(self.sequence.draft)
 
 
 @dataclass(slots=True)
@@ -227,6 +232,8 @@ class StepPlan:
     grown: list[Sequence] = field(default_factory=list[Sequence])
     """Sequences with more blocks than in the step before."""
     chunks: list[Chunk] = field(default_factory=list[Chunk])
+    num_drafted: int = 0
+    """Tokens of drafts; a sequence with a draft has a chunk, in place of a decode row."""
     copies_after: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(source block, target block)."""
 
@@ -242,11 +249,13 @@ class Scheduler:
         max_prefill_tokens: int,
         whole_images: bool = False,
         keeps_prefixes: bool = True,
+        drafts: Drafts | None = None,
     ) -> None:
         """`whole_images`: the tokens of an image are computed in one step, even if they are more than
         `max_prefill_tokens`. `keeps_prefixes`: sequences use the blocks of others with the same beginning: the keys and
-        values of their tokens must be all that the model knows of them."""
+        values of their tokens must be all that the model knows of them. `drafts`: None = no drafts."""
         self._pool = pool
+        self.drafts = drafts
         self.keeps_prefixes = keeps_prefixes
         self._whole_images = whole_images
         self._max_running = max_running
@@ -261,6 +270,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         """Tokens that sequences did not compute at their start."""
+        self.num_drafted_tokens = self.num_accepted_tokens = 0
 
     @property
     def num_used_tokens(self) -> int:
@@ -299,6 +309,8 @@ class Scheduler:
         else:
             plan.decode = [sequence for sequence in plan.decode if sequence.status is Status.RUNNING]
             plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.status is Status.RUNNING]
+        if self.drafts is not None and plan.decode:
+            self._add_drafts(plan, self.drafts)
         return plan if plan.decode or plan.chunks else None
 
     def plan_ahead(self, plan: StepPlan) -> None:
@@ -340,6 +352,36 @@ class Scheduler:
         if rows:
             plan.decode = plan.decode + rows
         return budget
+
+    def _add_drafts(self, plan: StepPlan, drafts: Drafts) -> None:
+        """Compute drafts that pay in the step of their sequences, as far as there are free blocks."""
+        price = drafts.payoff.price(len(plan.decode))
+        for sequence in plan.decode if price < 1 else ():
+            draft, matched = drafts.proposed(sequence.token_ids, price)
+            draft = draft[: sequence.params.max_new_tokens - sequence.num_output - 1]
+            total = sequence.num_computed + len(draft)
+            blocks = self._pool.allocate(max(0, self._pool.blocks_for(total) - len(sequence.blocks)))
+            if not draft or blocks is None:
+                continue
+            sequence.blocks += blocks
+            sequence.draft, sequence.draft_match = draft, matched
+            plan.chunks.append(Chunk(sequence, sequence.num_computed - 1, 1 + len(draft)))
+            plan.num_drafted += len(draft)
+            sequence.num_computed = total
+        if plan.num_drafted:
+            plan.decode = [sequence for sequence in plan.decode if not sequence.draft]
+
+    def end_draft(self, sequence: Sequence, accepted: int) -> None:
+        """The step has drawn the first `accepted` tokens of the draft; the others do not count as computed."""
+        assert self.drafts is not None
+        self.drafts.payoff.note_draft(sequence.draft_match, len(sequence.draft), accepted)
+        self.num_drafted_tokens += len(sequence.draft)
+        self.num_accepted_tokens += accepted
+        sequence.num_computed -= len(sequence.draft) - accepted
+        sequence.draft = []
+        kept = self._pool.blocks_for(sequence.num_computed)
+        self._pool.release(sequence.blocks[kept:])
+        del sequence.blocks[kept:]
 
     def _within(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens of a sequence to compute from `start` on."""
@@ -445,6 +487,8 @@ class Scheduler:
         sequence.started_ns = sequence.started_ns or time.perf_counter_ns()
         if sequence.num_retractions == 0:
             sequence.num_cached = min(num_computed, sequence.num_prompt)
+        if self.drafts is not None:
+            self.drafts.begin(sequence.token_ids, sequence.num_prompt - sequence.num_prior_output)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a waiting or running sequence and release its blocks. No effect on a finished one."""
@@ -455,16 +499,20 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             return
-        sequence.status = Status.FINISHED
-        sequence.finish = reason
+        self._end(sequence, reason)
 
     def finish_many(self, ended: Iterable[tuple[Sequence, FinishReason]]) -> None:
         """Finish several running sequences in one pass over the queue."""
         for sequence, reason in ended:
             self._free(sequence)
-            sequence.status = Status.FINISHED
-            sequence.finish = reason
+            self._end(sequence, reason)
         self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.status = Status.FINISHED
+        sequence.finish = reason
+        if self.drafts is not None:
+            self.drafts.end(sequence.token_ids)
 
     def spoiled(self, blocks: list[int]) -> list[int]:
         """No later sequence uses these blocks as they are. Returns those that no running one holds."""

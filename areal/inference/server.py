@@ -328,6 +328,8 @@ class ServerApp:
             "prefilled_tokens_total": counters.prefilled_tokens,
             "cached_tokens_total": scheduler.num_cached_tokens,
             "evicted_tokens_total": scheduler.num_evicted_tokens,
+            "drafted_tokens_total": scheduler.num_drafted_tokens,
+            "accepted_tokens_total": scheduler.num_accepted_tokens,
             "finished_requests_total": counters.finished,
             "aborted_requests_total": counters.aborted,
             "preemptions_total": scheduler.num_preemptions,

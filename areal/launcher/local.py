@@ -383,7 +383,7 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
     if not config.allocation.evaluation:
         card_bytes, host_bytes = gpu_memory_bytes(), host_memory_bytes()
         problems += memory_problems(config, plan, card_bytes=card_bytes, host_bytes=host_bytes)
-    refused = [] if problems else refused_models(config, every=request.dry_run)
+    refused = [] if problems else refused_models(config)
     problems += [text for text, _ in refused]
     tried = TriedRow()
     if isinstance(config, PPOConfig) and request.script is None and not problems:  # a script has rows of its own

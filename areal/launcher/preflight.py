@@ -197,15 +197,12 @@ def tried_row(config: PPOConfig) -> TriedRow:
     return TriedRow(**facts | {"problems": [ConfigProblem(**problem) for problem in facts["problems"]]})
 
 
-def refused_models(config: BaseExperimentConfig, *, every: bool) -> list[tuple[str, str]]:
+def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
     """The lines with which the trainers would refuse models of local folders, and their codes. Waits for a process that
-    imports transformers.
-
-    `every`: also models of families with a plan for tensor ranks or Megatron, which areal tests most.
-    """
+    imports transformers, unless all are of families with a plan for tensor ranks or Megatron, which are not refused."""
     shapes = [ModelShape.read(model.path) for model in config.models.values()]
-    tested = all(shape is not None and shape.family in {*TENSOR_FAMILIES, *MEGATRON_FAMILIES} for shape in shapes)
-    if config.train_backend != "fsdp" or not config.allocation.train or (tested and not every):
+    known = all(shape is not None and shape.family in {*TENSOR_FAMILIES, *MEGATRON_FAMILIES} for shape in shapes)
+    if config.train_backend != "fsdp" or not config.allocation.train or known:
         return []
     with tempfile.TemporaryDirectory(prefix="areal-") as folder:
         path = Path(folder, "config.yaml")

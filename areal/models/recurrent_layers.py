@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
@@ -20,6 +21,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 _CACHES = {"cache_params", "past_key_values", "state"}
 """Parameters of the forward function of a module that continues a sequence."""
+_CHUNK, _PADDED = 64, 1.5
+"""Tokens of a chunk of linear attention, and the largest ratio of padded to real tokens in a call."""
 _PROBE = (3, 5)
 """Tokens of the two sequences with which a layer is tested."""
 
@@ -121,36 +124,63 @@ class PackedStates:
     def _each_sequence(self, forward: Callable[..., Any], *args: Any, layout: object = None, **kwargs: Any) -> Any:
         if self._layout is None or self._layout.is_probe:
             return forward(*args, **kwargs)
-        return for_each_sequence(forward, self._layout.runs, args, kwargs)
+        return for_each_sequence(forward, neighbours(self._layout.runs), args, kwargs)
+
+
+def neighbours(runs: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+    """The lengths of the sequences of a row, by call. Those in a call are padded to the longest, which costs less than
+    another call: linear attention computes chunks of this size."""
+    found: list[list[int]] = []
+    for _, count, length in runs:
+        own = [length] * count
+        both = [*found[-1], *own] if found else own
+        padded = max(both) * len(both)
+        if found and padded <= _PADDED * sum(both) and len({-(-each // _CHUNK) for each in both}) == 1:
+            found[-1] = both
+        else:
+            found.append(own)
+    return found
 
 
 def for_each_sequence(
-    forward: Callable[..., Any], runs: Sequence[tuple[int, int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    forward: Callable[..., Any], groups: Sequence[Sequence[int]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What `forward` returns of a row [1, T, ...], computed with one call for each run of sequences of equal length."""
-    shapes = [(count, length) for _, count, length in runs]
-    sizes = [count * length for count, length in shapes]
-    if len(shapes) == 1 and shapes[0][0] == 1:
+    """What `forward` returns of a row [1, T, ...], computed with one call for each group of neighbours, whose lengths
+    `groups` has."""
+    if len(groups) == 1 and len(groups[0]) == 1:
         return forward(*args, **kwargs)
     values, form = tree_flatten((args, kwargs))
-    total = sum(sizes)
+    sizes = [sum(lengths) for lengths in groups]
 
-    def is_of_tokens(value: object) -> bool:
-        return isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == 1 and value.shape[1] == total
+    def of_groups(value: Any) -> Sequence[Any]:
+        is_of_tokens = isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, sum(sizes))
+        if not is_of_tokens:
+            return [value] * len(sizes)
+        # split, because its backward pass is one concatenation
+        return [_batched(part[0], lengths) for part, lengths in zip(value.split(sizes, dim=1), groups, strict=True)]
 
-    # split, because its backward pass is one concatenation
-    parts = [value.split(sizes, dim=1) if is_of_tokens(value) else [value] * len(sizes) for value in values]
     found: list[list[Any]] = []
-    for number, shape in enumerate(shapes):
-        own = [
-            part[number] if part[number] is value else part[number][0].unflatten(0, shape)
-            for part, value in zip(parts, values, strict=True)
-        ]
-        own_args, own_kwargs = tree_unflatten(own, form)
+    output_form = form
+    for lengths, own in zip(groups, zip(*map(of_groups, values), strict=True), strict=True):
+        own_args, own_kwargs = tree_unflatten(list(own), form)
         outputs, output_form = tree_flatten(forward(*own_args, **own_kwargs))
-        found.append([out.flatten(0, 1).unsqueeze(0) if isinstance(out, Tensor) else out for out in outputs])
+        found.append([_row(out, lengths) if isinstance(out, Tensor) else out for out in outputs])
     joined = [torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0] for each in zip(*found, strict=True)]
     return tree_unflatten(joined, output_form)
+
+
+def _batched(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[sum of lengths, ...] -> [sequences, longest, ...]"""
+    if len(set(lengths)) == 1:
+        return tokens.unflatten(0, (len(lengths), lengths[0]))
+    return pad_sequence(list(tokens.split(list(lengths))), batch_first=True)
+
+
+def _row(batch: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[sequences, longest, ...] -> [1, sum of lengths, ...]"""
+    if len(set(lengths)) == 1:
+        return batch.flatten(0, 1).unsqueeze(0)
+    return torch.cat([own[:length] for own, length in zip(batch.unbind(0), lengths, strict=True)]).unsqueeze(0)
 
 
 def _borders(cu_seqlens: Tensor) -> dict[str, Tensor]:

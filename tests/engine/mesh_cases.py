@@ -70,6 +70,7 @@ OPTIONS: dict[str, dict] = {
     "every": {"fsdp": FSDPEngineConfig(gradient_sync="every", reshard_after_forward=False, prefetch_blocks=1)},
     "adam_bf16": {"optimizer": replace(ADAM, type="adam_bf16")},
     "adam_8bit": {"optimizer": replace(ADAM, type="adam_8bit")},
+    "muon": {"optimizer": replace(ADAM, type="muon")},
     "balanced": {"router_aux_loss_coef": 0.3},
     "balanced_again": {"router_aux_loss_coef": 0.3, "gradient_checkpointing": True},
     "replayed": {
@@ -97,7 +98,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-SAVED = ("-plain", "-adam_bf16", "-adam_8bit", "-lora", "-offload_optimizer")
+SAVED = ("-plain", "-adam_bf16", "-adam_8bit", "-muon", "-lora", "-offload_optimizer")
 """Cases that also save and load checkpoints."""
 BF16 = ("-bf16", "-replayed_bf16")
 """Cases whose distances from float32 are compared. With experts, all choices are recorded: one that a rounding changes

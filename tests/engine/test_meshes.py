@@ -64,14 +64,15 @@ CASES = {
         "qwen3-bf16",
         "qwen3-adam_bf16",
         "qwen3_wide-adam_8bit",
+        "qwen3-muon",
         "qwen3-lora",
     ],
     "d2c2": ["qwen3-plain", "qwen2-rich"],
     "c2t2": ["qwen3-plain", "qwen2-rich", *CAPPED],
-    "hsdp2x2": ["qwen3-plain", "qwen2-micro", "qwen3-every", "qwen3-adam_bf16", "qwen3-adam_8bit"],
+    "hsdp2x2": ["qwen3-plain", "qwen2-micro", "qwen3-every", "qwen3-adam_bf16", "qwen3-adam_8bit", "qwen3-muon"],
     "hsdp2t2": ["qwen3-plain", "qwen3-lora"],
     "d4t2c2": ["qwen3-plain", "qwen3-lora"],
-    "d2e2": [*EXPERTS, *SPARSE, "deepseek_v3-balanced", "gpt_oss-plain"],
+    "d2e2": [*EXPERTS, *SPARSE, "deepseek_v3-balanced", "gpt_oss-plain", "qwen3_moe-muon"],
     "d4e2": [*EXPERTS, "qwen3_moe-micro"],
     "d2c2e4": ["qwen3_moe-plain", "deepseek_v3-plain"],
     "hsdp2x2e2": ["qwen3_moe-plain"],
@@ -84,6 +85,7 @@ CHANGING = (
     "bf16",
     "adam_bf16",
     "adam_8bit",
+    "muon",
     "lora",
     "lora_dropout",
     "balanced",
@@ -91,6 +93,8 @@ CHANGING = (
 )
 CHANGING += ("replayed", "replayed_bf16", "grpo", "ppo", "sft")
 """Options with other outputs or numbers than plain."""
+ROUNDED = ("bf16", "8bit", "muon")
+"""Ends of the names of cases that round to bfloat16 or 8 bits."""
 PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
 LIMIT_S = 900.0
 """For the ranks of a mesh, which compile blocks: on a busy machine minutes."""
@@ -195,14 +199,14 @@ def error_ratios(folder: Path, case: str, facts: list[dict]) -> dict[str, float]
 
 def check(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
     found = differences(folder, case, facts)
-    limit = 0.05 if case.endswith(("bf16", "8bit")) else 5e-6  # two roundings of a bfloat16 number differ by 0.4%
+    limit = 0.05 if case.endswith(ROUNDED) else 5e-6  # two roundings of a bfloat16 number differ by 0.4%
     limited = dict(found)
     if case.endswith(mesh_cases.BF16):
         ratios, _ = error_ratios(folder, case, facts), limited.pop("grad_norm")  # of steps from other weights
         # a sum over two tensor ranks is rounded twice as often: 2 ** 0.5 times the error
         assert max(ratios.values()) < 1.5, ratios
     assert max(limited.values()) < limit, found
-    assert found["loss"] < 1e-6 or case.endswith(("bf16", "8bit")), found
+    assert found["loss"] < 1e-6 or case.endswith(ROUNDED), found
     assert all(fact[case].get("adapter", True) for fact in facts)
     if case.endswith(mesh_cases.SAVED):
         for rank, fact in enumerate(fact[case] for fact in facts):
@@ -220,7 +224,7 @@ def table_rows(mesh: str, differences: dict[str, dict[str, float]]) -> list[str]
     """A row for all cases of float32 and one for each other case, with the differences rounded up to powers of ten."""
     by_precision: dict[str, list[str]] = {}
     for case in differences:
-        by_precision.setdefault(case if case.endswith(("bf16", "8bit")) else "float32", []).append(case)
+        by_precision.setdefault(case if case.endswith(ROUNDED) else "float32", []).append(case)
     lines = []
     for cases in by_precision.values():
         models: dict[str, list[str]] = {}

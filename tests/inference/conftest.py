@@ -38,6 +38,7 @@ from areal.api.columns import ExpertShape
 from areal.api.config import NativeServerConfig
 from areal.api.images import VisionLayout
 from areal.inference import server
+from areal.inference.drafts import Drafts
 from areal.inference.engine import Engine
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, use_paged_attention
 from areal.inference.prefix_cache import BlockPool
@@ -193,6 +194,7 @@ def drive() -> Callable[..., Driver]:
         detokenizer: Any = None,
         experts: ExpertShape | None = None,
         layout: VisionLayout | None = None,
+        drafts: Drafts | None = None,
     ) -> Driver:
         own = copy.deepcopy(model)
         use_paged_attention(own)
@@ -204,6 +206,7 @@ def drive() -> Callable[..., Driver]:
             max_running=max_running,
             max_prefill_tokens=max_prefill_tokens,
             whole_images=layout is not None and layout.is_bidirectional,
+            drafts=drafts,
             keeps_prefixes=not runner.states.indices,
         )
         finished: list[Sequence] = []

@@ -12,13 +12,17 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from areal.api.allocation import ParallelDims
 from areal.api.batch import TrainBatch
+from areal.api.config import load_experiment
 from areal.api.config.train import LoRAConfig
 from areal.api.errors import ConfigError
 from areal.data.balance import balanced_parts
 from areal.data.pack import take
+from areal.engine.fsdp import check_model
 from areal.engine.mesh import TrainerMesh
-from areal.models.recurrent_layers import for_each_sequence, resets_state, state_layers
+from areal.launcher.preflight import refused_models
+from areal.models.recurrent_layers import for_each_sequence, neighbours, resets_state, state_layers
 from tests.engine import engine_cases as cases
 from tests.engine.test_every_family import FAMILIES, small_model
 from tests.rank_processes import run_ranks
@@ -157,17 +161,21 @@ def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, list[float]]:
     return found
 
 
+def write_cases(folder: Path, families: set[str]) -> None:
+    """For each family a checkpoint, what transformers computes, and the weights of one rank after a step."""
+    for family in families:
+        small_model(family).save_pretrained(folder / family)
+        with torch.no_grad():
+            expected = alone(theirs(folder / family, family), batch_of())
+        save_file({"logprobs": expected}, folder / family / "expected")
+        engine = cases.make_engine(folder / family)
+        cases.train(engine, batch_of())
+        save_file(cases.weights_of(engine), folder / family / "after")
+
+
 @pytest.mark.parallel
 def test_two_data_ranks_compute_what_one_does(tmp_path):
-    for family in PACKED:
-        small_model(family).save_pretrained(tmp_path / family)
-        with torch.no_grad():
-            save_file(
-                {"logprobs": alone(theirs(tmp_path / family, family), batch_of())}, tmp_path / family / "expected"
-            )
-        engine = cases.make_engine(tmp_path / family)
-        cases.train(engine, batch_of())
-        save_file(cases.weights_of(engine), tmp_path / family / "after")
+    write_cases(tmp_path, PACKED)
     for found in run_ranks(on_two_ranks, tmp_path):
         assert found.keys() == PACKED
         for family, (gap, weights) in found.items():
@@ -208,7 +216,7 @@ def test_what_a_kernel_does_at_borders_is_tried(kind, expected):
     assert resets_state(kind, config, torch.device("cpu"), torch.float32) is expected
 
 
-def test_runs_of_equal_length_share_a_call():
+def test_neighbours_of_similar_length_share_a_call():
     shapes: list[torch.Size] = []
 
     def forward(hidden, *, positions, factor):
@@ -217,9 +225,47 @@ def test_runs_of_equal_length_share_a_call():
         return hidden.cumsum(1) * factor, None
 
     row = torch.ones(1, 8, 2)
-    found, nothing = for_each_sequence(
-        forward, [(0, 1, 1), (1, 2, 2), (5, 1, 3)], (row,), {"positions": torch.arange(8)[None], "factor": 2}
-    )
+    values = {"positions": torch.arange(8)[None], "factor": 2}
+    found, nothing = for_each_sequence(forward, [[1], [2, 2, 3]], (row,), values)
     assert found[0, :, 0].tolist() == [2, 2, 4, 2, 4, 2, 4, 6]
     assert nothing is None
-    assert shapes == [(1, 1, 2), (2, 2, 2), (1, 3, 2)]
+    assert shapes == [(1, 1, 2), (3, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([(0, 2, 5), (10, 1, 6)], [[5, 5, 6]]),
+        ([(0, 1, 5), (5, 1, 60)], [[5], [60]]),  # padding would be most of it
+        ([(0, 1, 60), (60, 1, 66)], [[60], [66]]),  # of one chunk and of two
+        ([(0, 1, 90), (90, 2, 128)], [[90, 128, 128]]),
+    ],
+)
+def test_calls_are_padded_where_that_costs_little(runs, expected):
+    assert neighbours(runs) == expected
+
+
+SFT = str(Path(__file__).parents[2] / "examples" / "quickstart" / "sft.yaml")
+
+
+@pytest.mark.parametrize(("family", "mesh"), [("deepseek_v32", "d1"), ("qwen3_5_text", "c2"), ("qwen3_5_text", "d1")])
+def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh):
+    small_model(family).save_pretrained(tmp_path)
+    config = load_experiment(["--config", SFT, f"model.path={tmp_path}", f"allocation_mode=fsdp:{mesh}"])
+    expected = []
+    try:
+        check_model(config.models["model"], role="actor", dims=config.allocation.train[0].parallel)
+        cases.make_engine(tmp_path)
+    except ConfigError as error:
+        expected = [[str(error), error.code]]
+    assert refused_models(config) == expected
+    assert bool(expected) == ((family, mesh) != ("qwen3_5_text", "d1"))
+
+
+@pytest.mark.parallel
+def test_expert_ranks_compute_what_one_rank_does(tmp_path):
+    write_cases(tmp_path, {"qwen3_5_moe_text", "qwen3_next"})
+    for found in run_ranks(on_two_ranks, tmp_path, ParallelDims(dp=2, ep=2)):
+        for family, (gap, weights) in found.items():
+            assert gap < 1e-5, family
+            assert weights < 1e-5, family

@@ -81,6 +81,8 @@ class NativeServerConfig:
     """Size of the KV cache in tokens; null = by max_running_requests and the model on CPU, what fits on CUDA."""
     chunked_prefill_size: int = number(2048, low=16)
     """Maximum prompt tokens per prefill step; longer prompts are split so that decoding continues between steps."""
+    speculation: str = choice("none", "none", "group")
+    """group = a step verifies tokens that followed in prompt or other answers, where faster; answers stay equal."""
     random_seed: int = number(1, low=0)
     """Base seed for requests without a seed; the index of the replica is added."""
     log_level: str = choice("info", "debug", "info", "warning", "error")

@@ -238,9 +238,11 @@ class OptimizerFacts:
     """What the checks before a start know of an optimiser."""
 
     state_bytes: float
-    """Bytes of the state of a parameter."""
+    """Bytes of the state of a parameter, at most."""
     has_moments: bool = False
     """Whether it reads beta1, beta2 and eps."""
+    has_matrices: bool = False
+    """Whether it updates matrices in another way than other weights."""
 
 
 def _has_moments(name: str) -> bool:
@@ -256,7 +258,8 @@ class OptimizerConfig:
     """Optimiser and learning-rate schedule."""
 
     type: str = choice_of("optimizers", "adam")
-    """Optimiser: AdamW with moments in float32, bfloat16 or 8 bits, or sgd = gradient descent without momentum."""
+    """Optimiser: AdamW with moments in float32, bfloat16 or 8 bits; muon = Muon for matrices, with updates of AdamW's
+    size, and AdamW for the rest (muon_original: with the learning rate of its authors); sgd = gradient descent."""
     lr: float = number(1e-3, above=0, also="verl: actor.optim.lr; ROLL: training_args.learning_rate")
     """Peak learning rate."""
     lr_of: dict[str, float] = section(dict[str, float], also="cosmos-rl: optm_lr as a list")
@@ -398,7 +401,7 @@ class TrainEngineConfig:
             yield Problem("router_aux_loss_coef", text, "config.unsupported")
         if self.lora is not None:
             yield Problem("lora", "is not supported by megatron: use fsdp in allocation_mode", "config.unsupported")
-        if self.optimizer is not None and (kind := self.optimizer.type) in ("adam_bf16", "adam_8bit"):
+        if self.optimizer is not None and (kind := self.optimizer.type) not in ("adam", "sgd"):
             yield Problem("optimizer.type", f"{kind} needs fsdp in allocation_mode: use adam", "config.unsupported")
         if self.optimizer is not None and self.optimizer.type == "sgd" and self.megatron.use_precision_aware_optimizer:
             yield "megatron.use_precision_aware_optimizer", "needs optimizer.type=adam: use false with sgd"
