@@ -7,26 +7,43 @@ Another process has one connection for each session and sends the turns at a ste
 `round_trip_p99_ms` (as the client sees it, with its own time), `idle_loop_lag_p99_ms` (how late a loop that does
 nothing is meanwhile: on a busy machine the times above contain it), and for 8 and 128 turns the CPU time of rendering
 and tokenising the whole history in each turn, over that of a session's way to the same tokens.
+
+    python benchmark/agent_sessions.py --history [--dialogues 8] [--turns 16] [--versus dc162d8a] [--rounds 5]
+
+Dialogues with a native server of a random model of 1M parameters in float32, all at once over HTTP. A turn adds 200
+tokens to a dialogue: the answer before it, of 40 tokens, and 160 others. `prefilled_ratio`: tokens that the server
+computed as prompts, over those that the turns added; `first_turn_ms`, `last_turn_ms`: from the requests of a turn to
+its last answer; `equal_answers`: the share of those with the same tokens and the same bits of log-probabilities when
+the server's cache is flushed before each turn. With --versus the same for another commit, in turn; the median of the
+rounds counts.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
+import os
+import random
+import secrets
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from inference_throughput import build_checkpoint
 from loop_timer import idle_loop
+from other_tree import compared
 
 from areal.agent.bridge import TemplateBridge, template_bridge
 from areal.agent.dialects import chat_completions
@@ -213,15 +230,98 @@ async def send_turns(url: str, keys: list[str], turns: int, per_s: float) -> dic
     }
 
 
+_ANSWER, _ADDED = 40, 200
+"""Tokens of an answer, and of all that a turn adds."""
+
+
+@contextlib.asynccontextmanager
+async def native_server(context: int) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+    """The address of a server in another process, and a client of it."""
+    token = secrets.token_urlsafe(32)
+    with tempfile.TemporaryDirectory() as folder:
+        path = build_checkpoint(Path(folder), context)
+        argv = ["-m", "areal.inference.server", "--model-path", str(path), "--dtype", "float32", "--device", "cpu"]
+        argv += ["--num-threads", "1", "--max-total-tokens", str(16 * context), "--log-level", "error"]
+        environment = {**os.environ, "AREAL_SERVER_TOKEN": token}
+        process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, env=environment)
+        assert process.stdout is not None
+        address = (await process.stdout.readline()).decode().strip()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(600)) as http:
+            yield address, http
+        process.terminate()
+        await process.wait()
+
+
+async def history(dialogues: int, turns: int) -> dict[str, float]:
+    """The figures of one round in this process."""
+    context = turns * _ADDED + _ANSWER + 1
+
+    async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with http.post(address + path, data=orjson.dumps(body)) as answered:
+            return orjson.loads(await answered.read())
+
+    async def answer(number: int, turn: int, prompt: list[int]) -> list[Any]:
+        sampling = {"max_new_tokens": _ANSWER, "ignore_eos": True, "sampling_seed": 1000 * number + turn}
+        body = {"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}
+        return (await post("/generate", body))["meta_info"]["output_token_logprobs"]
+
+    async def talk(*, flushes: bool) -> tuple[list[list[Any]], list[float]]:
+        """All answers, and the seconds of each turn."""
+        draw = random.Random(0)
+        prompts = [[draw.randrange(1, 1000) for _ in range(_ADDED)] for _ in range(dialogues)]
+        answers: list[list[Any]] = []
+        seconds: list[float] = []
+        for turn in range(turns):
+            if flushes:
+                await post("/flush_cache", {})
+            began_s = time.perf_counter()
+            made = await asyncio.gather(*(answer(number, turn, prompt) for number, prompt in enumerate(prompts)))
+            seconds.append(time.perf_counter() - began_s)
+            answers += made
+            for prompt, each in zip(prompts, made, strict=True):
+                prompt += [entry[1] for entry in each] + [draw.randrange(1, 1000) for _ in range(_ADDED - _ANSWER)]
+        return answers, seconds
+
+    async with native_server(context) as (address, http):
+        answers, seconds = await talk(flushes=False)
+        async with http.get(f"{address}/server_info") as answered:
+            figures = orjson.loads(await answered.read())
+        again, _ = await talk(flushes=True)
+    # The first token of an answer is drawn from the logits of the prompt.
+    decoded = figures["generated_tokens_total"] - dialogues * turns
+    return {
+        "prefilled_ratio": round((figures["computed_tokens_total"] - decoded) / (dialogues * turns * _ADDED), 3),
+        "first_turn_ms": round(seconds[0] * 1e3, 1),
+        "last_turn_ms": round(seconds[-1] * 1e3, 1),
+        "equal_answers": sum(one == other for one, other in zip(answers, again, strict=True)) / len(answers),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=500)
-    parser.add_argument("--turns", type=int, default=4, help="turns of each session")
+    parser.add_argument("--turns", type=int, help="of each session: 4, with --history 16")
     parser.add_argument("--per-second", type=float, default=200.0, help="turns of all sessions together")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--history", action="store_true", help="measure dialogues with a native server")
+    parser.add_argument("--dialogues", type=int, default=8, help="of --history, at once")
+    parser.add_argument("--versus", metavar="REV", help="of --history: a commit, measured in turn with this tree")
+    parser.add_argument("--rounds", type=int, default=5, help="of --history")
+    parser.add_argument("--one", action="store_true", help="one round of --history in this process, as JSON only")
     given = parser.parse_args()
+    if given.history:
+        turns = given.turns or 16
+        words = ["--history", "--one", "--dialogues", str(given.dialogues), "--turns", str(turns)]
+        if given.one:
+            print(json.dumps(asyncio.run(history(given.dialogues, turns))))
+        else:
+            print(json.dumps(compared("agent_sessions.py", words, given.versus, given.rounds)))
+        return
     found = send_turns(**orjson.loads(sys.stdin.buffer.read())) if given.client else None
-    print(json.dumps(asyncio.run(collecting_cycles(found or measure(given.sessions, given.turns, given.per_second)))))
+    print(
+        json.dumps(asyncio.run(collecting_cycles(found or measure(given.sessions, given.turns or 4, given.per_second))))
+    )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Job:
     lengths: list[int]
 
 
-def build_checkpoint(folder: Path) -> Path:
+def build_checkpoint(folder: Path, context: int = 1024) -> Path:
     """A random Qwen3 of 1M parameters."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -56,7 +56,7 @@ def build_checkpoint(folder: Path) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,

@@ -592,6 +592,7 @@ class Session:
             tool_calls=found.tool_calls,
             finish_reason=finish,
             num_prompt_tokens=len(context.token_ids),
+            num_cached_tokens=response.num_cached_tokens,
             token_ids=ids,
             logprobs=response.output_logprobs,
         )

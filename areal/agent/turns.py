@@ -64,6 +64,7 @@ class TurnAnswer:
     num_prompt_tokens: int
     token_ids: Sequence[int]  # Generated tokens, with a generated end token.
     logprobs: Sequence[float]
+    num_cached_tokens: int = 0  # Of the prompt.
 
 
 def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

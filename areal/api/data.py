@@ -88,6 +88,8 @@ class GenerationResponse:
     latency_s: float = 0.0
     ttft_s: float = 0.0
     """Seconds to the first token."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the first server took from its cache, as far as it reports them."""
     temperature: float | None = None
     """Sampling temperature of the request where it differs from that of the run; None = that of the run."""
     routed_experts: RoutedExperts | None = None

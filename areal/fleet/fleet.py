@@ -65,6 +65,7 @@ class Answer:
         """The call that the part belongs to; None when it has ended."""
         self.num_parts = 0
         """Requested so far."""
+        self._num_cached = 0
         self.num_failures = 0
         self.avoid = ""
         """The replica that failed last."""
@@ -159,7 +160,9 @@ class Answer:
         ServerUnavailable when the replica breaks the protocol or returns to an older policy: the tokens from there on
         are not appended.
         """
-        token_ids, logprobs, versions, finish_reason, part_versions, _ = chunk
+        token_ids, logprobs, versions, finish_reason, part_versions, _, num_cached = chunk
+        if self.num_parts == 1:
+            self._num_cached = num_cached
         count, done = len(token_ids), len(self._token_ids)
         if len(logprobs) != count or len(versions) != count:
             others = f"{len(logprobs)} log-probabilities and {len(versions)} versions"
@@ -308,6 +311,7 @@ class Answer:
             num_interruptions=self.num_parts - 1,
             latency_s=self._ended_s - self._started_s,
             ttft_s=first_s - self._started_s,
+            num_cached_tokens=self._num_cached,
         )
 
 

@@ -208,6 +208,7 @@ def parse_chunk(answer: dict[str, Any], experts: ExpertShape | None = None) -> P
         None if finish is None else checked_reason(finish["type"]),
         None,
         None if experts is None else experts_of(meta, experts, item_bytes=0),
+        meta["cached_tokens"],
     )
 
 

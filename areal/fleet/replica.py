@@ -49,6 +49,8 @@ class PartChunk(NamedTuple):
     routed_experts: RoutedExperts | None = None
     """Experts of the input tokens from number `num_known_experts` on and of the tokens of the part but the last; on the
     last chunk, where requested. None when nothing was computed."""
+    num_cached: int = 0
+    """Prompt tokens of the part that the server took from its cache, as far as it reports them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

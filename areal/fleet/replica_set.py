@@ -262,6 +262,8 @@ class Slot:
         self.state = State.ABSENT
         self.reason = "not registered"
         self.version = NO_VERSION
+        self.cleared_at: int | None = None
+        """The last version at which it lost all older keys and values; None = no update yet."""
         self.weights = Weights.VALID
         self.failed_version: int | None = None
         """An update to this version failed while other replicas served it: the next attempt is the next version."""
@@ -281,6 +283,11 @@ class Slot:
         """Set to run the next health check at once."""
         self.changes = 0
         """Number of changes of state: the result of an older health check is ignored."""
+
+    @property
+    def cached_since(self) -> int:
+        """The oldest version of which it may have keys and values."""
+        return self.version if self.cleared_at is None else self.cleared_at
 
     @property
     def is_healthy(self) -> bool:

@@ -225,7 +225,8 @@ class PartReader:
             versions = part_versions[total - len(entries) :]
         token_ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
         experts = None if reason is None else experts_of(meta, self._experts, item_bytes=_EXPERT_BYTES)
-        return PartChunk(token_ids, logprobs, versions, reason, part_versions, experts)
+        num_cached = meta.get("cached_tokens", 0)
+        return PartChunk(token_ids, logprobs, versions, reason, part_versions, experts, num_cached)
 
 
 def _new_entries(entries: list[Any], num_seen: int, total: int) -> list[Any]:

@@ -21,7 +21,7 @@ from areal.api.data import CanaryReport, GenerationRequest, ProbeScore, ProbeTok
 from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
 from areal.api.images import ImageRef
 from areal.data.image_files import RunImages
-from areal.fleet.replica import PartChunk, PauseMode, Replica
+from areal.fleet.replica import NO_VERSION, PartChunk, PauseMode, Replica
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, Event, ReplicaSet, Slot, State, Weights, reported
 from areal.observe.log import get_logger
 from areal.system.durable import is_complete
@@ -450,7 +450,7 @@ class WeightUpdater:
             _check_failures(update, members, errors, may_load=update.kind in ("disk", "adapter"))
             self._replicas.is_switching = True
             self._replicas.announce()
-            async with self._paused(slots):
+            async with self._paused(slots, update.version):
                 errors += await self._update(slots, update)
                 _check_failures(update, members, errors, may_load=update.is_folder)
                 self.canary.forget()
@@ -481,7 +481,7 @@ class WeightUpdater:
         try:
             members = await self._members(update)
             slots, _ = await self._prepare(members, update)
-            async with self._paused(slots):
+            async with self._paused(slots, update.version):
                 await self._update(slots, update)
             await self.canary.run()
             for slot in members:
@@ -509,19 +509,28 @@ class WeightUpdater:
         return [by_id[name] for name in update.replicas]
 
     @contextlib.asynccontextmanager
-    async def _paused(self, slots: list[Slot], *, always_abort: bool = False) -> AsyncIterator[None]:
-        """These replicas generate no token inside the block, except those that can exchange weights between steps."""
+    async def _paused(
+        self, slots: list[Slot], version: int = NO_VERSION, *, always_abort: bool = False
+    ) -> AsyncIterator[None]:
+        """These replicas generate no token inside the block, except those that can exchange weights between steps.
+        `version`: that of the update."""
         must_pause = always_abort or self._config.pause_grace_period > 0
         paused = [(s, s.replica) for s in slots if s.replica and (must_pause or not s.replica.has_second_copy)]
-        mode: PauseMode = "abort" if always_abort else self._mode
+        calls = [replica.pause("abort" if always_abort else self._mode_for(slot, version)) for slot, replica in paused]
         try:
-            await asyncio.gather(*(self._control(slot, replica.pause(mode), "pause") for slot, replica in paused))
+            waits = (self._control(slot, call, "pause") for (slot, _), call in zip(paused, calls, strict=True))
+            await asyncio.gather(*waits)
             if self._config.pause_grace_period:
                 await asyncio.sleep(self._config.pause_grace_period)
             yield
         finally:  # a connection made meanwhile is resumed by its first health check
             current = [(slot, replica) for slot, replica in paused if slot.replica is replica]
             await asyncio.gather(*(self._control(slot, replica.resume(), "resume") for slot, replica in current))
+
+    def _mode_for(self, slot: Slot, version: int) -> PauseMode:
+        """How a replica is paused for an update: one whose cache would be too old computes it again."""
+        is_too_old = self._mode == "in_place" and version - slot.cached_since > self._config.max_cache_age
+        return "retract" if is_too_old else self._mode
 
     async def _control(self, slot: Slot, call: Coroutine[Any, Any, None], what: str) -> None:
         try:
@@ -626,10 +635,12 @@ class WeightUpdater:
         replica = slot.replica
         if replica is None:
             raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}", code="fleet.replica_lost")
+        mode = self._mode_for(slot, update.version)
+        since = slot.cached_since if mode == "in_place" else update.version
         self._replicas.apply(slot, Event.UPDATE_STARTED, f"installs version {update.version}")
         try:
             async with self._replicas.lateness.timeout(self._config.weight_update_timeout_s):
-                await replica.update_weights(self._with_mirrors(update, slot), rank=rank, mode=self._mode)
+                await replica.update_weights(self._with_mirrors(update, slot), rank=rank, mode=mode)
         except RequestError as error:
             if update.kind == "collective" and not replica.has_second_copy:
                 await self._failed_midway(slot, replica, str(error))
@@ -643,7 +654,7 @@ class WeightUpdater:
         if slot.replica is not replica:
             text = f"{slot.name} was replaced during the update to version {update.version}"
             raise ServerUnavailable(text, code="fleet.replica_lost")
-        slot.version = update.version
+        slot.version, slot.cleared_at = update.version, since
         slot.weights = Weights.UNCHECKED if self._config.canary == "on" else Weights.VALID
         self._replicas.apply(slot, Event.UPDATE_DONE)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
 from areal.api.errors import ConfigError
@@ -17,6 +17,20 @@ from areal.inference.paged_kernel import PagedRows
 from areal.models.attention import attention_problem, capped_attention
 
 ATTENTION_NAME = "areal_paged"
+_TILE = 256
+"""Queries that are computed at once on the CPU."""
+_KEY_BLOCK = 512
+"""Keys that torch's attention on the CPU multiplies at once."""
+_QUERY_ROWS = 16
+
+
+def padded_keys(count: int) -> int:
+    """The number of keys for which a query that sees at most `count` gets the same bits as with more keys, on the CPU.
+
+    Keys that it does not see count as zeros. Sums over up to 256 of them, or over a whole block, are in the same order,
+    those over other numbers are not; sums of a multiple of 16 have no rest that vector instructions do not cover.
+    """
+    return count + -count % (_KEY_BLOCK if count % _KEY_BLOCK > _KEY_BLOCK // 2 else 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +123,16 @@ class LaterChunk:
     start: int
     count: int
     num_before: int
-    blocks: Tensor  # [width] int64
+    blocks: Tensor  # [padded_keys(num_before + count) / block size] int64, padded with any valid block
     last_seen: Tensor | None = None
     """[count] int64: the last token that each one attends to; None = itself."""
     masks: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
 
-    def mask(self, window: int | None, like: Tensor, times: int) -> Tensor:
-        """Additive mask [times * count, tokens], cached per step."""
+    def mask(self, window: int | None, like: Tensor, times: int, width: int) -> Tensor:
+        """Additive mask [times * count and some more, width], cached per step."""
         if window not in self.masks:
-            visible = _causal_mask(self.count, self.num_before, window, like, self.last_seen).repeat(times, 1)
+            visible = _causal_mask(self.count, self.num_before, width, window, like, self.last_seen).repeat(times, 1)
+            visible = pad(visible, (0, 0, 0, -len(visible) % _QUERY_ROWS), value=True)
             mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
             self.masks[window] = mask.masked_fill_(~visible, -torch.inf)
         return self.masks[window]
@@ -211,7 +226,7 @@ def attend(
     groups = plan.decode
     if len(groups) == 1 and groups[0].end == len(queries):
         return _attend_decode(groups[0], cache, queries, rules)
-    output = torch.empty((*queries.shape[:2], values.shape[-1]), dtype=values.dtype, device=values.device)
+    output = torch.zeros((*queries.shape[:2], values.shape[-1]), dtype=values.dtype, device=values.device)
     if (paged := plan.paged) is not None:
         mine = queries[: len(paged.lengths)]
         output[: len(mine)] = paged.attend(mine, cache.blocks, cache.shape.key_size, rules.scaling, rules.window)
@@ -255,8 +270,11 @@ def _attend_decode(group: DecodeGroup, cache: LayerCache, rows: Tensor, rules: S
     """Output [rows, heads, size]. Query heads that share a key head are treated as query tokens of that head."""
     keys, values = group.gather(cache)
     queries = rows.reshape(keys.shape[0], keys.shape[1], -1, rows.shape[-1])
+    count = queries.shape[2]
+    if rules.is_plain and rows.device.type == "cpu":
+        queries = pad(queries, (0, 0, 0, -count % (_QUERY_ROWS // 2 if rows.shape[-1] <= 128 else _QUERY_ROWS)))
     result = rules.attend(queries, keys, values, group.mask(rules.window, rows.dtype))
-    return result.reshape(*rows.shape[:2], values.shape[-1])
+    return result[:, :, :count].reshape(*rows.shape[:2], values.shape[-1])
 
 
 def _attend_prompts(
@@ -268,26 +286,52 @@ def _attend_prompts(
         return states[:, group.start : end].unflatten(1, (group.num_sequences, group.count)).transpose(0, 1)
 
     queries, keys, values = split(query), _repeat(split(key), query), _repeat(split(value), query)
-    is_full = rules.window is None or rules.window >= group.count
-    mask = None if is_full else _causal_mask(group.count, 0, rules.window, query)
-    result = rules.attend(queries, keys, values, mask, is_causal=is_full)
+    if query.device.type == "cpu":
+        more = (0, 0, 0, padded_keys(group.count) - group.count)
+        result = _tiled(queries, pad(keys, more), pad(values, more), 0, rules)
+    else:
+        is_full = rules.window is None or rules.window >= group.count
+        mask = None if is_full else _causal_mask(group.count, 0, group.count, rules.window, query)
+        result = rules.attend(queries, keys, values, mask, is_causal=is_full)
     output[group.start : end] = result.transpose(1, 2).reshape(end - group.start, query.shape[0], -1)
 
 
 def _attend_later(chunk: LaterChunk, cache: LayerCache, query: Tensor, output: Tensor, rules: ScoreRules) -> None:
-    total = chunk.num_before + chunk.count
-    found = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1)[:total].transpose(0, 1)[None]
+    found = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1).transpose(0, 1)[None]
     keys, values = found[..., : cache.shape.key_size], found[..., cache.shape.key_size :]
     mine = query[None, :, chunk.start : chunk.start + chunk.count]
-    if rules.is_plain:  # query heads that share a key head are treated as tokens of that head
-        times = query.shape[0] // keys.shape[1]
-        queries = mine.reshape(1, keys.shape[1], times * chunk.count, -1)
-        result = rules.attend(queries, keys, values, chunk.mask(rules.window, query, times))
-        result = result.view(1, query.shape[0], chunk.count, -1)
+    width, times = keys.shape[2], query.shape[0] // keys.shape[1]
+    if rules.is_plain and times * chunk.count <= _TILE:  # query heads that share a key head are tokens of that head
+        count = times * chunk.count
+        queries = pad(mine.reshape(1, keys.shape[1], count, -1), (0, 0, 0, -count % _QUERY_ROWS))
+        result = rules.attend(queries, keys, values, chunk.mask(rules.window, query, times, width))[:, :, :count]
+        result = result.reshape(1, query.shape[0], chunk.count, -1)
     else:
-        mask = _causal_mask(chunk.count, chunk.num_before, rules.window, query, chunk.last_seen)
-        result = rules.attend(mine, _repeat(keys, query), _repeat(values, query), mask)
+        result = _tiled(mine, _repeat(keys, query), _repeat(values, query), chunk.num_before, rules, chunk.last_seen)
     output[chunk.start : chunk.start + chunk.count] = result[0].transpose(0, 1)
+
+
+def _tiled(
+    queries: Tensor,  # [sequences, heads, count, size]
+    keys: Tensor,  # [sequences, heads, padded_keys(num_before + count) or more, size]
+    values: Tensor,
+    num_before: int,
+    rules: ScoreRules,
+    last_seen: Tensor | None = None,
+) -> Tensor:
+    """Attention of the tokens from number `num_before` on to themselves and earlier ones, some queries at a time: then
+    the scores of most keys that a query does not see are not computed."""
+    count, parts = queries.shape[2], list[Tensor]()
+    for first in range(0, count, _TILE):
+        size = min(_TILE, count - first)
+        seen = None if last_seen is None else last_seen[first : first + size]
+        width = keys.shape[2] if last_seen is not None else padded_keys(num_before + first + size)
+        mask = _causal_mask(size, num_before + first, width, rules.window, queries, seen)
+        more = -size % _QUERY_ROWS if rules.is_plain else 0
+        mine = pad(queries[:, :, first : first + size], (0, 0, 0, more))
+        mask = pad(mask, (0, 0, 0, more), value=True)
+        parts.append(rules.attend(mine, keys[:, :, :width], values[:, :, :width], mask)[:, :, :size])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _repeat(states: Tensor, query: Tensor) -> Tensor:
@@ -297,11 +341,11 @@ def _repeat(states: Tensor, query: Tensor) -> Tensor:
 
 
 def _causal_mask(
-    count: int, num_before: int, window: int | None, like: Tensor, last_seen: Tensor | None = None
+    count: int, num_before: int, width: int, window: int | None, like: Tensor, last_seen: Tensor | None = None
 ) -> Tensor:
-    """Boolean [count, num_before + count]: token i attends to itself and earlier tokens within the window, and to those
-    up to `last_seen`."""
+    """Boolean [count, width]: token i attends to itself and earlier tokens within the window, and to those up to
+    `last_seen`."""
     own = torch.arange(num_before, num_before + count, device=like.device)
-    places = torch.arange(num_before + count, device=like.device)
+    places = torch.arange(width, device=like.device)
     visible = places <= (own if last_seen is None else last_seen)[:, None]
     return visible if window is None else visible & (places > own[:, None] - window)

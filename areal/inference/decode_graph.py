@@ -250,7 +250,7 @@ class DenseDecoder:
             both = torch.cat((layer.query_norm(both[:, :split]), layer.key_norm(both[:, split:])), dim=1)
         both = both * cos + both.roll(self._head_size // 2, -1) * sin
         found = attend(plan, cache, both[:, :split], both[:, split:], values, layer.rules)
-        return found.view(len(hidden), -1)
+        return found.flatten(1)
 
 
 def _layer(layer: Any, family: _Family, head_size: int) -> _Layer:

@@ -27,10 +27,10 @@ from areal.api.errors import ConfigError
 from areal.inference.decode_rows import SampledRows
 from areal.inference.drafts import Drafts, num_accepted
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
+from areal.inference.prefix_cache import BlockPool
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import (
     ALL_TOKENS,
-    BlockPool,
     FinishReason,
     SamplingParams,
     Scheduler,
@@ -320,6 +320,8 @@ class EngineCounters:
 
     generated_tokens: int = 0
     computed_tokens: int = 0
+    prefilled_tokens: int = 0
+    """Computed tokens of prompts, and of answers whose keys and values were lost."""
     steps: int = 0
     finished: int = 0
     aborted: int = 0
@@ -413,20 +415,25 @@ class Engine:
         """Compute with the weights that `weights` has received for an update. RequestError, without a change, when
         some lack.
 
-        `mode`: what happens to started requests, as in `pause`. With in_place they keep the keys and values of the old
-        weights, which no other request uses.
+        `mode`: what happens to started requests, as in `pause`. With in_place all keys and values of the old weights
+        are kept, also for later requests.
         """
         start_s = time.perf_counter()
         self.weights.check_complete(update_id)
         self._interrupt(mode, "the weights are replaced")
-        if mode == "in_place":
-            self.scheduler.stop_sharing()
+        if mode != "in_place":
+            self.scheduler.forget_prefixes()
         self.weights.install()
         self.runner.take_weights()
         self.version = version
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             sequence.look_at = 0
         self.counters.install_s += time.perf_counter() - start_s
+
+    def flush_cache(self) -> None:
+        """Compute all keys and values again that are still needed."""
+        self._interrupt("retract", "")
+        self.scheduler.forget_prefixes()
 
     def _interrupt(self, mode: str, message: str) -> None:
         if mode == "abort":
@@ -473,7 +480,8 @@ class Engine:
         if plan is None:
             raise RuntimeError("requests wait, but no step can be planned: the block counts are inconsistent")
         count = len(plan.decode) + len(plan.chunks)
-        is_decode = all(chunk.sequence.draft for chunk in plan.chunks)
+        prefilled = sum(chunk.count for chunk in plan.chunks if not chunk.sequence.draft)
+        is_decode = not prefilled
         logits, rows = self.runner.forward(plan)
         finished: list[Sequence] = []
         progressed: list[Sequence] = []
@@ -486,6 +494,7 @@ class Engine:
             news = rows.sequences, *drawn.read()
             finished, progressed = self._append(*(self._verified(*news) if plan.num_drafted else news))
         counters.steps += 1
+        counters.prefilled_tokens += prefilled
         counters.computed_tokens += len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
         counters.busy_s += time.perf_counter() - start_s
         if self.scheduler.drafts is not None and is_decode:
@@ -545,7 +554,7 @@ class Engine:
             self.scheduler.finish_many(ended)
             self.counters.finished += len(ended)
         if tainted:
-            self.runner.clear_blocks(self.scheduler.unused(tainted))
+            self.runner.clear_blocks(self.scheduler.spoiled(tainted))
         return [sequence for sequence, _ in ended], progressed
 
     def _end_of(self, sequence: Sequence, token: int) -> FinishReason | None:
@@ -638,7 +647,7 @@ def build_engine(
         max_running=config.max_running_requests,
         max_prefill_tokens=config.chunked_prefill_size,
         whole_images=layout is not None and layout.is_bidirectional,
-        has_states=bool(runner.states.indices),
+        keeps_prefixes=not runner.states.indices,
         drafts=_drafts(config, runner),
     )
     return Engine(

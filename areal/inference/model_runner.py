@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import pad, rms_norm
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -23,6 +23,7 @@ from areal.inference.attention import (
     LaterChunk,
     LayerCache,
     PromptGroup,
+    padded_keys,
     register_attention,
 )
 from areal.inference.decode_graph import Capture, DecodeGraphs, capture_cuda, dense_decoder, tried
@@ -111,6 +112,9 @@ def _unrounded_head(head: nn.Linear, input: Tensor) -> Tensor:
 
 
 BLOCK_SIZE = 16
+_LEAST_ROWS = 16
+"""Rows of a step in float32 on the CPU. From this number on, the products of a row are the same bits for any number of
+rows: an answer does not depend on the requests that are computed beside it, nor on what is taken from the cache."""
 _EXPERT_TYPES = {1: torch.uint8, 2: torch.int16}
 _CPU_GROUP_BYTES = 1 << 20
 """Size of the gathered keys and values of one decode group, so that they stay in the cache of a CPU core."""
@@ -160,6 +164,8 @@ class ModelRunner:
         self._paged = self._find_paged_kernel() if probe.is_plain else None
         self._graphs: DecodeGraphs | None = None
         self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=0)
+        is_exact = self.device.type == "cpu" and self.dtype == torch.float32 and not self.states.indices
+        self._least_rows = _LEAST_ROWS if is_exact else 1
         self._is_in_rows = False
         """The logits of the last step were those of all decode rows, and no others."""
 
@@ -201,16 +207,14 @@ class ModelRunner:
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the memory of the cache. On CPU, untouched pages use no memory."""
-        spare = 1 if self._paged else 0
-        self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=num_blocks if spare else 0)
+        self._spare_block = num_blocks
+        self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=num_blocks)
         self._caches = {
-            layer: LayerCache(
-                zeroed_memory((num_blocks + spare, BLOCK_SIZE, *shape.sizes), self.dtype, self.device), shape
-            )
+            layer: LayerCache(zeroed_memory((num_blocks + 1, BLOCK_SIZE, *shape.sizes), self.dtype, self.device), shape)
             for layer, shape in zip(self._attention_layers, self.layer_shapes, strict=True)
         }
         if self._experts is not None:
-            sizes = (num_blocks, BLOCK_SIZE, self._experts.layers, self._experts.choices)
+            sizes = (num_blocks + 1, BLOCK_SIZE, self._experts.layers, self._experts.choices)
             self._routed = zeroed_memory(sizes, _EXPERT_TYPES[self._experts.item_bytes], self.device)
             for layer, router in routers_of(self.model).items():
                 router.register_forward_hook(partial(self._note_chosen, layer))
@@ -234,7 +238,6 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Tensor, SampledRows]:
         """Compute a step. Returns logits [rows, vocabulary] and what the sampler needs."""
-        self._copy_blocks(plan.copies_before)
         single = {chunk.sequence: chunk for chunk in plan.chunks if chunk.count == 1}
         longer = [chunk for chunk in plan.chunks if chunk.count > 1]
         longer.sort(key=self._kind_of)
@@ -344,6 +347,9 @@ class ModelRunner:
             else:
                 plan.decode = self._decode_groups(order)
         self._add_longer(plan, longer, count)
+        if kept is not None:
+            count = len(kept)
+            kept = pad(kept, (0, max(self._least_rows - count, 0)))
         if chunks and self.vision is not None:
             logits = self.vision.logits(chunks, input_ids, positions, kept, plan)
         elif self._dense is not None:
@@ -358,7 +364,7 @@ class ModelRunner:
             ).logits[0]
         for layer, chosen in self._chosen.items():
             self._routed.flatten(0, 1)[plan.slots, layer] = chosen.to(self._routed.dtype)
-        return logits
+        return logits[:count]
 
     def _note_chosen(
         self, layer: int, router: nn.Module, inputs: object, outputs: tuple[Tensor, Tensor, Tensor]
@@ -400,13 +406,15 @@ class ModelRunner:
                 parts.append(np.stack((ids, shifted, blocks * BLOCK_SIZE + places % BLOCK_SIZE)))
             more = torch.from_numpy(np.concatenate(parts, axis=1)).to(self.device)
             both, slots = torch.cat((both, more[:2]), dim=1), torch.cat((slots, more[2]))
+        if (lacking := self._least_rows - len(slots)) > 0:
+            both, slots = pad(both, (0, lacking)), pad(slots, (0, lacking), value=self._spare_block * BLOCK_SIZE)
         return both[:1], both[1:], slots
 
     def _decode_groups(self, order: np.ndarray | None) -> list[DecodeGroup]:
         """Split the decode rows into groups that fit into the group memory."""
         count = len(self._rows)
         lengths = self._rows.lengths.copy() if order is None else self._rows.lengths[order]
-        widths: list[int] = ((lengths - 1) // BLOCK_SIZE + 1).tolist()
+        widths = [padded_keys(length) // BLOCK_SIZE for length in lengths.tolist()]
         table = self._rows.inputs.blocks[:count]
         if order is not None:
             table = table[torch.from_numpy(order).to(self.device)]
@@ -433,7 +441,7 @@ class ModelRunner:
             blocks=table.flatten(),
             width=table.shape[1],
             lengths=lengths,
-            max_length=int(lengths.max()),
+            max_length=table.shape[1] * BLOCK_SIZE,
             workspace=self._workspace,
         )
 
@@ -445,8 +453,9 @@ class ModelRunner:
                 row += len(chunks) * count
                 continue
             for chunk in chunks:
-                width = -(-(chunk.start + count) // BLOCK_SIZE)
-                blocks = torch.tensor(chunk.sequence.blocks[:width], device=self.device)
+                width = padded_keys(chunk.start + count) // BLOCK_SIZE
+                held = chunk.sequence.blocks[:width]
+                blocks = torch.tensor(held + held[:1] * (width - len(held)), device=self.device)
                 seen = torch.tensor(last_seen(chunk), device=self.device) if self._sees_images(chunk) else None
                 plan.later.append(
                     LaterChunk(start=row, count=count, num_before=chunk.start, blocks=blocks, last_seen=seen)

@@ -1,4 +1,4 @@
-"""Chooses the tokens of the next step: admission, chunked prefill, prefix sharing, preemption. No tensors."""
+"""Chooses the tokens of the next step: admission, chunked prefill, cached prefixes, preemption. No tensors."""
 
 import time
 from collections import deque
@@ -11,59 +11,7 @@ import numpy as np
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from areal.inference.drafts import Drafts
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Allocation of KV-cache blocks with reference counts. No tensors.
-
-
-class BlockPool:
-    """Reference-counted blocks of `block_size` tokens. A block without references is free."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._references = [0] * num_blocks
-        # A stack: the block released last is used next, so that memory beyond the peak is never touched.
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
-
-    def is_free(self, block: int) -> bool:
-        return self._references[block] == 0
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks for this number of tokens."""
-        return -(-num_tokens // self.block_size)
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Allocate `count` blocks with one reference each. None, without an effect, when fewer are free."""
-        free = self._free
-        if count > len(free):
-            return None
-        taken = [free.pop() for _ in range(count)]
-        for block in taken:
-            self._references[block] = 1
-        return taken
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block. The blocks must not be free."""
-        for block in blocks:
-            if self._references[block] < 1:
-                raise ValueError(f"block {block} is free and cannot be shared")
-            self._references[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Remove a reference from each block. A block without references becomes free."""
-        references = self._references
-        for block in blocks:
-            if references[block] < 1:
-                raise ValueError(f"block {block} was released more often than it was shared")
-            references[block] -= 1
-            if references[block] == 0:
-                self._free.append(block)
-
+from areal.inference.prefix_cache import BlockPool, extend_keys
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The state of one request in the native engine: sampling parameters, tokens, cache blocks, finish reason.
@@ -195,10 +143,10 @@ class Sequence:
     """Tokens that may follow `token_ids`, which the planned step computes too."""
     draft_match: int = 0
     """Tokens before the draft that it followed elsewhere."""
-    num_written: int = 0
-    """A lower bound of the tokens whose keys and values are in the cache before the planned step."""
-    may_share: bool = True
-    """Whether later sequences of its group may use its blocks."""
+    keys: list[bytes] = field(default_factory=list[bytes])
+    """What finds the first full blocks of `token_ids` in the prefix cache, as far as they were needed."""
+    num_named: int = 0
+    """Blocks that later sequences find."""
     num_cached: int = 0
     """Prompt tokens that were taken from the cache at the first start."""
     logprobs: list[float] = field(default_factory=list[float])
@@ -277,7 +225,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: copy blocks, compute decode rows and chunks, then copy blocks for the siblings of computed chunks."""
+    """One step: compute decode rows and chunks, then copy blocks for the siblings of computed chunks."""
 
     decode: list[Sequence] = field(default_factory=list[Sequence])
     """Sequences that were started in an earlier step and compute their last token: a new list where they change."""
@@ -286,9 +234,8 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     num_drafted: int = 0
     """Tokens of drafts; a sequence with a draft has a chunk, in place of a decode row."""
-    copies_before: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(source block, target block)."""
     copies_after: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(source block, target block)."""
 
 
 class Scheduler:
@@ -301,15 +248,16 @@ class Scheduler:
         max_running: int,
         max_prefill_tokens: int,
         whole_images: bool = False,
-        has_states: bool = False,
+        keeps_prefixes: bool = True,
         drafts: Drafts | None = None,
     ) -> None:
         """`whole_images`: the tokens of an image are computed in one step, even if they are more than
-        `max_prefill_tokens`. `has_states`: a sequence cannot begin behind a part of the tokens of another one.
-        `drafts`: None = no drafts."""
+        `max_prefill_tokens`. `keeps_prefixes`: sequences use the blocks of others with the same beginning: the keys and
+        values of their tokens must be all that the model knows of them. `drafts`: None = no drafts."""
         self._pool = pool
         self.drafts = drafts
-        self._whole_images, self._has_states = whole_images, has_states
+        self.keeps_prefixes = keeps_prefixes
+        self._whole_images = whole_images
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
@@ -319,15 +267,24 @@ class Scheduler:
         self._grown: list[Sequence] = []
         self._has_left = False
         """Sequences have left `running` since the last plan."""
-        self._groups: dict[str, list[Sequence]] = {}
-        """Running sequences by group, oldest first. New sequences share the blocks of the first one."""
         self.num_preemptions = 0
-        self.num_shared_tokens = self.num_drafted_tokens = self.num_accepted_tokens = 0
+        self.num_cached_tokens = 0
+        """Tokens that sequences did not compute at their start."""
+        self.num_drafted_tokens = self.num_accepted_tokens = 0
 
     @property
     def num_used_tokens(self) -> int:
         """Cache capacity in use, in tokens; shared blocks count once."""
         return self._pool.num_used * self._pool.block_size
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Cache capacity with keys and values that only the prefix cache holds."""
+        return self._pool.num_cached * self._pool.block_size
+
+    @property
+    def num_evicted_tokens(self) -> int:
+        return self._pool.num_evicted * self._pool.block_size
 
     @property
     def num_capacity_tokens(self) -> int:
@@ -370,7 +327,6 @@ class Scheduler:
                     continue
                 sequence.blocks += blocks
                 self._grown.append(sequence)
-            sequence.num_written = computed
             sequence.num_computed = computed + 1
         self._ahead = [one for one in plan.decode if one not in left_out] if left_out else plan.decode
 
@@ -389,7 +345,6 @@ class Scheduler:
             if not count or not self._make_room(plan, sequence, count):
                 continue
             if is_decode:
-                sequence.num_written = sequence.num_computed
                 sequence.num_computed += 1
                 rows.append(sequence)
             else:
@@ -441,9 +396,19 @@ class Scheduler:
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, count: int) -> Chunk:
         chunk = Chunk(sequence, sequence.num_computed, count)
         plan.chunks.append(chunk)
-        sequence.num_written = sequence.num_computed
         sequence.num_computed += count
+        self._name(sequence, sequence.num_computed)
         return chunk
+
+    def _name(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let later sequences find the full blocks of the first `num_tokens` tokens. They may read a block in the step
+        that writes it, since each layer writes before it reads."""
+        count = num_tokens // self._pool.block_size
+        if self.keeps_prefixes and count > sequence.num_named:
+            extend_keys(sequence.keys, sequence.token_ids, sequence.images, count, self._pool.block_size)
+            for number in range(sequence.num_named, count):
+                self._pool.name(sequence.blocks[number], sequence.keys[number])
+            sequence.num_named = count
 
     def _make_room(self, plan: StepPlan, sequence: Sequence, count: int) -> bool:
         """Allocate blocks for `count` more tokens, preempting the youngest sequences if needed. False: preempted."""
@@ -462,11 +427,10 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting sequences in order until the limit of sequences, tokens or blocks is reached."""
-        leaders: dict[Sequence, Chunk] = {}
+        leaders: dict[str, Chunk] = {}
         while self.waiting and len(self.running) < self._max_running and budget > 0:
             sequence = self.waiting[0]
-            source = next((one for one in self._groups.get(sequence.group_id, ()) if one.may_share), None)
-            leader = leaders.get(source) if source else None
+            leader = leaders.get(sequence.group_id) if sequence.group_id else None
             if (
                 leader is not None
                 and leader.is_last
@@ -475,70 +439,56 @@ class Scheduler:
                 if not self._fork(plan, leader, sequence):
                     return
                 continue
-            chunk = self._start(plan, sequence, None if self._has_states else source, budget)
+            chunk = self._start(plan, sequence, budget)
             if chunk is None:
                 return
             budget -= chunk.count
-            leaders[sequence] = chunk
+            leaders[sequence.group_id] = chunk
 
     def _fork(self, plan: StepPlan, leader: Chunk, sequence: Sequence) -> bool:
         """Start a sequence whose tokens are all computed for `leader` in this step. False when blocks are lacking."""
         length = len(sequence.token_ids)
-        if not self._take_blocks(sequence, leader.sequence, length, length, plan.copies_after):
+        num_whole = length // self._pool.block_size
+        own = self._pool.allocate(self._pool.blocks_for(length) - num_whole)
+        if own is None:
             return False
-        self._mark_running(sequence, length)
+        source = leader.sequence.blocks
+        self._pool.share(source[:num_whole])
+        plan.copies_after += zip(source[num_whole:], own, strict=True)
+        self._mark_running(sequence, source[:num_whole] + own, length)
         leader.siblings.append(sequence)
         return True
 
-    def _start(self, plan: StepPlan, sequence: Sequence, source: Sequence | None, budget: int) -> Chunk | None:
-        """Start a sequence with the first chunk after the prefix shared with `source`. None: not enough blocks."""
-        length = len(sequence.token_ids)
-        shared = 0
-        if source is not None:
+    def _start(self, plan: StepPlan, sequence: Sequence, budget: int) -> Chunk | None:
+        """Start a sequence with the first chunk after the cached blocks. None: not enough blocks."""
+        held: list[int] = []
+        if self.keeps_prefixes:
             # The last token is always computed, because its logits are needed.
-            shared = min(shared_prefix(source, sequence), source.num_computed, length - 1)
-            # Whole blocks may be read in the step that writes them, since each layer writes before it reads. A partial
-            # block is copied before the step, so it must have been written in an earlier step.
-            shared = max(min(shared, source.num_written), shared - shared % self._pool.block_size)
+            count = (len(sequence.token_ids) - 1) // self._pool.block_size
+            extend_keys(sequence.keys, sequence.token_ids, sequence.images, count, self._pool.block_size)
+            held = self._pool.find(sequence.keys[:count])
+        shared = len(held) * self._pool.block_size
         count = self._within(sequence, shared, budget)
-        if not self._take_blocks(sequence, source, shared, shared + count, plan.copies_before):
+        own = self._pool.allocate(self._pool.blocks_for(shared + count) - len(held))
+        if own is None:
+            self._pool.release(held)
             return None
-        self._mark_running(sequence, shared)
+        self._mark_running(sequence, held + own, shared)
         return self._plan_chunk(plan, sequence, count)
 
-    def _take_blocks(
-        self, sequence: Sequence, source: Sequence | None, shared: int, total: int, copies: list[tuple[int, int]]
-    ) -> bool:
-        """Blocks for `total` tokens; of the `shared` ones, whole blocks of `source` are shared, the last is copied."""
-        num_whole = shared // self._pool.block_size
-        own = self._pool.allocate(self._pool.blocks_for(total) - num_whole)
-        if own is None:
-            return False
-        if source is not None and shared:
-            held = source.blocks[:num_whole]
-            self._pool.share(held)
-            sequence.blocks = held + own
-            if shared % self._pool.block_size:
-                copies.append((source.blocks[num_whole], own[0]))
-        else:
-            sequence.blocks = own
-        return True
-
-    def _mark_running(self, sequence: Sequence, num_computed: int) -> None:
+    def _mark_running(self, sequence: Sequence, blocks: list[int], num_computed: int) -> None:
         self.waiting.popleft()
         self.running.append(sequence)
         sequence.status = Status.RUNNING
+        sequence.blocks = blocks
         sequence.num_computed = num_computed
-        sequence.num_written = 0
-        sequence.may_share = True
-        self.num_shared_tokens += num_computed
+        sequence.num_named = num_computed // self._pool.block_size
+        self.num_cached_tokens += num_computed
         sequence.started_ns = sequence.started_ns or time.perf_counter_ns()
         if sequence.num_retractions == 0:
             sequence.num_cached = min(num_computed, sequence.num_prompt)
         if self.drafts is not None:
             self.drafts.begin(sequence.token_ids, sequence.num_prompt - sequence.num_prior_output)
-        if sequence.group_id:
-            self._groups.setdefault(sequence.group_id, []).append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a waiting or running sequence and release its blocks. No effect on a finished one."""
@@ -564,14 +514,14 @@ class Scheduler:
         if self.drafts is not None:
             self.drafts.end(sequence.token_ids)
 
-    def unused(self, blocks: Iterable[int]) -> list[int]:
-        """The blocks among these that no sequence holds."""
+    def spoiled(self, blocks: list[int]) -> list[int]:
+        """No later sequence uses these blocks as they are. Returns those that no running one holds."""
+        self._pool.forget(blocks)
         return [block for block in blocks if self._pool.is_free(block)]
 
-    def stop_sharing(self) -> None:
-        """No later sequence shares the blocks of those that run now."""
-        for sequence in self.running:
-            sequence.may_share = False
+    def forget_prefixes(self) -> None:
+        """No later sequence uses keys and values that were computed before."""
+        self._pool.forget()
 
     def retract_all(self) -> None:
         """Move all running sequences to the head of the waiting queue in order, and release their blocks."""
@@ -587,35 +537,9 @@ class Scheduler:
         return youngest
 
     def _free(self, sequence: Sequence) -> None:
+        """The last token may be planned, but it is not computed."""
         self._has_left = True
+        self._name(sequence, min(sequence.num_computed, len(sequence.token_ids) - 1))
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
-        if sequence.group_id:
-            members = self._groups[sequence.group_id]
-            members.remove(sequence)
-            if not members:
-                del self._groups[sequence.group_id]
-
-
-def shared_prefix(one: Sequence, other: Sequence) -> int:
-    """Length of the prefix in which two sequences have the same tokens and the same images."""
-    length = common_prefix(one.token_ids, other.token_ids)
-    for left, right in zip(one.images, other.images, strict=False):
-        if left != right:
-            return min(length, left.start, right.start)
-    return length
-
-
-def common_prefix(first: list[int], second: list[int]) -> int:
-    """Length of the common prefix of two token lists."""
-    low, high = 0, min(len(first), len(second))
-    if first[:high] == second[:high]:
-        return high
-    while low < high:  # invariant: the first `low` tokens agree, the first `high` do not
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -281,7 +281,7 @@ class ServerApp:
 
     async def _flush_cache(self, request: web.Request) -> web.StreamResponse:
         await read_json(request, Body)
-        await self._run(self._engine.scheduler.retract_all)  # running requests compute their keys and values again
+        await self._run(self._engine.flush_cache)
         return ok()
 
     # ---- observation
@@ -321,10 +321,13 @@ class ServerApp:
             "running_requests": len(scheduler.running),
             "queued_requests": len(scheduler.waiting),
             "kv_tokens_used": scheduler.num_used_tokens,
+            "kv_tokens_cached": scheduler.num_kept_tokens,
             "kv_tokens_capacity": scheduler.num_capacity_tokens,
             "generated_tokens_total": counters.generated_tokens,
             "computed_tokens_total": counters.computed_tokens,
-            "shared_prompt_tokens_total": scheduler.num_shared_tokens,
+            "prefilled_tokens_total": counters.prefilled_tokens,
+            "cached_tokens_total": scheduler.num_cached_tokens,
+            "evicted_tokens_total": scheduler.num_evicted_tokens,
             "drafted_tokens_total": scheduler.num_drafted_tokens,
             "accepted_tokens_total": scheduler.num_accepted_tokens,
             "finished_requests_total": counters.finished,

@@ -21,6 +21,7 @@ def answer(text="four", *, reasoning="", calls=(), turn_id="turn-1", finish_reas
         tool_calls=tuple(calls),
         finish_reason=finish_reason or ("tool_calls" if calls else "stop"),
         num_prompt_tokens=7,
+        num_cached_tokens=4,
         token_ids=tuple(range(num_tokens)),
         logprobs=tuple(-0.5 * (index + 1) for index in range(num_tokens)),
     )

@@ -273,6 +273,7 @@ async def test_chat_reads_an_answer_with_reasoning_and_tool_calls(by_path):
     assert (got.id, got.model, got.choices[0].finish_reason) == ("turn-1", "m", "tool_calls")
     assert (message.content, message.reasoning_content) == ("text", "why")
     assert (message.tool_calls[0].function.arguments, got.usage.total_tokens) == (call().arguments, 10)
+    assert got.usage.prompt_tokens_details.cached_tokens == 4
     assert (request.messages, request.tools) == (tuple(QUESTION), tuple(TOOLS))
     assert (request.settings.max_new_tokens, request.settings.temperature) == (9, 0.5)
 
@@ -360,6 +361,7 @@ async def test_responses_reads_an_answer_and_sends_its_items_back():
     assert (got.id, got.status, got.output_text, got.instructions) == ("turn-1", "completed", "text", "Be.")
     assert [item.type for item in got.output] == ["reasoning", "message", "function_call", "function_call"]
     assert (got.output[1].content[0].logprobs[2].token, got.usage.total_tokens) == ("t2", 10)
+    assert got.usage.input_tokens_details.cached_tokens == 4
     first, second = session.requests
     assert first.messages == ({"role": "system", "content": "Be."}, *QUESTION)
     assert (first.settings.max_new_tokens, first.tools[0]["function"]["name"]) == (9, "add")

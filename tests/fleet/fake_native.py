@@ -171,6 +171,7 @@ class FakeNative(FakeServer):
                 "id": "x",
                 "finish_reason": {"type": reason} if reason else None,
                 "output_token_logprobs": [[logprob, id_, None] for logprob, id_ in zip(logprobs, ids, strict=True)],
+                "cached_tokens": 3,
                 "weight_version": str(self.version),
                 "weight_versions": spans(versions),
             },

@@ -274,7 +274,7 @@ class FakeSGLang(FakeServer):
         if "output_token_logprobs" in meta or ids:
             entries = [[logprob, id_, None] for logprob, id_ in zip(logprobs, ids, strict=True)]
             meta |= {"output_token_logprobs": entries, "output_token_logprobs_length": len(versions)}
-        meta |= {"completion_tokens": len(versions), "weight_version": str(self.version)}
+        meta |= {"completion_tokens": len(versions), "cached_tokens": 3, "weight_version": str(self.version)}
         if reason is not None and meta["finish_reason"]["type"] != reason:
             meta["finish_reason"] = {"type": reason, "matched": ids[-1]} if reason == "stop" else {"type": reason}
         if reason is not None:

@@ -51,6 +51,7 @@ async def test_an_answer_is_complete(kit: FleetKit, num_tokens: int) -> None:
     assert response.replicas == ["server-0"]
     assert response.num_interruptions == 0
     assert 0 < response.ttft_s <= response.latency_s
+    assert response.num_cached_tokens == (0 if kit.dialect == "vllm" else 3)
     assert server.requests[0].stream == (num_tokens == 33)
 
 
@@ -80,6 +81,15 @@ async def test_new_weights_during_an_answer(kit: FleetKit, mode: str, num_tokens
     expected = ["load", "commit"] if kit.dialect == "native" else ["pause", "load", "commit", "resume"]
     assert server.acts()[-len(expected) :] == expected
     assert server.keeps_cache == (mode == "keep_cache")
+
+
+async def test_kept_keys_and_values_have_a_maximum_age(kit: FleetKit) -> None:
+    server, kept = await kit.server(0), []
+    fleet = await kit.fleet(1, weight_update="keep_cache", max_cache_age=2)
+    for version in (1, 2, 3, 4, 5, 6, 9, 10):
+        await fleet.update_weights(kit.disk(version))
+        kept.append(server.keeps_cache)
+    assert kept == [True, True, False, True, True, False, False, True]
 
 
 async def test_an_answer_with_a_version_that_was_not_published_is_generated_elsewhere(kit: FleetKit) -> None:

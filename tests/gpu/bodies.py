@@ -22,7 +22,8 @@ from areal.engine.packed_attention import packed_layout
 from areal.inference.attention import ATTENTION_NAME, register_attention
 from areal.inference.engine import Engine, _race
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
-from areal.inference.scheduler import BlockPool, SamplingParams, Scheduler, Sequence
+from areal.inference.prefix_cache import BlockPool
+from areal.inference.scheduler import SamplingParams, Scheduler, Sequence
 from areal.weights.weight_files import WeightsChecksum
 from tests.engine import engine_cases as cases
 from tests.trainer import row_cases

@@ -41,7 +41,8 @@ from areal.inference import server
 from areal.inference.drafts import Drafts
 from areal.inference.engine import Engine
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, use_paged_attention
-from areal.inference.scheduler import BlockPool, PlacedImage, SamplingParams, Scheduler, Sequence
+from areal.inference.prefix_cache import BlockPool
+from areal.inference.scheduler import PlacedImage, SamplingParams, Scheduler, Sequence
 from areal.inference.server import ServerOptions, serve
 from areal.system.network import Host
 from tests.inference.integrity import check_scheduler
@@ -206,7 +207,7 @@ def drive() -> Callable[..., Driver]:
             max_prefill_tokens=max_prefill_tokens,
             whole_images=layout is not None and layout.is_bidirectional,
             drafts=drafts,
-            has_states=bool(runner.states.indices),
+            keeps_prefixes=not runner.states.indices,
         )
         finished: list[Sequence] = []
         progressed: list[Sequence] = []

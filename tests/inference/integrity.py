@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from areal.inference.scheduler import BlockPool, Scheduler, Status
+from areal.inference.prefix_cache import BlockPool
+from areal.inference.scheduler import Scheduler, Status
 
 
 def check_pool(pool: BlockPool, holders: Iterable[list[int]]) -> None:
@@ -14,19 +15,19 @@ def check_pool(pool: BlockPool, holders: Iterable[list[int]]) -> None:
     for blocks in holders:
         assert len(set(blocks)) == len(blocks), f"a sequence holds a block twice: {blocks}"
         held.update(blocks)
-    free = set(pool._free)
-    assert len(free) == len(pool._free), "a block is on the free list twice"
+    free = {*pool._free, *pool._cached}
+    assert len(free) == len(pool._free) + len(pool._cached), "a block is free twice"
+    assert {key: block for block, key in pool._key_of.items()} == pool._by_key
+    assert set(pool._cached) == {block for block in pool._key_of if not pool._references[block]}
     for block, count in enumerate(pool._references):
         assert count == held[block], f"block {block} counts {count} holders, but {held[block]} sequences hold it"
         assert (count == 0) == (block in free), f"block {block} has {count} holders, free: {block in free}"
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """AssertionError unless queues, statuses, groups and blocks are consistent."""
+    """AssertionError unless queues, statuses and blocks are consistent."""
     assert all(sequence.status is Status.RUNNING for sequence in scheduler.running)
     assert all(sequence.status is Status.WAITING and not sequence.blocks for sequence in scheduler.waiting)
-    grouped = [sequence for members in scheduler._groups.values() for sequence in members]
-    assert set(grouped) == {sequence for sequence in scheduler.running if sequence.group_id}
     assert len(scheduler.running) <= scheduler._max_running
     for sequence in scheduler.running:
         assert len(sequence.blocks) >= scheduler._pool.blocks_for(sequence.num_computed)

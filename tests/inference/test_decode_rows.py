@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from areal.inference import engine as sampler
 from areal.inference.decode_rows import DecodeRows, SampledRows, _scramble
-from areal.inference.scheduler import BlockPool, FinishReason, SamplingParams, Scheduler, Sequence, StepPlan
+from areal.inference.prefix_cache import BlockPool
+from areal.inference.scheduler import FinishReason, SamplingParams, Scheduler, Sequence, StepPlan
 from tests.inference.integrity import check_scheduler
 from tests.inference.test_paged_kernel import with_graphs
 
@@ -75,7 +76,7 @@ def test_rows_that_change_in_place_are_those_of_a_rebuild(actions, blocks, budge
         elif action == "retract":
             scheduler.retract_all()
         elif action == "in_place":
-            scheduler.stop_sharing()
+            scheduler.forget_prefixes()
         if (plan := scheduler.plan_step()) is None:
             continue
         rows.update(plan, [chunk.sequence for chunk in plan.chunks if chunk.count == 1])

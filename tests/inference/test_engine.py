@@ -90,8 +90,8 @@ def test_siblings_share_the_prefill_and_free_it(build_model, drive, prompts):
     driver.run()
     assert [one.token_ids for one in siblings] == [one.token_ids for one in expected]
     assert driver.engine.counters.computed_tokens == 37 + 16 * 7
-    assert alone.engine.counters.computed_tokens == 16 * (37 + 7)
-    assert driver.engine.scheduler.num_shared_tokens == 15 * 37
+    assert alone.engine.counters.computed_tokens == 37 + 15 * (37 - 32) + 16 * 7  # two full blocks
+    assert driver.engine.scheduler.num_cached_tokens == 15 * 37
     assert [one.num_cached for one in siblings] == [0] + [37] * 15
 
 
@@ -247,20 +247,21 @@ def test_requests_that_keep_their_cache_mix_old_keys_and_values_with_new_weights
         expect_logprobs(sequence, reference, 0, 12)
 
 
-def test_a_later_request_never_uses_the_keys_and_values_of_old_weights(
-    build_model, drive, prompts, checkpoint, reference_logprobs
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
+def test_a_later_request_uses_keys_and_values_of_old_weights_only_if_the_update_kept_them(
+    mode, build_model, drive, prompts, checkpoint, reference_logprobs
 ):
     new, driver = build_model("qwen3-gqa", 1), drive(build_model("qwen3-gqa", 0), version="7")
     first = driver.add(prompts[3], temperature=1.0, group_id="g", max_new_tokens=30)
-    driver.steps(3)
-    load(driver, checkpoint(1), "8", mode="in_place")
-    before = driver.engine.scheduler.num_shared_tokens
-    later = [driver.add(prompts[3], temperature=1.0, seed=n, group_id="g") for n in (1, 2)]
-    driver.steps(1)
-    assert driver.engine.scheduler.num_shared_tokens == before + len(prompts[3]), "the two share with each other"
+    driver.add(prompts[5])
+    driver.steps(12)
+    load(driver, checkpoint(1), "8", mode=mode)
+    later = [driver.add(prompts[number], temperature=1.0, seed=number, group_id="g") for number in (3, 5)]
     driver.run()
-    assert first.num_retractions == 0
-    for sequence in later:
+    assert first.num_retractions == (mode == "retract")
+    is_kept = mode == "in_place"
+    assert [one.num_cached for one in later] == ([32, 48] if is_kept else [32 * (mode == "retract"), 0])
+    for sequence in [] if is_kept else later:
         expect_logprobs(sequence, reference_logprobs(new, sequence.token_ids), 0, 8)
 
 

@@ -45,7 +45,7 @@ def test_siblings_begin_with_a_copy_of_the_state(
     driver = drive(model, max_running=3, max_prefill_tokens=max_prefill_tokens)
     group = [driver.add(prompts[3], group_id="g", temperature=1.0, seed=seed, max_new_tokens=12) for seed in range(5)]
     driver.run()
-    assert (driver.engine.scheduler.num_shared_tokens > 0) == (max_prefill_tokens > len(prompts[3]))
+    assert (driver.engine.scheduler.num_cached_tokens > 0) == (max_prefill_tokens > len(prompts[3]))
     assert len({tuple(sequence.token_ids) for sequence in group}) > 1
     for sequence in group:
         check_logprobs(sequence, reference_logprobs(model, sequence.token_ids))

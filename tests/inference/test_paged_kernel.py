@@ -103,7 +103,7 @@ def test_graphs_give_the_answers_of_steps_without_them(family, build_model, driv
             sequences = [driver.add(prompt, max_new_tokens=20) for prompt in prompts]
             driver.run()
             found += sequences
-            driver.engine.scheduler.stop_sharing()
+            driver.engine.scheduler.forget_prefixes()
             for mine, new in zip(served["model"].parameters(), other.parameters(), strict=True):
                 mine.data, new.data = new.data, mine.data
         answers.append(found)

@@ -80,6 +80,7 @@ def test_tokens_keep_the_experts_of_the_weights_that_generated_them(build_model,
     driver.steps(6)
     done = len(sequence.token_ids) - 1
     driver.engine.pause("retract")
+    driver.engine.flush_cache()
     driver.engine.runner.model.load_state_dict(copy.deepcopy(other.state_dict()))
     driver.engine.resume()
     driver.run()

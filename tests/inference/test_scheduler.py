@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal.inference.prefix_cache import BlockPool
 from areal.inference.scheduler import (
-    BlockPool,
     Chunk,
     FinishReason,
     SamplingParams,
@@ -15,7 +15,6 @@ from areal.inference.scheduler import (
     Sequence,
     Status,
     StepPlan,
-    common_prefix,
 )
 from tests.inference.integrity import check_pool, check_scheduler
 
@@ -45,7 +44,6 @@ class Memory:
 
     def execute(self, plan: StepPlan) -> list[Sequence]:
         """Do a step as the model runner does. Returns the sequences that get a next token."""
-        self._copy(plan.copies_before)
         chunks = [Chunk(sequence, sequence.num_computed - 1, 1) for sequence in plan.decode] + plan.chunks
         for chunk in chunks:
             for position in range(chunk.start, chunk.start + chunk.count):
@@ -109,7 +107,7 @@ def test_siblings_cost_one_prefill():
     assert [sequence.num_cached for sequence in siblings] == [0] + [10] * 7
 
 
-def test_a_late_sibling_computes_its_last_token_only():
+def test_a_late_sibling_computes_what_is_not_in_a_full_block():
     scheduler, memory = make(), Memory()
     scheduler.add(request(10, group="g"))
     run(scheduler, memory, steps=2)
@@ -118,16 +116,24 @@ def test_a_late_sibling_computes_its_last_token_only():
     plan = scheduler.plan_step()
     assert plan is not None
     assert [sequence.num_computed for sequence in plan.decode] == [12]
-    assert [(chunk.start, chunk.count) for chunk in plan.chunks] == [(9, 1)]
-    assert late.num_cached == 9
+    assert [(chunk.start, chunk.count) for chunk in plan.chunks] == [(8, 2)]
+    assert late.num_cached == 8
     memory.execute(plan)
 
 
-def test_other_groups_share_nothing():
+def test_full_blocks_are_computed_once_also_for_other_groups_and_after_the_end():
     scheduler, memory = make(), Memory()
     for group in ("a", "b", "", ""):
         scheduler.add(request(10, group=group))
-    assert run(scheduler, memory) == 4 * (10 + 3)
+    assert run(scheduler, memory) == 10 + 3 * 2 + 4 * 3
+    scheduler.add(request(10))
+    assert run(scheduler, memory) == 2 + 3
+    scheduler.forget_prefixes()
+    scheduler.add(request(10))
+    assert run(scheduler, memory) == 10 + 3
+    scheduler.keeps_prefixes = False
+    scheduler.add(request(10))
+    assert run(scheduler, memory) == 10 + 3
 
 
 def test_long_prompts_are_cut_and_do_not_stop_decoding():
@@ -195,6 +201,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("step"), st.integers(1, 4)),
         st.tuples(st.just("abort"), st.integers(0, 30)),
         st.tuples(st.just("retract")),
+        st.tuples(st.just("forget")),
     ),
     max_size=40,
 )
@@ -220,18 +227,16 @@ def test_random_operations_keep_the_scheduler_consistent(actions, max_running, b
             scheduler.finish(sequences[action[1] % len(sequences)], FinishReason(kind="abort"))
         elif action[0] == "retract":
             scheduler.retract_all()
+        elif action[0] == "forget":  # as an update that keeps the requests
+            scheduler.retract_all()
+            scheduler.forget_prefixes()
+            memory.content.clear()
         check_scheduler(scheduler)
     run(scheduler, memory)
     for sequence in sequences:
         assert sequence.finish is not None
         assert sequence.finish.kind == "abort" or sequence.num_output == sequence.params.max_new_tokens
     assert scheduler.num_used_tokens == 0
-
-
-@given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12))
-def test_common_prefix(first, second):
-    expected = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
-    assert common_prefix(first, second) == (min(len(first), len(second)) if expected is None else expected)
 
 
 def test_the_block_pool_counts_references():

@@ -444,7 +444,8 @@ def _head(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent, kind: str) ->
 
 def usage(answers: Sequence[TurnAnswer]) -> Json:
     prompt, generated = answers[0].num_prompt_tokens, sum(len(answer.token_ids) for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    counts = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": answers[0].num_cached_tokens}}
 
 
 def token_logprobs(answer: TurnAnswer, sent: Sent) -> Json:

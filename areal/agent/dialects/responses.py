@@ -276,7 +276,7 @@ def _response(asked: Asked, answer: TurnAnswer, sent: Sent, items: list[Json]) -
         "truncation": "disabled",
         "usage": {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": generated,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + generated,

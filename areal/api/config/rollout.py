@@ -281,6 +281,8 @@ class InferenceEngineConfig:
     """Use of answers above max_head_offpolicyness: train, mask their old tokens, drop; wait = in admission order."""
     weight_update: str = choice("interrupt", "interrupt", "keep", "keep_cache")
     """Requests at a weight update: interrupt = sent again, keep = KV cache recomputed, keep_cache = KV cache kept."""
+    max_cache_age: int = number(4, low=0, relevant=when("weight_update", "keep_cache"))
+    """Maximum age, in policy versions, of kept keys and values: an update that would exceed it computes all again."""
     canary: str = choice("on", "on", "off")
     """After each weight update compare the servers' answers to a fixed probe; restart a server that differs."""
     schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded", "prefix_affinity")
