@@ -233,7 +233,8 @@ def test_a_server_that_counts_prior_output_as_prompt_keeps_the_distribution(gcon
             bias[token] = value
         foreign = [a_sequence(part.input_ids + output[cut:], len(part.input_ids), row, part) for row in range(64)]
         unbroken = [a_sequence([0, 1, 2, *output], 3, row, answer.request) for row in range(64)]
-        adjusted = _adjusted(logits + bias, foreign), _adjusted(logits, unbroken)
+        tables = (SampledRows.of(foreign, logits.device), SampledRows.of(unbroken, logits.device))
+        adjusted = _adjusted(logits + bias, tables[0]), _adjusted(logits, tables[1])
         torch.testing.assert_close(adjusted[0].softmax(-1), adjusted[1].softmax(-1), rtol=1e-5, atol=1e-7)
         drawn = [
             sample(scores, SampledRows.of(rows, scores.device)).tokens.tolist()
