@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -564,7 +564,7 @@ def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDim
     )
     _require_whole_states(model, dims)
     Routing(routers_of(model), model.config.get_text_config(), config)
-    _prepare(model, config, mesh)
+    _prepare(model, replace(config, compile=False), mesh)  # its compiler may be on the machines of the trainers alone
     _token_model(model, config, role, mesh, None, () if layout is None else layout.banned_ids)
     if dims.world_size > 1 or compute != torch.float32:
         compute_buffers(model, mesh.device)
@@ -608,16 +608,26 @@ def _optimizer(
     assert config.optimizer is not None
     trained = {name: weight for name, weight in hf_model.named_parameters() if weight.requires_grad}
     offloads = config.fsdp.offload_optimizer and not config.fsdp.offload_params
-    embeddings = [module for module in hf_model.modules() if isinstance(module, nn.Embedding)]
-    tables = {id(module.weight) for module in (*embeddings, hf_model.get_output_embeddings()) if module is not None}
     return ScheduledOptimizer(
         trained,
         config.optimizer,
         total_steps,
         world_size=mesh.world_size,
         offloads_state=offloads,
-        tables={name for name, weight in trained.items() if id(weight) in tables},
+        matrices=_matrices(hf_model),
     )
+
+
+def _matrices(hf_model: PreTrainedModel) -> set[str]:
+    """Names of the weights of linear layers, without the output head and heads of one output, and those of experts."""
+    found: set[str] = set()
+    for path, module in hf_model.named_modules():
+        is_linear = isinstance(module, nn.Linear) and module is not hf_model.get_output_embeddings()
+        for name, weight in module.named_parameters(recurse=False):
+            is_of_experts = weight.ndim == 3 and not isinstance(module, nn.Conv1d) and not name.endswith("bias")
+            if ((is_linear and weight.ndim == 2) or is_of_experts) and min(weight.shape[-2:]) > 1:
+                found.add(f"{path}.{name}")
+    return found
 
 
 def _freeze(hf_model: PreTrainedModel, patterns: Sequence[str]) -> None:

@@ -216,14 +216,16 @@ class Muon(torch.optim.Optimizer):
     def _update(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
         ranks = dist.get_world_size() if weights and isinstance(weights[0], DTensor) else 1
         for first in range(0, len(weights), ranks):
-            turn = weights[first : first + ranks]
-            changes: list[Tensor] = []
+            turn, mine = weights[first : first + ranks], torch.empty(0)
             for number, weight in enumerate(turn):
                 whole = whole_tensor(self._direction(weight))
-                is_mine = ranks == 1 or number == dist.get_rank()
-                changes.append(orthogonal(whole) if is_mine else torch.empty_like(whole, dtype=torch.bfloat16))
-            for number, (weight, change) in enumerate(zip(turn, changes, strict=True)):
+                if ranks == 1 or number == dist.get_rank():
+                    mine = orthogonal(whole)
+            for number, weight in enumerate(turn):
+                change = mine
                 if ranks > 1:
+                    if number != dist.get_rank():
+                        change = torch.empty(weight.shape, dtype=torch.bfloat16, device=mine.device)
                     dist.broadcast(change, src=number)
                 part = local_part(weight)
                 part.mul_(1 - group["lr"] * group["weight_decay"])
@@ -272,15 +274,15 @@ class ScheduledOptimizer:
         *,
         world_size: int = 1,
         offloads_state: bool = False,
-        tables: Collection[str] = (),
+        matrices: Collection[str] = (),
     ) -> None:
         """`offloads_state`: the state is in CPU memory, and on the device for one parameter at a time.
-        `tables`: weights with a row for each token, which Muon does not treat as matrices."""
+        `matrices`: weights, [..., out, in], that Muon treats as matrices."""
         self._parameters = parameters
         self._copies = {name: num_copies(parameter, world_size) for name, parameter in parameters.items()}
         self._config = config
         self._total_steps = total_steps
-        self._optimizer = _make_optimizer(parameters, config, tables)
+        self._optimizer = _make_optimizer(parameters, config, matrices)
         self._on_cpu: dict[Tensor, dict[str, Tensor]] | None = {} if offloads_state else None
         """Parameter -> its state, sharded as the parameter is; None without `offloads_state`."""
         self.num_steps = 0
@@ -410,7 +412,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def _make_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, tables: Collection[str]
+    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, matrices: Collection[str]
 ) -> torch.optim.Optimizer:
     """One group for each layout: fused and foreach kernels accept no DTensors of different meshes in one call.
 
@@ -426,9 +428,8 @@ def _make_optimizer(
     groups: dict[tuple[float, object, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        # not the kernels of convolutions over one channel
-        is_matrix = entry.facts.has_matrices and parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1
-        groups.setdefault((factors[name], layout, is_matrix and name not in tables), []).append(parameter)
+        is_matrix = entry.facts.has_matrices and name in matrices
+        groups.setdefault((factors[name], layout, is_matrix), []).append(parameter)
     grouped = [
         {"params": group, "lr_factor": factor, "is_matrix": is_matrix}
         for (factor, _, is_matrix), group in groups.items()

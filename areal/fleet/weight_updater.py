@@ -201,11 +201,12 @@ class CanaryCheck:
         """The probe and its answer for `version`; None without an answer."""
         if self._agreed is None or self._agreed.version != version:
             return None
-        sent, answer = self._probe(""), self._agreed.answer
+        sent, answer = self._probe("", version), self._agreed.answer
         return ProbeTokens(prompt_ids=list(sent.input_ids), answer_ids=list(answer.token_ids), images=list(sent.images))
 
-    def _probe(self, request_id: str) -> GenerationRequest:
-        return probe(self._seed, self._replicas.limits.vocab_size, request_id, self._vision, self._image)
+    def _probe(self, request_id: str, version: int) -> GenerationRequest:
+        """Another one for each version, so that no server answers from what it computed with earlier weights."""
+        return probe(self._seed + version, self._replicas.limits.vocab_size, request_id, self._vision, self._image)
 
     async def _make_image(self) -> None:
         """Store the image of the probes, once: answers to other prompts could not be compared."""
@@ -347,7 +348,7 @@ class CanaryCheck:
             return None
         chunks: list[PartChunk] = []
         self._num_probes += 1
-        request = self._probe(f"canary-{slot.name}-{self._num_probes}")
+        request = self._probe(f"canary-{slot.name}-{self._num_probes}", slot.version)
         problem = ""
         try:
             async with self._replicas.lateness.timeout(PROBE_TIMEOUT_S):
@@ -528,9 +529,11 @@ class WeightUpdater:
             await asyncio.gather(*(self._control(slot, replica.resume(), "resume") for slot, replica in current))
 
     def _mode_for(self, slot: Slot, version: int) -> PauseMode:
-        """How a replica is paused for an update: one whose cache would be too old computes it again."""
-        is_too_old = self._mode == "in_place" and version - slot.cached_since > self._config.max_cache_age
-        return "retract" if is_too_old else self._mode
+        """How a replica is paused for an update: one whose cache is of wrong weights, of versions that training has
+        left, or would be too old, computes it again."""
+        is_left = slot.weights not in (Weights.VALID, Weights.UNCHECKED) or version <= slot.version
+        is_too_old = version - slot.cached_since > self._config.max_cache_age
+        return "retract" if self._mode == "in_place" and (is_left or is_too_old) else self._mode
 
     async def _control(self, slot: Slot, call: Coroutine[Any, Any, None], what: str) -> None:
         try:

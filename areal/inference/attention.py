@@ -126,16 +126,17 @@ class LaterChunk:
     blocks: Tensor  # [padded_keys(num_before + count) / block size] int64, padded with any valid block
     last_seen: Tensor | None = None
     """[count] int64: the last token that each one attends to; None = itself."""
-    masks: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict[tuple[int | None, int], Tensor])
+    """By window, and by the number of query heads of a key head."""
 
     def mask(self, window: int | None, like: Tensor, times: int, width: int) -> Tensor:
         """Additive mask [times * count and some more, width], cached per step."""
-        if window not in self.masks:
+        if (window, times) not in self.masks:
             visible = _causal_mask(self.count, self.num_before, width, window, like, self.last_seen).repeat(times, 1)
             visible = pad(visible, (0, 0, 0, -len(visible) % _QUERY_ROWS), value=True)
             mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
-            self.masks[window] = mask.masked_fill_(~visible, -torch.inf)
-        return self.masks[window]
+            self.masks[window, times] = mask.masked_fill_(~visible, -torch.inf)
+        return self.masks[window, times]
 
 
 @dataclass(slots=True, kw_only=True)

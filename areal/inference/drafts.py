@@ -23,6 +23,10 @@ _KEPT_ANSWERS = 16
 """Of a prompt, for its next epoch."""
 _KEPT_TOKENS = 1 << 24
 """Of all prompts, 64 MiB."""
+_ANSWER_COST = 64
+"""Tokens that the memory of an answer besides its tokens is worth."""
+_KEYS = 1 << 18
+"""Tokens and pairs of a history; a prompt that always has a running answer begins anew there."""
 _DECAY = 0.98
 _PROBE_PRICE = 0.04
 """At which drafts are tried: below the chance of any token, because the counts start at one of two."""
@@ -67,6 +71,8 @@ class History:
             self._read[key] = tokens, len(tokens)
 
     def _note(self, key: int | tuple[int, int], tokens: Sequence[int], end: int) -> None:
+        if len(self._places) > _KEYS:
+            self._places.clear()
         places = self._places.setdefault(key, [])
         places.append((tokens, end))
         if len(places) > _PLACES:
@@ -172,6 +178,10 @@ class _Answer:
     history: History
 
 
+def _cost(answers: Sequence[array[int]]) -> int:
+    return sum(len(answer) + _ANSWER_COST for answer in answers)
+
+
 class Drafts:
     """The drafts of a server. It keeps the last answers of prompts for their next epoch."""
 
@@ -193,24 +203,25 @@ class Drafts:
         history = self._histories.get(key)
         if history is None:
             earlier = self._earlier.pop(key, [])
-            self._num_kept -= sum(map(len, earlier))
+            self._num_kept -= _cost(earlier)
             history = self._histories[key] = History([*earlier, prompt])
         history.add(tokens, num_prompt)
         self._answers[id(tokens)] = _Answer(tokens, num_prompt, key, history)
 
-    def end(self, tokens: list[int]) -> None:
-        """An answer has ended. No effect when it has not started."""
+    def end(self, tokens: list[int], *, is_sound: bool) -> None:
+        """An answer has ended. No effect when it has not started. `is_sound`: it may be a draft of later ones."""
         answer = self._answers.pop(id(tokens), None)
         if answer is None:
             return
-        kept = self._earlier.setdefault(answer.key, [])
-        self._earlier.move_to_end(answer.key)
-        kept.append(array("i", tokens[answer.num_prompt :]))
-        self._num_kept += len(kept[-1])
-        if len(kept) > _KEPT_ANSWERS:
-            self._num_kept -= len(kept.pop(0))
-        while self._num_kept > _KEPT_TOKENS:
-            self._num_kept -= sum(map(len, self._earlier.popitem(last=False)[1]))
+        if is_sound and len(tokens) > answer.num_prompt:
+            kept = self._earlier.setdefault(answer.key, [])
+            self._earlier.move_to_end(answer.key)
+            kept.append(array("i", tokens[answer.num_prompt :]))
+            self._num_kept += _cost(kept[-1:])
+            if len(kept) > _KEPT_ANSWERS:
+                self._num_kept -= _cost([kept.pop(0)])
+            while self._num_kept > _KEPT_TOKENS:
+                self._num_kept -= _cost(self._earlier.popitem(last=False)[1])
         answer.history.complete(tokens)
         if not answer.history.num_growing:
             del self._histories[answer.key]

