@@ -512,7 +512,7 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish = reason
         if self.drafts is not None:
-            self.drafts.end(sequence.token_ids, is_sound=reason != "error")
+            self.drafts.end(sequence.token_ids, is_sound=reason.kind != "error")
 
     def spoiled(self, blocks: list[int]) -> list[int]:
         """No later sequence uses these blocks as they are. Returns those that no running one holds."""
