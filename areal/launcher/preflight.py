@@ -200,8 +200,7 @@ def tried_row(config: PPOConfig) -> TriedRow:
 def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
     """The lines with which the trainers would refuse models of local folders, and their codes. Waits for a process that
     imports transformers, unless all are of families with a plan for tensor ranks or Megatron, which are not refused."""
-    folders = [model.path for model in config.models.values() if Path(model.path, "config.json").is_file()]
-    shapes = [ModelShape.read(folder) for folder in folders]
+    shapes = [ModelShape.read(each.path) for each in config.models.values() if Path(each.path, "config.json").is_file()]
     known = all(shape is not None and shape.family in {*TENSOR_FAMILIES, *MEGATRON_FAMILIES} for shape in shapes)
     if config.train_backend != "fsdp" or not config.allocation.train or known:
         return []
