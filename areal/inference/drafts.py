@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 _CONTEXT = 16
-"""Longest match that is told apart from longer ones."""
+"""Tokens of a match; longer matches count as matches of this length."""
 _LONGEST = 15
 """Tokens of a draft."""
 _PLACES = 8
@@ -26,7 +26,7 @@ _KEPT_TOKENS = 1 << 24
 _ANSWER_COST = 64
 """Tokens that the memory of an answer besides its tokens is worth."""
 _KEYS = 1 << 18
-"""Tokens and pairs of a history; a prompt that always has a running answer begins anew there."""
+"""Tokens and pairs of a history, which is cleared above this number."""
 _DECAY = 0.98
 _PROBE_PRICE = 0.04
 """At which drafts are tried: below the chance of any token, because the counts start at one of two."""
@@ -81,7 +81,7 @@ class History:
     def proposed(self, tokens: list[int]) -> tuple[list[int], int]:
         """What may follow `tokens`, and the length of the match; without one, ([], 0).
 
-        It followed the longest match, the latest of several. A match in `tokens` themselves goes on behind their end.
+        It followed the longest match, the latest of several. Where it ends with the end of `tokens`, it is repeated.
         """
         source, start, longest = tokens, 0, 0
         for key in ((tokens[-2:][0], tokens[-1]), tokens[-1]):

@@ -528,7 +528,7 @@ class Engine:
         tainted: list[int] = []
         num_behind = 0
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            if ended and ended[-1][0] is sequence:  # its draft goes on behind its end
+            if ended and ended[-1][0] is sequence:  # the remaining tokens of its draft
                 num_behind += 1
                 continue
             if logprob != logprob:
@@ -663,7 +663,7 @@ def build_engine(
 
 def _drafts(config: NativeServerConfig, runner: ModelRunner) -> Drafts | None:
     if config.speculation == "group" and runner.states.indices:
-        message = "native.speculation=group: the states of this model's layers cannot go back behind a refused draft"
+        message = "native.speculation=group: the states of this model's layers cannot be restored after a refused draft"
         raise ConfigError(f"{message}: set it to none", code="model.unsupported")
     return Drafts() if config.speculation == "group" else None
 

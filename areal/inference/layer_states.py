@@ -43,8 +43,8 @@ class Span:
 class _Layer:
     index: int
     """Of the layer in the cache of transformers."""
-    goes_on: bool
-    """Several tokens can be computed behind a state, else only one after the other."""
+    takes_several: bool
+    """One call can continue a state by several tokens; else each call continues it by one token."""
     kept: list[list[Tensor | None]]
     """For each state that the layer has: convolution and recurrence, [slots, ...]. A probe has one slot."""
 
@@ -89,10 +89,8 @@ class LayerStates:
         for module in state_layers(model).values():
             name, index = cache_parameter(module), getattr(module, "layer_idx", None)
             if name is None or not isinstance(index, int):
-                message = (
-                    f"the native engine cannot serve {type(model).__name__}: {type(module).__name__} keeps its state "
-                )
-                message += "outside of the caches of transformers; use sglang or vllm"
+                message = f"{type(module).__name__} keeps its state outside of the caches of transformers"
+                message = f"the native engine cannot serve {type(model).__name__}: {message}; use sglang or vllm"
                 raise ConfigError(message, code="model.unsupported")
             layer = _Layer(index, False, [[None, None] for _ in range(number)])
             self._layers.append(layer)
@@ -149,7 +147,7 @@ class LayerStates:
             slots, span = next(spans)
             self._caches.layers[layer.index] = found = layer.cache(slots, is_first=span.is_first)
             call = functools.partial(forward, **{name: self._caches})
-            if span.is_first or layer.goes_on or span.count == 1:
+            if span.is_first or layer.takes_several or span.count == 1:
                 output = call(*args, **kwargs)
             else:
                 output = one_by_one(call, span.count, args, kwargs)
@@ -160,7 +158,7 @@ class LayerStates:
         return for_each_sequence(run, groups, args, kwargs)
 
     def _probe(self, layer: _Layer, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """The output for one token. Notes the shapes of the state, and tries whether the layer goes on behind one."""
+        """The output for one token. Notes the shapes of the state, and tries to continue one by several tokens."""
         self._caches.layers[layer.index] = found = layer.cache(None)
         output = forward(*args, **kwargs)
         layer.kept = [[found.conv_states[i], found.recurrent_states[i]] for i in range(len(layer.kept))]
@@ -169,9 +167,9 @@ class LayerStates:
         whole = forward(*longer[0], **longer[1])
         self._caches.layers[layer.index] = layer.cache(None)
         cut, end = _TRIAL[0], sum(_TRIAL)
-        with suppress(RuntimeError):  # of a layer that knows one token behind a state, or a whole sequence
+        with suppress(RuntimeError):  # of a layer that continues a state by one token only
             _, last = (forward(*part[0], **part[1]) for part in (_part(longer, 0, cut), _part(longer, cut, end)))
-            layer.goes_on = bool((last - whole[:, cut:]).norm() <= 0.01 * last.norm())
+            layer.takes_several = bool((last - whole[:, cut:]).norm() <= 0.01 * last.norm())
         return output
 
 

@@ -50,6 +50,7 @@ from areal.models.checkpoint_files import stored_weights
 from areal.models.mesh_rules import MEGATRON_FAMILIES, TENSOR_FAMILIES, trainer_problem
 from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import read_vision_layout
+from areal.observe.log import get_logger
 from areal.observe.trackers import FIRST_REQUEST, entry_of_key, keys_on, missing_packages, mlflow_uri, wandb_id
 from areal.system.durable import is_complete, write_atomic, write_problem
 from areal.system.network import BACKLOG, bind_socket
@@ -140,8 +141,7 @@ def unreachable(targets: Sequence[Target], limit_s: float, meanwhile: Callable[[
 # Checks that run code of the user or of other packages: each in a process of this interpreter, under a time limit.
 
 _ROW_LIMIT_S = 60.0
-_SANDBOX_LIMIT_S = 90.0
-_MODELS_LIMIT_S = 120.0
+_CHECK_LIMIT_S = 90.0
 
 
 class _NoAnswer(Exception):
@@ -178,39 +178,39 @@ class TriedRow:
     reward_time: str = ""
 
 
-def tried_row(config: PPOConfig) -> TriedRow:
-    """Try row 0 of train_dataset: prompt, workflow and reward functions."""
+def _answer_about(config: BaseExperimentConfig, module: str, limit_s: float) -> str:
     with tempfile.TemporaryDirectory(prefix="areal-") as folder:
         path = Path(folder, "config.yaml")
-        env = save_config(config, path)
-        try:
-            answer = _answer_of("areal.trainer.first_row", "--config", str(path), env=env, limit_s=_ROW_LIMIT_S)
-            if not answer:
-                raise _NoAnswer("it printed no result")  # the user's code ended the process
-        except subprocess.TimeoutExpired:
-            text = f"the trial of row 0 did not end within {_ROW_LIMIT_S:g} s, and the run starts without it"
-            advice = "this machine is slow or busy, or the map_fn, the workflow or the reward has an endless loop"
-            return TriedRow(warnings=[f"{text}: {advice}"])
-        except _NoAnswer as error:
-            return TriedRow(problems=[ConfigProblem("row 0", f"its trial ended: {error}", "launch.first_row")])
+        return _answer_of(module, "--config", str(path), env=save_config(config, path), limit_s=limit_s)
+
+
+def tried_row(config: PPOConfig) -> TriedRow:
+    """Try row 0 of train_dataset: prompt, workflow and reward functions."""
+    try:
+        answer = _answer_about(config, "areal.trainer.first_row", _ROW_LIMIT_S)
+        if not answer:
+            raise _NoAnswer("it printed no result")  # the user's code ended the process
+    except subprocess.TimeoutExpired:
+        text = f"the trial of row 0 did not end within {_ROW_LIMIT_S:g} s, and the run starts without it"
+        advice = "this machine is slow or busy, or the map_fn, the workflow or the reward has an endless loop"
+        return TriedRow(warnings=[f"{text}: {advice}"])
+    except _NoAnswer as error:
+        return TriedRow(problems=[ConfigProblem("row 0", f"its trial ended: {error}", "launch.first_row")])
     facts = json.loads(answer)
     return TriedRow(**facts | {"problems": [ConfigProblem(**problem) for problem in facts["problems"]]})
 
 
 def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
-    """The lines with which the trainers would refuse models of local folders, and their codes. Waits for a process that
-    imports transformers, unless all are of families with a plan for tensor ranks or Megatron, which are not refused."""
+    """Lines and codes with which trainers would refuse models of local folders. Imports transformers for new families."""
     shapes = [ModelShape.read(each.path) for each in config.models.values() if Path(each.path, "config.json").is_file()]
     known = all(shape is not None and shape.family in {*TENSOR_FAMILIES, *MEGATRON_FAMILIES} for shape in shapes)
     if config.train_backend != "fsdp" or not config.allocation.train or known:
         return []
-    with tempfile.TemporaryDirectory(prefix="areal-") as folder:
-        path = Path(folder, "config.yaml")
-        env = save_config(config, path)
-        try:
-            return json.loads(_answer_of("areal.engine.build", "--config", str(path), env=env, limit_s=_MODELS_LIMIT_S))
-        except (subprocess.TimeoutExpired, _NoAnswer):
-            return []  # the trainers check it too
+    try:
+        return json.loads(_answer_about(config, "areal.engine.build", _CHECK_LIMIT_S))
+    except (subprocess.TimeoutExpired, _NoAnswer) as error:  # the trainers check it too
+        get_logger("launcher").warning("the models were not checked before the start: %s", error)
+        return []
 
 
 def sandbox_problems(config: PPOConfig, say: Callable[[str], None]) -> list[str]:
@@ -221,9 +221,9 @@ def sandbox_problems(config: PPOConfig, say: Callable[[str], None]) -> list[str]
         return []
     env = {"AREAL_SANDBOX": json.dumps({"config": dataclasses.asdict(config.reward.sandbox)})}
     try:
-        warning = _answer_of("areal.reward.sandbox", env=env, limit_s=_SANDBOX_LIMIT_S, reads_output=True)
+        warning = _answer_of("areal.reward.sandbox", env=env, limit_s=_CHECK_LIMIT_S, reads_output=True)
     except subprocess.TimeoutExpired:
-        return [f"reward.sandbox: its check did not end within {_SANDBOX_LIMIT_S:g} s"]
+        return [f"reward.sandbox: its check did not end within {_CHECK_LIMIT_S:g} s"]
     except _NoAnswer as error:
         return [f"reward.sandbox: {error}"]
     if warning:

@@ -90,7 +90,7 @@ def _calls_attention(module: nn.Module) -> bool:
 
 
 class PackedStates:
-    """Lets the layers of a model that keep a state begin anew at each sequence of a packed row."""
+    """Resets the state of the layers of a model at each sequence of a packed row."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, in_compiled: bool) -> None:
         """`dtype` is the compute type, also of the layers' buffers, as in a model that transformers loads in it.
@@ -192,14 +192,14 @@ def _borders(cu_seqlens: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def resets_state(kind: type[nn.Module], config: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a layer of this kind, with the packages that are installed, begins anew at the borders of a packed row:
-    the outputs of the second sequence have the same bits whatever the first one is."""
+    """Whether a layer of this kind, with the installed packages, resets its state at the borders of a packed row: the
+    outputs of the second sequence have the same bits whatever the first one is."""
     try:
         layer = kind(config, layer_idx=0).to(device, dtype)
         rows = torch.randn(2, 1, sum(_PROBE), config.hidden_size, device=device, dtype=dtype)
         rows[1, :, _PROBE[0] :] = rows[0, :, _PROBE[0] :]
         ends = torch.tensor([0, *_PROBE], device=device).cumsum(0, dtype=torch.int32)
         first, second = (layer(row, **_borders(ends)) for row in rows)
+        return torch.equal(first[:, _PROBE[0] :], second[:, _PROBE[0] :])
     except (AttributeError, RuntimeError, TypeError, ValueError):  # of an architecture, or of a missing kernel
         return False
-    return torch.equal(first[:, _PROBE[0] :], second[:, _PROBE[0] :])

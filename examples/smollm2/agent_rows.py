@@ -5,9 +5,7 @@ python examples/smollm2/agent_rows.py FOLDER [--seed 0]
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import task
@@ -35,21 +33,14 @@ def dialogue(row: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [*row["messages"], *({"role": role, "content": text} for role, text in texts)]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the .jsonl files are written")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the rows")
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    warm_up = agent_rows(NUM_WARM_UP_ROWS, seed=40_000 + args.seed, held_out=False)
-    rows = {
+def rows_of(seed: int) -> dict[str, list[dict[str, Any]]]:
+    warm_up = agent_rows(NUM_WARM_UP_ROWS, seed=40_000 + seed, held_out=False)
+    return {
         "agent_warm_up": [dialogue(row) for row in warm_up],
-        "agent": agent_rows(NUM_ROWS, seed=70_000 + args.seed, held_out=False),
-        "agent_held_out": agent_rows(NUM_HELD_OUT, seed=80_000 + args.seed, held_out=True),
+        "agent": agent_rows(NUM_ROWS, seed=70_000 + seed, held_out=False),
+        "agent_held_out": agent_rows(NUM_HELD_OUT, seed=80_000 + seed, held_out=True),
     }
-    for name, lines in rows.items():
-        (args.folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":
-    main()
+    task.write_rows(__doc__, rows_of)

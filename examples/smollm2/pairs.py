@@ -5,9 +5,8 @@ python examples/smollm2/pairs.py FOLDER [--seed 0]
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
+from typing import Any
 
 import task
 
@@ -33,19 +32,12 @@ def pairs(count: int, *, seed: int, held_out: bool) -> list[dict[str, str]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the .jsonl files are written")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the rows")
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    rows = {
-        "pairs": pairs(NUM_PAIRS, seed=50_000 + args.seed, held_out=False),
-        "held_out_pairs": pairs(NUM_HELD_OUT_PAIRS, seed=60_000 + args.seed, held_out=True),
+def rows_of(seed: int) -> dict[str, list[dict[str, Any]]]:
+    return {
+        "pairs": pairs(NUM_PAIRS, seed=50_000 + seed, held_out=False),
+        "held_out_pairs": pairs(NUM_HELD_OUT_PAIRS, seed=60_000 + seed, held_out=True),
     }
-    for name, lines in rows.items():
-        (args.folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":
-    main()
+    task.write_rows(__doc__, rows_of)

@@ -6,8 +6,11 @@ The values of held-out rows, except ages, occur in no training row.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 SYSTEM = "Answer in JSON."
@@ -69,3 +72,14 @@ def best_constant(rows: list[dict[str, Any]]) -> float:
     """The accuracy on `rows` of the best policy that gives the same answer to every prompt."""
     answers = [json.dumps(json.loads(row["answer"]), sort_keys=True) for row in rows]
     return max(map(answers.count, answers)) / len(answers)
+
+
+def write_rows(description: str | None, rows_of: Callable[[int], dict[str, list[dict[str, Any]]]]) -> None:
+    """The command `FOLDER [--seed 0]`: writes NAME.jsonl for each name of `rows_of(seed)`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the .jsonl files are written")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the rows")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in rows_of(args.seed).items():
+        (args.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

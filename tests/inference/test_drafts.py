@@ -203,7 +203,7 @@ def test_what_is_proposed():
     assert history.proposed(tokens) == ([7], 3)
     tokens += [5, 6, 5, 6]
     history.catch_up()
-    assert history.proposed(tokens) == ([5, 6] * 7 + [5], 3)  # a repetition goes on
+    assert history.proposed(tokens) == ([5, 6] * 7 + [5], 3)  # a repetition is continued
     history.complete(tokens)
     assert History([]).proposed([1]) == ([], 0)
 
@@ -226,7 +226,7 @@ def test_answers_of_an_earlier_epoch_are_kept():
     other = [3, 3, 4]
     drafts.begin(other, 2)
     assert drafts.proposed(other, 0.0) == ([], 0)
-    drafts.end(list(prompt), is_sound=True)  # it has not begun
+    drafts.end(list(prompt), is_sound=True)  # of no started answer
 
 
 def test_old_answers_are_forgotten(monkeypatch):
