@@ -118,6 +118,8 @@ def require_targets(lora: LoRAConfig, linear: list[str], modules: list[str], *, 
         if given in (ALL_LINEAR, [ALL_LINEAR]):
             continue
         for entry in [given] if isinstance(given, str) else given:
+            if entry == ALL_LINEAR:
+                continue
             wanted[f"{key}: {entry}"] = any(is_target(x, given if given is entry else [entry]) for x in linear)
             if has_experts and given is not entry and entry in _OF_EXPERTS:
                 wanted[f"{key}: {entry}"] = any(is_target(x, given) for x in linear)
