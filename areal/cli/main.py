@@ -23,6 +23,7 @@ COMMANDS = (
     Command(
         "run", "start a run: local, on Ray, Slurm or over ssh; change a run", "areal.launcher.__main__:run_command"
     ),
+    Command("serve", "serve the Tinker API: train and sample adapters", "areal.serve.command:run_serve"),
     Command("eval", "evaluate a model on held-out rows: pass@k, majority vote", "areal.evaluate.command:run_eval"),
     Command("generate", "answer rows with a model, without scores", "areal.evaluate.command:run_generate"),
     Command("score", "score generations made elsewhere: any reward, pass@k", "areal.evaluate.command:run_score"),

@@ -84,10 +84,11 @@ class Journal:
             group, self._pending = self._pending, []
             try:
                 await asyncio.to_thread(self._write, group)
-            except OSError as error:
-                failure = not_writable(self._folder, error)
+            except BaseException as error:
+                failure = not_writable(self._folder, error) if isinstance(error, OSError) else error
                 for one in group:
-                    one.done.set_exception(failure)
+                    if not one.done.done():
+                        one.done.set_exception(failure)
                 raise failure from error
             for one in group:
                 if not one.done.done():
@@ -98,7 +99,7 @@ class Journal:
         bodies = [one for one in group if one.body is not None]
         for one in bodies:
             assert one.body is not None
-            one.event["body"] = Place(self._number, self._size, len(one.body), zlib.crc32(one.body))
+            one.event["body"] = list(Place(self._number, self._size, len(one.body), zlib.crc32(one.body)))
             self._payload.write(one.body)
             self._size += len(one.body)
         if bodies:

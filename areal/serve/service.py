@@ -6,7 +6,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import orjson
 
 from areal.api.errors import RequestError
 from areal.serve.journal import Event, Journal
-from areal.serve.tenants import SAMPLER, TRAINING, Command, Model, Operation, Schedule, Tenants
+from areal.serve.tenants import SAMPLER, TRAINING, Command, Model, Operation, SavedWeights, Schedule, Tenants
 from areal.system.durable import remove_folder
 
 POLL_S = 5.0
@@ -34,6 +34,10 @@ class ServedModel:
     max_rank: int
     max_resident: int
     """Adapters in the memory of the trainer; the others are on disk."""
+
+
+STATE, ADAPTER = "state", "adapter"
+"""The parts of saved weights: what training continues from, and what servers load, in the format of peft."""
 
 
 def model_folder_name(model: str) -> str:
@@ -78,6 +82,14 @@ class Service:
         self._command: Command | None = None
         self._body = b""
         self._reported: set[int] = set()
+        """The ranks that have executed the command."""
+        self._result = b"", False
+
+    def describe(self) -> str:
+        """What the service does, for the heartbeat."""
+        if self._command is None:
+            return f"serves {len(self.tenants.models)} models"
+        return f"{self._command.kind} {self._command.seq} of {self._command.model}"
 
     async def record(self, event: Event, body: bytes | None = None) -> None:
         """Journal an event, then change the state by it and wake who waits for that."""
@@ -169,19 +181,18 @@ class Service:
             return f"the trainer died {MAX_DELIVERIES} times of this request"
         return ""
 
-    async def finish(self, run_id: int, number: int, rank: int, *, error: bytes, result: bytes) -> None:
-        """A rank has executed command `number`. `error`: the result of a failed one. Repeated and late reports change
-        nothing; the report of the last rank ends the command, with the result of rank 0."""
+    async def finish(self, run_id: int, number: int, rank: int, *, result: bytes, failed: bool) -> None:
+        """A rank has executed command `number`. Repeated and late reports change nothing; the report of the last rank
+        ends the command, with the result of rank 0."""
         command = self._command
         if command is None or (run_id, number) != (self._run_id, self._number) or rank in self._reported:
             return
         self._reported.add(rank)
         if rank == 0:
-            self._body = error or result
-            self._is_error = bool(error)
+            self._result = result, failed
         if len(self._reported) < self._world_size:
             return
-        is_error, body = self._is_error, self._body
+        body, is_error = self._result
         model, operation = self.tenants.models[command.model], command.operation
         if command.kind == "snapshot" and not is_error:
             await self._keep_snapshot(model, command.seq)
@@ -196,8 +207,6 @@ class Service:
         if not is_error and (due := self._schedule.snapshot_after(command)) is not None:
             self._set(due)
         await self._notify()
-
-    _is_error = False
 
     async def _finish(self, operation: Operation, body: bytes, *, ok: bool) -> None:
         await self.record({"event": "result", "model": operation.model, "seq": operation.seq, "ok": ok}, body)
@@ -224,3 +233,14 @@ class Service:
         sampler = {"event": "sampler", "id": arguments["sampler"], "session": model.session, "path": path}
         await self.record(sampler)
         return orjson.dumps({"sampling_session_id": arguments["sampler"]})
+
+    async def change(self, saved: SavedWeights, **changes: Any) -> None:
+        """Record saved weights with other values."""
+        await self.record({"event": "saved", **asdict(replace(saved, **changes))})
+
+    async def delete(self, saved: SavedWeights) -> None:
+        """Delete saved weights. Samplers that use them get errors from now on."""
+        await self.record({"event": "deleted", "path": saved.path})
+        folder = weights_folder(self.folder, saved.path)
+        if folder.exists():
+            await asyncio.to_thread(remove_folder, folder)

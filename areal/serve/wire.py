@@ -14,6 +14,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
+from areal.api.data import PromptScores
 from areal.api.errors import RequestError
 
 PROTOBUF = "application/x-protobuf"
@@ -37,9 +38,10 @@ _MESSAGES = {
     "5 loss_fn_config NumberEntry*, 6 forward_only bool, 7 loss_fn_config_v2 ValueEntry*",
     "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics MetricEntry*",
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
+    "AltTokens": "1 tokens Tensor, 2 logprobs Tensor",
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs TopkLogprobs",
     "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs, "
-    "4 prompt_cache_hit_tokens int32, 5 target_prompt_logprobs Tensor",
+    "4 prompt_cache_hit_tokens int32, 5 target_prompt_logprobs Tensor, 6 prompt_alt_tokens AltTokens",
 }
 """Message -> its fields: number, name, type; * = repeated. A map is a list of entries, and enums are integers: the
 bytes are the same."""
@@ -100,6 +102,7 @@ class RequestAddress:
 
     model_id: str
     seq_id: int
+    forward_only: bool = False
 
 
 def _parsed(name: str, data: bytes) -> Any:
@@ -114,7 +117,7 @@ def _parsed(name: str, data: bytes) -> Any:
 def address_of(body: bytes) -> RequestAddress:
     """Where a ForwardBackwardRequest belongs. RequestError for other bytes."""
     message = _parsed("ForwardBackwardRequest", body)
-    return RequestAddress(model_id=message.model_id, seq_id=message.seq_id)
+    return RequestAddress(model_id=message.model_id, seq_id=message.seq_id, forward_only=message.forward_only)
 
 
 def decode_loss_request(body: bytes) -> LossRequest:
@@ -240,19 +243,46 @@ class SampledAnswer:
     """It ended at the token limit."""
 
 
+_NO_TOKEN, _NO_LOGPROB = 0, -99999.0
+"""A cell without a likely token."""
+
+
 def encode_sample(
-    answers: Sequence[SampledAnswer], *, prompt_logprobs: Sequence[float | None] | None = None, num_cached: int = 0
+    answers: Sequence[SampledAnswer], *, scores: PromptScores | None = None, num_cached: int = 0, with_logprobs: bool
 ) -> bytes:
-    """A SampleResponse. `prompt_logprobs`: None = not requested; an entry is None where there is none."""
+    """A SampleResponse. `scores`: of the prompt; None = not requested. `with_logprobs`: those of its tokens too."""
     message = _class_of("SampleResponse")(prompt_cache_hit_tokens=num_cached)
     for answer in answers:
         added = message.sequences.add(stop_reason=_LENGTH if answer.is_cut else _STOP)
         added.tokens = np.asarray(answer.token_ids, "<i4").tobytes()
         added.logprobs = np.asarray(answer.logprobs, "<f4").tobytes()
-    if prompt_logprobs is not None:
-        found = [np.nan if one is None else one for one in prompt_logprobs]
-        message.prompt_logprobs = np.asarray(found, "<f4").tobytes()
+    if scores is None:
+        return message.SerializeToString()
+    if with_logprobs:
+        message.prompt_logprobs = np.asarray(scores.logprobs, "<f4").tobytes()
+    if any(scores.top):
+        ids, values = _cells(scores.top)
+        top = message.topk_prompt_logprobs
+        top.length, top.k = ids.shape
+        top.token_ids, top.logprobs = ids.astype("<i4").tobytes(), values.tobytes()
+    if any(scores.draws):
+        ids, values = _cells(scores.draws[1:])
+        _set_tensor(message.prompt_alt_tokens.tokens, ids)
+        _set_tensor(message.prompt_alt_tokens.logprobs, values)
+    if len(scores.targets):
+        _set_tensor(message.target_prompt_logprobs, np.asarray(scores.targets, np.float32))
     return message.SerializeToString()
+
+
+def _cells(rows: Sequence[Sequence[tuple[int, float]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids int64 and log-probabilities float32, [rows, k]; the rest of a short row is empty."""
+    width = max(map(len, rows))
+    ids = np.full((len(rows), width), _NO_TOKEN, np.int64)
+    values = np.full((len(rows), width), _NO_LOGPROB, np.float32)
+    for row, cells in enumerate(rows):
+        for column, (token, logprob) in enumerate(cells):
+            ids[row, column], values[row, column] = token, logprob
+    return ids, values
 
 
 def decode_sample(data: bytes) -> list[SampledAnswer]:

@@ -18,7 +18,7 @@ from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import StepSettings
 from areal.serve.losses import ComputedLoss, checked_loss, input_names, to_batch
-from areal.serve.service import failure, snapshot_folder, weights_folder
+from areal.serve.service import ADAPTER, STATE, failure, snapshot_folder, weights_folder
 from areal.serve.slots import AdapterSettings, AdapterSlots
 from areal.serve.tenants import SAMPLER, TRAINING
 from areal.serve.wire import LossRequest, decode_loss_request, encode_loss_output
@@ -63,7 +63,7 @@ class Executor:
                 slots.create(model, self._settings(arguments["settings"]))
                 return b""
             case "load":
-                folder = weights_folder(self._folder, arguments["path"])
+                folder = weights_folder(self._folder, arguments["path"]) / STATE
                 slots.restore(model, self._settings(arguments["settings"]), folder)
                 if not arguments["optimizer"]:
                     slots.forget_moments()
@@ -94,9 +94,10 @@ class Executor:
             case "snapshot":
                 slots.save(snapshot_folder(self._folder, command.model, command.seq))
             case "save":
-                slots.save(self._path(command, TRAINING))
+                slots.save(self._path(command, TRAINING) / STATE)
+                slots.export(self._path(command, TRAINING) / ADAPTER)
             case "export":
-                slots.export(self._path(command, SAMPLER))
+                slots.export(self._path(command, SAMPLER) / ADAPTER)
             case kind:
                 raise RequestError(f"{kind} is no command", code="request.invalid_field")
         return b""
@@ -154,10 +155,10 @@ class GatewayClient:
             self._number += 1
             return ReceivedCommand(head["kind"], head["model"], head["seq"], head["arguments"], answer[size:])
 
-    def report(self, *, error: bytes = b"", result: bytes = b"") -> None:
+    def report(self, result: bytes, *, failed: bool) -> None:
         """The last command has ended."""
-        place = f"run_id={self._run_id}&number={self._number}&rank={self._rank}&failed={int(bool(error))}"
-        self._post(f"/trainer/result?{place}", error or result)
+        place = f"run_id={self._run_id}&number={self._number}&rank={self._rank}&failed={int(failed)}"
+        self._post(f"/trainer/result?{place}", result)
 
     def _post(self, path: str, body: bytes) -> bytes:
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
@@ -205,10 +206,10 @@ def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, max_ran
             try:
                 result = executor.execute(command)
             except ArealError as error:
-                client.report(error=failure(str(error)))
+                client.report(failure(str(error)), failed=True)
             else:
                 if command.kind != "reset":
-                    client.report(result=result)
+                    client.report(result, failed=False)
 
 
 def _address(registry: NameRegistry, limit_s: float) -> str:

@@ -110,7 +110,7 @@ def test_a_loss_and_its_gradients_are_those_of_the_formula_on_peft(executor, slo
     tenant.step()  # B is not 0 any more
     tenant.run("export", {"name": "one"})
     other = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(model), tmp_path / "sampler_weights" / "a" / "one", is_trainable=True
+        AutoModelForCausalLM.from_pretrained(model), tmp_path / "sampler_weights" / "a" / "one" / "adapter", is_trainable=True
     )
     logprobs = expected_logprobs(other, data)
     tensors = [{name: torch.from_numpy(value) for name, value in datum.inputs.items()} for datum in data]
