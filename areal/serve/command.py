@@ -54,7 +54,7 @@ def run_serve(words: Sequence[str]) -> int:
         for user, key in keys.items():
             line.say(f"  TINKER_API_KEY={key}" + (f"   (user {user})" if len(keys) > 1 else ""))
     script = str(Path(program.__file__))
-    request = Launch(config=config, extras={}, script=script, dry_run=given.dry_run)
+    request = Launch(config=config, extras={}, script=script, dry_run=given.dry_run, is_service=True)
     return launch(request, LocalCluster(this_machine(), preloads=not given.dry_run))
 
 
@@ -83,6 +83,7 @@ def serving_config(
     """The checked configuration of the service: LoRA of all linear layers and the head, without a dataset."""
     words = [
         "experiment_name=serve", f"trial_name={Path(model).name}", "recover.mode=auto", "recover.retries=1000000",
+        "launcher.stall_s=3e7",  # a service may have nothing to do
         f"actor.lora.rank={max_rank}", f"actor.lora.alpha={ALPHA}", "actor.lora.target_modules=[all-linear,lm_head]",
         f"native.max_adapters={adapters}", f"native.max_adapter_rank={max_rank}",
         *overrides, f"actor.path={model}",

@@ -29,7 +29,10 @@ FOLDER, SETTINGS, KEYS = "serve", "settings.json", "keys.json"
 
 
 async def serve_clients(config: PPOConfig, context: ProcessContext, served: ServedModel, port: int) -> signal.Signals:
-    """Run the gateway until SIGTERM or SIGINT, which is returned."""
+    """Run the gateway until SIGTERM or SIGINT, which is returned.
+
+    It is ready once the servers are: a client that comes before waits for its first sample.
+    """
     token, registry, paths = required_token("the gateway"), registry_of(config), RunPaths.of(config)
     folder = paths.root / FOLDER
     service = Service(folder, served, world_size=context.world_size)
@@ -87,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main()  # the launcher's own program handles its errors
