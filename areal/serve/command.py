@@ -15,6 +15,7 @@ from areal.launcher.local import Launch, LocalCluster, launch, this_machine
 from areal.launcher.status import StatusLine
 from areal.models.model_shape import context_length
 from areal.serve import program
+from areal.serve.audit import FOLDER
 from areal.serve.service import ServedModel
 from areal.system.durable import write_atomic
 from areal.system.network import LOOPBACK
@@ -35,7 +36,7 @@ def run_serve(words: Sequence[str]) -> int:
     if length is None:
         message = f"--model {given.model}: there is no config.json with a context length: name a checkpoint folder"
         raise ConfigError(message, code="model.not_found")
-    folder = RunPaths.of(config).root / program.FOLDER
+    folder = RunPaths.of(config).root / FOLDER
     served = ServedModel(
         name=given.name or given.model,
         tokenizer=config.tokenizer_path or str(Path(config.actor.path).absolute()),

@@ -110,13 +110,18 @@ class Journal:
 
     def read(self, place: Place) -> bytes:
         """A body. LedgerError when it is not what was written."""
-        path = payload_path(self._folder, place.segment)
-        with open(path, "rb") as file:
-            data = os.pread(file.fileno(), place.size, place.offset)
-        if len(data) != place.size or zlib.crc32(data) != place.crc:
-            raise LedgerError(f"{path} is damaged at byte {place.offset}", code="ledger.bad_payload")
-        return data
+        return read_body(self._folder, place)
 
     def close(self) -> None:
         self._events.close()
         self._payload.close()
+
+
+def read_body(folder: Path, place: Place) -> bytes:
+    """A body of the journal in `folder`. LedgerError when it is not what was written."""
+    path = payload_path(folder, place.segment)
+    with open(path, "rb") as file:
+        data = os.pread(file.fileno(), place.size, place.offset)
+    if len(data) != place.size or zlib.crc32(data) != place.crc:
+        raise LedgerError(f"{path} is damaged at byte {place.offset}", code="ledger.bad_payload")
+    return data

@@ -14,6 +14,7 @@ from areal.api.config import PPOConfig, load_experiment
 from areal.fleet.fleet import Fleet
 from areal.fleet.server_backend import replica_factory
 from areal.observe.log import HttpLogger, get_logger
+from areal.serve.audit import FOLDER
 from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app
 from areal.serve.sampling import Sampling
 from areal.serve.service import ServedModel, Service
@@ -24,8 +25,8 @@ from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.process_setup import join_run
 
-FOLDER, SETTINGS, KEYS = "serve", "settings.json", "keys.json"
-"""In the run folder: journal and weights, the options of `areal serve`, and the API keys of its users."""
+SETTINGS, KEYS = "settings.json", "keys.json"
+"""In the folder of the service: the options of `areal serve`, and the API keys of its users."""
 
 
 async def serve_clients(config: PPOConfig, context: ProcessContext, served: ServedModel, port: int) -> signal.Signals:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from areal.serve.audit import audit_command
 from areal.serve.service import MAX_DELIVERIES, ServedModel, Service
 from areal.serve.tenants import MAX_REPLAYED, Schedule, Tenants
 from tests.expect import raises_code
@@ -196,6 +197,33 @@ async def test_a_late_report_of_an_earlier_start_changes_nothing(tmp_path):
         await service.finish(0, 1, 0, result=b"{}", failed=False)
         assert not service.tenants.models[model].operations[0].is_done
         assert await new.one() == "0create0"
+
+
+async def test_the_audit_of_a_service_counts_and_finds_damage(tmp_path, capsys):
+    folder = tmp_path / "serve"
+    async with opened(folder) as service:
+        model = await model_of(service)
+        await service.accept(model, 1, "loss", {"forward_only": False}, b"abc")
+        await service.accept(model, 2, "step", {"settings": {}})
+        await service.accept(model, 3, "step", {"settings": {"lr": 1}})
+        trainer = Trainer(service)
+        assert await trainer.all(fails=(3,)) == ["reset", "0create0", "0loss1", "0step2", "0step3"]
+        await service.accept(model, 4, "loss", {"forward_only": False}, b"x")
+    assert audit_command([str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    expected = {"models": 1, "requests": 5, "computed": 3, "failed": 1, "waiting": 1, "optimiser_steps": 1}
+    assert facts == expected | {"violations": []}
+    payload = folder / "journal" / "payload-000001.bin"
+    payload.write_bytes(payload.read_bytes().replace(b"abc", b"abd"))
+    (folder / "journal" / "events-000001.jsonl").chmod(0o600)
+    assert audit_command([str(tmp_path)]) == 1
+    assert f"request 1 of {model}" in capsys.readouterr().out
+    async with opened(folder) as service:
+        await service.record({"event": "result", "model": model, "seq": 2, "ok": True}, b"again")
+        await service.record({"event": "saved", "model": model, "kind": "weights", "name": "lost", "at": 0.0, "settings": {}})
+    assert audit_command([str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    assert "request 2 of s:train:0 has 2 records of its result" in output and "weights/lost: its state" in output
 
 
 def test_nothing_is_scheduled_without_requests():
