@@ -1,6 +1,7 @@
 """A trainer rank of the service: executes the commands of the gateway on the adapters, one after another."""
 
 import http.client
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
-import torch
 
 from areal.api.batch import OutputSpec
 from areal.api.config import PPOConfig
@@ -113,21 +113,27 @@ class Executor:
         return settings
 
     def _loss(self, request: LossRequest) -> bytes:
-        engine = self._slots.engine
-        try:
-            checked_loss(request)
-            batch = to_batch(request.data, input_names(request))
-            loss = ComputedLoss.of(request, batch)
-            if request.forward_only:
-                total = loss.of_outputs(engine.forward(batch))
-            else:
-                total = engine.forward_backward(batch, loss, denominator=1.0)["loss:sum"].total
-            if not torch.isfinite(torch.tensor(total)):
-                raise RequestError(f"the loss is {total}", code="train.not_finite")
-        except ArealError:
-            self._slots.clear_gradients()
-            raise
+        loss, total = computed_loss(self._slots, request)
         return encode_loss_output(loss.by_datum(), {"loss:sum": total})
+
+
+def computed_loss(slots: AdapterSlots, request: LossRequest) -> tuple[ComputedLoss, float]:
+    """The loss of a request on the active adapter, whose gradients it adds. An error leaves the adapter without any."""
+    engine = slots.engine
+    try:
+        checked_loss(request)
+        batch = to_batch(request.data, input_names(request))
+        loss = ComputedLoss.of(request, batch)
+        if request.forward_only:
+            total = loss.of_outputs(engine.forward(batch))
+        else:
+            total = engine.forward_backward(batch, loss, denominator=1.0)["loss:sum"].total
+        if not math.isfinite(total):
+            raise RequestError(f"the loss is {total}", code="train.not_finite")
+    except ArealError:
+        slots.clear_gradients()
+        raise
+    return loss, total
 
 
 class GatewayClient:
