@@ -263,7 +263,9 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
         raise ConfigError(text, code="adapter.no_target")
     head = model.get_output_embeddings()
     if any(one is head for one in result.values()) and config.init in ("pissa", "olora"):
-        raise ConfigError(f"lora.init={config.init} cannot start the adapter of an output head", code="adapter.no_target")
+        raise ConfigError(
+            f"lora.init={config.init} cannot start the adapter of an output head", code="adapter.no_target"
+        )
     for name, one in result.items() if config.init in ("pissa", "olora") else ():
         if config.rank > min(one.weight.shape):
             text = f"lora.rank={config.rank} with init={config.init} exceeds the size {min(one.weight.shape)} of {name}"

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.api.columns import Packed
 from areal.api.errors import InputError
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.engine.mesh import TrainerMesh
@@ -60,7 +59,7 @@ def datum(token_ids: Sequence[int], *, num_prompt: int = 0, **values: Any) -> Da
     ids = np.asarray(token_ids, np.int64)
     count, first = len(ids) - 1, max(num_prompt, 1) - 1
     inputs: dict[str, np.ndarray] = {TARGETS: ids[1:]}
-    for name, value in ({"weights": 1.0} if not values else values).items():
+    for name, value in (values if values else {"weights": 1.0}).items():
         inputs[name] = np.zeros(count, np.float32)
         inputs[name][first:] = value
     return Datum(tokens=ids[:-1], inputs=inputs)
@@ -105,7 +104,11 @@ class Client:
         )  # fmt: skip
         limits = request_limits(made.native, self._server.runner, detokenizer)
         self._adapters = LoadedAdapters(
-            self._server.runner.adapters, self._server.call, lambda work: in_daemon_thread(work, "adapter"), None, limits
+            self._server.runner.adapters,
+            self._server.call,
+            lambda work: in_daemon_thread(work, "adapter"),
+            None,
+            limits,
         )
         route.attach(self._server, limits, self._adapters, detokenizer)
         self._route, self.context_length = route, limits.context_length
@@ -185,7 +188,8 @@ class Policy:
     def forward(self, data: Sequence[Datum]) -> LossResult:
         """Log-probabilities of the target tokens, without gradients; the loss is 0."""
         blank = [
-            Datum(tokens=one.tokens, inputs={TARGETS: one.inputs[TARGETS], "weights": _weights(None, one)}) for one in data
+            Datum(tokens=one.tokens, inputs={TARGETS: one.inputs[TARGETS], "weights": _weights(None, one)})
+            for one in data
         ]
         return self._computed(LossRequest(data=blank, loss_fn="cross_entropy", forward_only=True))
 

@@ -31,7 +31,9 @@ def run_serve(words: Sequence[str]) -> int:
     """`areal serve`: starts gateway, trainer ranks and servers, and runs until Ctrl-C. Returns the exit status."""
     parser = _parser()
     given = parser.parse_intermixed_args(words)
-    config = serving_config(given.files, given.overrides, model=given.model, max_rank=given.max_rank, adapters=given.adapters)
+    config = serving_config(
+        given.files, given.overrides, model=given.model, max_rank=given.max_rank, adapters=given.adapters
+    )
     length = config.native.context_length or context_length(config.actor.path)
     if length is None:
         message = f"--model {given.model}: there is no config.json with a context length: name a checkpoint folder"
@@ -66,13 +68,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve the Tinker API: clients train and sample LoRA adapters of one base model. The same command "
         "continues after a stop or a crash: no request is lost or computed twice.",
     )
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint folder or hub name of the base model")
+    parser.add_argument(
+        "--model", required=True, metavar="FOLDER", help="checkpoint folder or hub name of the base model"
+    )
     parser.add_argument("--name", default="", help="what clients call the base model; default: the text of --model")
     parser.add_argument("--adapters", type=int, default=8, metavar="N", help="adapters in memory at once; default 8")
     parser.add_argument("--max-rank", type=int, default=32, metavar="N", help="largest rank of an adapter; default 32")
     parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"port of the service; default {PORT}")
     parser.add_argument("--users", default="user", metavar="A,B", help="names of users, each with a key of its own")
-    parser.add_argument("--config", dest="files", metavar="FILE", action="append", default=[], help="configuration file")
+    parser.add_argument(
+        "--config", dest="files", metavar="FILE", action="append", default=[], help="configuration file"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the configuration")
     return parser
@@ -106,5 +112,3 @@ def keys_of(path: Path, users: Sequence[str]) -> dict[str, str]:
         raise ConfigError("--users: name at least one user", code="config.missing_requirement")
     write_atomic(path, json.dumps(keys, indent=1).encode(), mode=0o600)
     return keys
-
-

@@ -280,7 +280,9 @@ class Gateway:
         self._require_base(body.base_model)
         kind = body.optimizer_config.get("type", "adamw")
         if kind != "adamw":
-            raise RequestError(f"optimizer_config.type={kind} is not supported: use adamw", code="request.invalid_field")
+            raise RequestError(
+                f"optimizer_config.type={kind} is not supported: use adamw", code="request.invalid_field"
+            )
         lora = body.lora_config
         settings = {"rank": lora.rank, "seed": lora.seed or 0, "train_unembed": lora.train_unembed}
         settings |= {"train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
@@ -468,7 +470,9 @@ class Gateway:
         }
 
     def _run(self, model: Model) -> dict[str, Any]:
-        newest = {saved.kind: self._checkpoint(saved) for saved in self._tenants.saved.values() if saved.model == model.id}
+        newest = {
+            saved.kind: self._checkpoint(saved) for saved in self._tenants.saved.values() if saved.model == model.id
+        }
         return {
             "training_run_id": model.id,
             "base_model": self._service.served.name,
@@ -512,7 +516,9 @@ class Gateway:
     def _own(self, request: web.Request) -> SavedWeights:
         place = request.match_info
         model = self._tenants.model(place["model"], request["key"])
-        return self._tenants.weights(f"tinker://{model.id}/{place['kind']}/{place['name']}", request["key"], time.time())
+        return self._tenants.weights(
+            f"tinker://{model.id}/{place['kind']}/{place['name']}", request["key"], time.time()
+        )
 
     async def delete(self, request: web.Request) -> web.Response:
         await self._service.delete(self._own(request))
@@ -585,4 +591,3 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Exception as error:  # noqa: BLE001 - one request: the service and other clients continue
         _log.exception("%s failed", request.path)
         return _json({"error": f"{type(error).__name__}: {error}", "code": ArealError.code}, 500)
-

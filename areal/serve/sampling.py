@@ -137,7 +137,9 @@ def make_requests(body: SampleBody, adapter: str, group_id: str, *, context_leng
         text = "topk_sample_logprobs is not supported: ask for the log-probabilities of the tokens alone"
         raise RequestError(text, code="request.invalid_field")
     if body.prompt_logprobs_last_n is not None and not 1 <= body.prompt_logprobs_last_n < len(prompt):
-        raise RequestError("prompt_logprobs_last_n must be between 1 and the prompt's tokens - 1", code="request.invalid_field")
+        raise RequestError(
+            "prompt_logprobs_last_n must be between 1 and the prompt's tokens - 1", code="request.invalid_field"
+        )
     room = context_length - len(prompt)
     if room < 1:
         text = f"the prompt has {len(prompt)} tokens, and prompt and answer at most {context_length}"

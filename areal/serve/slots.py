@@ -160,4 +160,3 @@ class AdapterSlots:
         if name == self._active:
             self._set_aside()
         self._slots.pop(name, None)
-

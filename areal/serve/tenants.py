@@ -247,7 +247,9 @@ class Schedule:
             if (other := self._to_evict()) is not None:
                 return other
             if model.snapshot is not None:
-                return Command(kind="restore", model=model.id, seq=model.snapshot, arguments={"settings": model.settings})
+                return Command(
+                    kind="restore", model=model.id, seq=model.snapshot, arguments={"settings": model.settings}
+                )
         return self._of_operation(model, model.operations[model.next_seq])
 
     def _of_operation(self, model: Model, operation: Operation) -> Command:

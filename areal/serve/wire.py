@@ -5,6 +5,7 @@ Field numbers are those of the SDK's messages. Nothing is imported from the SDK,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -229,7 +230,7 @@ def decode_loss_output(data: bytes) -> tuple[list[np.ndarray], dict[str, float]]
         tensor = next(entry.value for entry in record.fields if entry.key == "logprobs")
         ends = np.frombuffer(tensor.offsets, "<i8") // 4
         flat, trailing = np.frombuffer(tensor.data, "<f4"), tuple(tensor.trailing_shape)
-        found += [flat[low:high].reshape(-1, *trailing) for low, high in zip(ends[:-1], ends[1:], strict=True)]
+        found += [flat[low:high].reshape(-1, *trailing) for low, high in itertools.pairwise(ends)]
     return found, {entry.key: entry.value for entry in message.metrics}
 
 

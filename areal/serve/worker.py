@@ -173,7 +173,9 @@ class GatewayClient:
             try:
                 if self._connection is None:
                     address = urlsplit(self._look_up())
-                    self._connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_ANSWER_S)
+                    self._connection = http.client.HTTPConnection(
+                        address.hostname or "", address.port, timeout=_ANSWER_S
+                    )
                 self._connection.request("POST", path, body, headers)
                 answer = self._connection.getresponse()
                 data = answer.read()
@@ -225,9 +227,7 @@ def _address(registry: NameRegistry, limit_s: float) -> str:
 def build_engine(config: PPOConfig, mesh: TrainerMesh) -> FSDPEngine:
     """The engine of the base model with adapters of the largest rank; a collective."""
     outputs = OutputSpec(candidates=1)
-    return build_fsdp_engine(
-        config.actor, role="actor", total_steps=1, mesh=mesh, seed=config.seed, outputs=outputs
-    )
+    return build_fsdp_engine(config.actor, role="actor", total_steps=1, mesh=mesh, seed=config.seed, outputs=outputs)
 
 
 def serve_folder(config: PPOConfig) -> Path:

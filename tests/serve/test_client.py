@@ -31,7 +31,8 @@ def test_a_policy_learns_and_its_samples_are_those_of_its_weights(client):
         assert policy.optim_step(lr=0.01, max_norm=1.0)["grad_norm"] > 0
     assert losses[-1] < losses[0] / 4
     (answer,), *_ = policy.sample([rows(1)[0][:3]], max_tokens=5, temperature=0, stop=[])
-    assert answer.token_ids == rows(1)[0][3:] and answer.is_cut
+    assert answer.token_ids == rows(1)[0][3:]
+    assert answer.is_cut
     scored = policy.forward([datum(rows(1)[0], num_prompt=3)]).logprobs[0][2:]
     np.testing.assert_allclose(answer.logprobs, scored, atol=1e-5)
 
@@ -75,7 +76,8 @@ def test_policies_share_the_model_and_nothing_else(client):
         )
 
     alone = [one.sample(prompts, 2, max_tokens=4, seed=1) for one in (left, right)]
-    assert asyncio.run(both()) == alone and alone[0] != alone[1]
+    assert asyncio.run(both()) == alone
+    assert alone[0] != alone[1]
 
 
 def test_a_saved_policy_continues(client, tmp_path):

@@ -12,7 +12,14 @@ from areal.api.data import GenerationResponse
 from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app
 from areal.serve.sampling import Sampling
 from areal.serve.service import ServedModel, Service, failure
-from areal.serve.wire import PROTOBUF, LossRequest, RequestAddress, decode_loss_output, decode_sample, encode_loss_request
+from areal.serve.wire import (
+    PROTOBUF,
+    LossRequest,
+    RequestAddress,
+    decode_loss_output,
+    decode_sample,
+    encode_loss_request,
+)
 from areal.serve.worker import Executor, GatewayClient
 from areal.system.network import Host, http_address, listen
 from tests.run_token import TOKEN
@@ -24,7 +31,7 @@ KEYS = {"ann": "tml-ann", "bob": "tml-bob"}
 class FakeFleet:
     """Answers every prompt with its last token; adapters are only counted."""
 
-    class limits:  # noqa: N801 - an attribute of the fleet
+    class limits:
         context_length = 64
 
     def __init__(self):
@@ -58,7 +65,9 @@ class Api:
     async def call(self, path, body=None, method="POST", headers=None):
         data = body if isinstance(body, bytes) else json.dumps(body or {})
         headers = {"X-API-Key": self.key, "Content-Type": "application/json"} | (headers or {})
-        async with self._session.request(method, f"{self._address}/api/v1/{path}", data=data, headers=headers) as answer:
+        async with self._session.request(
+            method, f"{self._address}/api/v1/{path}", data=data, headers=headers
+        ) as answer:
             data = await answer.read()
             return answer.status, (data if answer.content_type == PROTOBUF else json.loads(data or b"null"))
 
@@ -138,21 +147,24 @@ async def trainer(slots, folder, address):
 
 
 async def test_a_client_trains_saves_samples_and_loads(tmp_path, slots):
-    async with opened(tmp_path) as (api, _, fleet, service, address), trainer(slots, tmp_path, address):
+    async with opened(tmp_path) as (api, _, fleet, _service, address), trainer(slots, tmp_path, address):
         model = await api.new_model()
         info = await api.ok("get_info", {"model_id": model})
         assert (info["lora_rank"], info["model_data"]["tokenizer_id"]) == (4, "t")
         first = await api.loss(model, 1)
-        step = (await api.ok("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.01}}))
+        step = await api.ok("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.01}})
         logprobs, metrics = decode_loss_output(await api.result(first))
-        assert len(logprobs[0]) == 5 and list(metrics) == ["loss:sum"]
+        assert len(logprobs[0]) == 5
+        assert list(metrics) == ["loss:sum"]
         assert (await api.result(step["request_id"]))["metrics"]["lr:mean"] == pytest.approx(0.01)
         saved = await api.ok("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})
         path = (await api.result(saved["request_id"]))["path"]
         assert path == f"tinker://{model}/weights/one"
         body = {"session_id": model.partition(":")[0], "model_seq_id": 5, "path": path, "optimizer": True}
         loaded = (await api.result((await api.ok("load_weights", body))["request_id"]))["model_id"]
-        results = [await api.result(await api.loss(one, seq, forward_only=True)) for one, seq in ((model, 4), (loaded, 1))]
+        results = [
+            await api.result(await api.loss(one, seq, forward_only=True)) for one, seq in ((model, 4), (loaded, 1))
+        ]
         assert results[0] == results[1]
         body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 1, "model_path": path}
         sampler = (await api.ok("create_sampling_session", body))["sampling_session_id"]
@@ -163,12 +175,14 @@ async def test_a_client_trains_saves_samples_and_loads(tmp_path, slots):
         answers = decode_sample(await api.result(asked["request_id"]))
         assert [(one.token_ids, one.is_cut) for one in answers] == [([5, 5, 5], True)] * 2
         request = fleet.requests[0]
-        assert request.adapter == fleet.loaded[0] and request.raw_logprobs and request.only_stops
+        assert request.adapter == fleet.loaded[0]
+        assert request.raw_logprobs
+        assert request.only_stops
         assert (tmp_path / "weights" / model.replace(":", "-") / "one" / "adapter" / "adapter_config.json").exists()
 
 
 async def test_objects_of_another_key_do_not_exist(tmp_path, slots):
-    async with opened(tmp_path) as (api, other, _, service, address), trainer(slots, tmp_path, address):
+    async with opened(tmp_path) as (api, other, _, _service, address), trainer(slots, tmp_path, address):
         model = await api.new_model()
         session = model.partition(":")[0]
         saved = await api.ok("save_weights", {"model_id": model, "seq_id": 1, "path": "one"})
@@ -226,11 +240,14 @@ async def test_a_wrong_request_uses_its_number_and_fails(tmp_path, slots):
         for seq, (path, fields, text) in enumerate(wrong, start=1):
             asked = await api.ok(path, {"model_id": model, "seq_id": seq} | fields)
             found = await api.result(asked["request_id"])
-            assert text in found["error"] and found["category"] == "user"
+            assert text in found["error"]
+            assert found["category"] == "user"
         request = await api.loss(model, 5, loss_fn="stable_reinforce")
         assert "loss_fn=cispo" in (await api.result(request))["error"]
         step = await api.ok("optim_step", {"model_id": model, "seq_id": 6, "adam_params": {}})
-        assert (await api.result(step["request_id"]))["error"] == "the gradients of request 5 failed: nothing was updated"
+        assert (await api.result(step["request_id"]))[
+            "error"
+        ] == "the gradients of request 5 failed: nothing was updated"
         decode_loss_output(await api.result(await api.loss(model, 7)))
 
 
@@ -258,7 +275,8 @@ async def test_a_result_is_waited_for_and_then_asked_again(tmp_path):
         fleet.may_answer.set()
         while (found := await api.call("retrieve_future", asked))[0] == 408:
             pass
-        assert decode_sample(found[1])[0].token_ids == [7, 7, 7] and len(fleet.requests) == 1
+        assert decode_sample(found[1])[0].token_ids == [7, 7, 7]
+        assert len(fleet.requests) == 1
         assert (await api.call("retrieve_future", {"request_id": f"{sampler}:99"}))[0] == 410
 
 
@@ -271,4 +289,5 @@ async def test_unused_adapters_leave_the_servers(tmp_path, slots):
             prompt = {"chunks": [{"tokens": [7]}]}
             asked = await api.ok("asample", {**found, "seq_id": 0, "prompt": prompt})
             await api.result(asked["request_id"])
-        assert len(fleet.loaded) == 2 and len({one.adapter for one in fleet.requests}) == 4
+        assert len(fleet.loaded) == 2
+        assert len({one.adapter for one in fleet.requests}) == 4

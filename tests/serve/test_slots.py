@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from areal.engine.optimizer import StepSettings
 from areal.serve.losses import checked_loss
 from areal.serve.slots import AdapterSettings
-from areal.serve.wire import Datum, LossRequest, decode_loss_output, encode_loss_request, RequestAddress
+from areal.serve.wire import Datum, LossRequest, RequestAddress, decode_loss_output, encode_loss_request
 from areal.serve.worker import Executor, ReceivedCommand
 from tests.expect import raises_code
 from tests.serve.adapters import MAX_RANK, make_slots, random_data, write_model
@@ -62,7 +62,9 @@ def expected_logprobs(model, data):
     found = []
     for datum in data:
         logits = model(torch.from_numpy(datum.tokens)[None]).logits[0].float()
-        found.append(torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0])
+        found.append(
+            torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
+        )
     return found
 
 
@@ -110,7 +112,9 @@ def test_a_loss_and_its_gradients_are_those_of_the_formula_on_peft(executor, slo
     tenant.step()  # B is not 0 any more
     tenant.run("export", {"name": "one"})
     other = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(model), tmp_path / "sampler_weights" / "a" / "one" / "adapter", is_trainable=True
+        AutoModelForCausalLM.from_pretrained(model),
+        tmp_path / "sampler_weights" / "a" / "one" / "adapter",
+        is_trainable=True,
     )
     logprobs = expected_logprobs(other, data)
     tensors = [{name: torch.from_numpy(value) for name, value in datum.inputs.items()} for datum in data]
