@@ -237,8 +237,8 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
     """The linear layers that get adapters, by name.
 
     all-linear is every one but the output head, the routers of experts, and those of the parts that only images use.
-    Names and patterns choose layers of all parts, a list with all-linear adds layers. exclude_modules leaves out some of
-    them. Experts, whose weights are one tensor for all, have none, nor have layers whose weights a fused kernel reads
+    Names and patterns choose layers of all parts; in a list with all-linear they add layers. exclude_modules leaves out
+    some. Experts, whose weights are one tensor for all, have none, nor have layers whose weights a fused kernel reads
     (of Mamba).
     """
     targets = config.target_modules

@@ -32,20 +32,19 @@ def audit_command(words: Sequence[str]) -> int:
     if not (folder / "journal").is_dir():
         return ledger_command.audit_command(words)
     try:
-        facts = audit_service(folder)
+        counts, violations = audit_service(folder)
     except LedgerError as error:
         sys.stderr.write(f"areal: error: {error} [{error.code}]\n")
         return 2
-    violations = facts["violations"]
     if given.json:
-        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+        sys.stdout.write(json.dumps(counts | {"violations": violations}, indent=1) + "\n")
     else:
-        counts = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "violations")
-        sys.stdout.write("\n".join([counts, *violations, f"{len(violations)} violations"]) + "\n")
+        line = ", ".join(f"{name} {value}" for name, value in counts.items())
+        sys.stdout.write("\n".join([line, *violations, f"{len(violations)} violations"]) + "\n")
     return 1 if violations else 0
 
 
-def audit_service(folder: Path) -> dict[str, int | list[str]]:
+def audit_service(folder: Path) -> tuple[dict[str, int], list[str]]:
     """Counts of requests, and what is wrong. LedgerError when the journal cannot be read."""
     tenants, seen, counts = Tenants(), Counter[tuple[str, str, int]](), Counter[str]()
     violations: list[str] = []
@@ -82,8 +81,7 @@ def audit_service(folder: Path) -> dict[str, int | list[str]]:
             violations.append(f"{model.id}: the snapshot after request {model.snapshot} is not complete")
     violations += missing_weights(tenants, folder)
     names = ("requests", "computed", "failed", "waiting", "optimiser_steps")
-    facts: dict[str, int | list[str]] = {"models": len(tenants.models), **{name: counts[name] for name in names}}
-    return facts | {"violations": violations}
+    return {"models": len(tenants.models), **{name: counts[name] for name in names}}, violations
 
 
 def missing_weights(tenants: Tenants, folder: Path) -> Iterator[str]:

@@ -41,6 +41,7 @@ from areal.serve.slots import AdapterSettings, AdapterSlots
 from areal.serve.wire import Datum, LossRequest, SampledAnswer
 from areal.serve.worker import build_engine as build_trainer
 from areal.serve.worker import computed_loss
+from areal.system.device import pick_device
 from areal.system.process import in_daemon_thread
 
 Result = TypeVar("Result")
@@ -93,6 +94,7 @@ class Client:
         self._training = threading.Lock()
         self._names = (f"policy-{number}" for number in itertools.count())
         self._folders = tempfile.TemporaryDirectory(prefix="areal-")
+        self._unloading: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
         self._thread.start()
@@ -138,6 +140,12 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _leave(self, adapter: str) -> None:
+        """Unload an adapter once its last request has ended."""
+        task = self._loop.create_task(self._adapters.unload(adapter), name=f"unload {adapter}")
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -306,7 +314,7 @@ class Policy:
                 await self._client._adapters.load(name, folder)
                 before, self._served, self._served_version = self._served, name, version
                 if before:
-                    asyncio.ensure_future(self._client._adapters.unload(before))  # noqa: RUF006 - its users end it
+                    self._client._leave(before)
             return self._served
 
     def _export(self, folder: Path) -> None:

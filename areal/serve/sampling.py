@@ -90,7 +90,7 @@ class LoadedAdapters:
         task = self._loaded.pop(name, None)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             await self._make_room()
-            task = self._loaded.get(name) or asyncio.create_task(self._fleet.load_adapter(name, folder), name=name)
+            task = self._loaded.get(name) or asyncio.create_task(self._fleet.load_adapter(name, str(folder)), name=name)
         self._loaded[name] = task
         self._users[name] += 1
         try:

@@ -133,7 +133,7 @@ async def trainer(slots, folder, address):
                 command = client.next_command()
                 try:
                     result, failed = executor.execute(command), False
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - as the result of the command
                     result, failed = failure(str(error)), True
                 if command.kind != "reset":
                     client.report(result, failed=failed)
