@@ -339,9 +339,21 @@ class GenerateRoute:
         with self._submitted([call.sequence for call in calls]):
             if calls[0].sequence.stream_interval:
                 return await self._stream_group(request, calls)
-            while missing := [call for call in calls if call.sequence.finish is None]:
-                await self._change(missing)
+            await self._ended(calls)
             return json_response([self._part_or_error(call, 0)[0] for call in calls])
+
+    async def computed(self, settings: GenerateSettings, prompts: list[Prompt]) -> list[Sequence]:
+        """The sequences of all samples, without HTTP, once they have ended. ServerUnavailable when one failed."""
+        calls = await self.parser.calls(settings, prompts)
+        with self._submitted([call.sequence for call in calls]):
+            await self._ended(calls)
+            for call in calls:
+                self._part(call, 0)
+        return [call.sequence for call in calls]
+
+    async def _ended(self, calls: list[Call]) -> None:
+        while missing := [call for call in calls if call.sequence.finish is None]:
+            await self._change(missing)
 
     @contextmanager
     def _submitted(self, sequences: list[Sequence]) -> Iterator[None]:

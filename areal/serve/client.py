@@ -34,7 +34,7 @@ from areal.inference.adapters import LoadedAdapters
 from areal.inference.engine import build_engine, load_detokenizer, request_limits, resolve_model_path
 from areal.inference.generate_route import GenerateRoute
 from areal.inference.request_parser import GenerateSettings, Prompt, Sample, seed_source
-from areal.inference.scheduler import SamplingParams
+from areal.inference.scheduler import FinishReason, SamplingParams
 from areal.serve.command import serving_config
 from areal.serve.losses import TARGETS
 from areal.serve.slots import AdapterSettings, AdapterSlots
@@ -101,7 +101,7 @@ class Client:
         detokenizer = load_detokenizer(folder)
         route = self._wait(_made(lambda: GenerateRoute(seed_source(made.native.random_seed))))
         self._server = build_engine(
-            made.native, folder, "cpu" if not torch.cuda.is_available() else "cuda:0",
+            made.native, folder, pick_device(made.native.device),
             deliver=route.deliver, on_failure=route.fail_waiting, detokenizer=detokenizer,
         )  # fmt: skip
         limits = request_limits(made.native, self._server.runner, detokenizer)
@@ -299,7 +299,7 @@ class Policy:
             asked.append(Prompt(input_ids=prompt, samples=samples, group_id=f"{id(asked)}-{number}"))
         sequences = await route.computed(settings, asked)
         found = [
-            SampledAnswer(token_ids=one.answer_ids, logprobs=one.logprobs, is_cut=one.finish.kind == "length")
+            SampledAnswer(token_ids=one.answer_ids, logprobs=one.logprobs, is_cut=_is_cut(one.finish))
             for one in sequences
         ]
         return [found[start : start + num_samples] for start in range(0, len(found), num_samples)]
@@ -320,6 +320,10 @@ class Policy:
     def _export(self, folder: Path) -> None:
         with self._active() as slots:
             slots.export(folder)
+
+
+def _is_cut(finish: FinishReason | None) -> bool:
+    return finish is not None and finish.kind == "length"
 
 
 def _weights(gradient: Tensor | None, one: Datum) -> np.ndarray:

@@ -64,13 +64,11 @@ def run_serve(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="areal serve",
-        usage="%(prog)s --model FOLDER [--name NAME] [--config FILE.yaml] [--adapters N] [--port N] [key.sub=value ...]",
+        usage="%(prog)s --model FOLDER [--name NAME] [--config FILE.yaml] [--adapters N] [--port N] [key=value ...]",
         description="Serve the Tinker API: clients train and sample LoRA adapters of one base model. The same command "
         "continues after a stop or a crash: no request is lost or computed twice.",
     )
-    parser.add_argument(
-        "--model", required=True, metavar="FOLDER", help="checkpoint folder or hub name of the base model"
-    )
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint folder or hub name")
     parser.add_argument("--name", default="", help="what clients call the base model; default: the text of --model")
     parser.add_argument("--adapters", type=int, default=8, metavar="N", help="adapters in memory at once; default 8")
     parser.add_argument("--max-rank", type=int, default=32, metavar="N", help="largest rank of an adapter; default 32")
