@@ -5,11 +5,40 @@ from __future__ import annotations
 
 import pytest
 
+from areal.api.config import NativeServerConfig
+from areal.models.model_shape import ModelShape
+from areal.models.recurrent_layers import state_layers
 from tests.inference.conftest import WITH_STATES
 from tests.inference.test_parity import check_logprobs
 
 every_family = pytest.mark.parametrize("family", sorted(WITH_STATES))
 BARS = ("qwen3_5", "nemotron_h", "lfm2")
+
+
+@every_family
+def test_the_plan_knows_the_size_of_a_state_from_the_configuration(family, build_model, drive, tmp_path):
+    model = build_model(family)
+    model.config.save_pretrained(tmp_path)
+    size = ModelShape.read(str(tmp_path)).states * 4
+    held = drive(model).engine.runner.states.bytes_per_slot
+    num_layers = len(state_layers(model))
+    # where config.json does not say which layers have a state, all count
+    assert size in (held, held * model.config.num_hidden_layers // num_layers)
+
+
+@pytest.mark.parametrize(("running", "expected"), [(256, 256 + 128), (64, 64 + 64)])
+def test_running_sequences_have_states_and_snapshots_are_bounded(running, expected):
+    native = NativeServerConfig(max_running_requests=running)
+    assert running + native.num_snapshots(2**21, 2**29) == expected
+
+
+@pytest.mark.parametrize("free_mib", [31, 0])
+def test_states_that_do_not_fit_are_refused_with_the_number_that_fits(free_mib):
+    native = NativeServerConfig(max_running_requests=16)
+    assert list(native.state_problems(2**21, 2**25)) == []
+    (text,) = native.state_problems(2**21, free_mib * 2**20)
+    assert text.startswith("native.max_running_requests=16: ")
+    assert text.endswith(f"at most {free_mib // 2}")
 
 
 @every_family
