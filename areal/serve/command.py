@@ -3,6 +3,7 @@
 import argparse
 import json
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,12 +53,17 @@ def run_serve(words: Sequence[str]) -> int:
         keys = keys_of(folder / program.KEYS, given.users.split(","))
         settings = {"served": asdict(served), "port": given.port}
         write_atomic(folder / program.SETTINGS, json.dumps(settings, indent=1).encode())
+        if given.json:
+            facts = {"address": f"http://{LOOPBACK}:{given.port}", "model": served.name, "keys": keys}
+            sys.stdout.write(json.dumps(facts) + "\n")
+            sys.stdout.flush()
         line.say(f"areal: serves {served.name} at http://{LOOPBACK}:{given.port}; clients set")
         line.say(f"  TINKER_BASE_URL=http://{LOOPBACK}:{given.port}")
         for user, key in keys.items():
             line.say(f"  TINKER_API_KEY={key}" + (f"   (user {user})" if len(keys) > 1 else ""))
     script = str(Path(program.__file__))
-    request = Launch(config=config, extras={}, script=script, dry_run=given.dry_run, is_service=True)
+    as_json = given.json and given.dry_run
+    request = Launch(config=config, extras={}, script=script, dry_run=given.dry_run, is_service=True, as_json=as_json)
     return launch(request, LocalCluster(this_machine(), preloads=not given.dry_run))
 
 
@@ -77,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", dest="files", metavar="FILE", action="append", default=[], help="configuration file"
     )
+    parser.add_argument("--json", action="store_true", help="print address and keys, or the plan, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the configuration")
     return parser

@@ -141,16 +141,18 @@ class Service:
         if number == self._number + 1:
             await self._choose()
         if number != self._number or self._command is None:
-            await self.wait(lambda: self._command is not None or self._has_work, POLL_S)
+            await self.wait(lambda: self._may_answer(number), POLL_S)
             return None
         command = self._command
         return {
             "kind": command.kind, "model": command.model, "seq": command.seq, "arguments": dict(command.arguments),
         }, self._body  # fmt: skip
 
-    @property
-    def _has_work(self) -> bool:
-        return any(model.is_runnable for model in self.tenants.models.values())
+    def _may_answer(self, number: int) -> bool:
+        """Whether a rank that asks for command `number` should ask again."""
+        if self._command is None:
+            return any(model.is_runnable for model in self.tenants.models.values())
+        return number == self._number
 
     async def _choose(self) -> None:
         """Choose the next command, once the one before is done. Requests that fail without the trainer get a result."""

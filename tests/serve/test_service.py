@@ -191,6 +191,19 @@ async def test_a_command_ends_when_every_rank_has_executed_it(tmp_path):
         assert service.tenants.models[model].operations[0].is_done
 
 
+async def test_a_rank_that_is_ahead_waits_for_the_others(tmp_path):
+    async with opened(tmp_path, world_size=2) as service:
+        await model_of(service)
+        first, second = Trainer(service), Trainer(service, rank=1)
+        for one in (first, second, first):
+            await one.one()
+        ahead = asyncio.create_task(first.ask())
+        await asyncio.sleep(0)
+        assert not ahead.done()
+        await second.one()
+        assert await ahead is None  # it asks again
+
+
 async def test_a_late_report_of_an_earlier_start_changes_nothing(tmp_path):
     async with opened(tmp_path) as service:
         model = await model_of(service)
