@@ -26,7 +26,7 @@ from areal.inference.attention import (
     padded_keys,
     register_attention,
 )
-from areal.inference.decode_graph import Capture, DecodeGraphs, capture_cuda, dense_decoder, tried
+from areal.inference.decode_graph import EQUAL_ROWS, Capture, DecodeGraphs, capture_cuda, dense_decoder, tried
 from areal.inference.decode_rows import DecodeInputs, DecodeRows, SampledRows
 from areal.inference.layer_states import LayerStates, Span, zeroed_memory
 from areal.inference.paged_kernel import PagedKernel, find_kernel, paged_rows
@@ -112,9 +112,6 @@ def _unrounded_head(head: nn.Linear, input: Tensor) -> Tensor:
 
 
 BLOCK_SIZE = 16
-_LEAST_ROWS = 16
-"""Rows of a step in float32 on the CPU. From this number on, the products of a row are the same bits for any number of
-rows: an answer does not depend on the requests that are computed beside it, nor on what is taken from the cache."""
 _EXPERT_TYPES = {1: torch.uint8, 2: torch.int16}
 _CPU_GROUP_BYTES = 1 << 20
 """Size of the gathered keys and values of one decode group, so that they stay in the cache of a CPU core."""
@@ -165,7 +162,8 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=0)
         is_exact = self.device.type == "cpu" and self.dtype == torch.float32 and not self.states.indices
-        self._least_rows = _LEAST_ROWS if is_exact else 1
+        self._least_rows = 1 if not is_exact else self._dense.equal_rows() if self._dense else EQUAL_ROWS
+        """An answer does not depend on the requests that are computed beside it, nor on what is taken from the cache."""
         self._is_in_rows = False
         """The logits of the last step were those of all decode rows, and no others."""
 
