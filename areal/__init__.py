@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from areal.data.dataset import load_rows as load_rows
     from areal.data.dataset import load_sft_rows as load_sft_rows
     from areal.data.tokenizer import tokenizer_of as tokenizer_of
+    from areal.serve.client import Client as Client
+    from areal.serve.client import datum as datum
     from areal.trainer.ppo import PPOTrainer as PPOTrainer
     from areal.trainer.reward_model import RewardModelTrainer as RewardModelTrainer
     from areal.trainer.supervised import DPOTrainer as DPOTrainer
@@ -37,6 +39,7 @@ _MODULES = {
     "areal.api.workflow": "RolloutWorkflow",
     "areal.data.dataset": "load_pairs load_rows load_sft_rows",
     "areal.data.tokenizer": "tokenizer_of",
+    "areal.serve.client": "Client datum",
     "areal.trainer.ppo": "PPOTrainer",
     "areal.trainer.reward_model": "RewardModelTrainer",
     "areal.trainer.supervised": "DPOTrainer SFTTrainer",

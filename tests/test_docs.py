@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/*.md"), *ROOT.glob("examples/**/*.md")]
 )
-MOST_PAGES, MOST_BYTES = 22, 290_000
+MOST_PAGES, MOST_BYTES = 23, 297_000
 """Of docs/. A page that would go over replaces another one."""
 OPTIONS = frozenset(path.replace("[]", "") for kind in KINDS for path, _ in leaf_paths(kind))
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)

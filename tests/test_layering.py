@@ -18,7 +18,13 @@ ALL = {
     "engine", "agent", "workflow", "models",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
-    "areal": {"api", "data", "trainer", "workflow"},  # areal/__init__.py itself, which imports them at the first use
+    "areal": {
+        "api",
+        "data",
+        "serve",
+        "trainer",
+        "workflow",
+    },  # areal/__init__.py itself, which imports them at the first use
     "api": set(),
     "server_side": set(),  # runs in the environments of foreign servers, where areal is not installed
     "system": {"api"},
@@ -38,9 +44,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer": ALL,
     "launcher": {"api", "system", "observe", "models", "data", "server_side", "fleet"},
     "evaluate": ALL | {"trainer", "launcher"},
+    "serve": ALL | {"trainer", "launcher", "evaluate"},
     "replay": ALL | {"trainer", "launcher"},
     "importers": {"api"},
-    "cli": ALL | {"trainer", "launcher", "replay", "evaluate", "importers"},
+    "cli": ALL | {"trainer", "launcher", "replay", "evaluate", "importers", "serve"},
     "__main__": {"cli"},
 }
 """Package -> packages that it may import besides itself. A package without a row, or a row without a package, fails."""

@@ -45,6 +45,38 @@ StopReason = Literal["stop", "length", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScoring:
+    """The log-probabilities of a prompt that an answer has to bring with it."""
+
+    first: int = 1
+    """First token that is scored, at least 1: what is before it may be taken from the prefix cache."""
+    top_k: int = 0
+    """Likeliest tokens at each place."""
+    num_draws: int = 0
+    """Tokens drawn at each place, with replacement, at the temperature of the request."""
+    targets: Sequence[Sequence[int]] = ()
+    """Row i: other tokens to be scored at the place of token i + 1; -1 = none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """Log-probabilities at temperature 1, under the unmodified distribution."""
+
+    logprobs: list[float]
+    """One per token, NaN before the first that is scored."""
+    top: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+    """The likeliest tokens at each place with their log-probabilities, in order; none before the first."""
+    draws: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+    targets: list[list[float]] = field(default_factory=list[list[float]])
+    """As in the request; 0.0 where it has -1, and in the rows before the first."""
+
+    def cut(self, count: int) -> "PromptScores":
+        """Those of the first tokens."""
+        top, draws, targets = self.top[:count], self.draws[:count], self.targets[: count - 1]
+        return PromptScores(logprobs=self.logprobs[:count], top=top, draws=draws, targets=targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request for one answer to one prompt. Engines ignore `gconfig.n_samples`."""
 
@@ -67,6 +99,11 @@ class GenerationRequest:
     from a server with `gconfig` for that rest. They count for penalties, seeds and stop strings."""
     num_known_experts: int = 0
     """Tokens from the first on whose chosen experts are known: those of later tokens are to be returned."""
+    raw_logprobs: bool = False
+    """The log-probabilities of the answer are those at temperature 1. Native servers only, as what follows."""
+    only_stops: bool = False
+    """Nothing but the stop tokens and strings of `gconfig` ends the answer before its length does."""
+    scoring: PromptScoring | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +131,7 @@ class GenerationResponse:
     """Sampling temperature of the request where it differs from that of the run; None = that of the run."""
     routed_experts: RoutedExperts | None = None
     """Experts of all tokens of prompt and answer except the last, which was never an input; None = not requested."""
+    prompt_scores: PromptScores | None = None
 
 
 class TokenChunk(NamedTuple):

@@ -23,12 +23,13 @@ COMMANDS = (
     Command(
         "run", "start a run: local, on Ray, Slurm or over ssh; change a run", "areal.launcher.__main__:run_command"
     ),
+    Command("serve", "serve the Tinker API: train and sample adapters", "areal.serve.command:run_serve"),
     Command("eval", "evaluate a model on held-out rows: pass@k, majority vote", "areal.evaluate.command:run_eval"),
     Command("generate", "answer rows with a model, without scores", "areal.evaluate.command:run_generate"),
     Command("score", "score generations made elsewhere: any reward, pass@k", "areal.evaluate.command:run_score"),
     Command("watch", "live view: curves, waits, phases, failures, samples", "areal.cli.watch:watch"),
     Command("show", "read prompts, answers and rewards; history of an episode", "areal.cli.show:show"),
-    Command("audit", "check that no episode was lost or trained on twice", "areal.ledger.__main__:audit_command"),
+    Command("audit", "check that no episode was lost or trained on twice", "areal.serve.audit:audit_command"),
     Command("stats", "staleness, lengths, reasons of rejections, rates", "areal.ledger.__main__:stats_command"),
     Command("replay", "train again from the recorded batches of a run", "areal.replay.__main__:run_command"),
     Command("compare", "options and curves of several runs; PNG, one HTML file", "areal.cli.compare:compare"),

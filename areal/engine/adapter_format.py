@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,10 +45,19 @@ class PeftAdapter:
         self.identity = f"LoRA ({settings}) on the base model {self._fingerprint}"
         """What a recovery checkpoint of the adapters depends on."""
 
+        self._rank, self._alpha = config.rank, config.alpha
+
+    def cut_to(self, rank: int, alpha: float) -> None:
+        """Use and write only the first `rank` rows of every A and columns of every B, with this alpha."""
+        self._rank, self._alpha = rank, alpha
+        for layer in self.adapters.layers.values():
+            layer.scale = replace(self.adapters.config, rank=rank, alpha=alpha).scale
+
     def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Full weights, gathered one by one; a collective. `stored` changes nothing."""
         for name, layer in self.adapters.layers.items():
-            down, up = [whole_tensor(layer.lora_A.detach())], [whole_tensor(layer.lora_B.detach())]
+            down = [whole_tensor(layer.lora_A.detach())[: self._rank]]
+            up = [whole_tensor(layer.lora_B.detach())[:, : self._rank]]
             if layer.start_A is not None and layer.start_B is not None:
                 down, up = [*down, whole_tensor(layer.start_A.detach())], [*up, -whole_tensor(layer.start_B.detach())]
             yield f"{PREFIX}{name}{DOWN}", torch.cat(down)
@@ -59,7 +69,7 @@ class PeftAdapter:
         factor = self._rank_factor
         specs: list[WeightSpec] = []
         for name, layer in self.adapters.layers.items():
-            (rank, inside), (outside, _) = layer.lora_A.shape, layer.lora_B.shape
+            rank, inside, outside = self._rank, layer.lora_A.shape[1], layer.lora_B.shape[0]
             specs.append(WeightSpec(name=f"{PREFIX}{name}{DOWN}", shape=[rank * factor, inside], dtype="float32"))
             specs.append(WeightSpec(name=f"{PREFIX}{name}{UP}", shape=[outside, rank * factor], dtype="float32"))
         for name, weight in self.adapters.trained_whole().items():
@@ -68,15 +78,15 @@ class PeftAdapter:
 
     def write(self, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Write `named_weights` as a folder that peft loads; on one rank."""
-        tensors = {name: weight.cpu() for name, weight in weights}
+        tensors = {name: weight.cpu().contiguous() for name, weight in weights}
         write_tensors(folder / ADAPTER_WEIGHTS, tensors, {BASE_KEY: self._fingerprint})
         config, factor = self.adapters.config, self._rank_factor
         facts = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self._base_name,
-            "r": config.rank * factor,
-            "lora_alpha": config.alpha * (factor**0.5 if config.rslora else factor),
+            "r": self._rank * factor,
+            "lora_alpha": self._alpha * (factor**0.5 if config.rslora else factor),
             "use_rslora": config.rslora,
             "lora_dropout": config.dropout,
             "target_modules": self.adapters.target_names(),

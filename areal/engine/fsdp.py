@@ -59,7 +59,7 @@ from areal.engine.micro_batch import (
     plan_micro_batches,
     with_images,
 )
-from areal.engine.optimizer import ScheduledOptimizer
+from areal.engine.optimizer import ScheduledOptimizer, StepSettings
 from areal.engine.packed_attention import SDPA, choose_attention
 from areal.engine.parallel_plan import apply_expert_plan, apply_tensor_plan, expert_modules
 from areal.engine.routing import EXPERT_BIAS, Routing
@@ -325,9 +325,11 @@ class FSDPEngine:
         ranks = self._mesh.context
         return over_context(inputs, ranks) if ranks.size > 1 else inputs
 
-    def optimizer_step(self) -> Metrics:
+    def optimizer_step(self, settings: StepSettings | None = None) -> Metrics:
+        """`settings`: instead of those of the configuration."""
         loss, self._loss = self._loss, torch.zeros(())
-        metrics = self._require_optimizer().step(self._mesh.all_reduce, loss)  # shards of a gradient are on all ranks
+        optimizer = self.optimizer
+        metrics = optimizer.step(self._mesh.all_reduce, loss, settings)  # shards of a gradient are on all ranks
         return metrics if self._routing is None else metrics | self._routing.optimizer_step(self._mesh.all_reduce)
 
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -414,7 +416,7 @@ class FSDPEngine:
         self._copy(weights, targets, "the given weights")
 
     def reset_optimizer(self) -> None:
-        self._require_optimizer().clear_state()
+        self.optimizer.clear_state()
 
     def _plan(self, batch: TrainBatch) -> list[list[int]]:
         """Micro-batches of this rank, the same number on every rank.
@@ -456,7 +458,9 @@ class FSDPEngine:
             message = f"{source}: {len(missing)} weights of the model are missing, among them {min(missing)}"
             raise InputError(message, code="model.weights_do_not_fit")
 
-    def _require_optimizer(self) -> ScheduledOptimizer:
+    @property
+    def optimizer(self) -> ScheduledOptimizer:
+        """Raises StageError for a frozen model."""
         if self._optimizer is None:
             raise StageError("optimizer")  # it was built for a frozen model
         return self._optimizer

@@ -88,6 +88,11 @@ class LoRALinear(nn.Linear):
         place = (weight.device_mesh, weight.placements)
         return DTensor.from_local(local, *place, run_check=False, shape=weight.shape, stride=weight.stride())
 
+    def effective_weight(self) -> Tensor:
+        """W + scale B A with gradients of A and B, in the type of W: of an output head, which is not called."""
+        change = (self.lora_B @ self.lora_A) * self.scale
+        return self.weight + change.to(self.weight.dtype) if self.is_enabled else self.weight
+
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in _NAMES:
@@ -169,7 +174,14 @@ class Adapters:
                         copy_part(target, value)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The weight `name` of the model, merged with its adapter if it has one; a collective."""
+        """The weight `name` of the model, merged with its adapter if it has one; a collective.
+
+        ConfigError where the head has an adapter and its weight is that of the embedding, which has none.
+        """
+        head = self._model.get_output_embeddings()
+        if isinstance(head, LoRALinear) and head.weight is self._model.get_input_embeddings().weight:
+            text = "lora.target_modules: the head is tied to the embedding, so its adapter cannot be merged"
+            raise ConfigError(f"{text}: leave out the head", code="adapter.no_target")
         layer = self._layers.get(name.removesuffix(".weight"))
         return weight if layer is None or not name.endswith(".weight") else layer.merged()
 
@@ -225,28 +237,35 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
     """The linear layers that get adapters, by name.
 
     all-linear is every one but the output head, the routers of experts, and those of the parts that only images use.
-    Names and patterns choose layers of all parts. exclude_modules leaves out some of them. Experts, whose weights are
-    one tensor for all, have none, nor have layers whose weights a fused kernel reads (of Mamba).
+    Names and patterns choose layers of all parts; in a list with all-linear they add layers. exclude_modules leaves out
+    some. Experts, whose weights are one tensor for all, have none, nor have layers whose weights a fused kernel reads
+    (of Mamba).
     """
-    head, targets = model.get_output_embeddings(), config.target_modules
-    excluded = {head, *linear_without_call(model)}
+    targets = config.target_modules
+    every = targets == ALL_LINEAR or ALL_LINEAR in targets
+    excluded = set(linear_without_call(model))
     linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one not in excluded}
     saved = config.modules_to_save
     linear = {name: one for name, one in linear.items() if not any(is_saved(part, saved) for part in prefixes(name))}
     linear = {name: one for name, one in linear.items() if not is_of_experts(name)}
     has_experts = any(map(is_of_experts, _with_weights(model)))
     require_targets(config, list(linear), list(_with_weights(model)), has_experts=has_experts)
-    every = targets in (ALL_LINEAR, [ALL_LINEAR])
     others = {id(module) for tower in other_towers(model) for module in tower.modules()} if every else set[int]()
+    others.add(id(model.get_output_embeddings()))
     if every and has_experts:
         others |= {id(one) for name, one in linear.items() if _ROUTERS & set(name.split("."))}
     result = {
-        name: one for name, one in linear.items() if (every or is_target(name, targets)) and id(one) not in others
+        name: one for name, one in linear.items() if is_target(name, targets) or (every and id(one) not in others)
     }
     result = {name: one for name, one in result.items() if not is_target(name, config.exclude_modules)}
     if not result:
         text = f"lora.exclude_modules: {config.exclude_modules} leaves no module of target_modules"
         raise ConfigError(text, code="adapter.no_target")
+    head = model.get_output_embeddings()
+    if any(one is head for one in result.values()) and config.init in ("pissa", "olora"):
+        raise ConfigError(
+            f"lora.init={config.init} cannot start the adapter of an output head", code="adapter.no_target"
+        )
     for name, one in result.items() if config.init in ("pissa", "olora") else ():
         if config.rank > min(one.weight.shape):
             text = f"lora.rank={config.rank} with init={config.init} exceeds the size {min(one.weight.shape)} of {name}"

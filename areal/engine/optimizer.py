@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -263,6 +263,18 @@ MAX_WEIGHT_NORM = 2.0**32
 """Euclidean norm of all weights. An attention score multiplies four of them: above it float32 overflows."""
 
 
+class StepSettings(NamedTuple):
+    """What one optimiser step uses instead of the configuration."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_norm: float
+    """Gradients with a larger norm are scaled down to it."""
+
+
 class ScheduledOptimizer:
     """AdamW or plain gradient descent over the (possibly sharded) parameters of one model."""
 
@@ -288,24 +300,31 @@ class ScheduledOptimizer:
         self.num_steps = 0
         """Calls of `step` so far: the position in the schedule."""
 
-    def step(self, reduce_sum: Callable[[Tensor], Tensor], loss: Tensor) -> Metrics:
+    def step(
+        self, reduce_sum: Callable[[Tensor], Tensor], loss: Tensor, settings: StepSettings | None = None
+    ) -> Metrics:
         """Clip, update the weights, clear gradients, advance the schedule; a collective.
 
-        `reduce_sum`: sum of a CPU float64 tensor over all ranks. `loss` []: of this rank, on any device. Raises
-        TrainingDiverged on every rank when a loss or gradient of any rank, or an updated weight, is not finite.
+        `reduce_sum`: sum of a CPU float64 tensor over all ranks. `loss` []: of this rank, on any device. `settings`:
+        None = those of the configuration. Raises TrainingDiverged on every rank when a loss or gradient of any rank, or
+        an updated weight, is not finite.
         """
-        rate = learning_rate(self._config, self.num_steps, self._total_steps)
+        rate = learning_rate(self._config, self.num_steps, self._total_steps) if settings is None else settings.lr
+        max_norm = self._config.gradient_clipping if settings is None else settings.max_norm
         gradients = {name: local_part(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         squared, total_loss = reduce_sum(torch.stack([self._squared_norm(gradients), loss.cpu().double()])).tolist()
         if not math.isfinite(squared + total_loss):
             kind = "gradient" if math.isfinite(total_loss) else "loss"
             raise TrainingDiverged(kind, self._worst(gradients, reduce_sum), rate)
         norm = math.sqrt(squared)
-        if norm > self._config.gradient_clipping:
+        if norm > max_norm:
             for gradient in gradients.values():
-                gradient.mul_(self._config.gradient_clipping / norm)
+                gradient.mul_(max_norm / norm)
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["lr_factor"]
+            if settings is not None:
+                group["betas"], group["eps"] = (settings.beta1, settings.beta2), settings.eps
+                group["weight_decay"] = settings.weight_decay
         self._update()
         self._optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1

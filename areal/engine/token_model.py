@@ -16,6 +16,7 @@ from areal.api.batch import OutputSpec, TokenOutputs
 from areal.api.errors import ConfigError
 from areal.engine.hf_model import logits_rule
 from areal.engine.linear_logprobs import liger_logprobs, linear_logprobs
+from areal.engine.lora import LoRALinear
 from areal.engine.mesh import RankGroup
 from areal.engine.micro_batch import ModelInput
 from areal.engine.packed_attention import all_tokens
@@ -126,7 +127,8 @@ class PolicyModel(TokenModel):
         # The head is not called as a module: its parameters belong to the outermost FSDP unit, this one, and are whole
         # during this call. The custom function passes their gradients to autograd, where FSDP looks for them.
         head = cast("nn.Linear", self.model.get_output_embeddings())
-        weight, bias = _of_tensor_rank(head.weight), None if head.bias is None else _of_tensor_rank(head.bias)
+        weight = head.effective_weight() if isinstance(head, LoRALinear) else _of_tensor_rank(head.weight)
+        bias = None if head.bias is None else _of_tensor_rank(head.bias)
         hidden, valid = self._hidden(inputs).to(weight.dtype), inputs.has_label  # some residuals are float32
         if self._banned_ids:
             bias = self._bias(weight, bias)

@@ -23,7 +23,7 @@ import numpy as np
 
 from areal.api.columns import ExpertShape, Packed, RoutedExperts, Runs, RunsBuilder, append, joined, to_runs
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
-from areal.api.data import MAX_LOGPROB, GenerationRequest, GenerationResponse, StopReason, TokenChunk
+from areal.api.data import MAX_LOGPROB, GenerationRequest, GenerationResponse, PromptScores, StopReason, TokenChunk
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
 from areal.data.image_files import RunImages
@@ -73,6 +73,7 @@ class Answer:
         """None while the answer is not complete."""
         self._form = form
         self._experts = None if form.experts is None else RoutedExperts(form.experts, b"")
+        self._scores: PromptScores | None = None
         self._vocab_size = 2**31
         """Of the servers, once `check` knows it."""
         self._budget = token_budget(request.gconfig, len(request.input_ids))
@@ -151,6 +152,7 @@ class Answer:
             gconfig=gconfig,
             num_prior_output_tokens=done,
             num_known_experts=0 if self._experts is None else len(self._experts),
+            scoring=None if self._scores else request.scoring,
         )
         return self.part
 
@@ -160,7 +162,7 @@ class Answer:
         ServerUnavailable when the replica breaks the protocol or returns to an older policy: the tokens from there on
         are not appended.
         """
-        token_ids, logprobs, versions, finish_reason, part_versions, _, num_cached = chunk
+        token_ids, logprobs, versions, finish_reason, part_versions, _, num_cached, scores = chunk
         if self.num_parts == 1:
             self._num_cached = num_cached
         count, done = len(token_ids), len(self._token_ids)
@@ -186,6 +188,8 @@ class Answer:
                 raise self._broken(f"reported {len(part_versions)} versions for a part of {num_in_part} tokens")
             self._versions.cut(self._part_start)
             self._add_versions(to_runs(part_versions))
+        if scores is not None:
+            self._scores = scores.cut(len(self.request.input_ids))
         if finish_reason is not None:
             if self._experts is not None:
                 self._experts = self._with_experts(self._experts, chunk)
@@ -312,6 +316,7 @@ class Answer:
             latency_s=self._ended_s - self._started_s,
             ttft_s=first_s - self._started_s,
             num_cached_tokens=self._num_cached,
+            prompt_scores=self._scores,
         )
 
 
@@ -339,7 +344,10 @@ MAX_MERGED_TOKENS = 4096
 """Prompt tokens of a call for several prompts. A server accepts more."""
 
 
-_settings_of = attrgetter("gconfig", "adapter", "images", "num_prior_output_tokens", "num_known_experts")
+_settings_of = attrgetter(
+    "gconfig", "adapter", "images", "num_prior_output_tokens", "num_known_experts", "raw_logprobs", "only_stops",
+    "scoring",
+)  # fmt: skip
 """What all parts of a call have in common."""
 
 
@@ -554,6 +562,7 @@ class Fleet:
         )
         self._updater = WeightUpdater(self._replicas, config, seed=seed, dtype=dtype, vision=vision)
         self.update_weights = self._updater.update
+        self.load_adapter, self.unload_adapter = self._replicas.load_adapter, self._replicas.unload_adapter
         self.probe_tokens = self._updater.canary.tokens
         self.compare = self._updater.canary.compare
         self._num_waiting = 0
@@ -566,8 +575,12 @@ class Fleet:
         return self._replicas.target_version
 
     @property
+    def limits(self) -> RequestLimits:
+        return self._replicas.limits
+
+    @property
     def vocab_size(self) -> int:
-        return self._replicas.limits.vocab_size
+        return self.limits.vocab_size
 
     async def start(self) -> None:
         """Wait until `num_servers` replicas are healthy. ServerUnavailable, with the reasons, if they do not get so in

@@ -1,17 +1,19 @@
 """The native inference server as a backend: its client, its command and its memory."""
 
+import math
 import sys
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from areal.api.columns import ExpertShape, Runs
 from areal.api.config import PPOConfig
-from areal.api.data import GenerationRequest, WeightUpdate
-from areal.api.errors import ArealError, RequestError, ServerUnavailable
+from areal.api.data import GenerationRequest, PromptScores, WeightUpdate
+from areal.api.errors import ArealError, ServerUnavailable
 from areal.fleet.replica import ALL_TOKENS, AnswerForm, Chunks, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_client import (
@@ -41,8 +43,6 @@ class NativeReplica(HttpReplica):
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
         """See the protocol."""
-        if requests[0].adapter:
-            raise _no_adapters()
         is_group, is_streamed = len(requests) > 1, requests[0].gconfig.max_new_tokens > self.form.stream_interval
         path, body = "/generate_group" if is_group else "/generate", _body(requests, self.form, is_streamed)
         async with aclosing(self._client.answers(path, body, is_streamed=is_streamed)) as answers:
@@ -50,11 +50,14 @@ class NativeReplica(HttpReplica):
                 answer: Any = self._client.parsed(data, list if is_group else dict)
                 pairs = answer if is_group and is_streamed else enumerate(answer if is_group else [answer])
                 for number, one in pairs:
-                    yield number, self._chunk(one)
+                    yield number, self._chunk(one, requests[0].adapter)
 
-    def _chunk(self, answer: dict[str, Any]) -> PartChunk | ArealError:
+    def _chunk(self, answer: dict[str, Any], adapter: str) -> PartChunk | ArealError:
         try:
-            return parse_chunk(answer, self.form.experts)
+            chunk = parse_chunk(answer, self.form.experts)
+            if (other := answer["meta_info"].get("lora_path", "")) != adapter:
+                raise ValueError(f"it is of adapter {other!r}, not {adapter!r}")
+            return chunk
         except ArealError as error:
             return error
         except WRONG_FIELD as error:
@@ -116,6 +119,7 @@ class NativeReplica(HttpReplica):
                 vocab_size=int(model["vocab_size"]),
                 context_length=int(model["context_length"]),
                 weights_whole=True,
+                adapters=frozenset(model["adapters"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             text = f"{self.name} is not a native server ({error!r}): name its backend in allocation_mode"
@@ -134,14 +138,10 @@ class NativeReplica(HttpReplica):
         )
 
     async def load_adapter(self, name: str, path: str) -> None:
-        raise _no_adapters()
+        await self._client.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(Path(path).resolve())})
 
     async def unload_adapter(self, name: str) -> None:
-        raise _no_adapters()
-
-
-def _no_adapters() -> RequestError:
-    return RequestError("native servers serve the policy alone: use sglang or vllm", code="server.no_adapters")
+        await self._client.post("/unload_lora_adapter", {"lora_name": name})
 
 
 def _body(requests: Sequence[GenerationRequest], form: AnswerForm, is_streamed: bool) -> dict[str, Any]:
@@ -166,6 +166,13 @@ def _body(requests: Sequence[GenerationRequest], form: AnswerForm, is_streamed: 
     if is_streamed:
         sampling["stream_interval"] = form.stream_interval
     body: dict[str, Any] = {"sampling_params": sampling, "return_logprob": True, "stream": is_streamed}
+    if first.raw_logprobs or first.only_stops:
+        sampling |= {"raw_logprobs": first.raw_logprobs, "only_stops": first.only_stops}
+    if first.scoring is not None:
+        body |= {"logprob_start_len": first.scoring.first, "top_logprobs_num": first.scoring.top_k}
+        body |= {"prompt_draws": first.scoring.num_draws, "prompt_targets": first.scoring.targets}
+    if first.adapter:
+        body["lora_path"] = first.adapter
     if first.images and form.vision is not None:
         body["image_data"] = [form.vision.url(image) for image in first.images]
     if form.experts is not None:
@@ -209,6 +216,21 @@ def parse_chunk(answer: dict[str, Any], experts: ExpertShape | None = None) -> P
         None,
         None if experts is None else experts_of(meta, experts, item_bytes=0),
         meta["cached_tokens"],
+        _scores_of(meta) if "input_token_logprobs" in meta else None,
+    )
+
+
+def _scores_of(meta: dict[str, Any]) -> PromptScores:
+    """Of a prompt, from lists of (log-probability, token, null)."""
+    places: dict[str, list[list[tuple[int, float]]]] = {
+        name: [[(token, logprob) for logprob, token, _ in place] for place in meta.get(f"input_{name}_logprobs", ())]
+        for name in ("top", "draw")
+    }
+    return PromptScores(
+        logprobs=[math.nan if entry[0] is None else entry[0] for entry in meta["input_token_logprobs"]],
+        top=places["top"],
+        draws=places["draw"],
+        targets=meta.get("input_target_logprobs", []),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from areal.api.columns import ExpertShape, RoutedExperts
-from areal.api.data import GenerationRequest, WeightUpdate
+from areal.api.data import GenerationRequest, PromptScores, WeightUpdate
 from areal.api.errors import ArealError
 from areal.data.image_files import RunImages
 
@@ -51,6 +51,8 @@ class PartChunk(NamedTuple):
     last chunk, where requested. None when nothing was computed."""
     num_cached: int = 0
     """Prompt tokens of the part that the server took from its cache, as far as it reports them."""
+    prompt_scores: PromptScores | None = None
+    """On the last chunk, where requested and computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class ReplicaInfo:
     context_length: int
     weights_whole: bool | None
     """False: an update failed midway, the weights are a mixture. None: the server does not report it."""
+    adapters: frozenset[str] | None = None
+    """Names of the LoRA adapters that it serves; None: it does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

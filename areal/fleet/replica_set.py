@@ -26,7 +26,8 @@ from types import TracebackType
 from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
-from areal.api.errors import ArealError, ServerUnavailable
+from areal.api.errors import ArealError, RequestError, ServerUnavailable
+from areal.api.metrics import gather_or_cancel
 from areal.fleet.replica import NO_VERSION, Replica, ReplicaInfo, ReplicaLoad, RequestLimits
 from areal.fleet.routing import Router
 from areal.observe.log import get_logger
@@ -327,6 +328,11 @@ async def _no_update(slot: Slot) -> None:
     """A fleet whose weights nobody updates."""
 
 
+async def _unload_adapter(replica: Replica, name: str) -> None:
+    with contextlib.suppress(RequestError, ServerUnavailable):  # a restarted server never had it
+        await replica.unload_adapter(name)
+
+
 def _report_block(seconds: float, place: str) -> None:
     where = f" in {place}" if place else ""
     log.warning("the event loop was blocked for %.1f s%s: nothing was read or sent meanwhile", seconds, where)
@@ -370,6 +376,9 @@ class ReplicaSet:
         self._limits: RequestLimits | None = None
         self.lateness = LoopLateness(_report_block)
         """No replica fails because the loop of this process was blocked: its limits do not include that time."""
+        self._adapters: dict[str, str] = {}
+        """Name -> folder of the LoRA adapters that every replica serves besides its model."""
+        self._unloaded: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._watches: dict[Slot, asyncio.Task[None]] = {}
 
@@ -536,6 +545,56 @@ class ReplicaSet:
         if dropped is not None:
             await dropped.close()
 
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Let every replica serve the LoRA adapter in `folder`, also one that joins before `unload_adapter`.
+
+        A name is never used for another folder. RequestError when a replica refuses it: then none serves it.
+        """
+        if name in self._adapters:
+            raise RequestError(f"adapter {name!r} is loaded already", code="adapter.loaded")
+        self._adapters[name] = folder
+        self._unloaded.discard(name)
+        try:
+            await gather_or_cancel([self._load_adapter(slot, name) for slot in self.slots])
+        except RequestError:
+            await self.unload_adapter(name)
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests with an adapter; returns when the last one has ended."""
+        del self._adapters[name]
+        self._unloaded.add(name)
+        replicas = [slot.replica for slot in self.slots if slot.replica is not None]
+        await asyncio.gather(*(_unload_adapter(replica, name) for replica in replicas))
+
+    async def _load_adapter(self, slot: Slot, name: str) -> None:
+        """A replica that does not answer loads it when it answers again, before it serves."""
+        replica = slot.replica
+        try:
+            if replica is not None:
+                await replica.load_adapter(name, self._adapters[name])
+        except RequestError as error:
+            if "already" not in str(error):  # loaded by an earlier controller, or by a health check meanwhile
+                raise
+        except ServerUnavailable as error:
+            if replica is not None:
+                self.request_failed(slot, replica, str(error))
+
+    async def _match_adapters(self, slot: Slot, replica: Replica, info: ReplicaInfo) -> None:
+        """Load and unload adapters of a replica that has restarted, or did not answer before."""
+        if info.adapters is None and slot.state is not State.ABSENT:
+            return
+        served = info.adapters or frozenset()
+        for name in [name for name in self._adapters if name not in served]:
+            try:
+                await self._load_adapter(slot, name)
+            except RequestError as error:
+                log.warning("%s does not serve adapter %s: %s", slot.name, name, error)
+        for name in self._unloaded & served:  # waits for its requests, and the health check does not
+            task = asyncio.create_task(_unload_adapter(replica, name), name="unload an adapter")
+            self._tasks.append(task)
+            task.add_done_callback(self._tasks.remove)
+
     # The tasks
 
     async def _follow_registry(self) -> None:
@@ -603,6 +662,8 @@ class ReplicaSet:
                     slot, Event.CHECK_FAILED, str(error) or f"no answer to a health check in {limit_s:g} s"
                 )
             return
+        if self._adapters or self._unloaded:
+            await self._match_adapters(slot, replica, info)
         if slot.info is None and slot.weights is Weights.VALID and info.version in self._abandoned:
             slot.weights = Weights.ABANDONED
         if info != slot.info:

@@ -364,6 +364,13 @@ def _message_and_code(answer: bytes) -> tuple[str, str]:
     return message, code if isinstance(code, str) and "." in code else ""  # the codes of other servers are numbers
 
 
+def refuse_native_only(request: GenerationRequest) -> None:
+    """RequestError for what foreign servers do not do in the same way."""
+    if request.raw_logprobs or request.only_stops or request.scoring is not None:
+        text = "raw_logprobs, only_stops and scoring need native servers"
+        raise RequestError(text, code="server.unsupported_sampling")
+
+
 def prior_output_bias(request: GenerationRequest) -> dict[int, float]:
     """Bias of logits by token id that applies the frequency penalty of the answer's earlier parts.
 

@@ -59,6 +59,7 @@ from areal.fleet.server_client import (
     experts_of,
     flat_bucket,
     group_body,
+    refuse_native_only,
     version_number,
     versions_of,
 )
@@ -135,6 +136,7 @@ def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_lo
 
 def generate_body(request: GenerationRequest, form: AnswerForm, facts: ServerFacts) -> dict[str, Any]:
     """The body of /generate. RequestError for settings that the server does not apply exactly."""
+    refuse_native_only(request)
     if problem := next(iter(sampling_problems(request.gconfig, {})), None):
         raise RequestError(f"gconfig.{problem[0]}: {problem[1]}", code="server.unsupported_sampling")
     vision, is_streamed = form.vision, request.gconfig.max_new_tokens > form.stream_interval

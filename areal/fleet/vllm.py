@@ -58,6 +58,7 @@ from areal.fleet.server_client import (
     checked_reason,
     group_body,
     prior_output_bias,
+    refuse_native_only,
     version_number,
     versions_of,
 )
@@ -98,6 +99,7 @@ def generate_body(request: GenerationRequest, form: AnswerForm) -> dict[str, Any
 def _sampling(request: GenerationRequest, bans: dict[int, float]) -> dict[str, Any]:
     """The settings under vLLM's names. It silently ignores unknown names."""
     gconfig = request.gconfig
+    refuse_native_only(request)
     if problem := next(_presence_problems(gconfig), None):
         raise RequestError(f"gconfig.{problem[0]}: {problem[1]}", code="server.unsupported_sampling")
     sampling: dict[str, Any] = {

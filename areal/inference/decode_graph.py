@@ -16,6 +16,7 @@ from torch.nn.functional import embedding, linear, silu
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.config import NativeServerConfig
+from areal.inference.adapters import AdapterProducts
 from areal.inference.attention import AttentionPlan, LayerCache, LayerShape, PromptGroup, ScoreRules, attend
 from areal.inference.decode_rows import DecodeInputs
 from areal.inference.weight_update import weight_bytes
@@ -121,6 +122,7 @@ class _Product:
         self.modules = modules
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
+        self.adapters: AdapterProducts | None = None
 
     def pack(self) -> None:
         """Copy the present weights."""
@@ -143,20 +145,32 @@ class _Product:
 
     def __call__(self, states: Tensor, added: Tensor | None = None) -> Tensor:
         """`added`: the product is added to it."""
+        result = self._of_base(states, added)
+        if self.adapters is not None and self.adapters.is_active:
+            self.adapters.add(self.modules, states, self._split(result))
+        return result
+
+    def _split(self, result: Tensor) -> list[Tensor]:
+        return list(result.split([one.out_features for one in self.modules], dim=-1))
+
+    def _of_base(self, states: Tensor, added: Tensor | None) -> Tensor:
         if self._packed is not None:
             product = torch.ops.mkldnn._linear_pointwise
             if added is not None:
                 return product.binary(states, added, self._packed, self._bias, "add")
             return product(states, self._packed, self._bias, "none", [], "")
-        results = self.each(states)
+        results = [linear(states, one.weight, one.bias) for one in self.modules]
         result = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
         return result if added is None else added + result
 
     def each(self, states: Tensor) -> list[Tensor]:
         """The products with the modules."""
         if self._packed is not None:
-            return list(self(states).split([one.out_features for one in self.modules], dim=-1))
-        return [linear(states, one.weight, one.bias) for one in self.modules]
+            return self._split(self(states))
+        results = [linear(states, one.weight, one.bias) for one in self.modules]
+        if self.adapters is not None and self.adapters.is_active:
+            self.adapters.add(self.modules, states, results)
+        return results
 
     def equal_rows(self) -> int:
         """The number of rows from which on those of a float32 product have the same bits for any number of rows."""

@@ -84,27 +84,38 @@ class Drawn:
 def sample(logits: Tensor, rows: SampledRows) -> Drawn:
     """The next token of each row and its log-probability, from logits [rows, vocabulary].
 
-    The log-probability is log_softmax(logits / temperature), with temperature 1 for greedy requests, as the trainer
-    computes it. Penalties, top-k and top-p change the choice of the token but not this value. It is NaN, and the token
-    has no meaning, for a row without a distribution: a logit is NaN or +inf, or every allowed one is -inf.
+    The log-probability is log_softmax(logits / temperature), with temperature 1 for greedy requests and raw_logprobs,
+    as the trainer computes it. Penalties, top-k and top-p change the choice of the token but not this value. It is NaN,
+    and the token has no meaning, for a row without a distribution: a logit is NaN or +inf, or every allowed one is
+    -inf.
     """
+    tokens, logprobs = _sampled(logits, rows)
+    raw = [] if rows.temperatures is None else [i for i, one in enumerate(rows.sequences) if one.params.raw_logprobs]
+    if raw:
+        index = torch.tensor(raw, device=logits.device)
+        exact, size = logits[index].float(), logits.shape[1]
+        values = exact.gather(1, tokens[index].clamp(max=size - 1)[:, None])[:, 0] - exact.logsumexp(dim=-1)
+        logprobs[index] = values.masked_fill(logprobs[index].isnan(), torch.nan)
+    return Drawn(tokens, logprobs)
+
+
+def _sampled(logits: Tensor, rows: SampledRows) -> tuple[Tensor, Tensor]:
     if not rows.special:
-        return Drawn(*_plain(logits, rows.uniforms(), rows.temperatures))
+        return _plain(logits, rows.uniforms(), rows.temperatures)
     size = logits.shape[1]
     if len(rows.special) == len(rows.sequences):
         tokens = _choose_special(logits.float(), rows)
         scaled = logits.float() if rows.temperatures is None else logits.float() / rows.temperatures[:, None]
         places = tokens.clamp(max=size - 1)[:, None]
         logprobs = scaled.gather(1, places)[:, 0] - scaled.logsumexp(dim=-1)
-        return Drawn(tokens, logprobs.masked_fill(tokens == size, torch.nan))
+        return tokens, logprobs.masked_fill(tokens == size, torch.nan)
     plain = sorted(set(range(len(rows.sequences))).difference(rows.special))
     tokens = torch.empty(len(rows.sequences), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(rows.sequences), device=logits.device)
     for some in (plain, rows.special):
         index = torch.tensor(some, device=logits.device)
-        part = sample(logits[index], rows.part(some, index))
-        tokens[index], logprobs[index] = part.tokens, part.logprobs
-    return Drawn(tokens, logprobs)
+        tokens[index], logprobs[index] = _sampled(logits[index], rows.part(some, index))
+    return tokens, logprobs
 
 
 def _plain(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -727,6 +738,8 @@ def request_limits(
         context_length=context_length(config, model),
         default_stop_ids=frozenset(stop for stop in stop_ids if 0 <= stop < vocab_size),
         has_tokenizer=detokenizer is not None,
+        max_adapters=config.max_adapters,
+        max_adapter_rank=config.max_adapter_rank,
         layout=None if runner.vision is None else runner.vision.layout,
     )
 

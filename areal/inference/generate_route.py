@@ -20,9 +20,11 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from areal.api.data import PromptScoring
 from areal.api.errors import InputError, RequestError, ServerUnavailable
 from areal.api.images import ImageRef, VisionLayout, expanded
 from areal.data.image_files import decode_png, grid_of
+from areal.inference.adapters import LoadedAdapters
 from areal.inference.engine import Detokenizer, Engine
 from areal.inference.request_parser import (
     MAX_SAMPLES,
@@ -38,7 +40,7 @@ from areal.inference.request_parser import (
     read_json,
     shown,
 )
-from areal.inference.scheduler import ALL_TOKENS, FinishReason, PlacedImage, SamplingParams, Sequence
+from areal.inference.scheduler import ALL_TOKENS, UNLIMITED, FinishReason, PlacedImage, SamplingParams, Sequence
 from areal.inference.vision import placed_images
 from areal.observe.spans import add_track
 
@@ -116,6 +118,7 @@ class Call:
     """One sample of a valid body."""
 
     sequence: Sequence
+    adapter: str
     with_logprobs: bool
     with_text: bool
 
@@ -129,10 +132,12 @@ class Call:
 class BodyParser:
     """Checks bodies against the served model and makes a `Call` for each sample. RequestError for an invalid body."""
 
-    def __init__(self, limits: RequestLimits, draw_seed: Callable[[], int], *, records_experts: bool) -> None:
+    def __init__(
+        self, limits: RequestLimits, adapters: LoadedAdapters, draw_seed: Callable[[], int], *, records_experts: bool
+    ) -> None:
         """`draw_seed`: gives the seed of a sample without one. `records_experts`: the engine knows the chosen experts
         of tokens."""
-        self._limits = limits
+        self._limits, self._adapters = limits, adapters
         self._draw_seed = draw_seed
         self._records_experts = records_experts
         self._images = ImageReader(limits.layout, limits.context_length)
@@ -143,7 +148,7 @@ class BodyParser:
 
     async def calls(self, body: GenerateSettings, prompts: list[Prompt]) -> list[Call]:
         """The calls of a body, in the order of the samples."""
-        limits, params = self._limits, self._params(body)
+        limits, common = self._limits, self._params(body)
         if sum(len(prompt.samples) for prompt in prompts) > MAX_SAMPLES:
             raise invalid(f"the prompts must have at most {MAX_SAMPLES} samples together")
         if body.image_data and len(prompts) > 1:
@@ -154,12 +159,17 @@ class BodyParser:
         if body.return_routed_experts and not self._records_experts:
             raise invalid("return_routed_experts needs a server of a run with actor.router_replay: true")
         images = await self._images.read(body.image_data)
+        adapter = self._adapters.number_of(body.lora_path)
         calls: list[Call] = []
         for prompt in prompts:
+            params = common
             input_ids, placed = self._prompt_ids(prompt, images, params)
             if max(body.routed_experts_start_len, params.num_prior_output_tokens) > len(input_ids):
                 names = "routed_experts_start_len and num_prior_output_tokens"
                 raise invalid(f"{names} must be at most {len(input_ids)}, the tokens of the prompt")
+            scoring = self._scoring(body, input_ids)
+            if params.max_new_tokens == UNLIMITED:
+                params = replace(params, max_new_tokens=limits.context_length - len(input_ids))
             for sample in prompt.samples:
                 seed = params.sampling_seed if sample.sampling_seed is None else sample.sampling_seed
                 sequence = Sequence(
@@ -168,14 +178,31 @@ class BodyParser:
                     token_ids=input_ids.copy(),
                     num_prompt=len(input_ids),
                     images=placed,
+                    scoring=scoring,
                     params=params,
                     seed=self._draw_seed() if seed is None else seed,
                     num_prior_output=params.num_prior_output_tokens,
                     group_id=prompt.group_id,
+                    adapter=adapter,
                     stream_interval=(params.stream_interval or 1) if body.stream else 0,
                 )
-                calls.append(Call(sequence=sequence, with_logprobs=body.return_logprob, with_text=body.return_text))
+                flags = {"with_logprobs": body.return_logprob, "with_text": body.return_text}
+                calls.append(Call(sequence=sequence, adapter=body.lora_path, **flags))
         return calls
+
+    def _scoring(self, body: GenerateSettings, input_ids: list[int]) -> PromptScoring | None:
+        first, targets = body.logprob_start_len, body.prompt_targets
+        if first < 0:
+            if body.top_logprobs_num or body.prompt_draws or targets:
+                raise invalid("top_logprobs_num, prompt_draws and prompt_targets need logprob_start_len")
+            return None
+        if first > len(input_ids) or len(targets) >= len(input_ids):
+            message = f"logprob_start_len={first} and {len(targets)} rows of prompt_targets exceed the prompt"
+            raise invalid(f"{message} of {len(input_ids)} tokens")
+        for row in targets:
+            self._check_ids("prompt_targets", [token for token in row if token != -1])
+        top_k, num_draws = body.top_logprobs_num, body.prompt_draws
+        return PromptScoring(first=max(first, 1), top_k=top_k, num_draws=num_draws, targets=targets)
 
     def _params(self, body: GenerateSettings) -> SamplingParams:
         """The sampling parameters with the end tokens of the model."""
@@ -192,7 +219,8 @@ class BodyParser:
             message = "stop strings need a tokenizer, but the folder of the model has none: use stop_token_ids"
             raise RequestError(message, code="request.no_tokenizer")
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        stop_ids = frozenset[int]() if params.ignore_eos else limits.default_stop_ids | params.stop_token_ids
+        defaults = frozenset[int]() if params.only_stops else limits.default_stop_ids
+        stop_ids = frozenset[int]() if params.ignore_eos else defaults | params.stop_token_ids
         if params.min_new_tokens and len(stop_ids) == limits.vocab_size:
             raise invalid(f"stop_token_ids has every token: none is left for min_new_tokens={params.min_new_tokens}")
         top_k = ALL_TOKENS if params.top_k >= limits.vocab_size else params.top_k
@@ -214,7 +242,7 @@ class BodyParser:
         placed: tuple[PlacedImage, ...] = ()
         if self._limits.layout is not None:
             input_ids, placed = _with_images(input_ids, images, self._limits.layout)
-        if len(input_ids) + params.max_new_tokens > context:
+        if params.max_new_tokens != UNLIMITED and len(input_ids) + params.max_new_tokens > context:
             raise RequestError(
                 f"prompt ({len(input_ids)} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context "
                 f"length of {context}: request at most {context - len(input_ids)} new tokens",
@@ -256,10 +284,12 @@ class GenerateRoute:
         self._num_requests = 0
         self._failure: BaseException | None = None
 
-    def attach(self, engine: Engine, limits: RequestLimits, detokenizer: Detokenizer | None) -> None:
+    def attach(
+        self, engine: Engine, limits: RequestLimits, adapters: LoadedAdapters, detokenizer: Detokenizer | None
+    ) -> None:
         """Set the engine that answers. Called once, before the first request."""
-        self._engine = engine
-        self.parser = BodyParser(limits, self._draw_seed, records_experts=engine.runner.records_experts)
+        self._engine, self._adapters = engine, adapters
+        self.parser = BodyParser(limits, adapters, self._draw_seed, records_experts=engine.runner.records_experts)
         self._detokenizer = detokenizer
 
     def deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
@@ -309,9 +339,21 @@ class GenerateRoute:
         with self._submitted([call.sequence for call in calls]):
             if calls[0].sequence.stream_interval:
                 return await self._stream_group(request, calls)
-            while missing := [call for call in calls if call.sequence.finish is None]:
-                await self._change(missing)
+            await self._ended(calls)
             return json_response([self._part_or_error(call, 0)[0] for call in calls])
+
+    async def computed(self, settings: GenerateSettings, prompts: list[Prompt]) -> list[Sequence]:
+        """The sequences of all samples, without HTTP, once they have ended. ServerUnavailable when one failed."""
+        calls = await self.parser.calls(settings, prompts)
+        with self._submitted([call.sequence for call in calls]):
+            await self._ended(calls)
+            for call in calls:
+                self._part(call, 0)
+        return [call.sequence for call in calls]
+
+    async def _ended(self, calls: list[Call]) -> None:
+        while missing := [call for call in calls if call.sequence.finish is None]:
+            await self._change(missing)
 
     @contextmanager
     def _submitted(self, sequences: list[Sequence]) -> Iterator[None]:
@@ -326,6 +368,7 @@ class GenerateRoute:
         submitted_ns = time.perf_counter_ns()
         try:
             for sequence in sequences:
+                self._adapters.use(sequence.adapter, +1)
                 self._engine.submit(sequence)
             yield
         finally:
@@ -335,6 +378,7 @@ class GenerateRoute:
                 self._waiters.pop(sequence, None)
                 if sequence.finish is None:
                     self._engine.abort(sequence, "the client disconnected")
+                self._adapters.use(sequence.adapter, -1)
                 parts = [("queued", submitted_ns, sequence.started_ns or ended_ns)]
                 parts += [("run", sequence.started_ns, ended_ns)] if sequence.started_ns else []
                 add_track("request", sequence.request_id, submitted_ns, ended_ns, parts)
@@ -432,6 +476,10 @@ class GenerateRoute:
             "weight_version": starts[-1][1] if starts else self._engine.version,
             "weight_versions": [{"version": version, "start": low, "end": high} for version, low, high in spans],
         }
+        if finish is not None and sequence.scoring is not None and sequence.scores_from >= sequence.num_prompt:
+            meta |= _scores_json(sequence)
+        if call.adapter:
+            meta["lora_path"] = call.adapter
         if finish is not None and sequence.experts_start is not None:
             meta["routed_experts"] = base64.b64encode(b"".join(sequence.experts)).decode()
         if call.with_logprobs:
@@ -448,6 +496,16 @@ class GenerateRoute:
         """End a request with its tokens so far. No effect when it has already ended."""
         if (sequence := self._by_id.get(request_id)) is not None:
             self._engine.abort(sequence, "abort_request was called")
+
+
+def _scores_json(sequence: Sequence) -> dict[str, Any]:
+    """The scores of a prompt, as lists of (log-probability, token, null); null for a log-probability that is NaN."""
+    scores, ids = sequence.scores, sequence.token_ids
+    found: dict[str, Any] = {"input_token_logprobs": [(one, ids[i], None) for i, one in enumerate(scores.logprobs)]}
+    for name, places in (("top", scores.top), ("draw", scores.draws)):
+        if places:
+            found[f"input_{name}_logprobs"] = [[(value, token, None) for token, value in place] for place in places]
+    return found | ({"input_target_logprobs": scores.targets} if scores.targets else {})
 
 
 def _finish_json(finish: FinishReason, num_output: int) -> dict[str, Any]:

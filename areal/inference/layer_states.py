@@ -84,6 +84,10 @@ class LayerStates:
         self._free: list[int] = []
         self._spans: list[tuple[Tensor, Span]] | None = None
         """Slots of the step's sequences; None: the model is probed."""
+        self.span: Span | None = None
+        """The one for which a layer is called now."""
+        self.parts: set[nn.Module] = set()
+        """All modules inside of the layers."""
         number = max(getattr(model.config.get_text_config(), "number_of_conv_states", 1), 1)
         self._caches = Cache(layers=[LinearAttentionLayer() for _ in range(self.num_layers)])
         for module in state_layers(model).values():
@@ -94,6 +98,7 @@ class LayerStates:
                 raise ConfigError(message, code="model.unsupported")
             layer = _Layer(index, False, [[None, None] for _ in range(number)])
             self._layers.append(layer)
+            self.parts |= set(module.modules())
             if getattr(module, "time_step_limit", _NO_LIMIT) != _NO_LIMIT:
                 module.get_submodule("in_proj").register_forward_hook(functools.partial(_limit_steps, module))
             module.forward = functools.partial(self._forward, layer, module.forward, name)
@@ -144,7 +149,8 @@ class LayerStates:
         spans = iter(self._spans)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            slots, span = next(spans)
+            slots, self.span = next(spans)
+            span = self.span
             self._caches.layers[layer.index] = found = layer.cache(slots, is_first=span.is_first)
             call = functools.partial(forward, **{name: self._caches})
             if span.is_first or layer.takes_several or span.count == 1:

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoMod
 from areal.api.columns import ExpertShape
 from areal.api.errors import ConfigError
 from areal.api.images import VisionLayout
+from areal.inference.adapters import AdapterProducts
 from areal.inference.attention import (
     ATTENTION_NAME,
     AttentionPlan,
@@ -111,6 +112,29 @@ def _unrounded_head(head: nn.Linear, input: Tensor) -> Tensor:
     return unrounded_linear(input.flatten(0, -2), head.weight, head.bias).unflatten(0, input.shape[:-1])
 
 
+def _score(logits: Tensor, scored: list[tuple[Sequence, int]]) -> None:
+    """Add what logits [rows, vocabulary] say about tokens of prompts to the scores of their sequences."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    tokens = torch.tensor([sequence.token_ids[token] for sequence, token in scored], device=logits.device)
+    of_tokens = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    for row, (sequence, token), logprob in zip(logprobs, scored, of_tokens, strict=True):
+        scoring, scores = sequence.scoring, sequence.scores
+        assert scoring is not None
+        scores.logprobs.append(logprob)
+        if scoring.top_k:
+            values, ids = row.topk(min(scoring.top_k, len(row)))
+            scores.top.append(list(zip(ids.tolist(), values.tolist(), strict=True)))
+        if scoring.num_draws:
+            sums = (row / max(sequence.params.temperature, 1e-6)).softmax(-1).cumsum(-1).cpu()
+            generator = torch.Generator().manual_seed((sequence.seed + token) % 2**63)
+            ids = torch.searchsorted(sums, torch.rand(scoring.num_draws, generator=generator) * sums[-1], right=True)
+            ids = ids.clamp(max=len(row) - 1).to(row.device)
+            scores.draws.append(list(zip(ids.tolist(), row[ids].tolist(), strict=True)))
+        if token <= len(scoring.targets):
+            ids = torch.tensor(scoring.targets[token - 1], dtype=torch.int64, device=row.device)
+            scores.targets.append(row[ids.clamp(min=0)].masked_fill(ids < 0, 0.0).tolist())
+
+
 BLOCK_SIZE = 16
 _EXPERT_TYPES = {1: torch.uint8, 2: torch.int16}
 _CPU_GROUP_BYTES = 1 << 20
@@ -158,12 +182,18 @@ class ModelRunner:
         self._group_bytes = _CPU_GROUP_BYTES if self.device.type == "cpu" else _CUDA_GROUP_BYTES
         self._workspace = torch.empty(0, dtype=self.dtype, device=self.device)
         self._dense = None if self.states.indices else dense_decoder(model, self.layer_shapes)
+        self.adapters = AdapterProducts(model, self.states)
+        for product in self._dense.products if self._dense else ():
+            product.adapters = self.adapters
         self._paged = self._find_paged_kernel() if probe.is_plain else None
         self._graphs: DecodeGraphs | None = None
         self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=0)
         is_exact = self.device.type == "cpu" and self.dtype == torch.float32 and not self.states.indices
-        self._least_rows = 1 if not is_exact else self._dense.equal_rows() if self._dense else EQUAL_ROWS
-        """An answer does not depend on the requests that are computed beside it, nor on what is taken from the cache."""
+        self._least_with_adapters = EQUAL_ROWS if is_exact else 1
+        self._least_rows = self._dense.equal_rows() if is_exact and self._dense else self._least_with_adapters
+        """So that an answer depends neither on the requests beside it nor on what is taken from the cache."""
+        self._adapters_of_rows: list[int] | None = None
+        """Of the step; None: it has none."""
         self._is_in_rows = False
         """The logits of the last step were those of all decode rows, and no others."""
 
@@ -246,7 +276,8 @@ class ModelRunner:
         chunks = [] if self.vision is None else self._row_chunks(order) + longer
         has_images = any(chunk.start < chunk.sequence.image_end for chunk in chunks)
         logits = None
-        if self._graphs is not None and not longer and not has_images:
+        self._adapters_of_rows = self._row_adapters(order, longer)
+        if self._graphs is not None and not longer and not has_images and self._adapters_of_rows is None:
             logits = self._graphs.logits(self._rows.inputs)
             logits = None if logits is None else logits[: len(self._rows)]
         self._is_in_rows = not plan.chunks
@@ -258,10 +289,15 @@ class ModelRunner:
         else:
             rows, sequences, ahead, expand = self._sampled_rows(order, single, longer)
             sampled = SampledRows.of(sequences, self.device, ahead)
+            num_sampled, scored = len(rows), self._scored_rows(order, single, longer)
+            rows += [row for row, _, _ in scored]
             index = torch.tensor(rows, dtype=torch.int64, device=self.device)
             logits = (
                 self._computed(order, longer, chunks if has_images else [], index) if logits is None else logits[index]
             )
+            if scored:
+                _score(logits[num_sampled:], [(sequence, token) for _, sequence, token in scored])
+                logits = logits[:num_sampled]
             if expand is not None:
                 logits = logits[torch.tensor(expand, device=self.device)]
         if self.vision is not None:
@@ -270,6 +306,14 @@ class ModelRunner:
         for chunk in plan.chunks if self.states.indices else ():
             self.states.copy(chunk.sequence, chunk.siblings)
         return logits, sampled
+
+    def _row_adapters(self, order: np.ndarray | None, longer: list[Chunk]) -> list[int] | None:
+        if not self.adapters.groups:
+            return None
+        rows = self._rows.sequences
+        sequences = rows if order is None else [rows[number] for number in order]
+        counts = [1] * len(rows) + [chunk.count for chunk in longer]
+        return self.adapters.numbers([*sequences, *(chunk.sequence for chunk in longer)], counts)
 
     def _begin_states(self, plan: StepPlan, order: np.ndarray | None, longer: list[Chunk]) -> None:
         rows = self._rows.sequences
@@ -327,6 +371,25 @@ class ModelRunner:
                     add(row - length + drafted, chunk.sequence, chunk.siblings, drafted)
         return rows, sequences, ahead, expand if len(expand) > len(rows) else None
 
+    def _scored_rows(
+        self, order: np.ndarray | None, single: dict[Sequence, Chunk], longer: list[Chunk]
+    ) -> list[tuple[int, Sequence, int]]:
+        """Rows whose logits score the next token of a prompt, the sequence, and the number of that token."""
+        if all(one.scoring is None for one in (*single, *(chunk.sequence for chunk in longer))):
+            return []
+        rows = self._rows.sequences
+        some = rows if order is None else [rows[number] for number in order]
+        chunks: list[Chunk | None] = [*(single.get(one) for one in some), *longer]
+        found: list[tuple[int, Sequence, int]] = []
+        row = 0
+        for chunk in chunks:
+            if chunk is not None:
+                sequence, shift = chunk.sequence, chunk.start + 1 - row
+                first, end = max(sequence.scores_from, chunk.start + 1), chunk.start + 1 + chunk.count
+                found += [(token - shift, sequence, token) for token in range(first, min(end, sequence.num_prompt))]
+            row += 1 if chunk is None else chunk.count
+        return found
+
     def _row_chunks(self, order: np.ndarray | None) -> list[Chunk]:
         sequences = self._rows.sequences
         some = sequences if order is None else [sequences[row] for row in order]
@@ -347,7 +410,8 @@ class ModelRunner:
         self._add_longer(plan, longer, count)
         if kept is not None:
             count = len(kept)
-            kept = pad(kept, (0, max(self._least_rows - count, 0)))
+            kept = pad(kept, (0, self._lacking(count)))
+        self.adapters.begin(self._adapters_of_rows, len(slots), kept)
         if chunks and self.vision is not None:
             logits = self.vision.logits(chunks, input_ids, positions, kept, plan)
         elif self._dense is not None:
@@ -404,9 +468,14 @@ class ModelRunner:
                 parts.append(np.stack((ids, shifted, blocks * BLOCK_SIZE + places % BLOCK_SIZE)))
             more = torch.from_numpy(np.concatenate(parts, axis=1)).to(self.device)
             both, slots = torch.cat((both, more[:2]), dim=1), torch.cat((slots, more[2]))
-        if (lacking := self._least_rows - len(slots)) > 0:
+        if lacking := self._lacking(len(slots)):
             both, slots = pad(both, (0, lacking)), pad(slots, (0, lacking), value=self._spare_block * BLOCK_SIZE)
         return both[:1], both[1:], slots
+
+    def _lacking(self, count: int) -> int:
+        """Rows with which a step of `count` is padded."""
+        least = self._least_rows if self._adapters_of_rows is None else self._least_with_adapters
+        return max(least - count, 0)
 
     def _decode_groups(self, order: np.ndarray | None) -> list[DecodeGroup]:
         """Split the decode rows into groups that fit into the group memory."""

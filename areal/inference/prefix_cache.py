@@ -16,18 +16,23 @@ if TYPE_CHECKING:
 
 
 def extend_keys(
-    keys: list[bytes], token_ids: Sequence[int], images: Sequence[PlacedImage], count: int, block_size: int
+    keys: list[bytes],
+    token_ids: Sequence[int],
+    images: Sequence[PlacedImage],
+    count: int,
+    block_size: int,
+    adapter: int = 0,
 ) -> None:
     """Append the keys of the next full blocks of a sequence, up to `count` of them.
 
-    A key is a hash of the key before, the tokens of the block, and the images that have tokens in it. So equal keys
-    mean equal sequences up to the end of the block. The weights are not in it: an update empties the cache, unless its
-    mode keeps all keys and values.
+    A key is a hash of the key before (of the number of the adapter for the first block), the tokens of the block, and
+    the images that have tokens in it. So equal keys mean equal sequences up to the end of the block. The weights are
+    not in it: an update empties the cache, unless its mode keeps all keys and values.
     """
     for number in range(len(keys), count):
         first = number * block_size
         end = first + block_size
-        content = blake2b(keys[-1] if keys else b"", digest_size=16)
+        content = blake2b(keys[-1] if keys else adapter.to_bytes(8), digest_size=16)
         content.update(array("q", token_ids[first:end]).tobytes())
         for image in images:
             if image.start < end and first < image.start + image.count:

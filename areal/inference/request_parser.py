@@ -23,7 +23,7 @@ from areal.system.http_guard import read_body
 TOO_LARGE = "request.too_large"
 MAX_CONTROL_BYTES = 1 << 24
 """Maximum size of a control request. A bucket of a weight update names its weights, about 100 bytes each."""
-MAX_SAMPLES, MAX_PROMPTS = 4096, 256
+MAX_SAMPLES, MAX_PROMPTS, MAX_TOP = 4096, 256, 1024
 _JSON_HEADERS = {"Content-Type": "application/json"}
 _BodyT = TypeVar("_BodyT", bound="Body")
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -57,9 +57,19 @@ class GenerateSettings(Body):
     """What applies to all answers of a request."""
 
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    lora_path: str = ""
+    """Name of a loaded LoRA adapter; empty = the base model."""
     image_data: Annotated[list[str], FailFast()] = field(default_factory=list[str])
     """PNG files as data URLs, in their final size, of the only prompt."""
     return_logprob: bool = False
+    logprob_start_len: Annotated[int, Field(ge=-1)] = -1
+    """First token of the prompt whose log-probability is returned, at temperature 1; -1 = none is."""
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
+    """With it the likeliest tokens at each place of the prompt."""
+    prompt_draws: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
+    """With it tokens that are drawn at each place of the prompt, at the temperature of the request."""
+    prompt_targets: Annotated[list[Ids], FailFast()] = field(default_factory=list[Ids])
+    """With it the log-probabilities of other tokens: row i is for token i + 1 of the prompt; -1 = none."""
     return_text: bool = False
     """Off by default, because decoding takes most of the time of a short request."""
     stream: bool = False
@@ -113,6 +123,16 @@ class ReceiveBody(Body):
 class FolderBody(ReceiveBody):
     model_path: str
     abort_all_requests: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadBody(Body):
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBody(UnloadBody):
+    lora_path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +220,8 @@ class RequestLimits:
     has_tokenizer: bool
     layout: VisionLayout | None = None
     """The image layout of a model that takes images."""
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
 
 
 def seed_source(base: int) -> Callable[[], int]:

@@ -1,5 +1,6 @@
 """Chooses the tokens of the next step: admission, chunked prefill, cached prefixes, preemption. No tensors."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
+from areal.api.data import PromptScores, PromptScoring
 from areal.inference.drafts import Drafts
 from areal.inference.prefix_cache import BlockPool, extend_keys
 
@@ -27,6 +29,16 @@ _StopString = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
 """Each new token is compared with this length of text."""
 
 
+UNLIMITED = 2**31 - 1
+"""`max_new_tokens` of an answer that ends with the context length."""
+SCORED_TOKENS = 256
+"""Tokens of a prompt that are scored in one step: each has the logits of the whole vocabulary."""
+
+
+def _or_unlimited(value: Any) -> Any:
+    return UNLIMITED if value is None else value
+
+
 def _as_list(value: Any) -> Any:
     return [] if value is None else [value] if isinstance(value, str) else value
 
@@ -38,7 +50,8 @@ class SamplingParams:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    max_new_tokens: Annotated[int, Field(ge=1), BeforeValidator(_or_unlimited)] = 128
+    """null = up to the context length."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=_MAX_TEMPERATURE)] = 1.0
     """0 = greedy."""
@@ -53,6 +66,10 @@ class SamplingParams:
     ] = frozenset()
     """All ids that end the answer of a sequence, including those of the model; empty with ignore_eos."""
     ignore_eos: bool = False
+    only_stops: bool = False
+    """The end tokens of the model do not end the answer."""
+    raw_logprobs: bool = False
+    """The log-probabilities of the answer are those at temperature 1."""
     sampling_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """None = chosen by the server."""
     num_prior_output_tokens: Annotated[int, Field(ge=0)] = 0
@@ -132,6 +149,8 @@ class Sequence:
     num_prior_output: int = 0
     """Tokens at the end of the prompt that belong to the answer, generated before an interruption."""
     group_id: str = ""
+    adapter: int = 0
+    """Number of its LoRA adapter; 0 = the base model."""
     stream_interval: int = 0
     """Tokens per event of a stream; 0 = one answer at the end."""
     status: Status = Status.WAITING
@@ -167,6 +186,9 @@ class Sequence:
     """The position of token i behind the images is i + position_shift."""
     experts_start: int | None = None
     """First token whose chosen experts are to be recorded; None = none are."""
+    scoring: PromptScoring | None = None
+    scores: PromptScores = field(default_factory=lambda: PromptScores(logprobs=[]))
+    """Of the first tokens of the prompt, with `scoring`."""
     experts: list[bytes] = field(default_factory=list[bytes])
     """A record for each token from `experts_start` on, set when the sequence ends or loses its cache."""
 
@@ -174,6 +196,18 @@ class Sequence:
         last = self.images[-1] if self.images else None
         self.image_end = last.start + last.count if last else 0
         self.position_shift = last.shift_after if last else 0
+        if self.scoring is not None:
+            first, scores, none = self.scoring.first, self.scores, list[tuple[int, float]]()
+            scores.logprobs.extend([math.nan] * first)
+            scores.top.extend([none] * first if self.scoring.top_k else ())
+            scores.draws.extend([none] * first if self.scoring.num_draws else ())
+            scores.targets.extend([0.0] * len(row) for row in self.scoring.targets[: first - 1])
+
+    @property
+    def scores_from(self) -> int:
+        """The next token of the prompt to be scored; `UNLIMITED` = none."""
+        done = self.num_prompt if self.scoring is None else len(self.scores.logprobs)
+        return done if done < self.num_prompt else UNLIMITED
 
     @property
     def num_output(self) -> int:
@@ -386,6 +420,8 @@ class Scheduler:
     def _within(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens of a sequence to compute from `start` on."""
         end = min(len(sequence.token_ids), start + max(budget, 0))
+        if end > sequence.scores_from:
+            end = min(end, start + SCORED_TOKENS)
         if self._whole_images and start < end < sequence.image_end:
             for image in sequence.images:
                 last = image.start + image.count
@@ -405,10 +441,14 @@ class Scheduler:
         that writes it, since each layer writes before it reads."""
         count = num_tokens // self._pool.block_size
         if self.keeps_prefixes and count > sequence.num_named:
-            extend_keys(sequence.keys, sequence.token_ids, sequence.images, count, self._pool.block_size)
+            self._extend_keys(sequence, count)
             for number in range(sequence.num_named, count):
                 self._pool.name(sequence.blocks[number], sequence.keys[number])
             sequence.num_named = count
+
+    def _extend_keys(self, sequence: Sequence, count: int) -> None:
+        size, images = self._pool.block_size, sequence.images
+        extend_keys(sequence.keys, sequence.token_ids, images, count, size, sequence.adapter)
 
     def _make_room(self, plan: StepPlan, sequence: Sequence, count: int) -> bool:
         """Allocate blocks for `count` more tokens, preempting the youngest sequences if needed. False: preempted."""
@@ -434,6 +474,8 @@ class Scheduler:
             if (
                 leader is not None
                 and leader.is_last
+                and sequence.scoring is None
+                and leader.sequence.adapter == sequence.adapter
                 and (leader.sequence.token_ids, leader.sequence.images) == (sequence.token_ids, sequence.images)
             ):
                 if not self._fork(plan, leader, sequence):
@@ -463,9 +505,10 @@ class Scheduler:
         """Start a sequence with the first chunk after the cached blocks. None: not enough blocks."""
         held: list[int] = []
         if self.keeps_prefixes:
-            # The last token is always computed, because its logits are needed.
-            count = (len(sequence.token_ids) - 1) // self._pool.block_size
-            extend_keys(sequence.keys, sequence.token_ids, sequence.images, count, self._pool.block_size)
+            # The last token, and those before tokens that are scored, are computed, because their logits are needed.
+            last = min(len(sequence.token_ids), sequence.scores_from) - 1
+            count = last // self._pool.block_size
+            self._extend_keys(sequence, count)
             held = self._pool.find(sequence.keys[:count])
         shared = len(held) * self._pool.block_size
         count = self._within(sequence, shared, budget)

@@ -11,11 +11,12 @@ import asyncio
 import gc
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvloop
@@ -25,6 +26,7 @@ from areal.api.config import NativeServerConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.data import WeightSpec
 from areal.api.errors import ArealError, ConfigError, RequestError
+from areal.inference.adapters import LoadedAdapters
 from areal.inference.engine import (
     Detokenizer,
     Engine,
@@ -44,10 +46,12 @@ from areal.inference.request_parser import (
     InstallBody,
     JoinBody,
     LeaveBody,
+    LoadBody,
     PauseBody,
     PullBody,
     ReceiveBody,
     RequestLimits,
+    UnloadBody,
     error_response,
     invalid,
     json_response,
@@ -94,8 +98,8 @@ def _log_error(work: asyncio.Future[None]) -> None:
 class WeightRoutes:
     """Weight updates of one server, one at a time. A client that disconnects does not interrupt one."""
 
-    def __init__(self, engine: Engine, puller: FolderPuller) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, adapters: LoadedAdapters, puller: FolderPuller) -> None:
+        self._engine, self._adapters = engine, adapters
         self._puller = puller
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
@@ -108,6 +112,8 @@ class WeightRoutes:
             "/update_weights_from_distributed": self._update_from_distributed,
             "/install_weights": self._install,
             "/destroy_weights_update_group": self._destroy_group,
+            "/load_lora_adapter": self._load_adapter,
+            "/unload_lora_adapter": self._unload_adapter,
         }
 
     async def _pull(self, request: web.Request) -> web.StreamResponse:
@@ -185,7 +191,18 @@ class WeightRoutes:
                 with track("weight command", "weights"):
                     await asyncio.wrap_future(submit(command))
 
-        task = asyncio.create_task(run())
+        return await self._to_its_end(run())
+
+    async def _load_adapter(self, request: web.Request) -> web.StreamResponse:
+        body = await read_json(request, LoadBody)
+        return await self._to_its_end(self._adapters.load(body.lora_name, Path(body.lora_path)))
+
+    async def _unload_adapter(self, request: web.Request) -> web.StreamResponse:
+        body = await read_json(request, UnloadBody)
+        return await self._to_its_end(self._adapters.unload(body.lora_name))
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> web.StreamResponse:
+        task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         await _outlasting(task)
@@ -222,8 +239,9 @@ class ServerApp:
         """Set the engine. Called once, before `application`."""
         self._engine = engine
         self._limits = limits
-        self.generate.attach(engine, limits, detokenizer)
-        self._weights = WeightRoutes(engine, self._puller)
+        self._adapters = LoadedAdapters(engine.runner.adapters, engine.call, _in_thread, engine.weights.base, limits)
+        self.generate.attach(engine, limits, self._adapters, detokenizer)
+        self._weights = WeightRoutes(engine, self._adapters, self._puller)
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
@@ -299,6 +317,7 @@ class ServerApp:
                 "weight_version": self._engine.version,
                 "vocab_size": self._limits.vocab_size,
                 "context_length": self._limits.context_length,
+                "adapters": self._adapters.names,
                 "is_generation": True,
             }
         )

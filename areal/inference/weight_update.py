@@ -71,7 +71,7 @@ class ServedWeights:
     def __init__(self, model: nn.Module, *, base: Path | None = None, in_host_memory: bool = False) -> None:
         """`base`: the checkpoint that adapters are merged into; `in_host_memory`: the second copy of the weights of a
         GPU is in pinned memory of the host, and `install` copies it to the GPU."""
-        self._base = base
+        self.base = base
         self._places: dict[str, tuple[Tensor, StoredPart]] = {}
         """Name of a stored weight -> the tensor of the model, and which part of it; tied ones under each name."""
         self._needed: dict[tuple[int, int], list[str]] = {}
@@ -159,8 +159,8 @@ class ServedWeights:
         try:
             with ExitStack() as stack, self._on_own_stream():
                 changes = None
-                if (folder / ADAPTER_CONFIG).exists() and self._base is not None:
-                    changes, folder = AdapterChanges.read(folder, self._base, self._device), self._base
+                if (folder / ADAPTER_CONFIG).exists() and self.base is not None:
+                    changes, folder = AdapterChanges.read(folder, self.base, self._device), self.base
                 files = [stack.enter_context(safe_open(path, framework="pt")) for path in self._checked_files(folder)]
                 for file in files:
                     for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping

@@ -282,6 +282,8 @@ class Launch:
     """Seconds of a train step, for the GPU hours of a dry run; None = as an earlier run measured."""
     launcher: str = "local"
     """The launcher that reads it."""
+    is_service: bool = False
+    """There are no train steps: the heartbeat of the controller says what it does."""
 
 
 def read_command_line(argv: Sequence[str], *, launcher: str = "local") -> Launch:
@@ -520,7 +522,7 @@ def _run(
     source: Source = StatusSource(
         registry, paths.metrics, has_controller=plan.num_servers > 0, total_steps=total_steps, token=token
     )
-    if config.allocation.evaluation:
+    if config.allocation.evaluation or request.is_service:
         source = EvaluationSource(paths.alive)
     return Supervisor(
         plan,

@@ -6,6 +6,7 @@ Reads the configuration, headers and samples of the weights: milliseconds for an
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ BASE_KEY = "areal_base"
 PREFIX = "base_model.model."
 """Begins the names of all weights of an adapter."""
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+BASE_COPY = ".base_layer.weight"
+"""Ends the name of a weight of the base model, which peft stores with the adapter of an output head."""
 _SAMPLE_BYTES = 4096
 _NEUTRAL: dict[str, Any] = {
     "bias": "none", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "use_qalora": False,
@@ -46,8 +49,11 @@ def base_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def adapter_weights(folder: Path, lora: LoRAConfig, base: Path) -> dict[str, StoredWeight]:
-    """The weights of an adapter by the names of peft, after checks. `base`: folder of the model that is adapted.
+def adapter_weights(
+    folder: Path, lora: LoRAConfig, base: Path | None, shapes: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, StoredWeight]:
+    """The weights of an adapter by the names of peft, after checks. `base`: folder of the model that is adapted, None =
+    any one. `shapes`: of its weights that can be adapted; None = all of its folder.
 
     Raises InputError when it is no adapter, was trained on another base model, or has other settings than `lora`.
     """
@@ -75,27 +81,30 @@ def adapter_weights(folder: Path, lora: LoRAConfig, base: Path) -> dict[str, Sto
     trained_on = header.metadata.get(BASE_KEY)
     if trained_on is None and any(Path(named).expanduser().glob("*.safetensors")):
         trained_on = base_fingerprint(Path(named).expanduser())
-    if trained_on is not None and trained_on != base_fingerprint(base):
+    if trained_on is not None and base is not None and trained_on != base_fingerprint(base):
         message = f"the adapter in {folder} was trained on another base model ({named or 'unknown'}), not on {base}"
         raise InputError(message, code="adapter.other_base")
-    _require_fit(folder, header.weights, base)
+    if shapes is None:
+        shapes = {} if base is None else {name: weight.shape for name, weight in stored_weights(base).items()}
+    _require_fit(folder, header.weights, shapes)
     return header.weights
 
 
-def _require_fit(folder: Path, found: dict[str, StoredWeight], base: Path) -> None:
+def _require_fit(folder: Path, found: dict[str, StoredWeight], model: Mapping[str, Sequence[int]]) -> None:
     """Raise InputError when a weight of an adapter has no place in the base model."""
-    model = stored_weights(base)
     for name, weight in found.items():
+        if name.endswith(BASE_COPY):
+            continue
         module = name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP)
         target = model.get(f"{module}.weight") or model.get(module)
         size = -1 if name.endswith(DOWN) else 0
         is_adapter = name.endswith((DOWN, UP))
         fits = target is not None and (
-            weight.shape[size] == target.shape[size] if is_adapter else weight.shape == target.shape
+            weight.shape[size] == target[size] if is_adapter else list(weight.shape) == list(target)
         )
         if not fits:
-            shape = "no such module" if target is None else f"{module} of shape {target.shape}"
-            message = f"the adapter in {folder} has {name} {weight.shape}, but the model in {base} has {shape}"
+            shape = "no such module" if target is None else f"{module} of shape {list(target)}"
+            message = f"the adapter in {folder} has {name} {weight.shape}, but the base model has {shape}"
             raise InputError(message, code="adapter.other_base")
 
 
@@ -118,6 +127,8 @@ def require_targets(lora: LoRAConfig, linear: list[str], modules: list[str], *, 
         if given in (ALL_LINEAR, [ALL_LINEAR]):
             continue
         for entry in [given] if isinstance(given, str) else given:
+            if entry == ALL_LINEAR:
+                continue
             wanted[f"{key}: {entry}"] = any(is_target(x, given if given is entry else [entry]) for x in linear)
             if has_experts and given is not entry and entry in _OF_EXPERTS:
                 wanted[f"{key}: {entry}"] = any(is_target(x, given) for x in linear)

@@ -20,6 +20,7 @@ class FakeNative(FakeServer):
     dialect = "native"
     received = ""
     """The update whose weights it has received."""
+    adapters: tuple[str, ...] = ()
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -59,7 +60,8 @@ class FakeNative(FakeServer):
 
     async def _info(self, request: web.Request) -> web.Response:
         await self.answers()
-        return web.json_response({"weight_version": str(self.version), "vocab_size": 5000, "context_length": 4096})
+        facts = {"vocab_size": 5000, "context_length": 4096, "adapters": list(self.adapters)}
+        return web.json_response({"weight_version": str(self.version), **facts})
 
     async def _load(self, request: web.Request) -> web.Response:
         await self.answers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from areal.api.config.rollout import GenerationHyperparameters, NativeServerConfig
-from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
+from areal.api.data import GenerationRequest, GenerationResponse, PromptScoring, WeightSpec, WeightUpdate
+from areal.api.errors import RequestError
 from areal.fleet.fleet import Fleet
 from areal.inference.engine import build_engine, request_limits
 from areal.inference.request_parser import seed_source
@@ -303,3 +305,73 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_p
     scores = [(by_old if i < split else by_new)[3 + i, token].item() for i, token in enumerate(response.output_ids)]
     assert response.output_logprobs == pytest.approx(scores, abs=2e-5)
     assert response.num_interruptions == (1 if mode == "interrupt" else 0)
+
+
+@pytest.fixture
+def adapter_folders(model_folder: Path, tmp_path: Path) -> list[str]:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folders: list[str] = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
+        folders.append(str(tmp_path / f"adapter-{seed}"))
+        model.save_pretrained(folders[-1])
+    return folders
+
+
+async def test_every_replica_serves_the_loaded_adapters(native: NativeKit, adapter_folders: list[str]) -> None:
+    fleet = await native.fleet(2)
+    await fleet.load_adapter("a-1", adapter_folders[0])
+    await fleet.load_adapter("b-1", adapter_folders[1])
+    with pytest.raises(RequestError) as refused:
+        await fleet.load_adapter("c-1", adapter_folders[0] + "-none")
+    assert refused.value.code == "adapter.not_readable"
+
+    async def answers() -> list[list[float]]:
+        asked = [dataclasses.replace(a_request(name or "base", 40), adapter=name) for name in ("", "a-1", "b-1")]
+        found = await asyncio.gather(*map(fleet.agenerate, asked))
+        assert [one.output_versions for one in found] == [[0] * 40] * 3
+        return [list(one.output_logprobs) for one in found]
+
+    first = await answers()
+    assert len({tuple(one) for one in first}) == 3
+    for server in native.servers:  # a new process gets the adapters before it serves
+        await server.die()
+    for index in range(2):
+        await native.server(index)
+    assert await answers() == first
+    await fleet.unload_adapter("a-1")
+    with pytest.raises(RequestError) as refused:
+        await fleet.agenerate(dataclasses.replace(a_request("late", 4), adapter="a-1"))
+    assert refused.value.code == "adapter.unknown"
+    for server in native.servers[2:]:
+        assert [group.rank for group in server.engine.runner.adapters.groups] == [16]
+
+
+async def test_an_unload_that_a_replica_missed_is_made_up_for(native: NativeKit, adapter_folders: list[str]) -> None:
+    fleet = await native.fleet(1)
+    [server], [slot] = native.servers, fleet._replicas.slots
+    await fleet.load_adapter("a-1", adapter_folders[0])
+    connected, slot.replica = slot.replica, None
+    await fleet.unload_adapter("a-1")
+    slot.replica = connected
+    await until(lambda: not server.engine.runner.adapters.groups)
+
+
+async def test_an_answer_brings_the_scores_of_its_prompt(native: NativeKit) -> None:
+    fleet = await native.fleet(1)
+    scoring = PromptScoring(top_k=2, targets=[[5, -1], [6, 7]], num_draws=1)
+    changes: dict[str, Any] = {"scoring": scoring, "raw_logprobs": True, "only_stops": True}
+    for num_tokens in (4, 80):  # whole, and streamed
+        asked = dataclasses.replace(a_request(f"r{num_tokens}", num_tokens, temperature=0.5), **changes)
+        scores = (await fleet.agenerate(asked)).prompt_scores
+        assert scores is not None
+        assert math.isnan(scores.logprobs[0])
+        assert max(scores.logprobs[1:]) < 0
+        assert [len(place) for place in scores.top] == [0, 2, 2, 2]
+        assert [len(place) for place in scores.draws] == [0, 1, 1, 1]
+        assert [[value < 0 for value in row] for row in scores.targets] == [[True, False], [True, True]]
+    assert (await fleet.agenerate(a_request("plain", 4))).prompt_scores is None

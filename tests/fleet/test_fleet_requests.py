@@ -107,12 +107,3 @@ async def test_the_status_contains_the_loads_that_servers_report(kit: FleetKit) 
     await until(load)
     server.release()
     assert_whole(await running)
-
-
-async def test_a_native_server_has_no_adapters(native_kit: FleetKit) -> None:
-    server = await native_kit.server(0)
-    fleet = await native_kit.fleet(1)
-    with pytest.raises(RequestError) as error:
-        await fleet.agenerate(dataclasses.replace(a_request(), adapter="lora-v1"))
-    assert error.value.code == "server.no_adapters"
-    assert server.requests == []

@@ -36,6 +36,7 @@ from transformers import (
 
 from areal.api.columns import ExpertShape
 from areal.api.config import NativeServerConfig
+from areal.api.data import PromptScoring
 from areal.api.images import VisionLayout
 from areal.inference import server
 from areal.inference.drafts import Drafts
@@ -140,6 +141,8 @@ class Driver:
         group_id: str = "",
         seed: int = 0,
         images: tuple[PlacedImage, ...] = (),
+        adapter: int = 0,
+        scoring: PromptScoring | None = None,
         **params: Any,
     ) -> Sequence:
         options = {"max_new_tokens": 8, "temperature": 0.0, **params}
@@ -150,6 +153,8 @@ class Driver:
             params=SamplingParams(**options),
             seed=seed,
             group_id=group_id,
+            adapter=adapter,
+            scoring=scoring,
             stream_interval=1,
             images=images,
         )

@@ -206,7 +206,7 @@ LIMITS = RequestLimits(vocab_size=5, context_length=64, default_stop_ids=frozens
 )
 def test_accepted_parameters_give_finite_logprobs(logits, answer, seed, body):
     whole = TypeAdapter(GenerateBody).validate_json(orjson.dumps({"input_ids": [0], "sampling_params": body}))
-    params = BodyParser(LIMITS, lambda: 0, records_experts=False)._params(whole)
+    params = BodyParser(LIMITS, None, lambda: 0, records_experts=False)._params(whole)
     row = sequence(seed, [0])
     row.params = params
     for token in answer:

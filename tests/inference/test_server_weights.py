@@ -75,7 +75,7 @@ async def test_an_update_that_fails_after_its_client_has_left_is_logged(caplog):
     unhandled = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context["message"]))
     work = Future()
-    routes = WeightRoutes(None, None)
+    routes = WeightRoutes(None, None, None)
     handler = asyncio.create_task(routes._one_at_a_time(lambda command: work, lambda: None))
     await asyncio.sleep(0)
     (update,) = routes._running

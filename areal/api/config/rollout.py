@@ -83,6 +83,10 @@ class NativeServerConfig:
     """Maximum prompt tokens per prefill step; longer prompts are split so that decoding continues between steps."""
     speculation: str = choice("none", "none", "group")
     """group = a step verifies tokens that followed in prompt or other answers, where faster; answers stay equal."""
+    max_adapters: int = number(32, low=1)
+    """Maximum LoRA adapters that requests can name."""
+    max_adapter_rank: int = number(128, low=1)
+    """Maximum rank of such an adapter."""
     random_seed: int = number(1, low=0)
     """Base seed for requests without a seed; the index of the replica is added."""
     log_level: str = choice("info", "debug", "info", "warning", "error")

@@ -1,0 +1,119 @@
+"""The command `areal serve`: the Tinker API on this machine, or on those that a configuration names."""
+
+import argparse
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from areal.api.config import PPOConfig
+from areal.api.config.validate import check_config
+from areal.api.errors import ConfigError
+from areal.evaluate.settings import load_settings
+from areal.launcher.local import Launch, LocalCluster, launch, this_machine
+from areal.launcher.status import StatusLine
+from areal.models.model_shape import context_length
+from areal.serve import program
+from areal.serve.audit import FOLDER
+from areal.serve.service import ServedModel
+from areal.system.durable import write_atomic
+from areal.system.network import LOOPBACK
+from areal.system.run_paths import RunPaths
+
+ALPHA = 32.0
+PORT = 8765
+_KEY_START = "tml-"
+"""The SDK refuses keys that begin otherwise."""
+
+
+def run_serve(words: Sequence[str]) -> int:
+    """`areal serve`: starts gateway, trainer ranks and servers, and runs until Ctrl-C. Returns the exit status."""
+    parser = _parser()
+    given = parser.parse_intermixed_args(words)
+    config = serving_config(
+        given.files, given.overrides, model=given.model, max_rank=given.max_rank, adapters=given.adapters
+    )
+    length = config.native.context_length or context_length(config.actor.path)
+    if length is None:
+        message = f"--model {given.model}: there is no config.json with a context length: name a checkpoint folder"
+        raise ConfigError(message, code="model.not_found")
+    folder = RunPaths.of(config).root / FOLDER
+    served = ServedModel(
+        name=given.name or given.model,
+        tokenizer=config.tokenizer_path or str(Path(config.actor.path).absolute()),
+        context_length=length,
+        max_rank=given.max_rank,
+        max_resident=given.adapters,
+    )
+    line = StatusLine()
+    if not given.dry_run:
+        folder.mkdir(parents=True, exist_ok=True)
+        keys = keys_of(folder / program.KEYS, given.users.split(","))
+        settings = {"served": asdict(served), "port": given.port}
+        write_atomic(folder / program.SETTINGS, json.dumps(settings, indent=1).encode())
+        if given.json:
+            facts = {"address": f"http://{LOOPBACK}:{given.port}", "model": served.name, "keys": keys}
+            sys.stdout.write(json.dumps(facts) + "\n")
+            sys.stdout.flush()
+        line.say(f"areal: serves {served.name} at http://{LOOPBACK}:{given.port}; clients set")
+        line.say(f"  TINKER_BASE_URL=http://{LOOPBACK}:{given.port}")
+        for user, key in keys.items():
+            line.say(f"  TINKER_API_KEY={key}" + (f"   (user {user})" if len(keys) > 1 else ""))
+    script = str(Path(program.__file__))
+    as_json = given.json and given.dry_run
+    request = Launch(config=config, extras={}, script=script, dry_run=given.dry_run, is_service=True, as_json=as_json)
+    return launch(request, LocalCluster(this_machine(), preloads=not given.dry_run))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal serve",
+        usage="%(prog)s --model FOLDER [--name NAME] [--config FILE.yaml] [--adapters N] [--port N] [key=value ...]",
+        description="Serve the Tinker API: clients train and sample LoRA adapters of one base model. The same command "
+        "continues after a stop or a crash: no request is lost or computed twice.",
+    )
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint folder or hub name")
+    parser.add_argument("--name", default="", help="what clients call the base model; default: the text of --model")
+    parser.add_argument("--adapters", type=int, default=8, metavar="N", help="adapters in memory at once; default 8")
+    parser.add_argument("--max-rank", type=int, default=32, metavar="N", help="largest rank of an adapter; default 32")
+    parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"port of the service; default {PORT}")
+    parser.add_argument("--users", default="user", metavar="A,B", help="names of users, each with a key of its own")
+    parser.add_argument(
+        "--config", dest="files", metavar="FILE", action="append", default=[], help="configuration file"
+    )
+    parser.add_argument("--json", action="store_true", help="print address and keys, or the plan, as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the configuration")
+    return parser
+
+
+def serving_config(
+    files: Sequence[str], overrides: Sequence[str], *, model: str, max_rank: int, adapters: int
+) -> PPOConfig:
+    """The checked configuration of the service: LoRA of all linear layers and the head, without a dataset."""
+    words = [
+        "experiment_name=serve", f"trial_name={Path(model).name}", "recover.mode=auto", "recover.retries=1000000",
+        "launcher.stall_s=3e7",  # a service may have nothing to do
+        f"actor.lora.rank={max_rank}", f"actor.lora.alpha={ALPHA}", "actor.lora.target_modules=[all-linear,lm_head]",
+        f"native.max_adapters={adapters}", f"native.max_adapter_rank={max_rank}",
+        *overrides, f"actor.path={model}",
+    ]  # fmt: skip
+    config = load_settings(files, words)
+    if config.server_backend != "native" or config.train_backend != "fsdp":
+        message = f"allocation_mode={config.allocation_mode}: the service needs native servers and fsdp trainers"
+        raise ConfigError(message, code="config.conflict")
+    config = replace(config, strict_config=False)
+    check_config(config)
+    return config
+
+
+def keys_of(path: Path, users: Sequence[str]) -> dict[str, str]:
+    """The keys of these users: those of an earlier start, and new ones. Only the user of this process can read them."""
+    known: dict[str, str] = json.loads(path.read_bytes()) if path.exists() else {}
+    keys = {user: known.get(user) or _KEY_START + secrets.token_urlsafe(24) for user in users if user}
+    if not keys:
+        raise ConfigError("--users: name at least one user", code="config.missing_requirement")
+    write_atomic(path, json.dumps(keys, indent=1).encode(), mode=0o600)
+    return keys

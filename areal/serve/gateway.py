@@ -1,0 +1,593 @@
+"""The HTTP service: routes of the Tinker SDK 0.38 under /api/v1 for clients, and /trainer for the trainer ranks.
+
+A client waits for a result in POST /retrieve_future, which is held until there is one, for at most `HOLD_S`. A request
+is journalled before its number is answered, and its result before it is given out.
+"""
+
+import asyncio
+import hmac
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import Field, TypeAdapter, ValidationError
+
+from areal.api.errors import ArealError, RequestError
+from areal.observe.log import get_logger
+from areal.serve.sampling import Body, SampleBody, Sampling
+from areal.serve.service import ADAPTER, Service, failure, weights_folder
+from areal.serve.tenants import SAMPLER, TRAINING, Model, NotFound, SavedWeights
+from areal.serve.wire import PROTOBUF, address_of
+from areal.system.http_guard import RequestGuard, read_body
+from areal.system.network import Host
+
+_log = get_logger("serve")
+
+HOLD_S = 25.0
+"""A request for a result is held for this time. The SDK gives up after 45 s, and asks again at once after an answer."""
+KEEP_S = 120.0
+"""A sample is kept for this time after it was given out."""
+MAX_BODY_BYTES = 64 * 2**20
+API = "/api/v1"
+_NAME = re.compile(r"[\w-][\w.-]{0,127}")
+_CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionBody(Body):
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraBody(Body):
+    rank: Annotated[int, Field(ge=1)] = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateModelBody(SessionBody):
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraBody = field(default_factory=LoraBody)
+    optimizer_config: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBody(Body):
+    path: str
+    optimizer: bool
+    model_id: str = ""
+    seq_id: int | None = None
+    session_id: str = ""
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBody(Body):
+    """The fields of every request to a model."""
+
+    model_id: str
+    seq_id: Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamBody(Body):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBody(TrainingBody):
+    adam_params: AdamBody | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveBody(TrainingBody):
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    ttl_seconds: float | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerBody(SessionBody):
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FutureBody(Body):
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingModelBody(Body):
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathBody(Body):
+    tinker_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtlBody(Body):
+    ttl_seconds: float | None = None
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+@cache
+def _type_of(kind: type[BodyT]) -> TypeAdapter[BodyT]:
+    return TypeAdapter(kind)
+
+
+def parsed(kind: type[BodyT], data: bytes) -> BodyT:
+    """The body of a request. RequestError that names the first wrong field."""
+    try:
+        return _type_of(kind).validate_json(data or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise RequestError(f"{where}: {first['msg']}", code="request.invalid_field") from error
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+class Keys:
+    """The API keys by the names of their users."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._keys = {name: key.encode() for name, key in keys.items()}
+
+    def owner(self, given: str) -> str:
+        """The name of the user of a key; empty = not known."""
+        data = given.encode("utf-8", "surrogateescape")
+        return next((name for name, key in self._keys.items() if hmac.compare_digest(key, data)), "")
+
+
+class Gateway:
+    """The handlers of the requests of clients. `request["key"]` is the name of the user."""
+
+    def __init__(self, service: Service, sampling: Sampling, *, hold_s: float = HOLD_S) -> None:
+        self._service, self._sampling, self._hold_s = service, sampling, hold_s
+        self._tenants = service.tenants
+        self._samples: dict[str, asyncio.Task[bytes]] = {}
+        """Sampling requests by their ids."""
+
+    def routes(self) -> list[web.RouteDef]:
+        posts: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {
+            "client/config": self.nothing,
+            "client/dynamic_config": self.nothing,
+            "telemetry": self.telemetry,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "sessions/{session}/finish": self.finish_session,
+            "create_model": self.create_model,
+            "get_info": self.get_info,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "save_weights_for_sampler": self.save_for_sampler,
+            "load_weights": self.load_weights,
+            "weights_info": self.weights_info,
+            "create_sampling_session": self.create_sampler,
+            "asample": self.sample,
+            "retrieve_future": self.retrieve,
+            "cancel_future": self.cancel,
+        }
+        run = "training_runs/{model}"
+        checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
+        gets = {
+            "healthz": self.health,
+            "get_server_capabilities": self.capabilities,
+            "samplers/{sampler}": self.get_sampler,
+            "sessions": self.list_sessions,
+            "sessions/{session}": self.get_session,
+            "training_runs": self.list_runs,
+            run: self.get_run,
+            f"{run}/checkpoints": self.list_of_run,
+            "checkpoints": self.list_checkpoints,
+        }
+        return [
+            *(web.post(f"{API}/{path}", handler) for path, handler in posts.items()),
+            *(web.get(f"{API}/{path}", handler) for path, handler in gets.items()),
+            web.delete(f"{API}/{checkpoint}", self.delete),
+            web.post(f"{API}/{checkpoint}/publish", self.publish),
+            web.delete(f"{API}/{checkpoint}/publish", self.publish),
+            web.put(f"{API}/{checkpoint}/ttl", self.set_ttl),
+        ]
+
+    async def close(self) -> None:
+        for task in self._samples.values():
+            task.cancel()
+        await asyncio.gather(*self._samples.values(), return_exceptions=True)
+
+    # Sessions.
+
+    async def nothing(self, request: web.Request) -> web.Response:
+        """The flags of the client keep their defaults."""
+        return _json({})
+
+    async def health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def telemetry(self, request: web.Request) -> web.Response:
+        """Nothing is kept."""
+        return _json({"status": "accepted"})
+
+    async def capabilities(self, request: web.Request) -> web.Response:
+        served = self._service.served
+        model = {"model_name": served.name, "max_context_length": served.context_length}
+        return _json({"supported_models": [model | {"trainable": True, "sampleable": True}]})
+
+    async def create_session(self, request: web.Request) -> web.Response:
+        """A repeated request, known by its idempotency key, gets the same session."""
+        given = f"{request['key']}/{request.headers.get('X-Idempotency-Key') or uuid.uuid4().hex}"
+        session = uuid.uuid5(uuid.NAMESPACE_URL, given).hex
+        if session not in self._tenants.sessions:
+            await self._service.record({"event": "session", "id": session, "key": request["key"]})
+        return _json({"type": "create_session", "session_id": session})
+
+    async def heartbeat(self, request: web.Request) -> web.Response:
+        self._tenants.session(parsed(SessionBody, await read_body(request)).session_id, request["key"])
+        return _json({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: web.Request) -> web.Response:
+        self._tenants.session(request.match_info["session"], request["key"])
+        return web.Response(status=204)
+
+    async def list_sessions(self, request: web.Request) -> web.Response:
+        return _json({"sessions": [one for one, key in self._tenants.sessions.items() if key == request["key"]]})
+
+    async def get_session(self, request: web.Request) -> web.Response:
+        session = self._tenants.session(request.match_info["session"], request["key"])
+        models = [model.id for model in self._tenants.models.values() if model.session == session]
+        samplers = [one.id for one in self._tenants.samplers.values() if one.session == session]
+        return _json({"training_run_ids": models, "sampler_ids": samplers})
+
+    # Training.
+
+    async def create_model(self, request: web.Request) -> web.Response:
+        body = parsed(CreateModelBody, await read_body(request))
+        self._require_base(body.base_model)
+        kind = body.optimizer_config.get("type", "adamw")
+        if kind != "adamw":
+            raise RequestError(
+                f"optimizer_config.type={kind} is not supported: use adamw", code="request.invalid_field"
+            )
+        lora = body.lora_config
+        settings = {"rank": lora.rank, "seed": lora.seed or 0, "train_unembed": lora.train_unembed}
+        settings |= {"train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
+        model = await self._new_model(request["key"], body.session_id, body.model_seq_id, settings, body.user_metadata)
+        return await self._accepted(model, 0, "create", {"settings": settings})
+
+    def _require_base(self, name: str) -> None:
+        if name != self._service.served.name:
+            raise NotFound(f"base_model {name} is not served here, only {self._service.served.name}")
+
+    async def _new_model(
+        self, key: str, session: str, number: int, settings: Mapping[str, Any], metadata: dict[str, Any] | None
+    ) -> str:
+        self._tenants.session(session, key)
+        model = f"{session}:train:{number}"
+        if model not in self._tenants.models:
+            event = {"event": "model", "id": model, "session": session, "settings": dict(settings)}
+            await self._service.record(event | {"created_at": time.time(), "user_metadata": metadata})
+        return model
+
+    async def _accepted(
+        self, model: str, seq: int, kind: str, arguments: Mapping[str, Any], body: bytes | None = None
+    ) -> web.Response:
+        request_id = await self._service.accept(model, seq, kind, arguments, body)
+        return _json({"request_id": request_id, "model_id": model})
+
+    async def load_weights(self, request: web.Request) -> web.Response:
+        body = parsed(LoadBody, await read_body(request))
+        saved = self._tenants.weights(body.path, request["key"], time.time())
+        if saved.kind != TRAINING:
+            text = f"{body.path} has no state for training: use a path of save_state"
+            raise RequestError(text, code="request.invalid_field")
+        if body.base_model is not None:
+            self._require_base(body.base_model)
+        model, seq = body.model_id, body.seq_id or 0
+        if body.model_seq_id is not None:
+            args = (request["key"], body.session_id, body.model_seq_id, saved.settings, body.user_metadata)
+            model, seq = await self._new_model(*args), 0
+        self._tenants.model(model, request["key"])
+        arguments = {"path": body.path, "optimizer": body.optimizer, "settings": dict(saved.settings)}
+        return await self._accepted(model, seq, "load", arguments)
+
+    async def get_info(self, request: web.Request) -> web.Response:
+        model = self._tenants.model(parsed(TrainingModelBody, await read_body(request)).model_id, request["key"])
+        served = self._service.served
+        data = {"arch": "", "model_name": served.name, "tokenizer_id": served.tokenizer}
+        facts = {"type": "get_info", "model_id": model.id, "model_data": data, "is_lora": True}
+        return _json(facts | {"lora_rank": model.settings["rank"], "model_name": served.name})
+
+    async def forward_backward(self, request: web.Request) -> web.Response:
+        """What is wrong with the content is the result of the request: the SDK continues with the next number."""
+        data = await read_body(request)
+        address = address_of(data)
+        model = self._tenants.model(address.model_id, request["key"])
+        facts = {"forward_only": address.forward_only}
+        return await self._accepted(model.id, address.seq_id, "loss", facts, data)
+
+    async def optim_step(self, request: web.Request) -> web.Response:
+        data = await read_body(request)
+        model, seq = self._address(data, request["key"])
+        try:
+            body = parsed(StepBody, data)
+            if body.adam_params is None:
+                raise RequestError("optim_step needs adam_params", code="request.invalid_field")
+        except RequestError as error:
+            return await self._accepted(model.id, seq, "invalid", {"error": str(error)}, data)
+        adam = body.adam_params
+        settings = {"lr": adam.learning_rate, "beta1": adam.beta1, "beta2": adam.beta2, "eps": adam.eps}
+        settings |= {"weight_decay": adam.weight_decay, "max_norm": adam.grad_clip_norm or 1e30}
+        return await self._accepted(model.id, seq, "step", {"settings": settings})
+
+    def _address(self, data: bytes, key: str) -> tuple[Model, int]:
+        """Whose request it is: one with a wrong field has used its number."""
+        body = parsed(TrainingBody, data)
+        return self._tenants.model(body.model_id, key), body.seq_id
+
+    async def save_weights(self, request: web.Request) -> web.Response:
+        return await self._save(await read_body(request), request["key"], "save", TRAINING)
+
+    async def save_for_sampler(self, request: web.Request) -> web.Response:
+        return await self._save(await read_body(request), request["key"], "export", SAMPLER)
+
+    async def _save(self, data: bytes, key: str, kind: str, where: str) -> web.Response:
+        model, seq = self._address(data, key)
+        try:
+            body = parsed(SaveBody, data)
+            arguments: dict[str, Any] = {"name": body.path or f"{seq:06d}"}
+            if body.sampling_session_seq_id is not None:
+                arguments = {"name": f"session-{body.sampling_session_seq_id}"}
+                arguments["sampler"] = f"{model.session}:sample:{body.sampling_session_seq_id}"
+            if not _NAME.fullmatch(arguments["name"]):
+                text = f"path: {arguments['name']!r} is not a name of letters, digits, -, _ and ."
+                raise RequestError(text, code="request.invalid_field")
+            path = f"tinker://{model.id}/{where}/{arguments['name']}"
+            known = model.operations.get(seq)
+            if known is None and path in self._tenants.saved and not body.overwrite:
+                raise RequestError(f"{path} exists: give another name, or overwrite", code="request.invalid_field")
+        except RequestError as error:
+            return await self._accepted(model.id, seq, "invalid", {"error": str(error)}, data)
+        arguments |= {"ttl_seconds": body.ttl_seconds, "user_metadata": body.user_metadata}
+        return await self._accepted(model.id, seq, kind, arguments)
+
+    # Sampling.
+
+    async def create_sampler(self, request: web.Request) -> web.Response:
+        body = parsed(SamplerBody, await read_body(request))
+        session = self._tenants.session(body.session_id, request["key"])
+        if body.model_path:
+            self._tenants.weights(body.model_path, request["key"], time.time())
+        elif body.base_model is None:
+            raise RequestError("give model_path or base_model", code="request.invalid_field")
+        else:
+            self._require_base(body.base_model)
+        sampler = f"{session}:sample:{body.sampling_session_seq_id}"
+        if sampler not in self._tenants.samplers:
+            event = {"event": "sampler", "id": sampler, "session": session, "path": body.model_path or ""}
+            await self._service.record(event)
+        return _json({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def get_sampler(self, request: web.Request) -> web.Response:
+        sampler = self._tenants.sampler(request.match_info["sampler"], request["key"])
+        name = self._service.served.name
+        return _json({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.path or None})
+
+    async def sample(self, request: web.Request) -> web.Response:
+        body = parsed(SampleBody, await read_body(request))
+        sampler = self._tenants.sampler(body.sampling_session_id, request["key"])
+        request_id = f"{sampler.id}:{body.seq_id}"
+        if request_id not in self._samples:
+            folder = None
+            if sampler.path:
+                folder = weights_folder(self._service.folder, sampler.path) / ADAPTER
+            work = self._sampling.sample(body, folder, request_id)
+            self._samples[request_id] = asyncio.create_task(work, name=request_id)
+        ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
+        return _json({"request_id": request_id, "sample_sequence_ids": ids})
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        request_id = parsed(FutureBody, await read_body(request)).request_id
+        self._tenants.sampler(request_id.rpartition(":")[0], request["key"])
+        if (task := self._samples.pop(request_id, None)) is not None:
+            task.cancel()
+        return _json({})
+
+    # Results.
+
+    async def retrieve(self, request: web.Request) -> web.Response:
+        request_id = parsed(FutureBody, await read_body(request)).request_id
+        if ":sample:" in request_id:
+            return await self._sampled(request_id, request["key"])
+        operation = self._tenants.operation(request_id, request["key"])
+        if not await self._service.wait(lambda: operation.is_done, self._hold_s):
+            return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+        assert operation.result is not None
+        data = self._service.journal.read(operation.result)
+        is_message = operation.kind == "loss" and operation.is_ok
+        return web.Response(body=data, content_type=PROTOBUF if is_message else "application/json")
+
+    async def _sampled(self, request_id: str, key: str) -> web.Response:
+        self._tenants.sampler(request_id.rpartition(":")[0], key)
+        task = self._samples.get(request_id)
+        if task is None:
+            return _json({"error": f"sample {request_id} is not known here: send it again"}, 410)
+        await asyncio.wait([task], timeout=self._hold_s)
+        if not task.done():
+            return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+        asyncio.get_running_loop().call_later(KEEP_S, self._samples.pop, request_id, None)
+        try:
+            return web.Response(body=task.result(), content_type=PROTOBUF)
+        except ArealError as error:
+            category = "user" if isinstance(error, RequestError) else "server"
+            return web.Response(body=failure(str(error), category), content_type="application/json")
+
+    # Lists of saved weights.
+
+    def _checkpoint(self, saved: SavedWeights) -> dict[str, Any]:
+        return {
+            "checkpoint_id": f"{saved.kind}/{saved.name}",
+            "checkpoint_type": _CHECKPOINT_TYPES[saved.kind],
+            "time": date(saved.at),
+            "tinker_path": saved.path,
+            "public": saved.is_public,
+            "user_metadata": saved.user_metadata,
+            "expires_at": None if saved.expires_at is None else date(saved.expires_at),
+        }
+
+    def _run(self, model: Model) -> dict[str, Any]:
+        newest = {
+            saved.kind: self._checkpoint(saved) for saved in self._tenants.saved.values() if saved.model == model.id
+        }
+        return {
+            "training_run_id": model.id,
+            "base_model": self._service.served.name,
+            "model_owner": self._tenants.key_of(model.session),
+            "is_lora": True,
+            "lora_rank": model.settings["rank"],
+            "last_request_time": date(model.created_at),
+            "last_checkpoint": newest.get(TRAINING),
+            "last_sampler_checkpoint": newest.get(SAMPLER),
+            "user_metadata": model.user_metadata,
+        }
+
+    def _page(self, request: web.Request, name: str, items: list[dict[str, Any]]) -> web.Response:
+        offset, limit = int(request.query.get("offset", 0)), int(request.query.get("limit", 100))
+        cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+        return _json({name: items[offset : offset + limit], "cursor": cursor})
+
+    async def list_runs(self, request: web.Request) -> web.Response:
+        return self._page(request, "training_runs", [self._run(one) for one in self._tenants.models_of(request["key"])])
+
+    async def get_run(self, request: web.Request) -> web.Response:
+        return _json(self._run(self._tenants.model(request.match_info["model"], request["key"])))
+
+    async def list_of_run(self, request: web.Request) -> web.Response:
+        model = self._tenants.model(request.match_info["model"], request["key"])
+        found = [self._checkpoint(saved) for saved in self._tenants.saved.values() if saved.model == model.id]
+        return _json({"checkpoints": found})
+
+    async def list_checkpoints(self, request: web.Request) -> web.Response:
+        every = self._tenants.saved.values()
+        found = [self._checkpoint(saved) for saved in every if self._tenants.owner(saved) == request["key"]]
+        return self._page(request, "checkpoints", found)
+
+    async def weights_info(self, request: web.Request) -> web.Response:
+        path = parsed(PathBody, await read_body(request)).tinker_path
+        saved = self._tenants.weights(path, request["key"], time.time())
+        facts = {name: value for name, value in saved.settings.items() if name.startswith("train_")}
+        facts |= {"base_model": self._service.served.name, "is_lora": True, "lora_rank": saved.settings["rank"]}
+        return _json(facts)
+
+    def _own(self, request: web.Request) -> SavedWeights:
+        place = request.match_info
+        model = self._tenants.model(place["model"], request["key"])
+        return self._tenants.weights(
+            f"tinker://{model.id}/{place['kind']}/{place['name']}", request["key"], time.time()
+        )
+
+    async def delete(self, request: web.Request) -> web.Response:
+        await self._service.delete(self._own(request))
+        return web.Response(status=204)
+
+    async def publish(self, request: web.Request) -> web.Response:
+        await self._service.change(self._own(request), is_public=request.method == "POST")
+        return web.Response(status=204)
+
+    async def set_ttl(self, request: web.Request) -> web.Response:
+        ttl_s = parsed(TtlBody, await read_body(request)).ttl_seconds
+        await self._service.change(self._own(request), expires_at=None if ttl_s is None else time.time() + ttl_s)
+        return web.Response(status=204)
+
+
+class TrainerRoutes:
+    """The requests of the trainer ranks."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/trainer/command", self.command), web.post("/trainer/result", self.result)]
+
+    async def command(self, request: web.Request) -> web.Response:
+        asked = orjson.loads(await read_body(request))
+        found = await self._service.command(asked["run_id"], asked["epoch"], asked["number"])
+        if found is None:
+            return web.Response(status=204)
+        head = orjson.dumps(found[0])
+        return web.Response(body=len(head).to_bytes(4) + head + found[1], content_type="application/octet-stream")
+
+    async def result(self, request: web.Request) -> web.Response:
+        query, body = request.query, await read_body(request)
+        run_id, number, rank = (int(query[name]) for name in ("run_id", "number", "rank"))
+        await self._service.finish(run_id, number, rank, result=body, failed=query["failed"] == "1")
+        return web.Response(status=204)
+
+
+def make_app(gateway: Gateway, trainer: TrainerRoutes, keys: Keys, *, token: str, host: Host) -> web.Application:
+    """The application: clients send a key as X-API-Key, trainer ranks the run's `token` as a bearer token."""
+    guard = RequestGuard(token, host)
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = guard.foreign(request.headers)
+        if refusal is None and request.path.startswith("/trainer/"):
+            refusal = guard.unauthorized(request.headers)
+        if refusal is not None:
+            return _json({"error": refusal.message, "code": refusal.code}, refusal.status)
+        request["key"] = keys.owner(request.headers.get("X-API-Key", ""))
+        if not request["key"] and request.path.startswith(API) and request.path != f"{API}/healthz":
+            return _json({"error": "X-API-Key is not a key of this service", "code": "request.unauthorized"}, 401)
+        return await handler(request)
+
+    app = web.Application(middlewares=[check, _errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app.add_routes([*gateway.routes(), *trainer.routes()])
+    return app
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ArealError as error:
+        status = 404 if isinstance(error, NotFound) else 422 if isinstance(error, RequestError) else 503
+        return _json({"error": str(error), "code": error.code}, status)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # noqa: BLE001 - one request: the service and other clients continue
+        _log.exception("%s failed", request.path)
+        return _json({"error": f"{type(error).__name__}: {error}", "code": ArealError.code}, 500)

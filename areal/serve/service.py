@@ -1,0 +1,248 @@
+"""The state of the service with its journal: what clients and trainer ranks ask for, and how that changes it."""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal.api.errors import RequestError
+from areal.serve.journal import Event, Journal
+from areal.serve.tenants import SAMPLER, TRAINING, Command, Model, Operation, SavedWeights, Schedule, Tenants
+from areal.system.durable import remove_folder
+
+POLL_S = 5.0
+"""A trainer rank that asks for a command is answered after this time."""
+MAX_DELIVERIES = 3
+"""A request of which the trainer died as often as this fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The base model, as clients see it."""
+
+    name: str
+    tokenizer: str
+    """Folder or hub name of the tokenizer that clients load."""
+    context_length: int
+    max_rank: int
+    max_resident: int
+    """Adapters in the memory of the trainer; the others are on disk."""
+
+
+STATE, ADAPTER = "state", "adapter"
+"""The parts of saved weights: what training continues from, and what servers load, in the format of peft."""
+
+
+def model_folder_name(model: str) -> str:
+    """The name of the folder of a model, whose id has colons."""
+    return model.replace(":", "-")
+
+
+def weights_folder(folder: Path, path: str) -> Path:
+    """Where the weights of a tinker:// path are."""
+    model, kind, name = path.removeprefix("tinker://").split("/")
+    return folder / kind / model_folder_name(model) / name
+
+
+def snapshot_folder(folder: Path, model: str, seq: int) -> Path:
+    """Where the state of a model after its request `seq` is."""
+    return folder / "snapshots" / model_folder_name(model) / f"{seq:08d}"
+
+
+def failure(message: str, category: str = "user") -> bytes:
+    """The result of a failed request."""
+    return orjson.dumps({"error": message, "category": category})
+
+
+class Service:
+    """Made in the running loop. Its owner awaits `journal.run`."""
+
+    def __init__(self, folder: Path, served: ServedModel, *, world_size: int) -> None:
+        """`folder`: of the journal and all weights. `world_size`: trainer ranks."""
+        self.folder, self.served = folder, served
+        self.journal, events = Journal.open(folder / "journal")
+        self.tenants = Tenants()
+        for event in events:
+            self.tenants.apply(event)
+        self._schedule = Schedule(self.tenants, max_resident=served.max_resident)
+        self._schedule.reset()
+        self._world_size = world_size
+        self._changed = asyncio.Condition()
+        self._choosing = asyncio.Lock()
+        self._id = uuid.uuid4().hex[:12]
+        self._run_id = -1
+        self._number = 0
+        self._command: Command | None = None
+        self._body = b""
+        self._reported: set[int] = set()
+        """The ranks that have executed the command."""
+        self._result = b"", False
+
+    def describe(self) -> str:
+        """What the service does, for the heartbeat."""
+        if self._command is None:
+            return f"serves {len(self.tenants.models)} models"
+        return f"{self._command.kind} {self._command.seq} of {self._command.model}"
+
+    async def record(self, event: Event, body: bytes | None = None) -> None:
+        """Journal an event, then change the state by it and wake who waits for that."""
+        await self.journal.append(event, body)
+        self.tenants.apply(event)
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait(self, is_true: Callable[[], bool], limit_s: float) -> bool:
+        """Whether `is_true()` within `limit_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s), self._changed:
+                await self._changed.wait_for(is_true)
+        return is_true()
+
+    async def accept(
+        self, model: str, seq: int, kind: str, arguments: Mapping[str, Any], body: bytes | None = None
+    ) -> str:
+        """Journal a request of a client and return its id. A repeated one gets the same id; RequestError when `seq`
+        was used for another content."""
+        content = orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS) + (body or b"")
+        digest = hashlib.sha256(kind.encode() + content).hexdigest()
+        operations = self.tenants.models[model].operations
+        if seq not in operations:
+            event = {"event": "request", "model": model, "seq": seq, "kind": kind, "arguments": dict(arguments)}
+            await self.record(event | {"digest": digest}, body)
+        if operations[seq].digest != digest:
+            text = f"request {seq} of {model} exists with another content: use the next seq_id"
+            raise RequestError(text, code="request.duplicate_id")
+        return operations[seq].request_id
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The trainer ranks: all get the same commands, one after another.
+
+    async def command(self, run_id: int, epoch: str, number: int) -> tuple[dict[str, Any], bytes] | None:
+        """Command `number` for a rank of the `run_id`-th start of the trainer, with its body; None = not yet.
+
+        New ranks, and all ranks after a restart of this process, are first told to begin again, under a new `epoch`.
+        """
+        if run_id > self._run_id:
+            self._run_id, self._number, self._command = run_id, 0, None
+            self._schedule.reset()
+        own = f"{self._id}:{self._run_id}"
+        if epoch != own:
+            return {"kind": "reset", "epoch": own}, b""
+        if number == self._number + 1:
+            await self._choose()
+        if number != self._number or self._command is None:
+            await self.wait(lambda: self._may_answer(number), POLL_S)
+            return None
+        command = self._command
+        return {
+            "kind": command.kind, "model": command.model, "seq": command.seq, "arguments": dict(command.arguments),
+        }, self._body  # fmt: skip
+
+    def _may_answer(self, number: int) -> bool:
+        """Whether a rank that asks for command `number` should ask again."""
+        if self._command is None:
+            return any(model.is_runnable for model in self.tenants.models.values())
+        return number == self._number
+
+    async def _choose(self) -> None:
+        """Choose the next command, once the one before is done. Requests that fail without the trainer get a result."""
+        async with self._choosing:
+            while self._command is None and (command := self._schedule.next()) is not None:
+                operation = command.operation
+                if command.kind == "skip":
+                    self._schedule.done(command)
+                elif operation is not None and (text := self._refusal(operation)):
+                    await self._finish(operation, failure(text), ok=False)
+                else:
+                    if operation is not None:
+                        operation.deliveries += 1
+                    self._set(command)
+
+    def _set(self, command: Command) -> None:
+        self._command, self._number, self._reported = command, self._number + 1, set()
+        self._body = b"" if command.body is None else self.journal.read(command.body)
+
+    def _refusal(self, operation: Operation) -> str:
+        """Why a request fails without the trainer; empty when the trainer computes it."""
+        model = self.tenants.models[operation.model]
+        if operation.kind == "invalid":
+            return operation.arguments["error"]
+        if operation.kind == "step" and model.failed_loss is not None:
+            return f"the gradients of request {model.failed_loss} failed: nothing was updated"
+        if operation.deliveries >= MAX_DELIVERIES:
+            return f"the trainer died {MAX_DELIVERIES} times of this request"
+        return ""
+
+    async def finish(self, run_id: int, number: int, rank: int, *, result: bytes, failed: bool) -> None:
+        """A rank has executed command `number`. Repeated and late reports change nothing; the report of the last rank
+        ends the command, with the result of rank 0."""
+        command = self._command
+        if command is None or (run_id, number) != (self._run_id, self._number) or rank in self._reported:
+            return
+        self._reported.add(rank)
+        if rank == 0:
+            self._result = result, failed
+        if len(self._reported) < self._world_size:
+            return
+        body, is_error = self._result
+        model, operation = self.tenants.models[command.model], command.operation
+        if command.kind == "snapshot" and not is_error:
+            await self._keep_snapshot(model, command.seq)
+        if operation is not None:
+            if not is_error and operation.kind in ("save", "export"):
+                body = await self._keep_weights(model, operation)
+            elif not is_error and operation.kind in ("create", "load"):
+                body = orjson.dumps({"model_id": model.id, "path": operation.arguments.get("path")})
+            await self._finish(operation, body, ok=not is_error)
+        self._schedule.done(command)
+        self._command = None
+        if not is_error and (due := self._schedule.snapshot_after(command)) is not None:
+            self._set(due)
+        await self._notify()
+
+    async def _finish(self, operation: Operation, body: bytes, *, ok: bool) -> None:
+        await self.record({"event": "result", "model": operation.model, "seq": operation.seq, "ok": ok}, body)
+
+    async def _keep_snapshot(self, model: Model, seq: int) -> None:
+        before = model.snapshot
+        await self.record({"event": "snapshot", "model": model.id, "seq": seq})
+        if before is not None and before != seq:
+            folder = snapshot_folder(self.folder, model.id, before)
+            if folder.exists():
+                await asyncio.to_thread(remove_folder, folder)
+
+    async def _keep_weights(self, model: Model, operation: Operation) -> bytes:
+        """Record the weights that the trainer wrote, and the sampler that was asked for. Returns the answer."""
+        arguments = operation.arguments
+        kind = TRAINING if operation.kind == "save" else SAMPLER
+        ttl_s, at = arguments.get("ttl_seconds"), time.time()
+        path = f"tinker://{model.id}/{kind}/{arguments['name']}"
+        event = {"event": "saved", "model": model.id, "kind": kind, "name": arguments["name"], "at": at}
+        event |= {"settings": model.settings, "expires_at": None if ttl_s is None else at + ttl_s}
+        await self.record(event | {"user_metadata": arguments.get("user_metadata")})
+        if "sampler" not in arguments:
+            return orjson.dumps({"path": path})
+        sampler = {"event": "sampler", "id": arguments["sampler"], "session": model.session, "path": path}
+        await self.record(sampler)
+        return orjson.dumps({"sampling_session_id": arguments["sampler"]})
+
+    async def change(self, saved: SavedWeights, **changes: Any) -> None:
+        """Record saved weights with other values."""
+        await self.record({"event": "saved", **asdict(replace(saved, **changes))})
+
+    async def delete(self, saved: SavedWeights) -> None:
+        """Delete saved weights. Samplers that use them get errors from now on."""
+        await self.record({"event": "deleted", "path": saved.path})
+        folder = weights_folder(self.folder, saved.path)
+        if folder.exists():
+            await asyncio.to_thread(remove_folder, folder)

@@ -1,0 +1,162 @@
+"""Adapters that take turns in one train engine: each has its weights, gradients and optimiser state."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from areal.api.errors import ArealError
+from areal.api.metrics import Metrics
+from areal.engine.adapter_format import PeftAdapter
+from areal.engine.fsdp import FSDPEngine
+from areal.engine.lora import DOWN
+from areal.engine.mesh import copy_part, local_part, whole_tensor
+from areal.engine.optimizer import StepSettings
+
+ALPHA = 32.0
+"""The adapter's product is multiplied by ALPHA / rank. The API has no field for it."""
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """What a tenant chooses when it creates an adapter."""
+
+    rank: int
+    seed: int = 0
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+    def trains(self, layer: str) -> bool:
+        """Whether the adapter of the module `layer` is trained."""
+        names = layer.split(".")
+        if names[-1] == HEAD:
+            return self.train_unembed
+        return self.train_mlp if {"mlp", "feed_forward", "shared_expert"} & set(names) else self.train_attn
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """An adapter that is not in the engine: this rank's parts."""
+
+    settings: AdapterSettings
+    weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    moments: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    num_steps: int = 0
+
+
+class AdapterSlots:
+    """The adapters of all tenants, by name. Every trainer rank makes the same calls.
+
+    An adapter of a rank below that of the engine has rows and columns of zeros, whose gradients are 0.
+    """
+
+    def __init__(self, engine: FSDPEngine, adapter: PeftAdapter) -> None:
+        """`engine`: with `adapter`, which was not trained yet."""
+        self._engine, self._adapter = engine, adapter
+        self._trained = adapter.adapters.trained()
+        self._slots: dict[str, _Slot] = {}
+        self._active = ""
+
+    @property
+    def engine(self) -> FSDPEngine:
+        return self._engine
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
+    def create(self, name: str, settings: AdapterSettings) -> None:
+        """A new adapter, whose product is 0, in the engine; it replaces one of that name."""
+        self._reset(name, settings)
+        self._adapter.adapters.draw(settings.seed, torch.float32)
+        for weight_name, weight in self._trained.items():
+            if weight_name.endswith(f".{DOWN}"):
+                whole = whole_tensor(weight.detach()).clone()
+                whole[settings.rank :] = 0
+                copy_part(weight, whole)
+
+    def restore(self, name: str, settings: AdapterSettings, folder: Path) -> None:
+        """The adapter that `save` wrote, in the engine, with its optimiser state."""
+        self._reset(name, settings)
+        self._engine.load(folder)
+
+    def _reset(self, name: str, settings: AdapterSettings) -> None:
+        """An empty slot for the values that the engine gets next."""
+        self._set_aside()
+        self._slots[name] = _Slot(settings=settings)
+        self._enter(name)
+        self.forget_moments()
+
+    def activate(self, name: str) -> None:
+        """Bring an adapter into the engine."""
+        if name == self._active:
+            return
+        self._set_aside()
+        slot = self._slots[name]
+        with torch.no_grad():
+            for weight_name, weight in self._trained.items():
+                local_part(weight).copy_(slot.weights[weight_name])
+                weight.grad = slot.gradients.get(weight_name)
+        self._engine.optimizer.load_state(slot.moments, slot.num_steps)
+        self._enter(name)
+        slot.weights, slot.gradients, slot.moments = {}, {}, {}
+
+    def _enter(self, name: str) -> None:
+        self._active = name
+        rank = self._slots[name].settings.rank
+        self._adapter.cut_to(rank, ALPHA)
+
+    def _set_aside(self) -> None:
+        if not self._active:
+            return
+        slot = self._slots[self._active]
+        slot.weights = {name: local_part(weight.detach()).clone() for name, weight in self._trained.items()}
+        slot.gradients = {name: weight.grad for name, weight in self._trained.items() if weight.grad is not None}
+        slot.moments, slot.num_steps = self._engine.optimizer.state(), self._engine.optimizer.num_steps
+        self._engine.optimizer.clear_state()
+        self.clear_gradients()
+        self._active = ""
+
+    def clear(self) -> None:
+        """Forget all adapters."""
+        self._set_aside()
+        self._slots.clear()
+
+    def forget_moments(self) -> None:
+        """The optimiser of the active adapter begins again."""
+        self._engine.optimizer.clear_state()
+        self._engine.optimizer.num_steps = 0
+
+    def clear_gradients(self) -> None:
+        """Of the active adapter."""
+        for weight in self._trained.values():
+            weight.grad = None
+
+    def step(self, settings: StepSettings) -> Metrics:
+        """An optimiser step of the active adapter. ArealError leaves the weights as they were, without gradients."""
+        chosen = self._slots[self._active].settings
+        for name, weight in self._trained.items():
+            if not chosen.trains(name.rpartition(".")[0]):
+                weight.grad = None
+        try:
+            return self._engine.optimizer_step(settings)
+        except ArealError:
+            self.clear_gradients()
+            raise
+
+    def save(self, folder: Path) -> None:
+        """Write the active adapter with its optimiser state and, for servers and users, in the format of peft."""
+        self._engine.save(folder, with_optimizer=True)
+
+    def export(self, folder: Path) -> None:
+        """Write the active adapter in the format of peft."""
+        self._engine.save_adapter(folder)
+
+    def drop(self, name: str) -> None:
+        """Forget an adapter."""
+        if name == self._active:
+            self._set_aside()
+        self._slots.pop(name, None)

@@ -1,0 +1,308 @@
+"""What the service knows: sessions, adapters with their requests in order, samplers, saved weights. No I/O.
+
+The state is made from the events of the journal alone: `apply` is called for every event once it is on disk.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from areal.api.errors import RequestError
+from areal.serve.journal import Event, Place
+
+Kind = Literal["create", "load", "loss", "step", "save", "export", "invalid"]
+"""What a request of a client does: an adapter begins with create or load, and has the request number 0."""
+READ_ONLY = ("save", "export", "invalid")
+"""Kinds that leave the adapter as it was."""
+MAX_REPLAYED = 64
+"""Requests after which the next optimiser step is followed by a snapshot: what a restarted trainer repeats at most."""
+TRAINING, SAMPLER = "weights", "sampler_weights"
+
+
+class NotFound(RequestError):
+    """There is no such object, or it belongs to another key."""
+
+    code = "serve.not_found"
+
+
+@dataclass(slots=True, kw_only=True)
+class Operation:
+    """One request to an adapter."""
+
+    model: str
+    seq: int
+    kind: Kind
+    arguments: Mapping[str, Any]
+    digest: str
+    """Of the content: a repeated request has the same one."""
+    body: Place | None = None
+    is_done: bool = False
+    is_ok: bool = True
+    result: Place | None = None
+    deliveries: int = 0
+    """How often the trainer got it in vain."""
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.model}:{self.seq}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Model:
+    """An adapter with its requests."""
+
+    id: str
+    session: str
+    settings: Mapping[str, Any]
+    created_at: float
+    user_metadata: Mapping[str, Any] | None = None
+    operations: dict[int, Operation] = field(default_factory=dict[int, Operation])
+    next_seq: int = 0
+    """The request that is to be computed next."""
+    num_done: int = 0
+    """All requests below this number have a result."""
+    snapshot: int | None = None
+    """The newest request whose effect is in a snapshot."""
+    failed_loss: int | None = None
+    """A request since the last optimiser step whose gradients failed."""
+    has_gradients: bool = False
+    is_resident: bool = False
+    """The trainer has it."""
+    last_used: float = 0.0
+
+    def rewind(self) -> None:
+        """The trainer lost it: its requests since the snapshot are computed again."""
+        self.next_seq = 0 if self.snapshot is None else self.snapshot + 1
+        self.is_resident = False
+        self.has_gradients = False
+
+    @property
+    def is_runnable(self) -> bool:
+        return self.next_seq in self.operations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedWeights:
+    """Weights under a tinker:// path."""
+
+    model: str
+    kind: str
+    name: str
+    at: float
+    settings: Mapping[str, Any]
+    expires_at: float | None = None
+    is_public: bool = False
+    user_metadata: Mapping[str, str] | None = None
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """A sampling session: the base model, or weights that do not change."""
+
+    id: str
+    session: str
+    path: str
+    """Of the weights; empty = the base model."""
+
+
+class Tenants:
+    """The state of the service."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, str] = {}
+        """Session -> the name of its key."""
+        self.models: dict[str, Model] = {}
+        self.samplers: dict[str, Sampler] = {}
+        self.saved: dict[str, SavedWeights] = {}
+        """By path."""
+
+    def apply(self, event: Event) -> None:
+        """Change the state by an event of the journal."""
+        match event["event"]:
+            case "session":
+                self.sessions[event["id"]] = event["key"]
+            case "model":
+                fields = ("id", "session", "settings", "created_at", "user_metadata")
+                self.models[event["id"]] = Model(**{name: event[name] for name in fields})
+            case "request":
+                body = event.get("body")
+                operation = Operation(
+                    model=event["model"],
+                    seq=event["seq"],
+                    kind=event["kind"],
+                    arguments=event["arguments"],
+                    digest=event["digest"],
+                    body=None if body is None else Place(*body),
+                )
+                self.models[operation.model].operations[operation.seq] = operation
+            case "result":
+                self._finish(self.models[event["model"]], event)
+            case "snapshot":
+                self.models[event["model"]].snapshot = event["seq"]
+            case "sampler":
+                names = ("id", "session", "path")
+                self.samplers[event["id"]] = Sampler(**{name: event[name] for name in names})
+            case "saved":
+                found = SavedWeights(**{name: value for name, value in event.items() if name != "event"})
+                self.saved[found.path] = found
+            case "deleted":
+                self.saved.pop(event["path"], None)
+            case kind:
+                raise ValueError(f"the journal has an event of unknown kind {kind}")
+
+    def _finish(self, model: Model, event: Event) -> None:
+        operation = model.operations[event["seq"]]
+        operation.is_done, operation.is_ok, operation.result = True, event["ok"], Place(*event["body"])
+        while (found := model.operations.get(model.num_done)) is not None and found.is_done:
+            model.num_done += 1
+        if operation.kind == "loss" and not operation.is_ok:
+            model.failed_loss = operation.seq
+        elif operation.kind == "step":
+            model.failed_loss = None
+        if not operation.is_ok and operation.kind in ("create", "load"):
+            model.failed_loss = operation.seq
+
+    def key_of(self, session: str) -> str:
+        return self.sessions.get(session, "")
+
+    def session(self, session: str, key: str) -> str:
+        """`session`, if it belongs to `key`. NotFound otherwise; so do the methods below."""
+        if session not in self.sessions or self.sessions[session] != key:
+            raise NotFound(f"session {session} is not known")
+        return session
+
+    def model(self, model: str, key: str) -> Model:
+        found = self.models.get(model)
+        if found is None or self.key_of(found.session) != key:
+            raise NotFound(f"model {model} is not known")
+        return found
+
+    def sampler(self, sampler: str, key: str) -> Sampler:
+        found = self.samplers.get(sampler)
+        if found is None or self.key_of(found.session) != key:
+            raise NotFound(f"sampling session {sampler} is not known")
+        return found
+
+    def weights(self, path: str, key: str, now: float) -> SavedWeights:
+        """Saved weights that `key` may read: its own, and public ones."""
+        found = self.saved.get(path)
+        expired = found is not None and found.expires_at is not None and found.expires_at <= now
+        owner = "" if found is None else self.owner(found)
+        if found is None or expired or not (owner == key or found.is_public):
+            raise NotFound(f"{path} is not known")
+        return found
+
+    def owner(self, saved: SavedWeights) -> str:
+        """The name of the key of saved weights."""
+        return self.key_of(self.models[saved.model].session)
+
+    def models_of(self, key: str) -> Iterator[Model]:
+        return (model for model in self.models.values() if self.key_of(model.session) == key)
+
+    def operation(self, request_id: str, key: str) -> Operation:
+        model, _, seq = request_id.rpartition(":")
+        found = self.model(model, key).operations.get(int(seq)) if seq.isdigit() else None
+        if found is None:
+            raise NotFound(f"request {request_id} is not known")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What the trainer is to do next: a request of a client, or what the gateway needs besides."""
+
+    kind: str
+    """A `Kind`, or restore, snapshot, drop, clear."""
+    model: str
+    seq: int
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    operation: Operation | None = None
+    """The request whose result is wanted; None = none is."""
+    body: Place | None = None
+
+
+class Schedule:
+    """Chooses what the trainer does next: the adapters take turns, each in the order of its request numbers."""
+
+    def __init__(self, tenants: Tenants, *, max_resident: int) -> None:
+        self._tenants, self._max_resident = tenants, max_resident
+        self._turn = 0.0
+
+    def reset(self) -> None:
+        """The trainer has started again, without any adapter."""
+        for model in self._tenants.models.values():
+            model.rewind()
+
+    def next(self) -> Command | None:
+        """The next command; None = nothing is to be done. The caller calls `done` before it asks again."""
+        models = [model for model in self._tenants.models.values() if model.is_runnable]
+        if not models:
+            return None
+        model = min(models, key=lambda one: one.last_used)
+        if not model.is_resident:
+            if (other := self._to_evict()) is not None:
+                return other
+            if model.snapshot is not None:
+                return Command(
+                    kind="restore", model=model.id, seq=model.snapshot, arguments={"settings": model.settings}
+                )
+        return self._of_operation(model, model.operations[model.next_seq])
+
+    def _of_operation(self, model: Model, operation: Operation) -> Command:
+        if operation.is_done and (operation.kind in READ_ONLY or (is_forward(operation) and operation.is_ok)):
+            kind = "skip"
+        elif operation.is_done and not operation.is_ok:
+            kind = "clear"
+        else:
+            kind = operation.kind
+        wanted = None if operation.is_done else operation
+        return Command(
+            kind=kind, model=model.id, seq=operation.seq, arguments=operation.arguments, operation=wanted,
+            body=operation.body if kind == "loss" else None,
+        )  # fmt: skip
+
+    def _to_evict(self) -> Command | None:
+        """Makes room for another adapter: the one that waited longest leaves, once its state is in a snapshot."""
+        resident = [model for model in self._tenants.models.values() if model.is_resident]
+        idle = [model for model in resident if not model.has_gradients]
+        if len(resident) < self._max_resident or not idle:
+            return None
+        model = min(idle, key=lambda one: one.last_used)
+        newest = model.next_seq - 1
+        kind = "drop" if model.snapshot == newest else "snapshot"
+        return Command(kind=kind, model=model.id, seq=newest)
+
+    def done(self, command: Command) -> None:
+        """The trainer has executed it, with or without an error."""
+        model = self._tenants.models[command.model]
+        self._turn += 1
+        if command.kind == "drop":
+            model.rewind()
+        elif command.kind == "restore":
+            model.is_resident = True
+        elif command.kind != "snapshot":
+            model.last_used = self._turn
+            model.next_seq = command.seq + 1
+            model.is_resident |= command.kind in ("create", "load")
+            if command.kind == "loss" and not command.arguments.get("forward_only"):
+                model.has_gradients = True
+            elif command.kind in ("step", "clear"):
+                model.has_gradients = False
+
+    def snapshot_after(self, command: Command) -> Command | None:
+        """The snapshot that is due after this command."""
+        model = self._tenants.models[command.model]
+        since = command.seq - (-1 if model.snapshot is None else model.snapshot)
+        due = command.kind == "load" or (command.kind == "step" and since >= MAX_REPLAYED)
+        if not due or model.has_gradients:
+            return None
+        return Command(kind="snapshot", model=model.id, seq=command.seq)
+
+
+def is_forward(operation: Operation) -> bool:
+    """Whether it computes no gradients."""
+    return operation.kind == "loss" and bool(operation.arguments.get("forward_only"))

@@ -1,0 +1,299 @@
+"""The binary messages of the Tinker SDK 0.38 (protobuf), as records with numpy arrays.
+
+Field numbers are those of the SDK's messages. Nothing is imported from the SDK, which clients install themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from areal.api.data import PromptScores
+from areal.api.errors import RequestError
+
+PROTOBUF = "application/x-protobuf"
+_PACKAGE = "areal_tinker"
+_MESSAGES = {
+    "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
+    "Tensor": "1 dense bytes, 2 sparse_csr SparseCsr, 3 dtype int32, 4 shape int64*",
+    "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64*",
+    "FieldsEntry": "1 key string, 2 value BatchedTensor",
+    "ArrayRecord": "1 type_tag string, 2 fields FieldsEntry*, 3 num_datums int64",
+    "NumberEntry": "1 key string, 2 value double",
+    "MetricEntry": "1 key string, 2 value double",
+    "LossValue": "1 number double, 2 text string",
+    "ValueEntry": "1 key string, 2 value LossValue",
+    "TensorEntry": "1 key string, 2 value Tensor",
+    "EncodedText": "1 tokens bytes",
+    "Image": "1 data bytes, 2 format string",
+    "Chunk": "1 encoded_text EncodedText, 2 image Image, 3 dmel Image",
+    "Datum": "1 model_input Chunk*, 2 loss_fn_inputs TensorEntry*",
+    "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string, "
+    "5 loss_fn_config NumberEntry*, 6 forward_only bool, 7 loss_fn_config_v2 ValueEntry*",
+    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics MetricEntry*",
+    "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
+    "AltTokens": "1 tokens Tensor, 2 logprobs Tensor",
+    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs TopkLogprobs",
+    "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs, "
+    "4 prompt_cache_hit_tokens int32, 5 target_prompt_logprobs Tensor, 6 prompt_alt_tokens AltTokens",
+}
+"""Message -> its fields: number, name, type; * = repeated. A map is a list of entries, and enums are integers: the
+bytes are the same."""
+_FLOAT, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
+_NUMPY = {_FLOAT: "<f4", _INT64: "<i8", _INT32: "<i4"}
+_STOP, _LENGTH = 0, 1
+
+
+@cache
+def _class_of(name: str) -> Any:
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(_file())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+
+
+@cache
+def _file() -> descriptor_pb2.FileDescriptorProto:
+    file = descriptor_pb2.FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto2")
+    kinds = descriptor_pb2.FieldDescriptorProto
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for text in fields.split(", "):
+            number, field_name, kind = text.split()
+            added = message.field.add(name=field_name, number=int(number))
+            added.label = kinds.LABEL_REPEATED if kind.endswith("*") else kinds.LABEL_OPTIONAL
+            kind = kind.removesuffix("*")
+            if kind in _MESSAGES:
+                added.type, added.type_name = kinds.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+            else:
+                added.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
+                added.options.packed = kind == "int64" and added.label == kinds.LABEL_REPEATED
+    return file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One sequence of a training request."""
+
+    tokens: np.ndarray
+    """int64 [N]."""
+    inputs: Mapping[str, np.ndarray]
+    """Name -> int64 or float32, one row for each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRequest:
+    """A request for a loss, with or without gradients."""
+
+    data: Sequence[Datum]
+    loss_fn: str
+    config: Mapping[str, float] = field(default_factory=dict[str, float])
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAddress:
+    """The model and the place of a training request in the order of the requests to that model."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool = False
+
+
+def _parsed(name: str, data: bytes) -> Any:
+    message = _class_of(name)()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise RequestError(f"the body is not a {name}: {error}", code="request.invalid_field") from error
+    return message
+
+
+def address_of(body: bytes) -> RequestAddress:
+    """Where a ForwardBackwardRequest belongs. RequestError for other bytes."""
+    message = _parsed("ForwardBackwardRequest", body)
+    return RequestAddress(model_id=message.model_id, seq_id=message.seq_id, forward_only=message.forward_only)
+
+
+def decode_loss_request(body: bytes) -> LossRequest:
+    """The content of a ForwardBackwardRequest. RequestError for what cannot be computed."""
+    message = _parsed("ForwardBackwardRequest", body)
+    config: dict[str, float] = {entry.key: entry.value for entry in message.loss_fn_config}
+    for entry in message.loss_fn_config_v2:
+        if entry.value.HasField("text"):
+            text = f"loss_fn_config: {entry.key}={entry.value.text!r} is not a number"
+            raise RequestError(text, code="request.invalid_field")
+        config[entry.key] = entry.value.number
+    return LossRequest(
+        data=[_datum(one, number) for number, one in enumerate(message.data)],
+        loss_fn=message.loss_fn,
+        config=config,
+        forward_only=message.forward_only,
+    )
+
+
+def encode_loss_request(request: LossRequest, address: RequestAddress) -> bytes:
+    """The bytes of a ForwardBackwardRequest."""
+    message = _class_of("ForwardBackwardRequest")()
+    message.model_id, message.seq_id = address.model_id, address.seq_id
+    message.loss_fn, message.forward_only = request.loss_fn, request.forward_only
+    for key, value in request.config.items():
+        message.loss_fn_config_v2.add(key=key).value.number = value
+    for datum in request.data:
+        added = message.data.add()
+        added.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()
+        for name, values in datum.inputs.items():
+            _set_tensor(added.loss_fn_inputs.add(key=name).value, values)
+    return message.SerializeToString()
+
+
+def _set_tensor(message: Any, values: np.ndarray) -> None:
+    is_float = values.dtype.kind == "f"
+    message.dtype = _FLOAT if is_float else _INT64
+    message.dense = values.astype(_NUMPY[message.dtype]).tobytes()
+    message.shape.extend(values.shape)
+
+
+def _datum(message: Any, number: int) -> Datum:
+    parts: list[np.ndarray] = []
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise RequestError(f"datum {number} has an image or audio chunk: only text", code="request.no_images")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+    tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+    return Datum(tokens=tokens, inputs={entry.key: _array(entry.value, entry.key) for entry in message.loss_fn_inputs})
+
+
+def _array(message: Any, name: str) -> np.ndarray:
+    """The values of a Tensor, int64 or float32. RequestError when bytes and shape do not agree."""
+    shape, kind = tuple(message.shape), message.dtype
+    try:
+        if not message.HasField("sparse_csr"):
+            return _widened(_values(message.dense, kind).reshape(shape))
+        sparse = message.sparse_csr
+        rows, columns = (np.frombuffer(data, "<i8") for data in (sparse.crow_indices, sparse.col_indices))
+        values = _values(sparse.values, kind)
+        dense = np.zeros(shape, values.dtype)
+        dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+        return _widened(dense)
+    except (ValueError, IndexError, KeyError) as error:
+        text = f"input {name} of shape {list(shape)} cannot be read: {error}"
+        raise RequestError(text, code="request.invalid_field") from error
+
+
+def _values(data: bytes, kind: int) -> np.ndarray:
+    if kind == _BFLOAT16:
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, _NUMPY[kind])
+
+
+def _widened(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
+
+
+def encode_loss_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """A ForwardBackwardOutput. `logprobs`: of each datum, float32 in the shape of its target tokens."""
+    message = _class_of("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
+    for trailing, group in _by_trailing_shape(logprobs):
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
+        tensor = record.fields.add(key="logprobs").value
+        sizes = [4 * one.size for one in group]
+        tensor.data = b"".join(one.astype("<f4").tobytes() for one in group)
+        tensor.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype("<i8").tobytes()
+        tensor.dtype = _FLOAT
+        tensor.trailing_shape.extend(trailing)
+    for key, value in metrics.items():
+        message.metrics.add(key=key, value=value)
+    return message.SerializeToString()
+
+
+def _by_trailing_shape(logprobs: Sequence[np.ndarray]) -> list[tuple[tuple[int, ...], list[np.ndarray]]]:
+    """Neighbours of one trailing shape, in the order of the datums."""
+    groups: list[tuple[tuple[int, ...], list[np.ndarray]]] = []
+    for one in logprobs:
+        if not groups or groups[-1][0] != one.shape[1:]:
+            groups.append((one.shape[1:], []))
+        groups[-1][1].append(one)
+    return groups
+
+
+def decode_loss_output(data: bytes) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Log-probabilities of each datum and metrics, from a ForwardBackwardOutput."""
+    message, found = _parsed("ForwardBackwardOutput", data), list[np.ndarray]()
+    for record in message.loss_fn_outputs:
+        tensor = next(entry.value for entry in record.fields if entry.key == "logprobs")
+        ends = np.frombuffer(tensor.offsets, "<i8") // 4
+        flat, trailing = np.frombuffer(tensor.data, "<f4"), tuple(tensor.trailing_shape)
+        found += [flat[low:high].reshape(-1, *trailing) for low, high in itertools.pairwise(ends)]
+    return found, {entry.key: entry.value for entry in message.metrics}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledAnswer:
+    """One answer to a prompt."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    is_cut: bool
+    """It ended at the token limit."""
+
+
+_NO_TOKEN, _NO_LOGPROB = 0, -99999.0
+"""A cell without a likely token."""
+
+
+def encode_sample(
+    answers: Sequence[SampledAnswer], *, scores: PromptScores | None = None, num_cached: int = 0, with_logprobs: bool
+) -> bytes:
+    """A SampleResponse. `scores`: of the prompt; None = not requested. `with_logprobs`: those of its tokens too."""
+    message = _class_of("SampleResponse")(prompt_cache_hit_tokens=num_cached)
+    for answer in answers:
+        added = message.sequences.add(stop_reason=_LENGTH if answer.is_cut else _STOP)
+        added.tokens = np.asarray(answer.token_ids, "<i4").tobytes()
+        added.logprobs = np.asarray(answer.logprobs, "<f4").tobytes()
+    if scores is None:
+        return message.SerializeToString()
+    if with_logprobs:
+        message.prompt_logprobs = np.asarray(scores.logprobs, "<f4").tobytes()
+    if any(scores.top):
+        ids, values = _cells(scores.top)
+        top = message.topk_prompt_logprobs
+        top.length, top.k = ids.shape
+        top.token_ids, top.logprobs = ids.astype("<i4").tobytes(), values.tobytes()
+    if any(scores.draws):
+        ids, values = _cells(scores.draws[1:])
+        _set_tensor(message.prompt_alt_tokens.tokens, ids)
+        _set_tensor(message.prompt_alt_tokens.logprobs, values)
+    if len(scores.targets):
+        _set_tensor(message.target_prompt_logprobs, np.asarray(scores.targets, np.float32))
+    return message.SerializeToString()
+
+
+def _cells(rows: Sequence[Sequence[tuple[int, float]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids int64 and log-probabilities float32, [rows, k]; the rest of a short row is empty."""
+    width = max(map(len, rows))
+    ids = np.full((len(rows), width), _NO_TOKEN, np.int64)
+    values = np.full((len(rows), width), _NO_LOGPROB, np.float32)
+    for row, cells in enumerate(rows):
+        for column, (token, logprob) in enumerate(cells):
+            ids[row, column], values[row, column] = token, logprob
+    return ids, values
+
+
+def decode_sample(data: bytes) -> list[SampledAnswer]:
+    """The answers of a SampleResponse."""
+    message = _parsed("SampleResponse", data)
+    return [
+        SampledAnswer(
+            token_ids=np.frombuffer(one.tokens, "<i4").tolist(),
+            logprobs=np.frombuffer(one.logprobs, "<f4").tolist(),
+            is_cut=one.stop_reason == _LENGTH,
+        )
+        for one in message.sequences
+    ]

@@ -1,0 +1,235 @@
+"""A trainer rank of the service: executes the commands of the gateway on the adapters, one after another."""
+
+import http.client
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from areal.api.batch import OutputSpec
+from areal.api.config import PPOConfig
+from areal.api.errors import ArealError, RequestError, ServerUnavailable
+from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
+from areal.engine.mesh import TrainerMesh
+from areal.engine.optimizer import StepSettings
+from areal.serve.losses import ComputedLoss, checked_loss, input_names, to_batch
+from areal.serve.service import ADAPTER, STATE, failure, snapshot_folder, weights_folder
+from areal.serve.slots import AdapterSettings, AdapterSlots
+from areal.serve.tenants import SAMPLER, TRAINING
+from areal.serve.wire import LossRequest, decode_loss_request, encode_loss_output
+from areal.system.discovery import NameRegistry, registry_of
+from areal.system.network import required_token
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+from areal.trainer.process_setup import announce_ready, training_rank
+
+CONTROLLER = "controller"
+_RETRY_S, _ANSWER_S = 0.2, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedCommand:
+    """A command of the gateway."""
+
+    kind: str
+    model: str
+    seq: int
+    arguments: Mapping[str, Any]
+    body: bytes
+
+
+class Executor:
+    """Executes commands on the adapters of one engine. Every rank makes the same calls."""
+
+    def __init__(self, slots: AdapterSlots, folder: Path, max_rank: int) -> None:
+        self._slots, self._folder, self._max_rank = slots, folder, max_rank
+
+    def execute(self, command: ReceivedCommand) -> bytes:
+        """The result, in the form of the wire. ArealError fails this command alone."""
+        slots, model, arguments = self._slots, command.model, command.arguments
+        match command.kind:
+            case "reset":
+                slots.clear()
+                return b""
+            case "drop":
+                slots.drop(model)
+                return b""
+            case "create":
+                slots.create(model, self._settings(arguments["settings"]))
+                return b""
+            case "load":
+                folder = weights_folder(self._folder, arguments["path"]) / STATE
+                slots.restore(model, self._settings(arguments["settings"]), folder)
+                if not arguments["optimizer"]:
+                    slots.forget_moments()
+                return b""
+            case "restore":
+                folder = snapshot_folder(self._folder, model, command.seq)
+                slots.restore(model, self._settings(arguments["settings"]), folder)
+                return b""
+            case "clear":
+                if model in slots:
+                    slots.activate(model)
+                    slots.clear_gradients()
+                return b""
+            case _:
+                if model not in slots:
+                    raise RequestError(f"{model} was not created", code="serve.not_found")
+                slots.activate(model)
+                return self._on_active(command)
+
+    def _on_active(self, command: ReceivedCommand) -> bytes:
+        slots, arguments = self._slots, command.arguments
+        match command.kind:
+            case "loss":
+                return self._loss(decode_loss_request(command.body))
+            case "step":
+                metrics = slots.step(StepSettings(**arguments["settings"]))
+                return orjson.dumps({"metrics": {f"{name}:mean": found.value for name, found in metrics.items()}})
+            case "snapshot":
+                slots.save(snapshot_folder(self._folder, command.model, command.seq))
+            case "save":
+                slots.save(self._path(command, TRAINING) / STATE)
+                slots.export(self._path(command, TRAINING) / ADAPTER)
+            case "export":
+                slots.export(self._path(command, SAMPLER) / ADAPTER)
+            case kind:
+                raise RequestError(f"{kind} is no command", code="request.invalid_field")
+        return b""
+
+    def _path(self, command: ReceivedCommand, kind: str) -> Path:
+        return weights_folder(self._folder, f"tinker://{command.model}/{kind}/{command.arguments['name']}")
+
+    def _settings(self, values: Mapping[str, Any]) -> AdapterSettings:
+        settings = AdapterSettings(**values)
+        if not 1 <= settings.rank <= self._max_rank:
+            text = f"rank {settings.rank} is not between 1 and {self._max_rank} (areal serve --max-rank)"
+            raise RequestError(text, code="request.invalid_field")
+        return settings
+
+    def _loss(self, request: LossRequest) -> bytes:
+        loss, total = computed_loss(self._slots, request)
+        return encode_loss_output(loss.by_datum(), {"loss:sum": total})
+
+
+def computed_loss(slots: AdapterSlots, request: LossRequest) -> tuple[ComputedLoss, float]:
+    """The loss of a request on the active adapter, whose gradients it adds. An error leaves the adapter without any."""
+    engine = slots.engine
+    try:
+        checked_loss(request)
+        batch = to_batch(request.data, input_names(request))
+        loss = ComputedLoss.of(request, batch)
+        if request.forward_only:
+            total = loss.of_outputs(engine.forward(batch))
+        else:
+            total = engine.forward_backward(batch, loss, denominator=1.0)["loss:sum"].total
+        if not math.isfinite(total):
+            raise RequestError(f"the loss is {total}", code="train.not_finite")
+    except ArealError:
+        slots.clear_gradients()
+        raise
+    return loss, total
+
+
+class GatewayClient:
+    """The connection of one rank to the gateway, which may restart."""
+
+    def __init__(self, look_up: Callable[[], str], token: str, *, rank: int, run_id: int, patience_s: float) -> None:
+        """`look_up`: the address. `patience_s`: how long the gateway may be away."""
+        self._look_up, self._token, self._rank, self._run_id = look_up, token, rank, run_id
+        self._patience_s = patience_s
+        self._connection: http.client.HTTPConnection | None = None
+        self._epoch, self._number = "", 0
+
+    def next_command(self) -> ReceivedCommand:
+        """Wait for the next command. ServerUnavailable when the gateway stays away."""
+        while True:
+            asked = {"run_id": self._run_id, "epoch": self._epoch, "number": self._number + 1}
+            answer = self._post("/trainer/command", orjson.dumps(asked))
+            if not answer:
+                continue
+            size = 4 + int.from_bytes(answer[:4])
+            head = orjson.loads(answer[4:size])
+            if head["kind"] == "reset":
+                self._epoch, self._number = head["epoch"], 0
+                return ReceivedCommand("reset", "", 0, {}, b"")
+            self._number += 1
+            return ReceivedCommand(head["kind"], head["model"], head["seq"], head["arguments"], answer[size:])
+
+    def report(self, result: bytes, *, failed: bool) -> None:
+        """The last command has ended."""
+        place = f"run_id={self._run_id}&number={self._number}&rank={self._rank}&failed={int(failed)}"
+        self._post(f"/trainer/result?{place}", result)
+
+    def _post(self, path: str, body: bytes) -> bytes:
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                if self._connection is None:
+                    address = urlsplit(self._look_up())
+                    self._connection = http.client.HTTPConnection(
+                        address.hostname or "", address.port, timeout=_ANSWER_S
+                    )
+                self._connection.request("POST", path, body, headers)
+                answer = self._connection.getresponse()
+                data = answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                self._connection = None
+                if time.monotonic() > deadline:
+                    text = f"the gateway does not answer: {type(error).__name__}: {error}"
+                    raise ServerUnavailable(text) from error
+                time.sleep(_RETRY_S)
+                continue
+            if answer.status not in (200, 204):
+                raise RequestError(f"the gateway refused {path}: {data[:500].decode(errors='replace')}")
+            return data
+
+
+def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, max_rank: int) -> None:
+    """Execute the commands of the gateway until this process is ended."""
+    registry = registry_of(config)
+    with training_rank(config, context) as rank:
+        engine = build_engine(config, rank.mesh)
+        adapter = engine.lora
+        assert adapter is not None
+        executor = Executor(AdapterSlots(engine, adapter), folder, max_rank)
+        client = GatewayClient(
+            lambda: _address(registry, config.rollout.setup_timeout),
+            required_token("a trainer"),
+            rank=context.index,
+            run_id=context.run_id,
+            patience_s=config.rollout.setup_timeout,
+        )
+        announce_ready(registry, context)
+        while True:
+            rank.heartbeat.doing("waits for a request")
+            command = client.next_command()
+            rank.heartbeat.doing(f"{command.kind} {command.seq} of {command.model}")
+            try:
+                result = executor.execute(command)
+            except ArealError as error:
+                client.report(failure(str(error)), failed=True)
+            else:
+                if command.kind != "reset":
+                    client.report(result, failed=False)
+
+
+def _address(registry: NameRegistry, limit_s: float) -> str:
+    return orjson.loads(registry.wait(CONTROLLER, limit_s))["address"]
+
+
+def build_engine(config: PPOConfig, mesh: TrainerMesh) -> FSDPEngine:
+    """The engine of the base model with adapters of the largest rank; a collective."""
+    outputs = OutputSpec(candidates=1)
+    return build_fsdp_engine(config.actor, role="actor", total_steps=1, mesh=mesh, seed=config.seed, outputs=outputs)
+
+
+def serve_folder(config: PPOConfig) -> Path:
+    """The folder of a run for the journal and all weights."""
+    return RunPaths.of(config).root / "serve"

@@ -1,0 +1,293 @@
+"""The routes over HTTP with a real trainer rank and a fleet without servers: results, keys, refusals, long waits."""
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import pytest
+from aiohttp import ClientSession, web
+
+from areal.api.data import GenerationResponse
+from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app
+from areal.serve.sampling import Sampling
+from areal.serve.service import ServedModel, Service, failure
+from areal.serve.wire import (
+    PROTOBUF,
+    LossRequest,
+    RequestAddress,
+    decode_loss_output,
+    decode_sample,
+    encode_loss_request,
+)
+from areal.serve.worker import Executor, GatewayClient
+from areal.system.network import Host, http_address, listen
+from tests.run_token import TOKEN
+from tests.serve.adapters import MAX_RANK, make_slots, random_data, write_model
+
+KEYS = {"ann": "tml-ann", "bob": "tml-bob"}
+
+
+class FakeFleet:
+    """Answers every prompt with its last token; adapters are only counted."""
+
+    class limits:
+        context_length = 64
+
+    def __init__(self):
+        self.requests, self.loaded = [], []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def agenerate(self, request):
+        self.requests.append(request)
+        await self.may_answer.wait()
+        count = min(request.gconfig.max_new_tokens, 3)
+        last = request.input_ids[-1]
+        return GenerationResponse(
+            request_id=request.request_id, input_ids=request.input_ids, output_ids=[last] * count,
+            output_logprobs=[-0.5] * count, output_versions=[0] * count, stop_reason="length",
+        )  # fmt: skip
+
+    async def load_adapter(self, name, folder):
+        self.loaded.append(name)
+
+    async def unload_adapter(self, name):
+        self.loaded.remove(name)
+
+
+class Api:
+    """Requests with a key."""
+
+    def __init__(self, session, address, key="tml-ann"):
+        self._session, self._address, self.key = session, address, key
+
+    async def call(self, path, body=None, method="POST", headers=None):
+        data = body if isinstance(body, bytes) else json.dumps(body or {})
+        headers = {"X-API-Key": self.key, "Content-Type": "application/json"} | (headers or {})
+        async with self._session.request(
+            method, f"{self._address}/api/v1/{path}", data=data, headers=headers
+        ) as answer:
+            data = await answer.read()
+            return answer.status, (data if answer.content_type == PROTOBUF else json.loads(data or b"null"))
+
+    async def ok(self, path, body=None, **options):
+        status, found = await self.call(path, body, **options)
+        assert status in (200, 204), (path, status, found)
+        return found
+
+    async def new_model(self, number=0, **lora):
+        session = (await self.ok("create_session", {}))["session_id"]
+        body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": {"rank": 4} | lora}
+        return (await self.result((await self.ok("create_model", body))["request_id"]))["model_id"]
+
+    async def result(self, request_id):
+        return await self.ok("retrieve_future", {"request_id": request_id})
+
+    async def loss(self, model, seq, data=None, **options):
+        request = LossRequest(data=data or random_data(1, [5]), **({"loss_fn": "importance_sampling"} | options))
+        body = encode_loss_request(request, RequestAddress(model_id=model, seq_id=seq))
+        return (await self.ok("forward_backward", body))["request_id"]
+
+
+@pytest.fixture(scope="module")
+def slots(tmp_path_factory):
+    return make_slots(write_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@contextlib.asynccontextmanager
+async def opened(folder, *, hold_s=5.0):
+    """(client of ann, client of bob, fleet, service, address)."""
+    served = ServedModel(name="tiny", tokenizer="t", context_length=64, max_rank=MAX_RANK, max_resident=4)
+    service = Service(folder, served, world_size=1)
+    fleet = FakeFleet()
+    gateway = Gateway(service, Sampling(fleet, max_adapters=2), hold_s=hold_s)
+    app = make_app(gateway, TrainerRoutes(service), Keys(KEYS), token=TOKEN, host=Host())
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    bound = listen(Host(), TOKEN)
+    await web.SockSite(runner, bound).start()
+    journal = asyncio.create_task(service.journal.run())
+    try:
+        async with ClientSession() as session:
+            address = http_address(bound)
+            yield Api(session, address), Api(session, address, "tml-bob"), fleet, service, address
+    finally:
+        await gateway.close()
+        await runner.cleanup()
+        journal.cancel()
+        await asyncio.gather(journal, return_exceptions=True)
+        service.journal.close()
+
+
+@contextlib.asynccontextmanager
+async def trainer(slots, folder, address):
+    """A trainer rank in a thread, as `run_worker` is one."""
+    slots.clear()
+    executor, over = Executor(slots, folder, MAX_RANK), threading.Event()
+    client = GatewayClient(lambda: address, TOKEN, rank=0, run_id=0, patience_s=0.0)
+
+    def run():
+        with contextlib.suppress(Exception):  # the gateway ends first
+            while not over.is_set():
+                command = client.next_command()
+                try:
+                    result, failed = executor.execute(command), False
+                except Exception as error:  # noqa: BLE001 - as the result of the command
+                    result, failed = failure(str(error)), True
+                if command.kind != "reset":
+                    client.report(result, failed=failed)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+async def test_a_client_trains_saves_samples_and_loads(tmp_path, slots):
+    async with opened(tmp_path) as (api, _, fleet, _service, address), trainer(slots, tmp_path, address):
+        model = await api.new_model()
+        info = await api.ok("get_info", {"model_id": model})
+        assert (info["lora_rank"], info["model_data"]["tokenizer_id"]) == (4, "t")
+        first = await api.loss(model, 1)
+        step = await api.ok("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.01}})
+        logprobs, metrics = decode_loss_output(await api.result(first))
+        assert len(logprobs[0]) == 5
+        assert list(metrics) == ["loss:sum"]
+        assert (await api.result(step["request_id"]))["metrics"]["lr:mean"] == pytest.approx(0.01)
+        saved = await api.ok("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})
+        path = (await api.result(saved["request_id"]))["path"]
+        assert path == f"tinker://{model}/weights/one"
+        body = {"session_id": model.partition(":")[0], "model_seq_id": 5, "path": path, "optimizer": True}
+        loaded = (await api.result((await api.ok("load_weights", body))["request_id"]))["model_id"]
+        results = [
+            await api.result(await api.loss(one, seq, forward_only=True)) for one, seq in ((model, 4), (loaded, 1))
+        ]
+        assert results[0] == results[1]
+        body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 1, "model_path": path}
+        sampler = (await api.ok("create_sampling_session", body))["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]}
+        body = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2, "prompt": prompt}
+        asked = await api.ok("asample", body | {"sampling_params": {"max_tokens": 9, "stop": [3]}})
+        assert len(asked["sample_sequence_ids"]) == 2
+        answers = decode_sample(await api.result(asked["request_id"]))
+        assert [(one.token_ids, one.is_cut) for one in answers] == [([5, 5, 5], True)] * 2
+        request = fleet.requests[0]
+        assert request.adapter == fleet.loaded[0]
+        assert request.raw_logprobs
+        assert request.only_stops
+        assert (tmp_path / "weights" / model.replace(":", "-") / "one" / "adapter" / "adapter_config.json").exists()
+
+
+async def test_objects_of_another_key_do_not_exist(tmp_path, slots):
+    async with opened(tmp_path) as (api, other, _, _service, address), trainer(slots, tmp_path, address):
+        model = await api.new_model()
+        session = model.partition(":")[0]
+        saved = await api.ok("save_weights", {"model_id": model, "seq_id": 1, "path": "one"})
+        path = (await api.result(saved["request_id"]))["path"]
+        sampler = {"session_id": session, "sampling_session_seq_id": 1, "model_path": path}
+        name = (await api.ok("create_sampling_session", sampler))["sampling_session_id"]
+        own = (await other.ok("create_session", {}))["session_id"]
+        prompt = {"chunks": [{"tokens": [4]}]}
+        refused = [
+            ("get_info", {"model_id": model}), ("retrieve_future", saved),
+            ("create_model", {"session_id": session, "model_seq_id": 9, "base_model": "tiny"}),
+            ("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}),
+            ("create_sampling_session", {"session_id": own, "sampling_session_seq_id": 1, "model_path": path}),
+            ("load_weights", {"session_id": own, "model_seq_id": 1, "path": path, "optimizer": False}),
+            ("weights_info", {"tinker_path": path}),
+            ("asample", {"sampling_session_id": name, "seq_id": 1, "prompt": prompt}),
+            ("session_heartbeat", {"session_id": session}),
+        ]  # fmt: skip
+        for where, body in refused:
+            assert (await other.call(where, body))[0] == 404, where
+        assert (await other.call(f"training_runs/{model}", method="GET"))[0] == 404
+        assert (await other.ok("training_runs", method="GET"))["training_runs"] == []
+        checkpoint = f"training_runs/{model}/checkpoints/weights/one"
+        assert (await other.call(checkpoint, method="DELETE"))[0] == 404
+        await api.ok(f"{checkpoint}/publish")
+        assert (await other.ok("weights_info", {"tinker_path": path}))["lora_rank"] == 4
+        await api.ok(checkpoint, method="DELETE")
+        assert (await api.call("weights_info", {"tinker_path": path}))[0] == 404
+        assert [one["path"] for one in (await api.ok("checkpoints", method="GET"))["checkpoints"]] == []
+
+
+@pytest.mark.parametrize("key", ["", "tml-none", "tml-an", "ä"])
+async def test_an_unknown_key_is_refused(tmp_path, key):
+    async with opened(tmp_path) as (api, *_):
+        api.key = key.encode().decode("latin-1")
+        assert (await api.call("client/config"))[0] == 401
+
+
+async def test_trainer_routes_need_the_token_of_the_run(tmp_path):
+    async with opened(tmp_path) as (api, _, _, _, address):
+        async with api._session.post(f"{address}/trainer/command", json={}) as answer:
+            assert answer.status == 401
+        assert (await api.call("client/config", headers={"Origin": "http://evil"}))[0] == 403
+
+
+async def test_a_wrong_request_uses_its_number_and_fails(tmp_path, slots):
+    async with opened(tmp_path) as (api, _, _, _, address), trainer(slots, tmp_path, address):
+        model = await api.new_model()
+        wrong = [
+            ("optim_step", {"adam_params": {"learning_rate": "x"}}, "learning_rate"),
+            ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "adam_params"),
+            ("save_weights", {"path": "../x"}, "is not a name"),
+            ("save_weights_for_sampler", {"path": "a/b"}, "is not a name"),
+        ]
+        for seq, (path, fields, text) in enumerate(wrong, start=1):
+            asked = await api.ok(path, {"model_id": model, "seq_id": seq} | fields)
+            found = await api.result(asked["request_id"])
+            assert text in found["error"]
+            assert found["category"] == "user"
+        request = await api.loss(model, 5, loss_fn="stable_reinforce")
+        assert "loss_fn=cispo" in (await api.result(request))["error"]
+        step = await api.ok("optim_step", {"model_id": model, "seq_id": 6, "adam_params": {}})
+        assert (await api.result(step["request_id"]))[
+            "error"
+        ] == "the gradients of request 5 failed: nothing was updated"
+        decode_loss_output(await api.result(await api.loss(model, 7)))
+
+
+async def test_a_number_with_another_content_is_refused(tmp_path):
+    async with opened(tmp_path) as (api, *_):
+        session = (await api.ok("create_session", {}))["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        first = await api.ok("create_model", body)
+        assert await api.ok("create_model", body) == first
+        assert (await api.call("create_model", body | {"lora_config": {"rank": 2}}))[0] == 422
+        assert (await api.call("create_model", body | {"base_model": "other"}))[0] == 404
+
+
+async def test_a_result_is_waited_for_and_then_asked_again(tmp_path):
+    async with opened(tmp_path, hold_s=0.01) as (api, _, fleet, *_):
+        session = (await api.ok("create_session", {}))["session_id"]
+        body = {"session_id": session, "sampling_session_seq_id": 1, "base_model": "tiny"}
+        sampler = (await api.ok("create_sampling_session", body))["sampling_session_id"]
+        fleet.may_answer.clear()
+        body = {"sampling_session_id": sampler, "seq_id": 3, "prompt": {"chunks": [{"tokens": [7]}]}}
+        asked = await api.ok("asample", body)
+        assert await api.ok("asample", body) == asked  # once
+        status, found = await api.call("retrieve_future", asked)
+        assert (status, found["type"]) == (408, "try_again")
+        fleet.may_answer.set()
+        while (found := await api.call("retrieve_future", asked))[0] == 408:
+            pass
+        assert decode_sample(found[1])[0].token_ids == [7, 7, 7]
+        assert len(fleet.requests) == 1
+        assert (await api.call("retrieve_future", {"request_id": f"{sampler}:99"}))[0] == 410
+
+
+async def test_unused_adapters_leave_the_servers(tmp_path, slots):
+    async with opened(tmp_path) as (api, _, fleet, _, address), trainer(slots, tmp_path, address):
+        model = await api.new_model()
+        for seq in range(1, 5):
+            body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
+            found = await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
+            prompt = {"chunks": [{"tokens": [7]}]}
+            asked = await api.ok("asample", {**found, "seq_id": 0, "prompt": prompt})
+            await api.result(asked["request_id"])
+        assert len(fleet.loaded) == 2
+        assert len({one.adapter for one in fleet.requests}) == 4

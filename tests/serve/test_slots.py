@@ -1,0 +1,219 @@
+"""Adapters in turn in one engine: each computes as in an engine of its own; losses as worked from the formulas."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from areal.engine.optimizer import StepSettings
+from areal.serve.losses import checked_loss
+from areal.serve.slots import AdapterSettings
+from areal.serve.wire import Datum, LossRequest, RequestAddress, decode_loss_output, encode_loss_request
+from areal.serve.worker import Executor, ReceivedCommand
+from tests.expect import raises_code
+from tests.serve.adapters import MAX_RANK, make_slots, random_data, write_model
+
+STEP = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.01, "max_norm": float("inf")}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def slots(model):
+    return make_slots(model)
+
+
+@pytest.fixture
+def executor(slots, tmp_path):
+    slots.clear()
+    return Executor(slots, tmp_path, MAX_RANK)
+
+
+class Tenant:
+    """Sends commands for one adapter."""
+
+    def __init__(self, executor, name, **settings):
+        self.executor, self.name, self.seq = executor, name, 0
+        self.run("create", {"settings": {"rank": 4} | settings})
+
+    def run(self, kind, arguments=None, body=b""):
+        command = ReceivedCommand(kind, self.name, self.seq, arguments or {}, body)
+        self.seq += 1
+        return self.executor.execute(command)
+
+    def loss(self, data, loss_fn="importance_sampling", config=None, forward_only=False):
+        request = LossRequest(data=data, loss_fn=loss_fn, config=config or {}, forward_only=forward_only)
+        return decode_loss_output(
+            self.run("loss", body=encode_loss_request(request, RequestAddress(model_id=self.name, seq_id=1)))
+        )
+
+    def step(self):
+        return json.loads(self.run("step", {"settings": STEP}))["metrics"]
+
+
+def expected_logprobs(model, data):
+    """By transformers, each datum alone."""
+    found = []
+    for datum in data:
+        logits = model(torch.from_numpy(datum.tokens)[None]).logits[0].float()
+        found.append(
+            torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
+        )
+    return found
+
+
+def formula(loss_fn, lp, inputs):
+    ratio = None if "logprobs" not in inputs else (lp - inputs["logprobs"]).exp()
+    match loss_fn:
+        case "cross_entropy":
+            return -(inputs["weights"] * lp)
+        case "importance_sampling":
+            return -ratio * inputs["advantages"]
+        case "ppo":
+            return -torch.minimum(ratio * inputs["advantages"], ratio.clamp(0.8, 1.2) * inputs["advantages"])
+        case "cispo":
+            return -ratio.clamp(0, 4).detach() * lp * inputs["advantages"]
+        case "dro":
+            return -(lp * inputs["advantages"] - 0.05 / 2 * (lp - inputs["logprobs"]) ** 2)
+        case "gspo":
+            mask = inputs["sequence_ratio_mask"]
+            mean = ((lp.detach() - inputs["logprobs"]) * mask).sum() / mask.sum()
+            token = (mean + lp - lp.detach()).exp()
+            return -torch.minimum(token * inputs["advantages"], token.clamp(0.9, 1.1) * inputs["advantages"])
+
+
+LOSSES = {
+    "cross_entropy": (("weights",), {}),
+    "importance_sampling": (("logprobs", "advantages"), {}),
+    "ppo": (("logprobs", "advantages"), {}),
+    "cispo": (("logprobs", "advantages"), {}),
+    "dro": (("logprobs", "advantages"), {"beta": 0.05}),
+    "gspo": (
+        ("logprobs", "advantages", "sequence_ratio_mask"), {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_a_loss_and_its_gradients_are_those_of_the_formula_on_peft(executor, slots, model, tmp_path, loss_fn):
+    names, config = LOSSES[loss_fn]
+    data = random_data(3, [9, 1, 6], names)
+    for datum in data:
+        if "sequence_ratio_mask" in datum.inputs:
+            datum.inputs["sequence_ratio_mask"][:] = np.arange(len(datum.tokens)) % 2 == 0
+    tenant = Tenant(executor, "a")
+    tenant.loss(random_data(1, [5, 7]))
+    tenant.step()  # B is not 0 any more
+    tenant.run("export", {"name": "one"})
+    other = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model),
+        tmp_path / "sampler_weights" / "a" / "one" / "adapter",
+        is_trainable=True,
+    )
+    logprobs = expected_logprobs(other, data)
+    tensors = [{name: torch.from_numpy(value) for name, value in datum.inputs.items()} for datum in data]
+    loss = sum(formula(loss_fn, lp, one).sum() for lp, one in zip(logprobs, tensors, strict=True))
+    loss.backward()
+    found, metrics = tenant.loss(data, loss_fn, config)
+    assert metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5, abs=2e-5)
+    for one, other_one in zip(found, logprobs, strict=True):
+        np.testing.assert_allclose(one, other_one.detach().numpy(), atol=2e-6)
+    gradients = {
+        name.replace("base_model.model.", "").replace(".default.weight", ""): one.grad
+        for name, one in other.named_parameters() if one.requires_grad
+    }  # fmt: skip
+    for name, weight in slots._trained.items():
+        expected = gradients[name]
+        own = weight.grad[: expected.shape[0], : expected.shape[1]]
+        np.testing.assert_allclose(own, expected, atol=2e-5 * max(1.0, float(expected.abs().max())))
+        assert weight.grad.abs().sum() == pytest.approx(own.abs().sum().item())  # the padding has none
+
+
+def test_adapters_in_turn_have_the_bits_of_adapters_alone(executor, slots):
+    def work(tenant, number):
+        tenant.loss(random_data(number, [4, 8, 3]))
+        yield
+        tenant.loss(random_data(10 + number, [11, 2]), "ppo")
+        yield
+        results.setdefault(tenant.name, []).append(tenant.step()["grad_norm:mean"])
+        yield
+
+    results, alone = {}, {}
+    for number in range(3):
+        tenant = Tenant(executor, f"t{number}", rank=2 + number, seed=number, train_mlp=number != 1)
+        for _ in range(4):
+            list(work(tenant, number))
+        alone[tenant.name], _ = tenant.loss(random_data(99, [9]), forward_only=True)
+    before, results = results, {}
+    slots.clear()
+    tenants = [Tenant(executor, f"t{n}", rank=2 + n, seed=n, train_mlp=n != 1) for n in range(3)]
+    for _ in range(4):
+        for steps in zip(*(work(tenant, number) for number, tenant in enumerate(tenants)), strict=True):
+            assert steps == (None,) * 3
+    assert results == before
+    for tenant in tenants:
+        found, _ = tenant.loss(random_data(99, [9]), forward_only=True)
+        assert found[0].tolist() == alone[tenant.name][0].tolist()
+
+
+def test_a_snapshot_continues_with_the_same_bits(executor, slots):
+    tenant = Tenant(executor, "a", seed=3)
+    for number in range(3):
+        tenant.loss(random_data(number, [5, 6]))
+        tenant.step()
+    tenant.run("snapshot")
+    seq = tenant.seq - 1
+    tenant.loss(random_data(7, [8]))
+    first = tenant.step(), tenant.loss(random_data(8, [9]), forward_only=True)[0][0].tolist()
+    slots.clear()
+    executor.execute(ReceivedCommand("restore", "a", seq, {"settings": {"rank": 4}}, b""))
+    tenant.loss(random_data(7, [8]))
+    assert (tenant.step(), tenant.loss(random_data(8, [9]), forward_only=True)[0][0].tolist()) == first
+
+
+def test_parts_that_are_not_trained_stay(executor, slots):
+    tenant = Tenant(executor, "a", train_unembed=False, train_mlp=False)
+    tenant.loss(random_data(1, [5]))
+    tenant.step()
+    changed = {name for name, weight in slots._trained.items() if name.endswith("lora_B") and weight.abs().sum() > 0}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"loss_fn": "stable_reinforce"}, "use loss_fn=cispo, ppo or importance_sampling"),
+        ({"loss_fn": "mse"}, "is not known"),
+        ({"data": []}, "no datum"),
+        ({"data": [Datum(tokens=np.arange(3), inputs={})]}, "needs one target_tokens"),
+        ({"data": random_data(1, [4], ("logprobs",))}, "datum 0 lacks advantages"),
+        ({"data": random_data(1, [4], ("logprobs", "advantages", "mood"))}, "has no input mood"),
+    ],
+)
+def test_a_request_without_a_loss_is_refused(change, text):
+    request = {"data": random_data(1, [4]), "loss_fn": "ppo"} | change
+    with raises_code("request.invalid_field", text):
+        checked_loss(LossRequest(**request))
+
+
+def test_a_failed_loss_leaves_no_gradients(executor, slots):
+    tenant = Tenant(executor, "a")
+    tenant.loss(random_data(1, [5]))
+    data = random_data(1, [5])
+    data[0].inputs["advantages"][2] = np.nan
+    with raises_code("train.not_finite"):
+        tenant.loss(data)
+    assert all(weight.grad is None for weight in slots._trained.values())
+
+
+def test_the_rank_has_a_limit(executor):
+    with raises_code("request.invalid_field", "rank 9 is not between 1 and 8"):
+        Tenant(executor, "a", rank=9)
+    assert AdapterSettings(rank=1).trains("lm_head")
+    assert StepSettings(**STEP).max_norm == float("inf")
