@@ -2,8 +2,9 @@
 
 Projections to heads and to the wide layer of the MLP have the rows of a rank, those back the columns of a rank,
 embedding and output head a part of the vocabulary. The hidden states between them are whole and equal on every tensor
-rank, as are the parts for images and the layers with a state: attention and MLP sum them over the ranks once in each direction. Modules compute
-with plain tensors, because operations on distributed ones cost much more than a small matrix product.
+rank, as are the parts for images and the layers with a state: attention and MLP sum them over the ranks once in each
+direction. Modules compute with plain tensors, because operations on distributed ones cost much more than a small matrix
+product.
 """
 
 from __future__ import annotations
