@@ -279,6 +279,7 @@ class ModelRunner:
         logits = None
         self._adapters_of_rows = self._row_adapters(order, longer)
         if self._graphs is not None and not longer and not has_images and self._adapters_of_rows is None:
+            self.adapters.begin(None, 0, None)  # a graph that is captured now has no adapters
             logits = self._graphs.logits(self._rows.inputs)
             logits = None if logits is None else logits[: len(self._rows)]
         self._is_in_rows = not plan.chunks
