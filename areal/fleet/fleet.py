@@ -681,6 +681,11 @@ class Fleet:
             for answer in answers:
                 if answer.call is not None:
                     self._calls.drop(answer)
+        # A server can end an answer with a new version before it reports that it has installed it.
+        while (coming := self._updater.updating_to) is not None and coming > self._replicas.highest_version:
+            if all(answer.newest_version != coming for answer in answers):
+                break
+            await self._replicas.wait_for_change(None)
         is_expected = self._updater.updating_to is not None or version != self._replicas.target_version
         for answer in answers:
             invalid = answer.end_part(self._replicas.highest_version)

@@ -3,7 +3,7 @@
 import math
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -240,7 +240,7 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
 
 
 def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
-    """Bytes of weights and cache. The cache does not count on a GPU where it takes the memory that is left."""
+    """Bytes of weights, states and cache. The cache does not count on a GPU where it takes the memory that is left."""
     native, shape = config.native, ModelShape.read(NATIVE.model(config))
     if shape is None:
         return None
@@ -250,7 +250,17 @@ def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
     # A GPU server can have its second copy of the weights in host memory.
     copies = 1 if on_gpu and native.weight_buffer != "device" else 2
     packed = 0 if on_gpu else native.packed_bytes(weights)
-    return copies * weights + packed + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
+    states = shape.states * size
+    kept = states * (native.max_running_requests + native.num_snapshots(states, weights))
+    return copies * weights + packed + kept + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
+
+
+def state_problems(config: PPOConfig, free_bytes: int) -> Iterator[str]:
+    """One sentence when a server with this memory lacks room for the states of its running sequences."""
+    native, shape = config.native, ModelShape.read(NATIVE.model(config))
+    if shape is not None and shape.states:
+        size = _ELEMENT_BYTES[native.dtype]
+        yield from native.state_problems(shape.states * size, free_bytes - shape.parameters * size)
 
 
 NATIVE = ServerBackend(

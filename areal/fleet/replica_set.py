@@ -264,7 +264,7 @@ class Slot:
         self.reason = "not registered"
         self.version = NO_VERSION
         self.cleared_at: int | None = None
-        """The last version at which it lost all older keys and values; None = no update yet."""
+        """The last version at which it lost all older keys and values; None = not known: no update by this fleet."""
         self.weights = Weights.VALID
         self.failed_version: int | None = None
         """An update to this version failed while other replicas served it: the next attempt is the next version."""
@@ -288,7 +288,7 @@ class Slot:
     @property
     def cached_since(self) -> int:
         """The oldest version of which it may have keys and values."""
-        return self.version if self.cleared_at is None else self.cleared_at
+        return min(self.version, 0) if self.cleared_at is None else self.cleared_at
 
     @property
     def is_healthy(self) -> bool:

@@ -27,7 +27,7 @@ from areal.api.errors import ConfigError
 from areal.inference.decode_rows import SampledRows
 from areal.inference.drafts import Drafts, num_accepted
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
-from areal.inference.prefix_cache import BlockPool
+from areal.inference.prefix_cache import BlockPool, Snapshots
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import (
     ALL_TOKENS,
@@ -42,6 +42,7 @@ from areal.models.model_shape import ModelShape
 from areal.models.output_head import routers_of
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
+from areal.system.device import host_memory_bytes
 from areal.system.process import run_into
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -649,7 +650,7 @@ def build_engine(
     weights = ServedWeights(model, base=None if from_scratch else model_path, in_host_memory=in_host_memory)
     if runner.device.type == "cuda":
         weights.allocate()  # before the cache takes the free memory
-    runner.states.allocate(config.max_running_requests)
+    snapshots = _allocate_states(config, runner)
     capacity = _cache_tokens(config, runner, context_length(config, runner.model))
     num_blocks = -(-capacity // BLOCK_SIZE)
     runner.allocate_cache(num_blocks)
@@ -658,7 +659,7 @@ def build_engine(
         max_running=config.max_running_requests,
         max_prefill_tokens=config.chunked_prefill_size,
         whole_images=layout is not None and layout.is_bidirectional,
-        keeps_prefixes=not runner.states.indices,
+        snapshots=snapshots,
         drafts=_drafts(config, runner),
     )
     return Engine(
@@ -670,6 +671,16 @@ def build_engine(
         detokenizer=detokenizer,
         weights=weights,
     )
+
+
+def _allocate_states(config: NativeServerConfig, runner: ModelRunner) -> Snapshots | None:
+    """Memory for the states of all running sequences, and for snapshots. ConfigError when there is not enough."""
+    each, on_gpu = runner.states.bytes_per_slot, runner.device.type == "cuda"
+    free_bytes = torch.cuda.mem_get_info(runner.device)[0] if on_gpu else host_memory_bytes()
+    weights = weight_bytes(runner.model)
+    for text in config.state_problems(each, int(free_bytes * _CUDA_CACHE_SHARE) - (0 if on_gpu else weights)):
+        raise ConfigError(text, code="model.cache_too_small")
+    return runner.states.allocate(config.max_running_requests, config.num_snapshots(each, weights))
 
 
 def _drafts(config: NativeServerConfig, runner: ModelRunner) -> Drafts | None:

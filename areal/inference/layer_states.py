@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.errors import ConfigError
+from areal.inference.prefix_cache import Snapshots
 from areal.inference.scheduler import Sequence, Status
 from areal.models.recurrent_layers import cache_parameter, for_each_sequence, state_layers
 
@@ -37,6 +38,9 @@ class Span:
     count: int
     is_first: bool
     """The tokens are the first ones of the sequences."""
+    border: int = 0
+    snapshots: list[int] = field(default_factory=list[int])
+    """Slots for the states behind the first `border` tokens; none where it is 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,9 +109,14 @@ class LayerStates:
         self.indices = {layer.index for layer in self._layers}
         """The layers that have a state."""
 
-    def allocate(self, num_slots: int) -> None:
-        """After the probe: memory for this number of running sequences."""
-        self._free = list(range(num_slots - 1, -1, -1))
+    @property
+    def bytes_per_slot(self) -> int:
+        return sum(tensor[:1].nbytes for layer in self._layers for tensor in layer.tensors())
+
+    def allocate(self, max_running: int, num_snapshots: int) -> Snapshots | None:
+        """After the probe: memory for this number of running sequences, and for snapshots. None without states."""
+        self._free = list(range(max_running - 1, -1, -1))
+        num_slots = max_running + num_snapshots
         for layer in self._layers:
             layer.kept = [
                 [
@@ -116,15 +125,17 @@ class LayerStates:
                 ]
                 for pair in layer.kept
             ]
+        return Snapshots(range(max_running, num_slots)) if self.indices else None
 
-    def begin(self, spans: list[Span], first: Iterable[Sequence]) -> None:
-        """The next step computes these spans; the sequences `first` begin with it."""
+    def begin(self, spans: list[Span], first: Iterable[Sequence], copied: dict[Sequence, int]) -> None:
+        """The next step computes these spans; the sequences `first` begin with it, those of `copied` from a slot."""
         for sequence in [one for one in self._slots if one.status is not Status.RUNNING]:
             self._free.append(self._slots.pop(sequence))
         new = [self._slot_of(sequence) for sequence in first]
         for layer in self._layers if new else ():
             for tensor in layer.tensors():
                 tensor[new] = 0
+        self._copy(copied.values(), [self._slot_of(sequence) for sequence in copied])
         self._spans = [
             (torch.tensor([self._slot_of(one) for one in span.sequences], device=self._device), span) for span in spans
         ]
@@ -132,9 +143,18 @@ class LayerStates:
     def copy(self, source: Sequence, targets: Iterable[Sequence]) -> None:
         """The targets continue from the state of `source`."""
         slots = [self._slot_of(target) for target in targets]
-        for layer in self._layers if slots else ():
+        self._copy([self._slots[source]] * len(slots), slots)
+
+    def save(self, sequences: Iterable[Sequence]) -> None:
+        """Copy states to the slots of the snapshots of these sequences."""
+        pairs = [(self._slots[one], one.snapshot) for one in sequences if one.snapshot is not None]
+        self._copy([source for source, _ in pairs], [target for _, target in pairs])
+
+    def _copy(self, sources: Iterable[int], targets: list[int]) -> None:
+        taken = list(sources)
+        for layer in self._layers if taken else ():
             for tensor in layer.tensors():
-                tensor[slots] = tensor[self._slots[source]].clone()
+                tensor[targets] = tensor[taken]
 
     def _slot_of(self, sequence: Sequence) -> int:
         if sequence not in self._slots:
@@ -153,12 +173,22 @@ class LayerStates:
             span = self.span
             self._caches.layers[layer.index] = found = layer.cache(slots, is_first=span.is_first)
             call = functools.partial(forward, **{name: self._caches})
-            if span.is_first or layer.takes_several or span.count == 1:
-                output = call(*args, **kwargs)
+            if not span.border:
+                output = computed(call, span.count, (args, kwargs), at_once=span.is_first)
             else:
-                output = one_by_one(call, span.count, args, kwargs)
+                before, after = (_part((args, kwargs), *ends) for ends in ((0, span.border), (span.border, span.count)))
+                output = computed(call, span.border, before, at_once=span.is_first)
+                layer.keep(found, torch.tensor(span.snapshots, device=self._device))
+                if span.count > span.border:
+                    rest = computed(call, span.count - span.border, after, at_once=False)
+                    output = torch.cat((output, rest), dim=1)
             layer.keep(found, slots)
             return output
+
+        def computed(call: Callable[..., Any], count: int, inputs: Any, *, at_once: bool) -> Any:
+            if at_once or layer.takes_several or count == 1:
+                return call(*inputs[0], **inputs[1])
+            return one_by_one(call, count, *inputs)
 
         groups = [[span.count] * len(slots) for slots, span in self._spans]
         return for_each_sequence(run, groups, args, kwargs)

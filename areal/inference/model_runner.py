@@ -278,6 +278,7 @@ class ModelRunner:
         logits = None
         self._adapters_of_rows = self._row_adapters(order, longer)
         if self._graphs is not None and not longer and not has_images and self._adapters_of_rows is None:
+            self.adapters.begin(None, 0, None)  # a graph that is captured now has no adapters
             logits = self._graphs.logits(self._rows.inputs)
             logits = None if logits is None else logits[: len(self._rows)]
         self._is_in_rows = not plan.chunks
@@ -305,6 +306,7 @@ class ModelRunner:
         self._copy_blocks(plan.copies_after)
         for chunk in plan.chunks if self.states.indices else ():
             self.states.copy(chunk.sequence, chunk.siblings)
+        self.states.save(plan.snapshots_after)
         return logits, sampled
 
     def _row_adapters(self, order: np.ndarray | None, longer: list[Chunk]) -> list[int] | None:
@@ -318,10 +320,14 @@ class ModelRunner:
     def _begin_states(self, plan: StepPlan, order: np.ndarray | None, longer: list[Chunk]) -> None:
         rows = self._rows.sequences
         spans = [Span(rows if order is None else [rows[number] for number in order], 1, is_first=False)] if rows else []
-        for _, members in groupby(longer, key=lambda chunk: (chunk.start > 0, chunk.count)):
+        for (is_later, count, border), members in groupby(
+            longer, key=lambda chunk: (chunk.start > 0, chunk.count, chunk.border)
+        ):
             chunks = list(members)
-            spans.append(Span([chunk.sequence for chunk in chunks], chunks[0].count, is_first=chunks[0].start == 0))
-        self.states.begin(spans, [chunk.sequence for chunk in plan.chunks if chunk.start == 0])
+            slots = [chunk.snapshot for chunk in chunks if chunk.snapshot is not None]
+            spans.append(Span([chunk.sequence for chunk in chunks], count, not is_later, border, slots))
+        copied = {chunk.sequence: chunk.begins_from for chunk in plan.chunks if chunk.begins_from is not None}
+        self.states.begin(spans, [chunk.sequence for chunk in plan.chunks if chunk.start == 0], copied)
 
     def take_weights(self) -> None:
         """The weights of the model have changed."""

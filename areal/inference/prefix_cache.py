@@ -1,6 +1,7 @@
 """The blocks of the KV cache: reference counts, and a prefix cache that finds full blocks by what they contain.
 
-A block that no sequence holds keeps its keys and values until the pool needs it. No tensors.
+A block that no sequence holds keeps its keys and values until the pool needs it. Of layers with a state, snapshots at
+the borders of blocks are kept in slots of memory. No tensors.
 """
 
 from __future__ import annotations
@@ -135,3 +136,48 @@ class BlockPool:
                 if block in self._cached:
                     del self._cached[block]
                     self._free.append(block)
+
+
+class Snapshots:
+    """Slots for states at the borders of blocks. The state behind a block has the key of the block. A slot with a key
+    is taken for another state when no slot is free, the least recently used first."""
+
+    def __init__(self, slots: Iterable[int]) -> None:
+        self._free = list(slots)
+        self.num_slots = len(self._free)
+        self._by_key: OrderedDict[bytes, int] = OrderedDict()
+        self._new: list[tuple[bytes, int]] = []
+
+    def take(self) -> int | None:
+        """A slot for a state; None: running sequences hold all."""
+        if not self._free and self._by_key:
+            self._free.append(self._by_key.popitem(last=False)[1])
+        return self._free.pop() if self._free else None
+
+    def keep(self, key: bytes, slot: int) -> None:
+        """Let later steps find the state that is in the slot after the next step."""
+        self._new.append((key, slot))
+
+    def publish(self) -> None:
+        """The step is computed: what was kept before it is found."""
+        for key, slot in self._new:
+            if (old := self._by_key.pop(key, None)) is not None:
+                self._free.append(old)
+            self._by_key[key] = slot
+        self._new = []
+
+    def find(self, keys: Sequence[bytes]) -> tuple[int, int | None]:
+        """(number of the first `keys` behind which there is a state, its slot); (0, None) without one, and (-1, None)
+        when the next step computes it."""
+        if not {key for key, _ in self._new}.isdisjoint(keys):
+            return -1, None
+        for count in range(len(keys), 0, -1):
+            if (slot := self._by_key.get(keys[count - 1])) is not None:
+                self._by_key.move_to_end(keys[count - 1])
+                return count, slot
+        return 0, None
+
+    def forget(self) -> None:
+        self.publish()
+        self._free += self._by_key.values()
+        self._by_key.clear()

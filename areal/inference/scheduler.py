@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from areal.api.data import PromptScores, PromptScoring
 from areal.inference.drafts import Drafts
-from areal.inference.prefix_cache import BlockPool, extend_keys
+from areal.inference.prefix_cache import BlockPool, Snapshots, extend_keys
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The state of one request in the native engine: sampling parameters, tokens, cache blocks, finish reason.
@@ -166,6 +166,10 @@ class Sequence:
     """What finds the first full blocks of `token_ids` in the prefix cache, as far as they were needed."""
     num_named: int = 0
     """Blocks that later sequences find."""
+    snapshot: int | None = None
+    """Slot with the state behind the last full block that decode rows ended."""
+    snapshot_end: int = 0
+    """Tokens that the state has seen."""
     num_cached: int = 0
     """Prompt tokens that were taken from the cache at the first start."""
     logprobs: list[float] = field(default_factory=list[float])
@@ -250,6 +254,11 @@ class Chunk:
     count: int
     siblings: list[Sequence] = field(default_factory=list[Sequence])
     """Sequences with the same prompt; their first token is sampled from the last logits of this chunk."""
+    begins_from: int | None = None
+    """Slot of the state before its first token, where that is of another sequence."""
+    snapshot: int | None = None
+    """Slot for the state behind its first `border` tokens."""
+    border: int = 0
 
     @property
     def is_last(self) -> bool:
@@ -270,6 +279,8 @@ class StepPlan:
     """Tokens of drafts; a sequence with a draft has a chunk, in place of a decode row."""
     copies_after: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(source block, target block)."""
+    snapshots_after: list[Sequence] = field(default_factory=list[Sequence])
+    """Decode rows whose state is to be copied to their `snapshot`."""
 
 
 class Scheduler:
@@ -282,15 +293,16 @@ class Scheduler:
         max_running: int,
         max_prefill_tokens: int,
         whole_images: bool = False,
-        keeps_prefixes: bool = True,
+        snapshots: Snapshots | None = None,
         drafts: Drafts | None = None,
     ) -> None:
         """`whole_images`: the tokens of an image are computed in one step, even if they are more than
-        `max_prefill_tokens`. `keeps_prefixes`: sequences use the blocks of others with the same beginning: the keys and
-        values of their tokens must be all that the model knows of them. `drafts`: None = no drafts."""
+        `max_prefill_tokens`. `snapshots`: of a model whose layers have a state. `drafts`: None = no drafts."""
         self._pool = pool
+        self._snapshots = snapshots
         self.drafts = drafts
-        self.keeps_prefixes = keeps_prefixes
+        self.keeps_prefixes = True
+        """Sequences use the blocks of others with the same beginning."""
         self._whole_images = whole_images
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
@@ -332,17 +344,22 @@ class Scheduler:
         """The next step, whose tokens then count as computed. None when nothing can be computed."""
         if self._has_left:
             self._ahead = [sequence for sequence in self._ahead if sequence.status is Status.RUNNING]
+        if self._snapshots is not None:
+            self._snapshots.publish()
         plan = StepPlan(decode=self._ahead, grown=self._grown)
         self._ahead, self._grown, self._has_left = [], [], False
         budget = self._max_prefill_tokens
         preemptions = self.num_preemptions
         if len(plan.decode) < len(self.running):
             budget = self._plan_others(plan, budget)
-        if self.num_preemptions == preemptions:
-            self._admit(plan, budget)
-        else:
+        is_tight = self.num_preemptions > preemptions
+        if is_tight:
             plan.decode = [sequence for sequence in plan.decode if sequence.status is Status.RUNNING]
             plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.status is Status.RUNNING]
+        if self._snapshots is not None and self.keeps_prefixes:
+            self._keep_states(plan, self._snapshots)
+        if not is_tight:
+            self._admit(plan, budget)
         if self.drafts is not None and plan.decode:
             self._add_drafts(plan, self.drafts)
         return plan if plan.decode or plan.chunks else None
@@ -404,6 +421,28 @@ class Scheduler:
             sequence.num_computed = total
         if plan.num_drafted:
             plan.decode = [sequence for sequence in plan.decode if not sequence.draft]
+
+    def _keep_states(self, plan: StepPlan, snapshots: Snapshots) -> None:
+        """Keep the states of rows that end a block, each in place of the one before, and those of ending prompts."""
+        size = self._pool.block_size
+        for sequence in plan.decode:
+            if sequence.num_computed % size:
+                continue
+            if sequence.snapshot is None:
+                sequence.snapshot = snapshots.take()
+            if sequence.snapshot is not None:
+                sequence.snapshot_end = sequence.num_computed
+                plan.snapshots_after.append(sequence)
+        for chunk in plan.chunks:
+            self._keep_state(chunk, snapshots)
+
+    def _keep_state(self, chunk: Chunk, snapshots: Snapshots) -> None:
+        """Keep the state at the last border of a block before the last token of a prompt."""
+        number = (len(chunk.sequence.token_ids) - 1) // self._pool.block_size
+        count = number * self._pool.block_size - chunk.start
+        if 0 < count <= chunk.count and (slot := snapshots.take()) is not None:
+            chunk.snapshot, chunk.border = slot, count
+            snapshots.keep(chunk.sequence.keys[number - 1], slot)
 
     def end_draft(self, sequence: Sequence, accepted: int) -> None:
         """The step has drawn the first `accepted` tokens of the draft; the others do not count as computed."""
@@ -502,14 +541,22 @@ class Scheduler:
         return True
 
     def _start(self, plan: StepPlan, sequence: Sequence, budget: int) -> Chunk | None:
-        """Start a sequence with the first chunk after the cached blocks. None: not enough blocks."""
+        """Start a sequence with the first chunk after the cached blocks. None: not enough blocks, or this step computes
+        the state from which the sequence is to begin."""
         held: list[int] = []
+        begins_from = None
         if self.keeps_prefixes:
             # The last token, and those before tokens that are scored, are computed, because their logits are needed.
             last = min(len(sequence.token_ids), sequence.scores_from) - 1
             count = last // self._pool.block_size
             self._extend_keys(sequence, count)
             held = self._pool.find(sequence.keys[:count])
+        if self._snapshots is not None:
+            count, begins_from = self._snapshots.find(sequence.keys[: len(held)])
+            self._pool.release(held[max(count, 0) :])
+            del held[max(count, 0) :]
+            if count < 0:
+                return None
         shared = len(held) * self._pool.block_size
         count = self._within(sequence, shared, budget)
         own = self._pool.allocate(self._pool.blocks_for(shared + count) - len(held))
@@ -517,7 +564,11 @@ class Scheduler:
             self._pool.release(held)
             return None
         self._mark_running(sequence, held + own, shared)
-        return self._plan_chunk(plan, sequence, count)
+        chunk = self._plan_chunk(plan, sequence, count)
+        chunk.begins_from = begins_from
+        if self._snapshots is not None and self.keeps_prefixes:
+            self._keep_state(chunk, self._snapshots)
+        return chunk
 
     def _mark_running(self, sequence: Sequence, blocks: list[int], num_computed: int) -> None:
         self.waiting.popleft()
@@ -559,12 +610,14 @@ class Scheduler:
 
     def spoiled(self, blocks: list[int]) -> list[int]:
         """No later sequence uses these blocks as they are. Returns those that no running one holds."""
-        self._pool.forget(blocks)
+        self.forget_prefixes(blocks)
         return [block for block in blocks if self._pool.is_free(block)]
 
-    def forget_prefixes(self) -> None:
-        """No later sequence uses keys and values that were computed before."""
-        self._pool.forget()
+    def forget_prefixes(self, blocks: list[int] | None = None) -> None:
+        """No later sequence uses what was computed before: these blocks (None = all), and any state."""
+        self._pool.forget(blocks)
+        if self._snapshots is not None:
+            self._snapshots.forget()
 
     def retract_all(self) -> None:
         """Move all running sequences to the head of the waiting queue in order, and release their blocks."""
@@ -583,6 +636,9 @@ class Scheduler:
         """The last token may be planned, but it is not computed."""
         self._has_left = True
         self._name(sequence, min(sequence.num_computed, len(sequence.token_ids) - 1))
+        if self._snapshots is not None and sequence.snapshot is not None:
+            self._snapshots.keep(sequence.keys[sequence.snapshot_end // self._pool.block_size - 1], sequence.snapshot)
+            sequence.snapshot = None
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0

@@ -383,8 +383,7 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
             line.say(notice)
         problems += server_problems(config, plan, line.say) + sandbox_problems(config, line.say)
     if not config.allocation.evaluation:
-        card_bytes, host_bytes = gpu_memory_bytes(), host_memory_bytes()
-        problems += memory_problems(config, plan, card_bytes=card_bytes, host_bytes=host_bytes)
+        problems += memory_problems(config, plan, card_bytes=gpu_memory_bytes(), host_bytes=host_memory_bytes())
     refused = [] if problems else refused_models(config)
     problems += [text for text, _ in refused]
     tried = TriedRow()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from areal.api.allocation import ParallelDims
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
 from areal.api.config.train import ALL_LINEAR, DEFAULT_TOKENS_PER_MB, LoRAConfig, is_target
+from areal.fleet.native import state_problems
 from areal.launcher.job import LaunchPlan, num_shards
 from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import FAMILIES, read_vision_layout
@@ -257,9 +258,13 @@ def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, st
 def memory_problems(
     config: BaseExperimentConfig, plan: LaunchPlan, *, card_bytes: int | None, host_bytes: int
 ) -> Iterator[str]:
-    """One sentence when a trainer rank needs more than its card has, or the ranks of a machine more than the host."""
-    tokens = largest_micro_batch(config, plan)
-    memory = planned_memory(config, plan, tokens)
+    """One sentence when a trainer rank needs more than its card has, or the ranks of a machine more than the host, and
+    when states of layers do not fit into a server."""
+    server = next((process for process in plan.processes if process.role == "server"), None)
+    if server is not None and isinstance(config, PPOConfig) and config.server_backend == "native":
+        free = card_bytes if server.gpus and card_bytes else host_bytes
+        yield from state_problems(config, int(free * _CARD_SHARE))
+    memory = planned_memory(config, plan, tokens := largest_micro_batch(config, plan))
     if memory is None:
         return
     ranks = [process for process in plan.processes if process.role == "trainer"]
@@ -285,11 +290,8 @@ def memory_problems(
         key = "allocation_mode"
         if memory.activations > state:
             key, advice = "actor.mb_spec.max_tokens_per_mb", "lower it, or set gradient_checkpointing=true"
-            of_images = max(
-                tower_bytes(model, shape, patches)
-                for model in config.models.values()
-                if (shape := ModelShape.read(model.path)) is not None
-            )
+            shapes = [(model, ModelShape.read(model.path)) for model in config.models.values()]
+            of_images = max(tower_bytes(model, shape, patches) for model, shape in shapes if shape is not None)
             if of_images > memory.activations // 2:
                 key = "actor.mb_spec.max_patches_per_mb"
         parts = ", ".join(f"{part.name} {_gib(getattr(memory, part.name))}" for part in fields(memory)[:-1])
@@ -308,11 +310,9 @@ def largest_images(config: BaseExperimentConfig, tokens: int) -> int:
     has_images = config.vision.max_pixels is not None
     has_images |= isinstance(config, PPOConfig) and config.workflow == "vision_rlvr"
     layouts = [read_vision_layout(model.path) for model in config.models.values()] if has_images else []
+    limit = config.vision.max_pixels or 2**63
     sizes = [
-        min(
-            min(config.vision.max_pixels or layout.max_pixels, layout.max_pixels) // layout.patch_size**2,
-            tokens * layout.merge_size**2,
-        )
+        min(min(limit, layout.max_pixels) // layout.patch_size**2, tokens * layout.merge_size**2)
         for layout in layouts
         if layout is not None
     ]

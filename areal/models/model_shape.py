@@ -92,6 +92,8 @@ class ModelShape:
     """Columns of what computes all tokens in a model with experts: MLPs of layers without experts, shared experts."""
     latents: int = 0
     """Common divisor of the sizes of latents in attention; 0 without them."""
+    states: int = 0
+    """Numbers that layers with a state keep of a sequence, over all layers."""
     vision: VisionShape | None = None
 
     @classmethod
@@ -108,7 +110,7 @@ class ModelShape:
             return cls(
                 family=kind,
                 hidden=int(found["hidden_size"]),
-                layers=int(found["num_hidden_layers"]),
+                layers=int(found.get("num_hidden_layers") or len(found["layers_block_type"])),
                 heads=heads,
                 kv_heads=int(found.get("num_key_value_heads") or heads),
                 head_dim=int(found.get("head_dim") or int(found["hidden_size"]) // heads),
@@ -121,6 +123,7 @@ class ModelShape:
                 query_key_norm=kind.startswith("qwen3"),
                 dense_intermediate=_dense_size(found, int(width)) if width else 0,
                 latents=_latents(found),
+                states=_states(found),
                 vision=vision,
             )
         except (OSError, ValueError, KeyError, TypeError):
@@ -163,6 +166,29 @@ def _latents(found: dict[str, Any]) -> int:
     if not found.get("kv_lora_rank"):
         return 0
     return math.gcd(int(found["kv_lora_rank"]) + int(found["qk_rope_head_dim"]), int(found.get("q_lora_rank") or 0))
+
+
+def _states(found: dict[str, Any]) -> int:
+    """Where config.json does not say which layers have a state, all count."""
+
+    def size(*names: str) -> int:
+        return next((value for name in names if isinstance(value := found.get(name), int)), 0)
+
+    hidden, heads = int(found["hidden_size"]), size("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+    kinds = found.get("layer_types") or found.get("layers_block_type") or [""] * found["num_hidden_layers"]
+    count = sum(not ("attention" in kind and "linear" not in kind) and kind not in ("mlp", "moe") for kind in kinds)
+    inner = heads * size("mamba_head_dim", "mamba_d_head") or size("mamba_expand", "expand") * hidden
+    width = size("mamba_d_state", "ssm_state_size", "state_size")
+    convolved = inner + (2 * max(size("mamba_n_groups", "n_groups", "mamba_ngroups"), 1) * width if heads else 0)
+    mamba = convolved * size("mamba_d_conv", "conv_kernel", "mamba_conv_kernel") + inner * width
+    keys, values = (size(f"linear_num_{part}_heads") * size(f"linear_{part}_head_dim") for part in ("key", "value"))
+    linear = values * size("linear_key_head_dim") + (2 * keys + values) * size("linear_conv_kernel_dim")
+    if kimi := found.get("linear_attn_config"):
+        found = found | {f"linear_{name}": value for name, value in kimi.items()}
+    width_of_head = size("linear_head_dim")
+    kernel = size("linear_conv_kernel_dim", "linear_short_conv_kernel_size")
+    linear += size("linear_num_heads") * width_of_head * (width_of_head + 3 * kernel)
+    return count * (hidden * size("conv_L_cache") + linear + (mamba if width else 0))
 
 
 def context_length(folder: str) -> int | None:

@@ -17,7 +17,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -39,8 +38,8 @@ from areal.serve.command import serving_config
 from areal.serve.losses import TARGETS
 from areal.serve.slots import AdapterSettings, AdapterSlots
 from areal.serve.wire import Datum, LossRequest, SampledAnswer
+from areal.serve.worker import LossResult, computed_loss
 from areal.serve.worker import build_engine as build_trainer
-from areal.serve.worker import computed_loss
 from areal.system.device import pick_device
 from areal.system.process import in_daemon_thread
 
@@ -64,16 +63,6 @@ def datum(token_ids: Sequence[int], *, num_prompt: int = 0, **values: Any) -> Da
         inputs[name] = np.zeros(count, np.float32)
         inputs[name][first:] = value
     return Datum(tokens=ids[:-1], inputs=inputs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossResult:
-    """The result of `forward` and `forward_backward`."""
-
-    loss: float
-    """The sum over all positions of all data."""
-    logprobs: list[np.ndarray] = field(repr=False)
-    """Of the target tokens of each datum, float32."""
 
 
 class Client:
@@ -248,8 +237,7 @@ class Policy:
 
     def _computed(self, request: LossRequest) -> LossResult:
         with self._active() as slots:
-            loss, total = computed_loss(slots, request)
-        return LossResult(loss=total, logprobs=loss.by_datum())
+            return computed_loss(slots, request)
 
     # Samples.
 

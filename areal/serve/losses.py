@@ -134,14 +134,14 @@ def _column(name: str, width: int) -> ColumnSpec:
     return ColumnSpec(f"{name}/{width}", show="", made_by="to_batch")
 
 
-def to_batch(data: Sequence[Datum], names: Sequence[str]) -> TrainBatch:
+def to_batch(data: Sequence[Datum], names: Sequence[str], width: int) -> TrainBatch:
     """The batch of these datums. Each has a further token, which nothing predicts, so that its last input has a label.
 
-    `names`: the inputs that become columns, [T, K] float32; K is that of the widest datum, and the rest is 0.
+    `names`: the inputs that become columns, [T, K] float32. `width`: K, that of the widest datum; the rest is 0.
     """
     lengths = [len(datum.tokens) + 1 for datum in data]
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
-    total, width = int(bounds[-1]), max(datum.inputs[TARGETS].reshape(len(datum.tokens), -1).shape[1] for datum in data)
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    total = int(bounds[-1])
     ids, targets = np.zeros(total, np.int64), np.zeros((total, width), np.int64)
     columns = {name: np.zeros((total, width), np.float32) for name in names}
     for datum, start in zip(data, bounds, strict=False):
@@ -156,7 +156,7 @@ def to_batch(data: Sequence[Datum], names: Sequence[str]) -> TrainBatch:
     specs = {_column(name, width): torch.from_numpy(column) for name, column in columns.items()}
     return TrainBatch(
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
-        sequence_index=torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)),
+        sequence_index=torch.repeat_interleave(torch.arange(count), torch.tensor(lengths, dtype=torch.int64)),
         input_ids=torch.from_numpy(ids),
         loss_mask=torch.ones(total, dtype=torch.bool),
         rollout_logprobs=nothing,
@@ -168,17 +168,28 @@ def to_batch(data: Sequence[Datum], names: Sequence[str]) -> TrainBatch:
     )
 
 
+def _width(one: Datum) -> int:
+    shape = one.inputs[TARGETS].shape
+    return 1 if len(shape) == 1 else shape[1]
+
+
 @dataclass(frozen=True, slots=True)
 class ComputedLoss:
-    """The loss of a request on a batch: its sum so far, and the log-probabilities of the target tokens, [T, K]."""
+    """The loss of a request on the share of a rank."""
 
     request: LossRequest
+    numbers: range
+    """Of the data in the share."""
     batch: TrainBatch
     logprobs: Tensor
+    """Of the target tokens of the share, [T, K], once it is computed."""
 
     @classmethod
-    def of(cls, request: LossRequest, batch: TrainBatch) -> "ComputedLoss":
-        return cls(request, batch, torch.zeros(batch.column(CANDIDATE_IDS).shape))
+    def of(cls, request: LossRequest, rank: int, num_ranks: int) -> "ComputedLoss":
+        """The share of data-parallel rank `rank`, which may be empty."""
+        numbers, width = range(rank, len(request.data), num_ranks), max(map(_width, request.data))
+        batch = to_batch([request.data[number] for number in numbers], input_names(request), width)
+        return cls(request, numbers, batch, torch.zeros(batch.num_tokens, width))
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """The `LossFn` of the engine."""
@@ -205,15 +216,19 @@ class ComputedLoss:
         inputs = LossInputs(columns, self.request.config, batch.sequence_index, batch.num_sequences)
         return function(logprobs, inputs)
 
-    def by_datum(self) -> list[np.ndarray]:
-        """The log-probabilities of each datum, float32 in the shape of its target_tokens."""
-        bounds = self.batch.cu_seqlens.tolist()
-        found: list[np.ndarray] = []
-        for datum, start in zip(self.request.data, bounds, strict=False):
-            shape = datum.inputs[TARGETS].shape
-            width = 1 if len(shape) == 1 else shape[1]
-            found.append(self.logprobs[start : start + len(datum.tokens), :width].numpy().reshape(shape))
-        return found
+    def by_datum(self, reduce_sum: Callable[[Tensor], Tensor]) -> list[np.ndarray]:
+        """The log-probabilities of all data, float32 in the shapes of their target_tokens; a collective.
+
+        `reduce_sum`: of a CPU float64 tensor over the shares.
+        """
+        shapes = [datum.inputs[TARGETS].shape for datum in self.request.data]
+        ends = np.cumsum([int(np.prod(shape)) for shape in shapes]).tolist()
+        flat, bounds = torch.zeros(ends[-1], dtype=torch.float64), self.batch.cu_seqlens.tolist()
+        for number, start in zip(self.numbers, bounds, strict=False):
+            length, width = len(self.request.data[number].tokens), _width(self.request.data[number])
+            flat[ends[number] - length * width : ends[number]] = self.logprobs[start : start + length, :width].flatten()
+        whole = reduce_sum(flat).float().numpy()
+        return [part.reshape(shape) for part, shape in zip(np.split(whole, ends[:-1]), shapes, strict=True)]
 
 
 def input_names(request: LossRequest) -> list[str]:

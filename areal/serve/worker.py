@@ -4,12 +4,14 @@ import http.client
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import orjson
+import torch
 
 from areal.api.batch import OutputSpec
 from areal.api.config import PPOConfig
@@ -17,7 +19,7 @@ from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import StepSettings
-from areal.serve.losses import ComputedLoss, checked_loss, input_names, to_batch
+from areal.serve.losses import ComputedLoss, checked_loss
 from areal.serve.service import ADAPTER, STATE, failure, snapshot_folder, weights_folder
 from areal.serve.slots import AdapterSettings, AdapterSlots
 from areal.serve.tenants import SAMPLER, TRAINING
@@ -113,27 +115,41 @@ class Executor:
         return settings
 
     def _loss(self, request: LossRequest) -> bytes:
-        loss, total = computed_loss(self._slots, request)
-        return encode_loss_output(loss.by_datum(), {"loss:sum": total})
+        found = computed_loss(self._slots, request)
+        return encode_loss_output(found.logprobs, {"loss:sum": found.loss})
 
 
-def computed_loss(slots: AdapterSlots, request: LossRequest) -> tuple[ComputedLoss, float]:
-    """The loss of a request on the active adapter, whose gradients it adds. An error leaves the adapter without any."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossResult:
+    """The result of a pass with or without gradients."""
+
+    loss: float
+    """The sum over all positions of all data."""
+    logprobs: list[np.ndarray] = field(repr=False)
+    """Of the target tokens of each datum, float32."""
+
+
+def computed_loss(slots: AdapterSlots, request: LossRequest) -> LossResult:
+    """The loss of a request on the active adapter, whose gradients it adds; a collective.
+
+    An error leaves the adapter without gradients.
+    """
     engine = slots.engine
     try:
         checked_loss(request)
-        batch = to_batch(request.data, input_names(request))
-        loss = ComputedLoss.of(request, batch)
+        loss = ComputedLoss.of(request, engine.dp_rank, engine.dp_size)
         if request.forward_only:
-            total = loss.of_outputs(engine.forward(batch))
+            own = loss.of_outputs(engine.forward(loss.batch))
         else:
-            total = engine.forward_backward(batch, loss, denominator=1.0)["loss:sum"].total
+            metrics = engine.forward_backward(loss.batch, loss, denominator=1.0)
+            own = metrics["loss:sum"].total if metrics else 0.0  # an empty share has no metrics
+        total = engine.all_reduce(torch.tensor([own], dtype=torch.float64)).item()
         if not math.isfinite(total):
             raise RequestError(f"the loss is {total}", code="train.not_finite")
     except ArealError:
         slots.clear_gradients()
         raise
-    return loss, total
+    return LossResult(loss=total, logprobs=loss.by_datum(engine.all_reduce))
 
 
 class GatewayClient:

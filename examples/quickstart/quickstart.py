@@ -1,6 +1,6 @@
 """The whole loop on a laptop: build a model, warm it up, train it by asynchronous GRPO until the task is solved.
 
-    python examples/quickstart/quickstart.py [--seed 0] [--fileroot runs] [key=value ...]
+    python examples/quickstart/quickstart.py [--seed 0] [--family qwen2] [--fileroot runs] [key=value ...]
 
 Every stage is a command that a user can also type; each is printed before it runs. `key=value` is passed to the GRPO
 stage. Progress is written to standard error, one line of JSON to standard output.
@@ -90,6 +90,7 @@ def report(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data, sampling and training")
+    parser.add_argument("--family", default="qwen2", help="of the model: qwen2, qwen3_5 or nemotron_h")
     parser.add_argument("--fileroot", default="runs", help="root of the run folders (removed before: quickstart/)")
     parser.add_argument("overrides", nargs="*", help="key=value for the GRPO stage")
     args = parser.parse_args()
@@ -97,7 +98,8 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     common = (f"seed={args.seed}", f"cluster.fileroot={args.fileroot}")
     seconds: dict[str, float] = {}
-    seconds["prepare"] = run("examples/quickstart/prepare.py", str(folder / "data"), "--seed", str(args.seed))
+    of_model = ("--seed", str(args.seed), "--family", args.family)
+    seconds["prepare"] = run("examples/quickstart/prepare.py", str(folder / "data"), *of_model)
     seconds["sft"] = launch("sft.yaml", *common)
     seconds["rl"] = launch("grpo.yaml", *common, *args.overrides)
     print(json.dumps(report(folder, seconds)))

@@ -28,6 +28,9 @@ class FakeNative(FakeServer):
         """The ids of each request for a group."""
         self.refused_ids: list[int] | None = None
         """A prompt that a request for a group may not have."""
+        self.reports_install = asyncio.Event()
+        """Until it is set, the server does not answer that it has installed weights."""
+        self.reports_install.set()
 
     @staticmethod
     def client(name: str, address: str, form: AnswerForm | None = None) -> Replica:
@@ -98,6 +101,7 @@ class FakeNative(FakeServer):
                 self.interrupt(body["mode"])
                 self.keeps_cache = body["mode"] == "in_place"
                 self.commit(int(body["weight_version"]))
+                await self.reports_install.wait()
             case _:
                 await self.receive()
                 self.received = body["update_id"]

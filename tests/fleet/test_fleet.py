@@ -92,6 +92,34 @@ async def test_kept_keys_and_values_have_a_maximum_age(kit: FleetKit) -> None:
     assert kept == [True, True, False, True, True, False, False, True]
 
 
+async def test_a_new_controller_does_not_know_how_old_keys_and_values_are(kit: FleetKit) -> None:
+    server, kept = await kit.server(0, version=7), []
+    fleet = await kit.fleet(1, weight_update="keep_cache", max_cache_age=2)
+    for version in (8, 9, 10, 11):
+        await fleet.update_weights(kit.disk(version))
+        kept.append(server.keeps_cache)
+    assert kept == [False, True, True, False]
+
+
+async def test_an_answer_may_end_before_the_server_reports_that_it_has_the_version(native_kit: FleetKit) -> None:
+    kit = native_kit
+    server = await kit.server(0, hold_at=3)
+    fleet = await kit.fleet(1, weight_update="keep")
+    running = asyncio.create_task(fleet.agenerate(a_request(num_tokens=6)))
+    await until(lambda: server.num_held == 1)
+    server.reports_install.clear()
+    update = asyncio.create_task(fleet.update_weights(kit.disk(1)))
+    await until(lambda: server.version == 1)
+    server.release()
+    await until(lambda: fleet.status()["replicas"][0]["running"] == 0)
+    server.reports_install.set()
+    await update
+    response = await running
+    assert_whole(response, 6)
+    assert response.output_versions == [0] * 3 + [1] * 3
+    assert fleet.status()["replicas"][0]["invalid_answers"] == 0
+
+
 async def test_an_answer_with_a_version_that_was_not_published_is_generated_elsewhere(kit: FleetKit) -> None:
     wrong, _ = await kit.server(0), await kit.server(1)
     fleet = await kit.fleet(2, schedule_policy="round_robin", health_check_interval_s=3600.0)

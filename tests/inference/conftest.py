@@ -200,11 +200,12 @@ def drive() -> Callable[..., Driver]:
         experts: ExpertShape | None = None,
         layout: VisionLayout | None = None,
         drafts: Drafts | None = None,
+        num_snapshots: int = 8,
     ) -> Driver:
         own = copy.deepcopy(model)
         use_paged_attention(own)
         runner = ModelRunner(own, experts=experts, layout=layout)
-        runner.states.allocate(max_running)
+        snapshots = runner.states.allocate(max_running, num_snapshots)
         runner.allocate_cache(num_blocks)
         scheduler = Scheduler(
             BlockPool(num_blocks, BLOCK_SIZE),
@@ -212,7 +213,7 @@ def drive() -> Callable[..., Driver]:
             max_prefill_tokens=max_prefill_tokens,
             whole_images=layout is not None and layout.is_bidirectional,
             drafts=drafts,
-            keeps_prefixes=not runner.states.indices,
+            snapshots=snapshots,
         )
         finished: list[Sequence] = []
         progressed: list[Sequence] = []

@@ -31,4 +31,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(scheduler.running) <= scheduler._max_running
     for sequence in scheduler.running:
         assert len(sequence.blocks) >= scheduler._pool.blocks_for(sequence.num_computed)
+    if (snapshots := scheduler._snapshots) is not None:
+        held = [sequence.snapshot for sequence in scheduler.running if sequence.snapshot is not None]
+        held += [*snapshots._free, *snapshots._by_key.values(), *(slot for _, slot in snapshots._new)]
+        assert len(set(held)) == len(held) == snapshots.num_slots, "a slot is held twice, or by none"
     check_pool(scheduler._pool, (sequence.blocks for sequence in scheduler.running))

@@ -98,6 +98,21 @@ class NativeServerConfig:
         wanted = self.max_running_requests * min(longest, 512)
         return max(longest, min(wanted, max(2 * weight_bytes, 2**30) // bytes_per_token))
 
+    def num_snapshots(self, state_bytes: int, weight_bytes: int) -> int:
+        """States that the prefix cache keeps: as many as running ones, in at most a quarter of the size of the weights
+        or 256 MiB."""
+        return min(self.max_running_requests, max(weight_bytes // 4, 2**28) // state_bytes) if state_bytes else 0
+
+    def state_problems(self, state_bytes: int, free_bytes: int) -> Iterator[str]:
+        """One sentence when memory of `free_bytes` lacks room for the states of all running sequences."""
+        needed = self.max_running_requests * state_bytes
+        if needed > free_bytes:
+            yield (
+                f"native.max_running_requests={self.max_running_requests}: the states of the model's layers take "
+                f"{needed / 2**30:.1f} GiB, and a server has {free_bytes / 2**30:.1f} GiB for them: set it to at "
+                f"most {max(free_bytes // state_bytes, 0)}"
+            )
+
     @staticmethod
     def packed_bytes(weight_bytes: int) -> int:
         """A server on the CPU has a copy of its weights in the order of oneDNN. Those that stay in the cache of a core
