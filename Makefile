@@ -9,7 +9,7 @@ ARGS ?=
 PART ?= 1
 BIN := .venv/bin
 
-.PHONY: quickstart agent-quickstart vision-quickstart real-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang \
+.PHONY: quickstart agent-quickstart vision-quickstart real-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-tinker \
 	test-etcd test-gpu test-parallel test-templates test-real test-megatron bench-trl lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
@@ -52,7 +52,7 @@ test: .venv/.installed
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint tests
 
 # Marks of tests that run only by other commands.
-SEPARATE := gpu or templates or real or vllm or sglang or attack or cluster or etcd or parallel or megatron
+SEPARATE := gpu or templates or real or tinker or vllm or sglang or attack or cluster or etcd or parallel or megatron
 
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
@@ -109,6 +109,11 @@ WITHOUT_OPERATORS = truncate -s 0 $(1)/lib/python3*/site-packages/torchvision/_m
 	$(call WITHOUT_OPERATORS,.venv-sglang)
 	touch $@
 
+.venv-tinker/.installed: tests/tinker/environment.txt
+	$(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/python $(PIP_EXACT) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r tests/tinker/environment.txt
+	touch $@
+
 # areal against TRL's GRPOTrainer, in a separate environment with the same transformers: benchmark/versus_trl.py
 .venv-trl/.installed: constraints.txt
 	$(PYTHON) -m venv .venv-trl
@@ -126,6 +131,10 @@ test-vllm: .venv/.installed .venv-vllm/.installed
 
 test-sglang: .venv/.installed .venv-sglang/.installed
 	$(PYTEST) -m sglang tests/servers $(ARGS)
+
+# The Tinker SDK and unmodified recipes of its cookbook, in a separate environment, against `areal serve`.
+test-tinker: .venv/.installed .venv-tinker/.installed
+	$(PYTEST) -m tinker tests/tinker $(ARGS)
 
 # Every mesh of trainer ranks against one process: docs/train_engines.md.
 test-parallel: .venv/.installed
@@ -173,4 +182,4 @@ docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-trl runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-tinker .venv-trl runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

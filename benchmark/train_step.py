@@ -23,6 +23,10 @@ kind of step and each operation once, in turn in one order and in the opposite o
 differences within a round. Seconds are of the slowest rank, medians over rounds; `ratio_at_least` and `ratio_at_most`
 contain 90% of the ratios of rounds that are drawn again at random.
 
+With --tree: seconds of a step of one process over the answers of `tree_shapes.json`, whose turns fork (`branches`: the
+different ones of each turn), MiB that the step adds, and seconds of a step over rows that share nothing. --versus
+measures another commit in turn.
+
 `packed_qwen3_5` compares a packed row of a Qwen3.5 of log-normal lengths with the padded batch in transformers.
 
 Prints one line of JSON for each row; --help lists the options of each.
@@ -65,10 +69,11 @@ from areal.system.discovery import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import ProcessContext
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # after the tree that --versus measures
 
 from benchmark.communication import FreeMesh, exchanges, seconds_of, seconds_of_meeting
 from benchmark.meetings import meet, meetings
+from benchmark.other_tree import compared
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -348,6 +353,51 @@ def run_packed(*, tiny: bool, sequences: int, tokens: int, rounds: int) -> dict[
     }
 
 
+FORKED = SHAPE | {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""The model of --tree, with fewer layers."""
+
+
+def forked_rows(shape: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """The answers of `tree_shapes.json`, and which of their tokens are trained on."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count: int) -> list[int]:
+        return torch.randint(3, FORKED["vocab_size"], (count,), generator=generator).tolist()
+
+    answers, trained = shape["answers"], shape["trained_tokens"]
+    prompt, mask = drawn(shape["prompt_tokens"]), [0] * (shape["turn_tokens"] - trained) + [1] * trained
+    turns = [[drawn(shape["turn_tokens"]) for _ in range(branches)] for branches in shape["branches"]]
+    rows = [prompt + [token for turn in turns for token in turn[i * len(turn) // answers]] for i in range(answers)]
+    return rows, [[0] * len(prompt) + mask * len(turns) for _ in rows]
+
+
+def run_tree(*, tiny: bool, dtype: str) -> dict[str, float]:
+    torch.set_num_threads(1)
+    shape = json.loads((Path(__file__).parent / "tree_shapes.json").read_text())
+    if tiny:
+        shape |= {"prompt_tokens": 20, "turn_tokens": 8, "trained_tokens": 5, "flat_tokens": 16}
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaConfig(**(TINY if tiny else FORKED | {"num_hidden_layers": 4}), tie_word_embeddings=True).save_pretrained(
+            folder
+        )
+        config = TrainEngineConfig(path=folder, init_from_scratch=True, dtype=dtype, optimizer=OptimizerConfig())
+        engine = TRAIN_ENGINES["fsdp"](config, role="actor", total_steps=9, mesh=TrainerMesh.open(None), seed=0)
+    vocabulary = (TINY if tiny else FORKED)["vocab_size"]
+    rows, masks = forked_rows(shape)
+    forked = rows_to_train_batch([[token % vocabulary for token in row] for row in rows], masks)
+    flat = [
+        [(7 * place + row) % vocabulary for place in range(shape["flat_tokens"])] for row in range(shape["flat_rows"])
+    ]
+    flat_batch = rows_to_train_batch(flat, [[0, *[1] * (len(row) - 1)] for row in flat])
+    work = Work(len(forked.input_ids), len(rows), 0, 1)
+    _step(engine, take(flat_batch, [0]), work)  # the optimiser's state, and what is made once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = _step(engine, forked, work)["seconds"]
+    added = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    each = [_step(engine, flat_batch, work)["cpu_seconds"] for _ in range(3)]
+    return {"tree_s": seconds, "tree_added_mib": added, "flat_cpu_s": min(each)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a train step over all ranks")
@@ -355,9 +405,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", default=",".join([*CASES, PACKED]), help="names of rows: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="a small model, to test this script")
+    parser.add_argument("--tree", action="store_true", help="a step over answers that share turns")
+    parser.add_argument("--dtype", default="float32", help="of --tree: %(default)s")
+    parser.add_argument("--versus", metavar="REV", help="with --tree: a commit, measured in turn with this tree")
+    parser.add_argument("--rounds", type=int, default=5, help="of --versus")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.tree:
+        words = ["--tree", "--one", "--dtype", args.dtype, *(["--tiny"] if args.tiny else [])]
+        own = args.one or args.versus is None
+        figures = run_tree(tiny=args.tiny, dtype=args.dtype) if own else None
+        print(json.dumps(figures or compared("train_step.py", words, args.versus, args.rounds)))
+        return
     if args.rank is not None:
         limit = max(args.tokens // min(args.sequences, 2), 256)
         work = Work(args.tokens, args.sequences, limit, args.steps)

@@ -23,7 +23,7 @@ from areal.api.data import WeightSpec
 from areal.api.engine import ModelRole, ReduceOp
 from areal.api.errors import ConfigError, InputError, StageError
 from areal.api.images import ImageStore
-from areal.api.metrics import Metrics, merge_metrics
+from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import token_positions
 from areal.engine.adapter_format import PeftAdapter, with_values
 from areal.engine.checkpoint import (
@@ -57,10 +57,11 @@ from areal.engine.micro_batch import (
     make_micro_batch,
     over_context,
     plan_micro_batches,
+    rows_that_share,
     with_images,
 )
 from areal.engine.optimizer import ScheduledOptimizer, StepSettings
-from areal.engine.packed_attention import SDPA, choose_attention
+from areal.engine.packed_attention import choose_attention
 from areal.engine.parallel_plan import apply_expert_plan, apply_tensor_plan, expert_modules
 from areal.engine.routing import EXPERT_BIAS, Routing
 from areal.engine.token_model import PolicyModel, ScoreModel, TokenModel, ValueModel
@@ -182,7 +183,7 @@ class FSDPEngine:
         syncs_every_pass: bool = False,
         gathers_once: bool = False,
         routing: Routing | None = None,
-        shares_prompts: bool = False,
+        as_trees: bool = False,
         repeats_passes: bool = True,
         vision: VisionReader | None = None,
         copies: ComputeCopies | None = None,
@@ -191,6 +192,7 @@ class FSDPEngine:
         `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
         `syncs_every_pass`: gradients are reduced over the ranks after each micro-batch, not after the last of a call.
         `gathers_once`: gathered weights stay until the last micro-batch of a call.
+        `as_trees`: tokens that the sequences of a micro-batch share are computed once, where that saves enough.
         `repeats_passes`: a pass in training gives the log-probabilities of `forward`, as there is no dropout.
         `vision`: reads the images of batches (None: the model takes none).
         `copies`: of the weights of a model that is whole and not in `dtype`.
@@ -208,9 +210,9 @@ class FSDPEngine:
         self._gathers_once = gathers_once
         self._host_copies = HostCopies()
         self._routing = routing
-        self._micro_batch = partial(
-            make_micro_batch, device=mesh.device, shares_prompts=shares_prompts, needs_last=model.needs_last
-        )
+        self._as_trees = as_trees
+        keeps_last = model.needs_last or (routing is not None and routing.has_experts)  # whose load is counted
+        self._micro_batch = partial(make_micro_batch, device=mesh.device, keeps_last=keeps_last)
         self._vision = vision
         self._copies = copies
         self._runs_tower = False
@@ -247,10 +249,11 @@ class FSDPEngine:
         self._model.eval()
         whole: list[Tensor] = []
         with torch.no_grad(), self._in_compute_type():
-            for indices in self._plan(batch):
+            plan, as_tree = self._plan(batch)
+            for indices in plan:
                 positions = torch.zeros(0, dtype=torch.int64)
                 if indices:
-                    micro, inputs = self._micro_batch(batch, indices)
+                    micro, inputs = self._micro_batch(batch, indices, as_tree=as_tree)
                     positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
                 else:
                     micro, inputs = None, dummy_input(batch, self._mesh.device)
@@ -275,8 +278,8 @@ class FSDPEngine:
             batch.column(CANDIDATE_IDS)  # those that forward returned
         self._model.train()
         scale = self.dp_size * self._mesh.context.size / denominator  # FSDP averages over data and context ranks
-        metrics: Metrics = {}
-        plan = self._plan(batch)
+        plan, as_tree = self._plan(batch)
+        metrics: Metrics = {"tree_ratio": Metric(0.0, 0.0)} if self._as_trees else {}
         num_tokens = 0.0
         if self._routing is not None and self._routing.has_loss:
             num_tokens = self.all_reduce(torch.tensor([float(batch.num_tokens)], dtype=torch.float64)).item()
@@ -290,12 +293,15 @@ class FSDPEngine:
                     values, balance = self._routed_pass(inputs, num_tokens, is_dummy=True)
                     (values[0].sum() * 0.0 + balance).backward()
                     continue
-                micro, inputs = self._micro_batch(batch, indices)
+                micro, inputs = self._micro_batch(batch, indices, as_tree=as_tree)
                 values, balance = self._routed_pass(self._with_images(inputs, micro), num_tokens)
                 result = loss_fn(self._model.as_outputs(values), micro)
                 (result.loss * scale + balance).backward()
                 self._loss = self._loss.to(result.loss.device) + result.loss.detach()
                 metrics = merge_metrics(metrics, result.metrics)
+                if self._as_trees:
+                    ratio = Metric(float(micro.batch.num_tokens), float(inputs.input_ids.numel()))
+                    metrics = merge_metrics(metrics, {"tree_ratio": ratio})
         return metrics
 
     def _in_compute_type(self) -> AbstractContextManager[None]:
@@ -312,6 +318,7 @@ class FSDPEngine:
         values: tuple[Tensor, ...] = self._model(own)
         place = torch.arange(own.input_ids.numel(), device=own.input_ids.device) * ranks.size + ranks.rank
         valid = place < (0 if is_dummy else inputs.input_ids.numel())
+        valid = valid if own.tree is None else own.tree.counts
         loss = routing.finish(valid, self._mesh.all_reduce, num_tokens)
         return values, 0.0 if loss is None else loss * (self.dp_size * ranks.size)
 
@@ -418,8 +425,8 @@ class FSDPEngine:
     def reset_optimizer(self) -> None:
         self.optimizer.clear_state()
 
-    def _plan(self, batch: TrainBatch) -> list[list[int]]:
-        """Micro-batches of this rank, the same number on every rank.
+    def _plan(self, batch: TrainBatch) -> tuple[list[list[int]], bool]:
+        """Micro-batches of this rank, the same number on every rank, and whether they are computed as trees.
 
         Raises InputError on every rank when any rank holds a token id outside the vocabulary.
         """
@@ -434,7 +441,8 @@ class FSDPEngine:
 
         reduce_max = checked_ids(batch, vocab_size, all_max, with_candidates=self._model.spec.candidates is not None)
         patches = () if self._vision is None else self._vision.num_patches(batch)
-        return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max, patches)
+        rows = rows_that_share(batch) if self._as_trees and batch.num_sequences > 1 else None
+        return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max, patches, rows), rows is not None
 
     @torch.no_grad()
     def _copy(self, weights: Iterable[tuple[str, Tensor]], targets: dict[str, _Target], source: str) -> None:
@@ -541,7 +549,7 @@ def build_fsdp_engine(
         gathers_once=_gathers_once(config, mesh),
         routing=routing,
         repeats_passes=not _draws_in_training(hf_model, config),
-        shares_prompts=_shares_prompts(hf_model, config, mesh, attention),
+        as_trees=_as_trees(hf_model, config, mesh.dims, mesh.device),
         vision=vision,
         copies=copies,
     )
@@ -567,6 +575,7 @@ def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDim
         is_empty=True,
     )
     _require_whole_states(model, dims)
+    _as_trees(model, config, dims, mesh.device)
     Routing(routers_of(model), model.config.get_text_config(), config)
     _prepare(model, replace(config, compile=False), mesh)  # its compiler may be on the machines of the trainers alone
     _token_model(model, config, role, mesh, None, () if layout is None else layout.banned_ids)
@@ -588,22 +597,21 @@ def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> 
     return found or (config.lora is not None and config.lora.dropout > 0)
 
 
-def _shares_prompts(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh, attention: str) -> bool:
-    """Whether the model may compute a common prompt once: its attention can, and each token is equal in every answer.
-
-    Routers count tokens, dropout is drawn for each, images and states belong to sequences. In bfloat16 the gradients
-    of the answers would be added with rounding.
-    """
-    is_exact = mesh.device.type == "cpu" and config.dtype == "float32" and attention == SDPA
-    is_text = getattr(hf_model.config, "vision_config", None) is None and not routers_of(hf_model)
-    return (
-        config.shared_prompts
-        and is_exact
-        and mesh.context.size == 1
-        and is_text
-        and not state_layers(hf_model)
-        and not _draws_in_training(hf_model, config)
-    )
+def _as_trees(hf_model: PreTrainedModel, config: TrainEngineConfig, dims: ParallelDims, device: torch.device) -> bool:
+    """Whether tokens that rows share are computed once. ConfigError when shared_prefixes=tree cannot be."""
+    text = None
+    if config.shared_prefixes == "off":
+        return False
+    if state_layers(hf_model):
+        text = "has layers that keep a state"
+    elif getattr(hf_model.config, "vision_config", None) is not None:
+        text = "takes images"
+    elif _draws_in_training(hf_model, config):
+        text = "draws random numbers for each token, for dropout or routers"
+    if text is not None and config.shared_prefixes == "tree":
+        message = f"shared_prefixes=tree: {type(hf_model).__name__} {text}: use auto or off"
+        raise ConfigError(message, code="model.unsupported")
+    return text is None and dims.cp == 1 and (device.type == "cpu" or config.shared_prefixes == "tree")
 
 
 def _optimizer(

@@ -1,10 +1,10 @@
 """Micro-batches: partition of a batch by token budget, equal in number on every rank, and model inputs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,140 +15,92 @@ from areal.api.config.train import DEFAULT_TOKENS_PER_MB
 from areal.api.data import TEMPERATURES
 from areal.api.errors import ConfigError, InputError
 from areal.data.pack import split_by_tokens, take
+from areal.data.prefix_tree import SortedRows, joint_keys, prefix_tree, sorted_rows
 from areal.engine.mesh import RankGroup
-from areal.engine.packed_attention import AnswerRun, PackedLayout, own_tokens, packed_layout
+from areal.engine.packed_attention import PackedLayout, own_tokens, packed_layout
+from areal.engine.tree_attention import TreeLayout, tree_layout
 from areal.engine.vision import ImageInput, VisionReader
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Prompts that several answers of a micro-batch share are computed once: the layout of such a row.
+# Tokens that rows of a micro-batch share are computed once: the row that the model computes is their prefix tree.
 #
-# The row that the model computes has sequences without a shared prompt, then shared prompts, then answers. An answer
-# attends to its prompt and to itself, so every token has the hidden state that it has in its whole sequence. No
-# token attends to the last one of an answer, which is computed only if the model has an output there.
+# An output belongs to a token and the next one, so the tree has one for each of its tokens but the first ones of rows.
+# Outputs are gathered for each row: losses do not know of trees.
 
 MIN_SAVED = 0.15
-"""Minimum fraction of tokens saved: attention of an answer to a shared prompt has a mask and copies keys and values."""
+"""Minimum fraction of tokens saved: calls of attention become more and smaller."""
 SAVED_PER_CALL = 32
-"""Minimum number of tokens saved for each additional call of attention. Sequences of equal length share a call; answers
-of equal length do only if their prompts have equal lengths too."""
+"""Minimum number of tokens saved for each length that rows share, which needs a call of attention."""
+
+
+def rows_that_share(batch: TrainBatch) -> SortedRows | None:
+    """The rows of a batch in the order of their tree; None when sharing saves too little.
+
+    Tokens are equal when all that the model reads of them, and of all before them, is equal.
+    """
+    rows = _sorted_rows(batch)
+    saved, calls = int(rows.shared.sum()), len(np.unique(rows.shared)) - 1
+    return rows if saved and saved >= max(MIN_SAVED * batch.num_tokens, SAVED_PER_CALL * calls) else None
+
+
+def _sorted_rows(batch: TrainBatch) -> SortedRows:
+    bounds = batch.cu_seqlens.numpy()
+    keys = batch.input_ids.numpy().astype(np.uint32)
+    columns = [batch.columns[ROUTED_EXPERTS].numpy()] if ROUTED_EXPERTS in batch.columns else []
+    for spec in (CANDIDATE_IDS, TEMPERATURES):
+        if spec in batch.columns:  # those of a token are at the one before it
+            values = np.roll(batch.columns[spec].numpy(), 1, axis=0)
+            values[bounds[:-1]] = 0
+            columns.append(values)
+    return sorted_rows(joint_keys([keys, *columns]) if columns else keys, bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedRow:
-    """U tokens in place of the T tokens of the packed sequences."""
+class TreeRow:
+    """U tokens in place of the T tokens of the packed sequences, and E outputs."""
 
     source: Tensor
-    """[U] int64: the token of the packed sequences that each token of the row is."""
+    """[U] int64: the token of the packed sequences that each token of the tree is."""
+    heads: Tensor
+    """[E] int64: the token of the tree whose state each output is computed from."""
+    of_token: Tensor
+    """[E] int64: the token of the packed sequences that each output belongs to."""
     rows: Tensor
-    """[T] int64: the token of the row that has the hidden state of each token of the packed sequences. A last token of
-    an answer may have that of the token before it."""
-    layout: PackedLayout
+    """[T] int64: the output of each token of the packed sequences."""
+    counts: Tensor
+    """[U] int64: the sequences that have each token."""
+    layout: TreeLayout
 
 
-def shared_row(batch: TrainBatch, layout: PackedLayout, *, needs_last: bool) -> SharedRow | None:
-    """The row of a batch on the CPU, None when sharing saves too little. `layout`: of the packed sequences.
-
-    A prompt is what precedes the first trained token. Sequences share it when their group and all its tokens are equal.
-    `needs_last`: the model has an output at the last token of a sequence.
-    """
-    bounds = batch.cu_seqlens.long()
-    starts, lengths = bounds[:-1], bounds.diff()
-    prompts = _prompt_lengths(batch, starts)
-    leaders = _leaders(batch, starts, prompts)
-    members = torch.bincount(leaders, minlength=len(leaders))[leaders] > 1
-    is_leader = leaders == torch.arange(len(leaders))
-    saved = int(prompts[members & ~is_leader].sum())
-    if not saved or saved < MIN_SAVED * batch.num_tokens:
-        return None
-    size, prompt_of, first = lengths.tolist(), prompts.tolist(), starts.tolist()
-    end_of: list[int] = (lengths if needs_last else lengths - members.long()).tolist()
-    leader_of: list[int] = leaders.tolist()
-    alone = sorted((~members).nonzero()[:, 0].tolist(), key=size.__getitem__)
-    led = sorted((members & is_leader).nonzero()[:, 0].tolist(), key=prompt_of.__getitem__)
-    place = {leader: number for number, leader in enumerate(led)}
-    answers = sorted(
-        (i for i in members.nonzero()[:, 0].tolist() if end_of[i] > prompt_of[i]),
-        key=lambda i: (prompt_of[i], end_of[i] - prompt_of[i], place[leader_of[i]]),
+def tree_row(batch: TrainBatch, device: torch.device, *, keeps_last: bool) -> TreeRow:
+    """`keeps_last`: the last token of each sequence is computed too, though no other attends to it."""
+    bounds = batch.cu_seqlens.long().numpy()
+    tree = prefix_tree(_sorted_rows(batch), bounds)
+    ends = np.array([branch.first + branch.size - 1 for branch in tree.branches])
+    computed = np.ones(len(tree.source), dtype=bool)
+    computed[ends] = keeps_last or len(ends) == len(computed)
+    place = np.cumsum(computed) - 1
+    of_row = np.zeros(len(tree.places), dtype=bool)
+    of_row[bounds[1:] - 1] = True
+    first = np.array([branch.first for branch in tree.branches if branch.parent < 0])
+    has_output = np.ones(len(tree.source), dtype=bool)
+    has_output[first] = False
+    number = np.cumsum(has_output) - 1
+    last = bounds[1:] - 1
+    rows = np.empty(len(tree.places), dtype=np.int64)
+    inner = np.flatnonzero(~of_row)
+    rows[inner] = number[tree.places[inner + 1]]
+    _, some, which = np.unique(tree.places[last] if keeps_last else last * 0, return_index=True, return_inverse=True)
+    rows[last] = number[-1] + 1 + which
+    of_token = np.concatenate([tree.source[has_output] - 1, last[some]])
+    states = tree.places[of_token]
+    heads = np.where(computed[states], place[states], 0)
+    counts = np.bincount(tree.places, minlength=len(tree.source))[computed]
+    arrays = {"source": tree.source[computed], "heads": heads, "of_token": of_token, "rows": rows, "counts": counts}
+    return TreeRow(
+        **{name: torch.from_numpy(values).to(device) for name, values in arrays.items()},
+        layout=tree_layout(tree, computed, bounds[:-1], device),
     )
-    spans = [(first[i], size[i]) for i in alone] + [(first[i], prompt_of[i]) for i in led]
-    spans += [(first[i] + prompt_of[i], end_of[i] - prompt_of[i]) for i in answers]
-    source = _ranges(*torch.tensor(spans).unbind(1))
-    rows = torch.empty(batch.num_tokens, dtype=torch.int64)
-    rows[source] = torch.arange(source.numel())
-    others = members & ~is_leader
-    own = _ranges(starts[others], prompts[others])
-    rows[own] = rows[_ranges(starts[leaders[others]], prompts[others])]
-    if not needs_last:
-        last = bounds[1:][members] - 1
-        rows[last] = rows[last - 1]
-    runs, blocks = _runs([(None, size[i]) for i in alone] + [(prompt_of[i], prompt_of[i]) for i in led])
-    answer_runs = _answer_runs(answers, end_of, prompt_of, [place[leader_of[i]] for i in answers], led, blocks)
-    if saved < SAVED_PER_CALL * (len(runs) + len(answer_runs) - len(layout.runs)):
-        return None
-    return SharedRow(source=source, rows=rows, layout=replace(layout, runs=runs, answers=answer_runs))
-
-
-def _prompt_lengths(batch: TrainBatch, starts: Tensor) -> Tensor:
-    """Tokens before the first trained one of each sequence, 0 where none is trained. -> [S] int64"""
-    trained = batch.loss_mask.nonzero()[:, 0]
-    first = torch.full_like(starts, batch.num_tokens)
-    first.scatter_reduce_(0, batch.sequence_index[trained], trained, "amin")
-    return torch.where(first < batch.num_tokens, first + 1 - starts, 0)
-
-
-def _leaders(batch: TrainBatch, starts: Tensor, prompts: Tensor) -> Tensor:
-    """The first sequence with the group and prompt of each sequence, itself where the tokens differ. -> [S] int64"""
-    seen: dict[tuple[int, int], int] = {}
-    keys = zip(batch.group_ids.tolist(), prompts.tolist(), strict=True)
-    leaders = torch.tensor([seen.setdefault(key, i) if key[1] else i for i, key in enumerate(keys)])
-    ids = batch.input_ids
-    differs = ids[_ranges(starts, prompts)] != ids[_ranges(starts[leaders], prompts)]
-    which = torch.repeat_interleave(torch.arange(len(prompts)), prompts)[differs]
-    leaders[which] = which
-    return leaders
-
-
-def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """start, start + 1, ..., start + length - 1 for each pair, one after the other."""
-    before = lengths.cumsum(0) - lengths
-    return torch.repeat_interleave(starts - before, lengths) + torch.arange(int(lengths.sum()))
-
-
-def _runs(items: Iterable[tuple[int | None, int]]) -> tuple[tuple[tuple[int, int, int], ...], dict[int, int]]:
-    """Runs of neighbours with equal key; and the number of the run of each length of shared prompts."""
-    runs: list[tuple[int, int, int]] = []
-    blocks: dict[int, int] = {}
-    start = 0
-    for (prompt, length), same in groupby(items):
-        count = len(list(same))
-        if prompt is not None:
-            blocks[prompt] = len(runs)
-        runs.append((start, count, length))
-        start += count * length
-    return tuple(runs), blocks
-
-
-def _answer_runs(
-    answers: Sequence[int],
-    end_of: Sequence[int],
-    prompt_of: Sequence[int],
-    places: Sequence[int],
-    led: Sequence[int],
-    blocks: dict[int, int],
-) -> tuple[AnswerRun, ...]:
-    """`end_of`: tokens of each sequence up to the last one that is computed; `places`: of the prompt of each answer in
-    `led`; `blocks`: the run of each length of prompts."""
-    first: dict[int, int] = {}
-    for number, leader in enumerate(led):
-        first.setdefault(prompt_of[leader], number)
-    answer_runs: list[AnswerRun] = []
-    pairs = zip(answers, places, strict=True)
-    for (prompt, length), same in groupby(
-        pairs, key=lambda pair: (prompt_of[pair[0]], end_of[pair[0]] - prompt_of[pair[0]])
-    ):
-        rows = torch.tensor([place - first[prompt] for _, place in same])
-        answer_runs.append(AnswerRun(length=length, prompts=rows, block=blocks[prompt]))
-    return tuple(answer_runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +115,22 @@ class ModelInput:
     candidate_ids: Tensor | None = None  # [T, k] int64, as in the batch
     temperatures: Tensor | None = None  # [T] float32, as in the batch
     routed_experts: Tensor | None = None  # [T, layers, k] int16, as in the batch
-    rows: Tensor | None = None
-    """[T] int64: place of each token in a row of fewer tokens, whose are input_ids, position_ids and layout."""
+    tree: TreeRow | None = None
+    """Of a row that is a prefix tree: input_ids, position_ids, layout and routed_experts are of its tokens, labels,
+    has_label, candidate_ids and temperatures of its outputs."""
     images: ImageInput | None = None
 
 
 def plan_micro_batches(
-    lengths: list[int], spec: MicroBatchSpec, reduce_max: Callable[[Tensor], Tensor], patches: Sequence[int] = ()
+    lengths: list[int],
+    spec: MicroBatchSpec,
+    reduce_max: Callable[[Tensor], Tensor],
+    patches: Sequence[int] = (),
+    rows: SortedRows | None = None,
 ) -> list[list[int]]:
     """Sequence indices of each micro-batch: equally many lists on every rank, some may be empty. A collective.
+
+    `rows`: limits count a token that sequences of a micro-batch share once, and those that share most are together.
 
     `reduce_max`: elementwise maximum of a float64 tensor over all ranks. An error on one rank is raised on every rank.
     `patches`: of the images of each sequence, for mb_spec.max_patches_per_mb.
@@ -185,8 +144,14 @@ def plan_micro_batches(
     uneven = float(len(lengths) % granularity)
     fits = longest <= limit
     parts: list[list[int]] = []
+
+    def split(min_parts: int) -> list[list[int]]:
+        if rows is not None and granularity == 1:
+            return rows.parts(limit, min_parts, spec.n_mbs_divisor)
+        return split_by_tokens(lengths, limit, min_parts, spec.n_mbs_divisor, granularity)
+
     if not uneven and fits:
-        parts = split_by_tokens(lengths, limit, spec.n_mbs or 1, spec.n_mbs_divisor, granularity)
+        parts = split(spec.n_mbs or 1)
     facts: list[float] = [len(parts), longest, not fits, uneven]
     num_parts, longest, exceeds, uneven = reduce_max(torch.tensor(facts, dtype=torch.float64)).tolist()
     if uneven:
@@ -201,7 +166,7 @@ def plan_micro_batches(
             message += f", or mb_spec.max_patches_per_mb={spec.max_patches_per_mb} if it has images"
         raise InputError(message, code="data.too_long")
     if len(parts) < num_parts:
-        parts = split_by_tokens(lengths, limit, int(num_parts), spec.n_mbs_divisor, granularity)
+        parts = split(int(num_parts))
     return parts
 
 
@@ -241,17 +206,17 @@ def make_micro_batch(
     indices: list[int],
     device: torch.device,
     *,
-    shares_prompts: bool = False,
-    needs_last: bool = True,
+    as_tree: bool = False,
+    keeps_last: bool = True,
 ) -> tuple[MicroBatch, ModelInput]:
     """The sequences `indices` on `device`, sorted by length: neighbours of equal length share attention calls.
 
-    `shares_prompts`: the model computes a prompt that several of them have once, if that saves enough. `needs_last`: it
-    has an output at the last token of a sequence.
+    `as_tree`: tokens that they share are computed once. `keeps_last`: the last token of each sequence is computed too.
     """
     lengths = batch.sequence_lengths
     order = sorted(indices, key=lambda i: (lengths[i], i))
     chosen = batch if order == list(range(len(lengths))) else take(batch, order)
+    tree = tree_row(chosen, device, keeps_last=keeps_last) if as_tree else None
     chosen = _to_device(chosen, device)
     sizes = [lengths[i] for i in order]
     model_input = replace(
@@ -265,12 +230,22 @@ def make_micro_batch(
         routed_experts=_signed(chosen.columns.get(ROUTED_EXPERTS)),
     )
     micro = MicroBatch(batch=chosen, position_ids=model_input.position_ids, max_seqlen=max(sizes), source_index=order)
-    shared = shared_row(chosen, model_input.layout, needs_last=needs_last) if shares_prompts else None
-    if shared is not None:
-        ids, positions = model_input.input_ids[shared.source], model_input.position_ids[shared.source]
-        shorter = {"input_ids": ids, "position_ids": positions, "layout": shared.layout, "rows": shared.rows}
-        model_input = replace(model_input, **shorter)
-    return micro, model_input
+    return micro, model_input if tree is None else _of_tree(model_input, tree)
+
+
+def _of_tree(inputs: ModelInput, tree: TreeRow) -> ModelInput:
+    source, of_token = tree.source, tree.of_token
+    return ModelInput(
+        input_ids=inputs.input_ids[source],
+        position_ids=inputs.position_ids[source],
+        labels=inputs.labels[of_token],
+        has_label=inputs.has_label[of_token],
+        layout=replace(inputs.layout, tree=tree.layout),
+        candidate_ids=None if inputs.candidate_ids is None else inputs.candidate_ids[of_token],
+        temperatures=None if inputs.temperatures is None else inputs.temperatures[of_token],
+        routed_experts=None if inputs.routed_experts is None else inputs.routed_experts[source],
+        tree=tree,
+    )
 
 
 def _signed(experts: Tensor | None) -> Tensor | None:

@@ -21,6 +21,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from areal.api.errors import ConfigError
 from areal.engine.mesh import RankGroup
+from areal.engine.tree_attention import TreeLayout, tree_attention
 from areal.models.attention import attention_problem, capped_attention, described_masks
 from areal.models.recurrent_layers import is_state
 
@@ -130,17 +131,6 @@ LONG = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRun:
-    """Neighbours of equal length that continue prompts of equal length."""
-
-    length: int
-    """Tokens of each."""
-    prompts: Tensor  # [n] int64: for each the number of its prompt within the block
-    block: int
-    """The run of `PackedLayout.runs` that consists of the prompts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
     """Boundaries of the sequences of one packed row."""
 
@@ -152,8 +142,8 @@ class PackedLayout:
     """Set when this rank computes only its part of the row's tokens."""
     num_tokens: int = 0
     """Tokens of the row without padding, when `context` is set."""
-    answers: tuple[AnswerRun, ...] = ()
-    """They follow the sequences of `runs`, and attend to their prompts too. Only for sdpa."""
+    tree: TreeLayout | None = None
+    """Set when the row is a prefix tree; the other fields are those of the rows of the tree."""
     blocks: Tensor | None = None
     """[T] int64: tokens of a sequence with equal numbers from 0 attend to each other, also forwards. Only for sdpa."""
     is_probe: bool = False
@@ -322,33 +312,24 @@ def _sdpa_per_sequence(
     if has_rules := softcap is not None or s_aux is not None:
         sinks = None if s_aux is None else s_aux.view(-1, 1, 1)
         attend = functools.partial(capped_attention, dropout_p=dropout, scale=scaling, softcap=softcap, sinks=sinks)
+    if layout.tree is not None:
+        in_parts = attend if has_rules or query.device.type != "cpu" else None
+        rules: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": None, "attend": in_parts}
+        return tree_attention(query, key, value, layout.tree, **rules), None
     shapes = [(count, length) for _, count, length in layout.runs]
-    shapes += [(answers.prompts.numel(), answers.length) for answers in layout.answers]
     # split, because its backward pass is one concatenation; that of a slice fills a gradient of the whole row
     sizes = [count * length for count, length in shapes]
     runs = zip(*(states[0].split(sizes, dim=1) for states in (query, key, value)), strict=True)
     parts: list[Tensor] = []
-    blocks: list[tuple[Tensor, Tensor]] = []
-    for number, (shape, states) in enumerate(zip(shapes, runs, strict=True)):
+    for run, shape, states in zip(layout.runs, shapes, runs, strict=True):
         q, k, v = (each.unflatten(1, shape).transpose(0, 1) for each in states)
         if repeats > 1:  # enable_gqa would take the slow path on the CPU
             k, v = (each.repeat_interleave(repeats, dim=1) for each in (k, v))
-        mask = None
-        if number < len(layout.runs):
-            blocks.append((k, v))
-            is_long = sliding_window is not None and shape[1] >= max(2 * sliding_window, LONG)
-            if is_long and layout.blocks is None:
-                parts.append(_within_window(attend, (q, k, v), sliding_window or 0).transpose(1, 2).flatten(0, 1))
-                continue
-            mask = _mask(layout, layout.runs[number], sliding_window)
-        else:
-            answers = layout.answers[number - len(layout.runs)]
-            before = (_of_prompts(each, answers.prompts) for each in blocks[answers.block])
-            k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
-            seen = torch.ones(answers.length, k.shape[2], dtype=torch.bool, device=k.device)
-            mask = seen.tril(k.shape[2] - answers.length)
-            if sliding_window is not None:
-                mask = mask.triu(k.shape[2] - answers.length - sliding_window + 1)
+        is_long = sliding_window is not None and shape[1] >= max(2 * sliding_window, LONG)
+        if is_long and layout.blocks is None:
+            parts.append(_within_window(attend, (q, k, v), sliding_window or 0).transpose(1, 2).flatten(0, 1))
+            continue
+        mask = _mask(layout, run, sliding_window)
         is_slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] < SHORT_ON_CPU
         if is_slow and not dropout and not has_rules and torch.is_grad_enabled():
             out = _Float32Gradients.apply(q, k, v, mask, scaling)
@@ -391,14 +372,6 @@ def _mask(layout: PackedLayout, run: tuple[int, int, int], window: int | None) -
     return mask.triu(1 - window) if is_cut and window is not None else mask
 
 
-def _of_prompts(states: Tensor, prompts: Tensor) -> Tensor:
-    """Keys or values of chosen prompts: [n, H, P, D] -> [len(prompts), H, P, D].
-
-    As an embedding, because the backward pass of an index adds one row at a time.
-    """
-    return F.embedding(prompts, states.flatten(1)).unflatten(1, states.shape[1:])
-
-
 class _Float32Gradients(torch.autograd.Function):
     """Attention in half precision with gradients that are computed in float32."""
 
@@ -439,6 +412,9 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"layout": layout, "scaling": scaling, "dropout": dropout}
+    if layout.tree is not None and s_aux is None:
+        rules: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": softcap, "attend": None}
+        return tree_attention(query, key, value, layout.tree, **rules), None
     if softcap is not None or s_aux is not None:  # the kernel has no gradient of these
         options |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return _sdpa_per_sequence(module, query, key, value, attention_mask, **options)

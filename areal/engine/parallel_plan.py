@@ -2,8 +2,9 @@
 
 Projections to heads and to the wide layer of the MLP have the rows of a rank, those back the columns of a rank,
 embedding and output head a part of the vocabulary. The hidden states between them are whole and equal on every tensor
-rank, as are the parts for images: attention and MLP sum them over the ranks once in each direction. Modules compute
-with plain tensors, because operations on distributed ones cost much more than a small matrix product.
+rank, as are the parts for images and the layers with a state: attention and MLP sum them over the ranks once in each
+direction. Modules compute with plain tensors, because operations on distributed ones cost much more than a small matrix
+product.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from areal.api.errors import ConfigError
 from areal.engine.hf_model import other_towers
 from areal.engine.lora import DOWN, START_DOWN, START_UP, UP, LoRALinear
 from areal.engine.mesh import region_of, view_of
+from areal.models.recurrent_layers import state_layers
 
 _COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 _ROWS = frozenset({"o_proj", "down_proj"})
@@ -72,9 +74,10 @@ def _parts(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module], li
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    of_images = {id(module) for tower in other_towers(model) for module in tower.modules()}
+    left_out = {id(part) for tower in other_towers(model) for part in tower.modules()}
+    left_out |= {id(part) for layer in state_layers(model).values() for part in layer.modules()}
     for path, module in model.named_modules():
-        if id(module) in of_images:
+        if id(module) in left_out:
             continue
         name = path.rpartition(".")[2]
         weights = dict(module.named_parameters(recurse=False))

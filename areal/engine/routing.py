@@ -121,6 +121,10 @@ class Routing:
                 gate.forward = partial(self._route, layer, gate.forward)
 
     @property
+    def has_experts(self) -> bool:
+        return bool(self._layers)
+
+    @property
     def has_loss(self) -> bool:
         return self._balance > 0
 
@@ -158,9 +162,10 @@ class Routing:
     def finish(self, valid: Tensor, reduce_sum: Callable[[Tensor], Tensor], num_tokens: float) -> Tensor | None:
         """After a forward pass: count the load of the valid tokens; the balance loss, if there is one.
 
-        `valid` [T]. `num_tokens`: of the whole batch on all ranks, for the loss. The losses of ranks and micro-batches
-        sum to coefficient x mean of `E sum_i f_i P_i`, weighted by the tokens of each micro-batch: f_i is the share of
-        choices and P_i the mean score of expert i over all layers and ranks (Switch Transformer, equations 4 to 6, as
+        `valid` [T]: whether a token counts, or the number of sequences that have it. `num_tokens`: of the whole batch
+        on all ranks, for the loss. The losses of ranks and micro-batches sum to coefficient x mean of
+        `E sum_i f_i P_i`, weighted by the tokens of each micro-batch: f_i is the share of choices and P_i the mean
+        score of expert i over all layers and ranks (Switch Transformer, equations 4 to 6, as
         transformers computes them; scores of sigmoid routers are divided by their sum). None where `begin` got `valid`.
         """
         row = self._row

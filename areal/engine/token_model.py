@@ -45,6 +45,8 @@ class TokenModel(nn.Module, ABC):
     def forward(self, inputs: ModelInput) -> tuple[Tensor, ...]:
         """The outputs of every token of the row, also of those that other context ranks compute."""
         found, layout = self._outputs(inputs), inputs.layout
+        if inputs.tree is not None:
+            return tuple(_of_rows(values, inputs.tree.rows) for values in found)
         if layout.context is None:
             return found
         return tuple(all_tokens(values, layout.context, layout.num_tokens) for values in found)
@@ -87,7 +89,14 @@ class TokenModel(nn.Module, ABC):
                 **tokens, position_ids=inputs.position_ids.unsqueeze(-2), use_cache=False, layout=inputs.layout
             )
         hidden = outputs.last_hidden_state[0]
-        return hidden if inputs.rows is None else F.embedding(inputs.rows, hidden)  # fast in both directions
+        return hidden if inputs.tree is None else F.embedding(inputs.tree.heads, hidden)  # fast in both directions
+
+
+def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """[E, ...] -> [T, ...]. As an embedding, because the backward pass of an index adds one row at a time."""
+    if not values.requires_grad:
+        return values[rows]
+    return F.embedding(rows, values.flatten(1) if values.ndim > 1 else values[:, None]).view(-1, *values.shape[1:])
 
 
 class PolicyModel(TokenModel):

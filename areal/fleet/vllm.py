@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 from areal.api.columns import Runs
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.data import GenerationRequest, WeightUpdate
-from areal.api.errors import RequestError, ServerUnavailable
+from areal.api.errors import ConfigError, RequestError, ServerUnavailable
 from areal.fleet.adapters import Parts, ServedAdapters, ended_by_stops, with_version
 from areal.fleet.replica import (
     ALL_TOKENS,
@@ -565,6 +565,9 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         shape, cache_bytes = ModelShape.read(model), _CPU_CACHE_BYTES
         if shape is not None:
             element = element_bytes(given.get("dtype", config.actor.dtype))
+            if element == 4 and shape.family.startswith(("qwen3_5", "qwen3_next")):
+                text = "vLLM computes the linear attention of this model on the CPU in bfloat16 only"
+                raise ConfigError(f"vllm.dtype: {text}: set it to bfloat16", code="model.unsupported")
             cache_bytes = cpu_cache_tokens(config, VLLM) * shape.kv_values_per_token * element
         defaults |= {"enforce_eager": True, "max_num_seqs": CPU_REQUESTS, "kv_cache_memory_bytes": cache_bytes}
         # Bound threads of two servers would share one core.

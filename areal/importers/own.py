@@ -51,7 +51,6 @@ _DROPPED = {
 _LACKED = {
     "beam search gives no log-probabilities of a policy": ("*gconfig.use_beam_search",),
     "there are no kernels of the hub": ("MODEL.use_kernels",),
-    "a prompt is computed once for its answers on the CPU only (actor.shared_prompts)": ("MODEL.enable_tree_training",),
     "every rank computes all images": ("MODEL.fsdp.shard_vision_across_sp",),
     "a recovery checkpoint has everything": ("recover.no_save_optim", "recover.no_load_optim"),
     "there is no FP8": ("MODEL.megatron.fp8_config*",),
@@ -94,6 +93,10 @@ def take_new_keys(draft: Draft) -> None:
         if draft.values.get(key):
             draft.set(f"{role}.fsdp.offload_optimizer", True, f"AReaL: {key}", key)
         draft.drop("it is switched off", key)
+        key = f"{role}.enable_tree_training"
+        if key in draft.values:
+            kind = "tree" if draft.values[key] else "auto"
+            draft.set(f"{role}.shared_prefixes", kind, f"AReaL: {key}", key)
     _rollout(draft)
     mode = draft.values.get("recover.mode")
     if mode is None:

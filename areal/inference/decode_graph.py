@@ -51,7 +51,9 @@ _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of the sequence."""
 _TRIAL_TOKENS = 9
 _PACKED_ROWS = 8
-"""From this number of rows on oneDNN gains with packed float32 weights."""
+"""What oneDNN packs weights for."""
+EQUAL_ROWS = 16
+"""From this number of rows on a float32 product of torch has in each row the same bits for any number of rows."""
 _PACKED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Of each product, relative to its largest value. The logits of a real model prove nothing: rounding in its first
 layers moves those of a text that it has not learned by a quarter."""
@@ -113,13 +115,11 @@ def _trial_plan(shapes: Sequence[LayerShape], dtype: torch.dtype) -> AttentionPl
 class _Product:
     """The product with the weights of some linear modules, side by side.
 
-    Where oneDNN pays, it gets a copy of the weights in its own order: a bfloat16 product always gains, a float32 one
-    from some rows on.
+    Where oneDNN pays, it gets a copy of the weights in its own order.
     """
 
     def __init__(self, *modules: nn.Linear) -> None:
         self.modules = modules
-        self._least_rows = 1 if modules[0].weight.dtype == torch.bfloat16 else _PACKED_ROWS
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
         self.adapters: AdapterProducts | None = None
@@ -154,7 +154,7 @@ class _Product:
         return list(result.split([one.out_features for one in self.modules], dim=-1))
 
     def _of_base(self, states: Tensor, added: Tensor | None) -> Tensor:
-        if self._is_packed_for(states):
+        if self._packed is not None:
             product = torch.ops.mkldnn._linear_pointwise
             if added is not None:
                 return product.binary(states, added, self._packed, self._bias, "add")
@@ -165,15 +165,22 @@ class _Product:
 
     def each(self, states: Tensor) -> list[Tensor]:
         """The products with the modules."""
-        if self._is_packed_for(states):
+        if self._packed is not None:
             return self._split(self(states))
         results = [linear(states, one.weight, one.bias) for one in self.modules]
         if self.adapters is not None and self.adapters.is_active:
             self.adapters.add(self.modules, states, results)
         return results
 
-    def _is_packed_for(self, states: Tensor) -> bool:
-        return self._packed is not None and len(states) >= self._least_rows
+    def equal_rows(self) -> int:
+        """The number of rows from which on those of a float32 product have the same bits for any number of rows."""
+        if self._packed is not None:
+            return 2  # a single row is another kernel of oneDNN
+        weight = self.modules[0].weight
+        states = torch.arange(2 * EQUAL_ROWS * weight.shape[1]).sin().view(2 * EQUAL_ROWS, -1)
+        exact = self(states)
+        unequal = (count for count in range(EQUAL_ROWS - 1, 0, -1) if not self(states[:count]).equal(exact[:count]))
+        return 1 + next(unequal, 0)
 
 
 class _Layer(NamedTuple):
@@ -212,6 +219,11 @@ class DenseDecoder:
             self._head = _Product(self._head)
             self.products.append(self._head)
         self._is_packed = False
+
+    def equal_rows(self) -> int:
+        """The number of rows from which on those of a float32 step have the same bits for any number of rows."""
+        shapes = {tuple(tuple(one.weight.shape) for one in product.modules): product for product in self.products}
+        return max(product.equal_rows() for product in shapes.values())
 
     def pack(self) -> None:
         """Use packed copies of the weights."""

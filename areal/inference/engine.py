@@ -518,15 +518,19 @@ class Engine:
     def _verified(
         self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]
     ) -> tuple[list[Sequence], list[int], list[float]]:
-        """The rows up to the first token of each draft that was not drawn."""
+        """The rows up to the first token of each draft that was not drawn; none where the numbers are not finite."""
         kept: list[int] = []
         row = 0
         while row < len(sequences):
             draft = sequences[row].draft
-            accepted = num_accepted(draft, tokens[row : row + len(draft)])
-            kept += range(row, row + accepted + 1)
-            if draft:
-                self.scheduler.end_draft(sequences[row], accepted)
+            if draft and any(value != value for value in logprobs[row : row + 1 + len(draft)]):
+                self.runner.keep_experts(sequences[row])
+                self.runner.clear_blocks(self.scheduler.retract_draft(sequences[row]))
+            else:
+                accepted = num_accepted(draft, tokens[row : row + len(draft)])
+                kept += range(row, row + accepted + 1)
+                if draft:
+                    self.scheduler.end_draft(sequences[row], accepted)
             row += 1 + len(draft)
         return [sequences[row] for row in kept], [tokens[row] for row in kept], [logprobs[row] for row in kept]
 

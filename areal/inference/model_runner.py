@@ -27,7 +27,7 @@ from areal.inference.attention import (
     padded_keys,
     register_attention,
 )
-from areal.inference.decode_graph import Capture, DecodeGraphs, capture_cuda, dense_decoder, tried
+from areal.inference.decode_graph import EQUAL_ROWS, Capture, DecodeGraphs, capture_cuda, dense_decoder, tried
 from areal.inference.decode_rows import DecodeInputs, DecodeRows, SampledRows
 from areal.inference.layer_states import LayerStates, Span, zeroed_memory
 from areal.inference.paged_kernel import PagedKernel, find_kernel, paged_rows
@@ -136,9 +136,6 @@ def _score(logits: Tensor, scored: list[tuple[Sequence, int]]) -> None:
 
 
 BLOCK_SIZE = 16
-_LEAST_ROWS = 16
-"""Rows of a step in float32 on the CPU. From this number on, the products of a row are the same bits for any number of
-rows: an answer does not depend on the requests that are computed beside it, nor on what is taken from the cache."""
 _EXPERT_TYPES = {1: torch.uint8, 2: torch.int16}
 _CPU_GROUP_BYTES = 1 << 20
 """Size of the gathered keys and values of one decode group, so that they stay in the cache of a CPU core."""
@@ -192,7 +189,9 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._rows = DecodeRows(BLOCK_SIZE, self.device, spare_block=0)
         is_exact = self.device.type == "cpu" and self.dtype == torch.float32 and not self.states.indices
-        self._least_rows = _LEAST_ROWS if is_exact else 1
+        self._least_with_adapters = EQUAL_ROWS if is_exact else 1
+        self._least_rows = self._dense.equal_rows() if is_exact and self._dense else self._least_with_adapters
+        """So that an answer depends neither on the requests beside it nor on what is taken from the cache."""
         self._adapters_of_rows: list[int] | None = None
         """Of the step; None: it has none."""
         self._is_in_rows = False
@@ -279,6 +278,7 @@ class ModelRunner:
         logits = None
         self._adapters_of_rows = self._row_adapters(order, longer)
         if self._graphs is not None and not longer and not has_images and self._adapters_of_rows is None:
+            self.adapters.begin(None, 0, None)  # a graph that is captured now has no adapters
             logits = self._graphs.logits(self._rows.inputs)
             logits = None if logits is None else logits[: len(self._rows)]
         self._is_in_rows = not plan.chunks
@@ -416,7 +416,7 @@ class ModelRunner:
         self._add_longer(plan, longer, count)
         if kept is not None:
             count = len(kept)
-            kept = pad(kept, (0, max(self._least_rows - count, 0)))
+            kept = pad(kept, (0, self._lacking(count)))
         self.adapters.begin(self._adapters_of_rows, len(slots), kept)
         if chunks and self.vision is not None:
             logits = self.vision.logits(chunks, input_ids, positions, kept, plan)
@@ -474,9 +474,14 @@ class ModelRunner:
                 parts.append(np.stack((ids, shifted, blocks * BLOCK_SIZE + places % BLOCK_SIZE)))
             more = torch.from_numpy(np.concatenate(parts, axis=1)).to(self.device)
             both, slots = torch.cat((both, more[:2]), dim=1), torch.cat((slots, more[2]))
-        if (lacking := self._least_rows - len(slots)) > 0:
+        if lacking := self._lacking(len(slots)):
             both, slots = pad(both, (0, lacking)), pad(slots, (0, lacking), value=self._spare_block * BLOCK_SIZE)
         return both[:1], both[1:], slots
+
+    def _lacking(self, count: int) -> int:
+        """Rows with which a step of `count` is padded."""
+        least = self._least_rows if self._adapters_of_rows is None else self._least_with_adapters
+        return max(least - count, 0)
 
     def _decode_groups(self, order: np.ndarray | None) -> list[DecodeGroup]:
         """Split the decode rows into groups that fit into the group memory."""

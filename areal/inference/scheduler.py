@@ -456,6 +456,15 @@ class Scheduler:
         self._pool.release(sequence.blocks[kept:])
         del sequence.blocks[kept:]
 
+    def retract_draft(self, sequence: Sequence) -> list[int]:
+        """Compute a sequence again without its draft, whose step had no finite numbers: keys of the draft may be the
+        reason. Returns the blocks to clear."""
+        blocks = sequence.blocks[(sequence.num_computed - len(sequence.draft) - 1) // self._pool.block_size :]
+        self.end_draft(sequence, 0)
+        sequence.num_computed -= 1
+        self._retract(sequence)
+        return self.spoiled(blocks)
+
     def _within(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens of a sequence to compute from `start` on."""
         end = min(len(sequence.token_ids), start + max(budget, 0))
@@ -501,7 +510,9 @@ class Scheduler:
                 plan.grown.append(sequence)
                 return True
             self.num_preemptions += 1
-            if self._retract_youngest() is sequence:
+            youngest = self.running[-1]
+            self._retract(youngest)
+            if youngest is sequence:
                 return False
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -622,15 +633,14 @@ class Scheduler:
     def retract_all(self) -> None:
         """Move all running sequences to the head of the waiting queue in order, and release their blocks."""
         while self.running:
-            self._retract_youngest()
+            self._retract(self.running[-1])
 
-    def _retract_youngest(self) -> Sequence:
-        youngest = self.running.pop()
-        self._free(youngest)
-        youngest.status = Status.WAITING
-        youngest.num_retractions += 1
-        self.waiting.appendleft(youngest)
-        return youngest
+    def _retract(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_retractions += 1
+        self.waiting.appendleft(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         """The last token may be planned, but it is not computed."""

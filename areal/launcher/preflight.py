@@ -203,7 +203,8 @@ def tried_row(config: PPOConfig) -> TriedRow:
 def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
     """Lines and codes with which trainers would refuse models in local folders. Imports transformers if any is new."""
     shapes = [ModelShape.read(each.path) for each in config.models.values() if Path(each.path, "config.json").is_file()]
-    known = all(shape is not None and shape.family in {*TENSOR_FAMILIES, *MEGATRON_FAMILIES} for shape in shapes)
+    families = {*TENSOR_FAMILIES, *MEGATRON_FAMILIES}
+    known = all(shape is not None and shape.family in families and not shape.states for shape in shapes)
     if config.train_backend != "fsdp" or not config.allocation.train or known:
         return []
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from areal.api.errors import LedgerError
+from areal.data.prefix_tree import sorted_rows
 from areal.ledger.event_files import PayloadReader, Progress, open_reader
 from areal.ledger.payload import read_table
 from areal.ledger.state import SKIPPED_KEY, Event, failure_key
@@ -91,6 +92,9 @@ class LedgerStats:
     reasons: Counter[str] = field(default_factory=Counter[str])
     num_accepted: int = 0
     generated_tokens: int = 0
+    tokens: int = 0
+    tree_tokens: int = 0
+    """Of the rows of each episode, where a token that they share counts once."""
     seconds: float = 0.0
     """Sum over the controllers of the time between their first and last event."""
     clock_jumps: int = 0
@@ -109,6 +113,8 @@ class LedgerStats:
         if self.seconds > 0:
             rates["episodes_per_s"] = self.num_accepted / self.seconds
             rates["generated_tokens_per_s"] = self.generated_tokens / self.seconds
+        if self.tree_tokens:
+            rates["tree_ratio"] = self.tokens / self.tree_tokens
         if self.num_accepted:
             rates["event_bytes_per_episode"] = self.event_bytes / self.num_accepted
             rates["payload_bytes_per_episode"] = self.payload_bytes / self.num_accepted
@@ -133,6 +139,10 @@ class LedgerStats:
             lines.append(
                 f"{rates['event_bytes_per_episode']:.0f} bytes of events and {rates['payload_bytes_per_episode']:.0f} "
                 "of payload per accepted episode"
+            )
+        if "tree_ratio" in rates:
+            lines.append(
+                f"tree ratio {rates['tree_ratio']:.2f}: {self.tokens} tokens, {self.tree_tokens} shared ones once"
             )
         if self.clock_jumps:
             lines.append(f"the clock jumped {self.clock_jumps} times; these times are not counted")
@@ -234,3 +244,6 @@ class _Reading:
         times: list[int] = np.bincount(made - low).tolist() if len(made) else []
         self._versions[event["id"]] = [(low + above, count) for above, count in enumerate(times) if count]
         stats.generated_tokens += len(made)
+        stats.tokens += len(columns.token_ids)
+        bounds = np.concatenate([[0], np.cumsum(columns.lengths)])
+        stats.tree_tokens += sorted_rows(columns.token_ids.astype(np.uint32), bounds).tree_tokens

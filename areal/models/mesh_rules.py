@@ -8,6 +8,7 @@ from areal.models.model_shape import ModelShape
 
 TENSOR_FAMILIES = ("gemma", "gemma2", "granite_swa", "llama", "mistral", "qwen2", "qwen3")
 TENSOR_FAMILIES += ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+TENSOR_FAMILIES += ("bamba", "falcon_h1", "minicpmv4_6", "qwen3_5", "qwen3_5_text")  # have states
 """Model types whose blocks have the structure that `areal.engine.parallel_plan` distributes."""
 
 MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "mixtral")

@@ -180,6 +180,7 @@ ref/reset: 0 or 1: 1 when the reference was reset after this step.
 ROLE/loss: loss: Mean loss per trained token.
 ROLE/lr: number: Learning rate, mean over the optimiser steps.
 ROLE/grad_norm: number: Norm of the gradient before clipping, mean over the optimiser steps.
+ROLE/tree_ratio: ratio: Tokens of the rows over tokens that were computed for them (shared_prefixes).
 ROLE/router_load_max: ratio: Tokens of the busiest expert over the mean of its layer, highest of all layers.
 ROLE/router_load_mean: ratio: The same ratio, mean over the layers; 1 = all experts have the same load.
 ROLE/router_entropy: nats: Entropy of a token's scores over the experts, mean over tokens and layers.

@@ -22,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.api.errors import ArealError, RequestError
 from areal.observe.log import get_logger
-from areal.serve.sampling import Body, SampleBody, Sampling
+from areal.serve.sampling import Body, Number, SampleBody, Sampling
 from areal.serve.service import ADAPTER, Service, failure, weights_folder
 from areal.serve.tenants import SAMPLER, TRAINING, Model, NotFound, SavedWeights
 from areal.serve.wire import PROTOBUF, address_of
@@ -48,8 +48,8 @@ class SessionBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraBody(Body):
-    rank: Annotated[int, Field(ge=1)] = 32
-    seed: int | None = None
+    rank: Annotated[int, Field(ge=1, le=2**20)] = 32
+    seed: Number | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -57,9 +57,9 @@ class LoraBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateModelBody(SessionBody):
-    model_seq_id: int
+    model_seq_id: Number
     base_model: str
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, str] | None = None
     lora_config: LoraBody = field(default_factory=LoraBody)
     optimizer_config: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -69,11 +69,11 @@ class LoadBody(Body):
     path: str
     optimizer: bool
     model_id: str = ""
-    seq_id: int | None = None
+    seq_id: Number | None = None
     session_id: str = ""
-    model_seq_id: int | None = None
+    model_seq_id: Number | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class TrainingBody(Body):
     """The fields of every request to a model."""
 
     model_id: str
-    seq_id: Annotated[int, Field(ge=1)]
+    seq_id: Annotated[int, Field(ge=1, lt=2**63)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +102,15 @@ class StepBody(TrainingBody):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveBody(TrainingBody):
     path: str | None = None
-    sampling_session_seq_id: int | None = None
-    ttl_seconds: float | None = None
+    sampling_session_seq_id: Number | None = None
+    ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerBody(SessionBody):
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -132,7 +132,16 @@ class PathBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtlBody(Body):
-    ttl_seconds: float | None = None
+    ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandBody(Body):
+    """What a trainer rank asks for."""
+
+    run_id: Number
+    epoch: str
+    number: Number
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -155,6 +164,14 @@ def parsed(kind: type[BodyT], data: bytes) -> BodyT:
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _number(request: web.Request, name: str, default: int | None = None) -> int:
+    """A number of the query."""
+    text = request.query.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise RequestError(f"{name}={text[:40]} is not a number", code="request.invalid_field")
+    return int(text)
 
 
 def date(seconds: float) -> str:
@@ -450,11 +467,14 @@ class Gateway:
         if not task.done():
             return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         asyncio.get_running_loop().call_later(KEEP_S, self._samples.pop, request_id, None)
-        try:
+        if task.cancelled():
+            return web.Response(body=failure("the request was cancelled"), content_type="application/json")
+        if (error := task.exception()) is None:
             return web.Response(body=task.result(), content_type=PROTOBUF)
-        except ArealError as error:
-            category = "user" if isinstance(error, RequestError) else "server"
-            return web.Response(body=failure(str(error), category), content_type="application/json")
+        if not isinstance(error, ArealError):
+            _log.error("%s failed", request_id, exc_info=error)
+        category = "user" if isinstance(error, RequestError) else "server"
+        return web.Response(body=failure(str(error) or type(error).__name__, category), content_type="application/json")
 
     # Lists of saved weights.
 
@@ -486,7 +506,7 @@ class Gateway:
         }
 
     def _page(self, request: web.Request, name: str, items: list[dict[str, Any]]) -> web.Response:
-        offset, limit = int(request.query.get("offset", 0)), int(request.query.get("limit", 100))
+        offset, limit = (_number(request, name, default) for name, default in (("offset", 0), ("limit", 100)))
         cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
         return _json({name: items[offset : offset + limit], "cursor": cursor})
 
@@ -544,17 +564,17 @@ class TrainerRoutes:
         return [web.post("/trainer/command", self.command), web.post("/trainer/result", self.result)]
 
     async def command(self, request: web.Request) -> web.Response:
-        asked = orjson.loads(await read_body(request))
-        found = await self._service.command(asked["run_id"], asked["epoch"], asked["number"])
+        asked = parsed(CommandBody, await read_body(request))
+        found = await self._service.command(asked.run_id, asked.epoch, asked.number)
         if found is None:
             return web.Response(status=204)
         head = orjson.dumps(found[0])
         return web.Response(body=len(head).to_bytes(4) + head + found[1], content_type="application/octet-stream")
 
     async def result(self, request: web.Request) -> web.Response:
-        query, body = request.query, await read_body(request)
-        run_id, number, rank = (int(query[name]) for name in ("run_id", "number", "rank"))
-        await self._service.finish(run_id, number, rank, result=body, failed=query["failed"] == "1")
+        body = await read_body(request)
+        run_id, number, rank, failed = (_number(request, name) for name in ("run_id", "number", "rank", "failed"))
+        await self._service.finish(run_id, number, rank, result=body, failed=failed == 1)
         return web.Response(status=204)
 
 

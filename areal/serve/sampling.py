@@ -28,7 +28,11 @@ MAX_SAMPLES = 1024
 class Body:
     """The base of JSON bodies. Fields that the SDK may add are ignored."""
 
-    __pydantic_config__ = ConfigDict(extra="ignore", strict=False)
+    __pydantic_config__ = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
+
+
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number that clients count or choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ class Prompt(Body):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSettings(Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
+    seed: Number | None = None
     stop: str | list[str] | list[int] | None = None
     """None: the end token of the model. A list replaces it; an empty one: nothing ends an answer."""
     temperature: float = 1.0
@@ -62,7 +66,7 @@ class SampleBody(Body):
     """Fields of /asample."""
 
     sampling_session_id: str
-    seq_id: int
+    seq_id: Number
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     prompt: Prompt
     sampling_params: SampleSettings = field(default_factory=SampleSettings)
@@ -191,9 +195,13 @@ def _targets(tensor: dict[str, Any] | None) -> tuple[tuple[int, ...], ...]:
     """The rows of target_prompt_logprobs, given as a list or base64 of int64 with a shape."""
     if tensor is None:
         return ()
-    data, shape = tensor["data"], tensor["shape"]
-    values = np.frombuffer(base64.b64decode(data), "<i8") if isinstance(data, str) else np.asarray(data, np.int64)
-    return tuple(tuple(row) for row in values.reshape(shape).tolist())
+    try:
+        data, shape = tensor["data"], tensor["shape"]
+        values = np.frombuffer(base64.b64decode(data), "<i8") if isinstance(data, str) else np.asarray(data, np.int64)
+        return tuple(tuple(row) for row in values.reshape(shape).tolist())
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        text = f"target_prompt_logprobs has no rows of token ids: {error}"
+        raise RequestError(text, code="request.invalid_field") from error
 
 
 def encoded(body: SampleBody, answers: list[GenerationResponse]) -> bytes:

@@ -6,6 +6,7 @@ Field numbers are those of the SDK's messages. Nothing is imported from the SDK,
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -49,6 +50,8 @@ bytes are the same."""
 _FLOAT, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
 _NUMPY = {_FLOAT: "<f4", _INT64: "<i8", _INT32: "<i4"}
 _STOP, _LENGTH = 0, 1
+_MAX_CELLS = 2**24
+"""Of a sparse tensor, whose size its bytes do not limit."""
 
 
 @cache
@@ -165,7 +168,10 @@ def _datum(message: Any, number: int) -> Datum:
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
             raise RequestError(f"datum {number} has an image or audio chunk: only text", code="request.no_images")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+        data = chunk.encoded_text.tokens
+        if len(data) % 4:
+            raise RequestError(f"datum {number}: {len(data)} bytes are no int32 tokens", code="request.invalid_field")
+        parts.append(np.frombuffer(data, "<i4"))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     return Datum(tokens=tokens, inputs={entry.key: _array(entry.value, entry.key) for entry in message.loss_fn_inputs})
 
@@ -176,6 +182,8 @@ def _array(message: Any, name: str) -> np.ndarray:
     try:
         if not message.HasField("sparse_csr"):
             return _widened(_values(message.dense, kind).reshape(shape))
+        if math.prod(shape) > _MAX_CELLS:
+            raise ValueError(f"more than {_MAX_CELLS} cells")
         sparse = message.sparse_csr
         rows, columns = (np.frombuffer(data, "<i8") for data in (sparse.crow_indices, sparse.col_indices))
         values = _values(sparse.values, kind)

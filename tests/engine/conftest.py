@@ -6,7 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from areal.engine import micro_batch as shared_prompts
+from areal.data import prefix_tree
+from areal.engine import micro_batch
 from tests.engine import engine_cases
 
 
@@ -26,5 +27,6 @@ def models(cases, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def shares_in_small_rows(monkeypatch) -> None:
-    """Prompts are shared even if that saves fewer tokens than an additional call of attention costs."""
-    monkeypatch.setattr(shared_prompts, "SAVED_PER_CALL", 0)
+    """Tokens are shared even if that saves fewer than an additional call of attention costs."""
+    monkeypatch.setattr(micro_batch, "SAVED_PER_CALL", 0)
+    monkeypatch.setattr(prefix_tree, "MIN_SHARED", 1)

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from areal.api.config import FSDPEngineConfig
 from areal.engine.hf_model import _kept_or_not
 from areal.models.attention import capped_attention
-from tests.engine.test_shared_prompts import grouped_batch
+from tests.engine.test_tree import grouped_batch
 from tests.expect import raises_code
 
 pytestmark = pytest.mark.usefixtures("shares_in_small_rows")
@@ -96,7 +96,7 @@ def test_outputs_and_gradients_are_those_of_transformers(cases, windowed, family
     [
         {"gradient_checkpointing": True},
         {"gradient_checkpointing": True, "checkpointing": "selective"},
-        {"shared_prompts": False},
+        {"shared_prefixes": "off"},
         {"fsdp": FSDPEngineConfig(offload_params=True)},
     ],
     ids=["checkpointed", "selective", "whole_prompts", "sharded"],
@@ -105,7 +105,7 @@ def test_outputs_and_gradients_are_those_of_transformers(cases, windowed, family
 def test_options_change_nothing(cases, windowed, family, options):
     batch = grouped_batch()
     logprobs, _ = expected(windowed / family, batch)
-    plain = cases.gradients(cases.make_engine(windowed / family, shared_prompts=True), batch)
+    plain = cases.gradients(cases.make_engine(windowed / family, shared_prefixes="tree"), batch)
     engine = cases.make_engine(windowed / family, **options)
     torch.testing.assert_close(engine.forward(batch).logprobs, logprobs, rtol=0, atol=1e-5)
     for name, value in cases.gradients(engine, batch).items():
@@ -137,8 +137,7 @@ def test_selective_checkpointing_keeps_no_capped_scores():
 def test_a_prompt_within_a_window_is_shared(cases, windowed):
     engine = cases.make_engine(windowed / "qwen2")
     batch = grouped_batch()
-    _, inputs = engine._micro_batch(batch, list(range(len(batch.sequence_lengths))))
-    assert inputs.rows is not None
+    assert engine._plan(batch)[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["whole", "sharded"])

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,7 @@ from areal.launcher.job import another_server, make_plan
 from areal.launcher.placement import Machine
 from areal.models.model_shape import ModelShape
 from areal.system.process import ProcessContext
+from tests.expect import raises_code
 
 MODEL = {
     "model_type": "qwen2",
@@ -163,6 +165,15 @@ def test_servers_without_a_gpu_get_cpu_flags(model):
     assert f"--kv-cache-memory-bytes={64 * 512 * KV_VALUES * 2}" in short.argv
     unknown = command(config_of("vllm"), on_gpu=False)
     assert f"--kv-cache-memory-bytes={2**30}" in unknown.argv
+
+
+def test_linear_attention_of_vllm_on_the_cpu_needs_bfloat16(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "qwen3_5_text"}))
+    config = config_of("vllm", actor={"path": str(tmp_path)})
+    with raises_code("model.unsupported", "vllm.dtype", "bfloat16"):
+        command(config, on_gpu=False)
+    command(config, on_gpu=True)
+    command(replace(config, vllm={"dtype": "bfloat16"}), on_gpu=False)
 
 
 def test_flags_of_the_user_override_cpu_flags(model):

@@ -28,6 +28,7 @@ from areal.inference.request_parser import GenerateBody, RequestLimits
 from areal.inference.scheduler import SamplingParams
 from areal.inference.server import ServerOptions
 from tests.inference.conftest import Driver, Served
+from tests.inference.test_paged_kernel import with_graphs
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 PROMPT = [3, 4, 5, 6, 7]
@@ -324,3 +325,25 @@ def test_which_tokens_end_an_answer(params: dict[str, Any], expected: set[int]) 
 )
 async def test_scoring_that_does_not_fit_is_refused(served: Any, body: dict[str, Any]) -> None:
     assert (await served.generate(400, **body))["code"] == "request.invalid_field"
+
+
+def test_graphs_are_of_the_base_model(
+    build_model: Callable[..., PreTrainedModel],
+    drive: Callable[..., Driver],
+    write_adapter: Callable[..., tuple[Path, PreTrainedModel]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step with an adapter has no graph, and leaves nothing for the next one."""
+    model = build_model("qwen3-gqa")
+    folder, _ = write_adapter(model, 1)
+    found: list[list[Any]] = []
+    for is_graphed in (False, True):
+        if is_graphed:
+            with_graphs(monkeypatch)
+        driver = drive(model)
+        lengths = (0, 20), (load(driver, folder), 4)
+        found.append([driver.add(PROMPT, adapter=number, max_new_tokens=count) for number, count in lengths])
+        driver.run()
+    for plain, graphed in zip(*found, strict=True):
+        assert graphed.answer_ids == plain.answer_ids
+        assert graphed.logprobs == pytest.approx(plain.logprobs, abs=1e-5)

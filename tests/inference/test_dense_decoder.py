@@ -36,7 +36,7 @@ PACKS = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="thi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-gqa", "llama"])
 def test_packed_weights_give_the_logprobs_of_transformers(build_model, drive, prompts, monkeypatch, family, dtype):
-    """Before and after an update in mid-answer; with few rows, where float32 is not packed, and with many."""
+    """Before and after an update in mid-answer; with few rows and with many."""
     monkeypatch.setattr(NativeServerConfig, "packed_bytes", staticmethod(lambda size: size))
     old, new = build_model(family, 0).to(dtype), build_model(family, 1).to(dtype)
     driver = drive(old, max_prefill_tokens=32)
@@ -60,6 +60,23 @@ def test_packed_weights_give_the_logprobs_of_transformers(build_model, drive, pr
                 wanted = logits[position - 1, sequence.token_ids[position]].item()
                 assert sequence.logprobs[place] == pytest.approx(wanted, abs=2e-5 if dtype == torch.float32 else 0.5)
     assert {version for one in each for version, _, _ in one.version_spans(0, 40)} == {"0", "1"}
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=PACKS)])
+@pytest.mark.parametrize("sizes", [(64, 64), (256, 64), (576, 192), (1536, 576), (33, 7)])
+def test_from_the_equal_rows_of_a_product_on_a_row_has_the_same_bits_beside_any_others(sizes, packed):
+    generator = torch.Generator().manual_seed(0)
+    module = torch.nn.Linear(*sizes).requires_grad_(False)
+    product = decode_graph._Product(module)
+    if packed:
+        product.pack()
+    states, more = torch.randn(2, 48, sizes[0], generator=generator), torch.randn(48, sizes[1], generator=generator)
+    exact = product(states[0], more)
+    least = product.equal_rows()
+    assert least == 2 if packed else 1 <= least <= decode_graph.EQUAL_ROWS
+    for count in range(least, 48):
+        assert product(torch.cat((states[0, :count], states[1, count:])), more)[:count].equal(exact[:count])
+        assert product(states[0, :count].clone(), more[:count]).equal(exact[:count])
 
 
 @PACKS

@@ -191,6 +191,25 @@ def test_the_distribution_is_that_without_drafts(build_model, drive, kind):
     assert statistic < 24.3  # chi-square of six cells: .9995
 
 
+@pytest.mark.parametrize("family", ["qwen3-gqa", "qwen2-windows"])
+def test_a_refused_draft_without_finite_keys_ends_no_answer(build_model, drive, prompts, family):
+    """A token whose weights are NaN is proposed in every step, and its keys stay in no block."""
+    model = build_model(family)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[45] = torch.nan
+    wanted = answers_of(drive(model), prompts, ["minimum"])
+
+    class Bad(Guesses):
+        def proposed(self, tokens: list[int], price: float) -> tuple[list[int], int]:
+            draft, matched = super().proposed(tokens, price)
+            return [*draft[:2], 45, 3], matched
+
+    driver = drive(model, drafts=Bad({tuple(one.token_ids): one.token_ids for one in wanted}))
+    assert_equal_answers(answers_of(driver, prompts, ["minimum"]), wanted)
+    assert driver.engine.scheduler.num_drafted_tokens
+    assert all(cache.blocks.isfinite().all() for cache in driver.engine.runner._caches.values())
+
+
 def test_what_is_proposed():
     earlier = [[1, 2, 3, 4, 5], [9, 2, 3, 6, 7]]
     history = History(earlier)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from areal.api.config import NativeServerConfig
 from areal.inference.prefix_cache import BlockPool, extend_keys
 from areal.inference.scheduler import PlacedImage, Sequence
 from tests.inference.integrity import check_pool
@@ -102,9 +103,14 @@ def fresh(driver, sequence: Sequence, start: int, end: int) -> Sequence:
     return again
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("prefill", [512, 13])
 @pytest.mark.parametrize("family", ALIKE)
-def test_an_answer_has_the_same_bits_beside_others_in_parts_and_from_the_cache(family, prefill, build_model, drive):
+def test_an_answer_has_the_same_bits_beside_others_in_parts_and_from_the_cache(
+    family, prefill, packed, build_model, drive, monkeypatch
+):
+    if packed:
+        monkeypatch.setattr(NativeServerConfig, "packed_bytes", staticmethod(lambda size: size))
     model = build_model(family)
     generator = torch.Generator().manual_seed(1)
     history = torch.randint(0, 50, (200,), generator=generator).tolist()

@@ -34,6 +34,8 @@ PACKED = {
     "lfm2_vl", "lfm3", "mamba", "mamba2", "minicpmv4_6", "minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_next", "zamba2", "zaya",
 }  # fmt: skip
+TENSOR = {"bamba", "falcon_h1", "minicpmv4_6", "qwen3_5", "qwen3_5_text"}
+"""Computed by tensor ranks: a layer with a state is whole on each."""
 SPARSE = (
     "deepseek_v32",
     "glm_moe_dsa",
@@ -151,7 +153,8 @@ def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, list[float]]:
     for path in sorted(each.parent for each in folder.glob("*/expected")):
         expected, after = load_file(path / "expected")["logprobs"], load_file(path / "after")
         engine = cases.make_engine(path, mesh)
-        parts = balanced_parts(LENGTHS, mesh.world_size)[mesh.rank]
+        is_split = mesh.dims.tp > 1
+        parts = [*range(len(LENGTHS))] if is_split else balanced_parts(LENGTHS, mesh.world_size)[mesh.rank]
         mine = take(batch_of(), parts)
         own = torch.cat([torch.split(expected, LENGTHS)[part] for part in parts])
         gap = (engine.forward(mine).logprobs - own).abs().max().item()
@@ -260,6 +263,16 @@ def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh):
         expected = [[str(error), error.code]]
     assert refused_models(config) == expected
     assert bool(expected) == ((family, mesh) != ("qwen3_5_text", "d1"))
+
+
+@pytest.mark.parallel
+def test_tensor_ranks_compute_what_one_rank_does(tmp_path):
+    write_cases(tmp_path, TENSOR)
+    for found in run_ranks(on_two_ranks, tmp_path, ParallelDims(tp=2)):
+        assert found.keys() == TENSOR
+        for family, (gap, weights) in found.items():
+            assert gap < 1e-5, family
+            assert weights < 1e-5, family
 
 
 @pytest.mark.parallel

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from areal.api.data import GenerationResponse
+from areal.observe.log import HttpLogger
 from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app
 from areal.serve.sampling import Sampling
 from areal.serve.service import ServedModel, Service, failure
@@ -103,7 +104,7 @@ async def opened(folder, *, hold_s=5.0):
     fleet = FakeFleet()
     gateway = Gateway(service, Sampling(fleet, max_adapters=2), hold_s=hold_s)
     app = make_app(gateway, TrainerRoutes(service), Keys(KEYS), token=TOKEN, host=Host())
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, access_log=None, logger=HttpLogger(), auto_decompress=False, shutdown_timeout=0.1)
     await runner.setup()
     bound = listen(Host(), TOKEN)
     await web.SockSite(runner, bound).start()

@@ -469,6 +469,11 @@ class BaseExperimentConfig:
         for key, model in self.models.items():
             if model.router_replay and not (self._wants_servers and self.models["actor"].router_replay):
                 yield f"{key}.router_replay", "replays what servers record for actor.router_replay: remove it"
+            if model.shared_prefixes == "tree" and dims.cp > 1:
+                yield (
+                    f"{key}.shared_prefixes",
+                    f"tree does not work with the context ranks of {dims}: use d instead of c",
+                )
             if self.train_backend == "megatron":
                 yield from below(key, model.megatron_problems(dims.pp))
             elif (size := model.fsdp.shard_size) is not None and (sharing := dims.dp * dims.cp) % size:

@@ -340,8 +340,8 @@ class TrainEngineConfig:
     """Divisor of the logits before log-probabilities; must equal gconfig.temperature, which it follows if not given."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How batches are split into forward passes."""
-    shared_prompts: bool = True
-    """Compute a prompt once for all its answers in a micro-batch; on the CPU in float32, without experts or dropout."""
+    shared_prefixes: str = choice("auto", "auto", "tree", "off", also="AReaL: enable_tree_training")
+    """Compute tokens that rows of a micro-batch share once; auto = on the CPU, if the model can; tree = on CUDA too."""
     disable_dropout: bool = False
     """Set all dropout probabilities to 0."""
     gradient_checkpointing: bool = option(
@@ -412,6 +412,8 @@ class TrainEngineConfig:
         if self.freeze or (self.optimizer is not None and self.optimizer.lr_of):
             name = "freeze" if self.freeze else "optimizer.lr_of"
             yield Problem(name, "needs fsdp in allocation_mode: remove it", "config.unsupported")
+        if self.shared_prefixes == "tree":
+            yield Problem("shared_prefixes", "tree needs fsdp in allocation_mode: use auto", "config.unsupported")
         if self.logprob_kernel != "torch":
             text = f"{self.logprob_kernel} needs fsdp in allocation_mode: use torch"
             yield Problem("logprob_kernel", text, "config.unsupported")

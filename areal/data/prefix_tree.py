@@ -1,0 +1,173 @@
+"""The prefix tree of rows of tokens: which tokens rows share, and which rows are computed together. Pure, no torch."""
+
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+MIN_SHARED = 8
+"""Tokens that rows must have in common to share them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SortedRows:
+    """Rows in the order of a depth-first walk through their tree: neighbours have most in common."""
+
+    lengths: np.ndarray  # [S] of each row
+    order: np.ndarray  # [S] the rows, sorted by their tokens
+    shared: np.ndarray  # [S] tokens that each of `order` has in common with the one before it; the first 0
+
+    @property
+    def tree_tokens(self) -> int:
+        """Tokens of the tree, in which a token that rows share is one."""
+        return int(self.lengths.sum() - self.shared.sum())
+
+    def parts(self, max_tokens: int, min_parts: int = 1, divisor: int = 1) -> list[list[int]]:
+        """Neighbours in the order as lists of at most `max_tokens` tree tokens (one row may have more).
+
+        Their number is the least that `max_tokens` allows, at least `min_parts` and a multiple of `divisor`; some may
+        be empty. The largest list is as small as their number allows.
+        """
+        count = -(-max(len(self._filled(max_tokens)), min_parts) // divisor) * divisor
+        low, high = min(self.tree_tokens // count, max_tokens), max_tokens
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(self._filled(middle)) <= count else (middle + 1, high)
+        found = [sorted(part) for part in self._filled(high)]
+        return found + [[] for _ in range(count - len(found))]
+
+    def _filled(self, max_tokens: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        room = 0
+        for row, shared in zip(self.order.tolist(), self.shared.tolist(), strict=True):
+            length = int(self.lengths[row])
+            if not found or length - shared > room or length > max_tokens:
+                found.append([])
+                shared, room = 0, max_tokens
+            found[-1].append(row)
+            room -= length - shared
+        return found
+
+
+def sorted_rows(keys: np.ndarray, bounds: np.ndarray) -> SortedRows:
+    """`keys` [T] unsigned: equal for tokens that are equal. Row i has those from bounds[i] to bounds[i + 1].
+
+    What is shared is 0 where it would be below MIN_SHARED.
+    """
+    lengths, number_of = np.diff(bounds), keys.astype(keys.dtype.newbyteorder(">"))  # bytes in the order of numbers
+    spans = [slice(start, end) for start, end in pairwise(bounds.tolist())]
+    order = sorted(range(len(spans)), key=lambda row: number_of[spans[row]].tobytes())
+    shared = [_common_length(keys[spans[a]], keys[spans[b]]) for a, b in pairwise(order)]
+    numbers = np.array([0, *shared][: len(order)], dtype=np.int64)
+    return SortedRows(lengths, np.array(order, dtype=np.int64), np.where(numbers < MIN_SHARED, 0, numbers))
+
+
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    first = int(differ.argmax()) if size else 0
+    return first if size and differ[first] else size
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The end of a row that no earlier branch of the tree has."""
+
+    row: int
+    shared: int
+    """Tokens of the row before it, which are on other branches."""
+    parent: int
+    """The branch that the last of them is on; -1 = none."""
+    first: int
+    """Place of its first token."""
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """The tree of rows; its tokens are in depth-first order, and a branch goes on before those that leave it begin.
+
+    Of the branches that leave one, the last to leave is the first in order: after a token come those that have it
+    before them.
+    """
+
+    branches: list[Branch]
+    places: np.ndarray  # [T] place in the tree of each token of the rows
+    source: np.ndarray  # [U] a token of the rows for each place
+
+
+def prefix_tree(rows: SortedRows, bounds: np.ndarray) -> PrefixTree:
+    """The tree of sorted rows. Rows that are equal, or the beginning of another, have no branch."""
+    order, starts = rows.order, bounds[:-1].tolist()
+    shared, lengths = rows.shared, rows.lengths[order]
+    is_leaf = np.append(shared[1:] < lengths[:-1], True)  # others are the beginning of the next one
+    leaves = np.flatnonzero(is_leaf)
+    previous = np.concatenate([[-1], leaves[:-1]])
+    own = np.array([shared[first + 1 : leaf + 1].min() for first, leaf in zip(previous, leaves, strict=True)])
+    tops = [*np.flatnonzero(own == 0).tolist(), len(leaves)]
+    branches: list[Branch] = []
+    paths: dict[int, np.ndarray] = {}
+    for first, end in pairwise(tops):
+        _grow(branches, paths, order[leaves[first:end]], lengths[leaves[first:end]], own[first:end])
+    places = np.empty(int(bounds[-1]), dtype=np.int64)
+    leaf_of = leaves[np.cumsum(is_leaf) - is_leaf]
+    for number, leaf in zip(order.tolist(), order[leaf_of].tolist(), strict=True):
+        length = int(rows.lengths[number])
+        places[starts[number] : starts[number] + length] = paths[leaf][:length]
+    source = [np.arange(branch.size) + starts[branch.row] + branch.shared for branch in branches]
+    return PrefixTree(branches, places, np.concatenate(source))
+
+
+def _grow(
+    branches: list[Branch], paths: dict[int, np.ndarray], rows: np.ndarray, lengths: np.ndarray, shared: np.ndarray
+) -> None:
+    """Append the branches of one tree. `rows`: its leaves, sorted; `shared`: with the one before; `paths`: of all."""
+    parents, begins = _parents(lengths, shared)
+    children: dict[int, list[int]] = {}
+    for leaf in sorted(range(len(rows)), key=lambda leaf: (begins[leaf], -leaf)):
+        children.setdefault(parents[leaf], []).append(leaf)
+    numbers: dict[int, int] = {}
+    waiting = children[-1]
+    first = branches[-1].first + branches[-1].size if branches else 0
+    while waiting:
+        leaf = waiting.pop()  # the last to leave its parent
+        begin, size, row = begins[leaf], int(lengths[leaf]) - begins[leaf], int(rows[leaf])
+        numbers[leaf] = len(branches)
+        places = np.arange(first, first + size)
+        parent = parents[leaf]
+        paths[row] = places if parent < 0 else np.concatenate([paths[int(rows[parent])][:begin], places])
+        branches.append(Branch(row, begin, numbers.get(parent, -1), first, size))
+        first += size
+        waiting += children.get(leaf, [])
+
+
+def _parents(lengths: np.ndarray, shared: np.ndarray) -> tuple[list[int], list[int]]:
+    """For each leaf of a tree the leaf whose branch it leaves, and where. The longest have their branches first."""
+    parents, begins = [-1] * len(lengths), [0] * len(lengths)
+    placed: list[int] = []
+    for leaf in np.argsort(-lengths, kind="stable").tolist():
+        at = bisect(placed, leaf)
+        before = int(shared[placed[at - 1] + 1 : leaf + 1].min()) if at else -1
+        after = int(shared[leaf + 1 : placed[at] + 1].min()) if at < len(placed) else -1
+        if placed:
+            parent, begins[leaf] = (placed[at - 1], before) if before >= after else (placed[at], after)
+            while begins[leaf] <= begins[parent] and parents[parent] >= 0:
+                parent = parents[parent]
+            parents[leaf] = parent
+        placed.insert(at, leaf)
+    return parents, begins
+
+
+def joint_keys(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """One number of 64 bits for the values of a token in all `columns`, [T, ...] each: different for different ones,
+    but for one pair in 10^19."""
+    total = np.zeros(len(columns[0]), dtype=np.uint64)
+    dice = np.random.default_rng(0)
+    for values in columns:
+        wide = np.ascontiguousarray(values).reshape(len(values), -1)
+        numbers = wide.view(f"u{wide.dtype.itemsize}").astype(np.uint64)
+        factors = dice.integers(2**63, size=numbers.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        total += (numbers * factors).sum(axis=1, dtype=np.uint64)
+    return total

@@ -1,0 +1,367 @@
+"""Tokens that rows share are computed once, with the outputs and gradients of separate rows."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.nn.attention.flex_attention import create_mask
+
+from areal.algorithm.advantage import RETURNS
+from areal.api.batch import CANDIDATE_IDS
+from areal.api.columns import ROUTED_EXPERTS
+from areal.api.config import MicroBatchSpec
+from areal.api.data import TEMPERATURES
+from areal.data import prefix_tree as trees
+from areal.data.balance import balanced_parts
+from areal.data.pack import rows_to_train_batch, take
+from areal.engine import tree_attention as attention
+from areal.engine.micro_batch import make_micro_batch, rows_that_share
+from tests.data.test_prefix_tree import rows_of_trees
+from tests.engine import engine_cases
+from tests.engine.trainer_updates import UPDATES
+from tests.expect import raises_code
+from tests.rank_processes import run_ranks
+
+pytestmark = pytest.mark.usefixtures("shares_in_small_rows")
+
+CPU = torch.device("cpu")
+# (group, prompt, answer): group 1 has an answer to another prompt of the same length; one answer is alone.
+ANSWERS = [
+    *((0, [1, 2, 3, 4, 5, 6], length) for length in (2, 5, 2, 1)),
+    *((1, [7, 8, 9, 10, 11, 12], length) for length in (2, 3)),
+    (1, [7, 8, 9, 10, 11, 13], 3),
+    *((2, [14, 15, 16], length) for length in (4, 4, 2)),
+    (3, [1, 2, 3, 4], 2),
+]
+SIZES = {"rtol": 0, "atol": 1e-5}
+
+
+def batch_of(rows, masks=None, groups=None, seed=5):
+    batch = rows_to_train_batch(rows, masks or [[0, *[1] * (len(row) - 1)] for row in rows])
+    weights = torch.randn(2, batch.num_tokens, generator=torch.Generator().manual_seed(seed))
+    groups = batch.group_ids if groups is None else torch.tensor(groups)
+    return replace(batch, group_ids=groups, advantages=weights[0]).with_column(RETURNS, weights[1])
+
+
+def grouped_batch(untrained: int | None = None):
+    """`untrained`: a sequence without trained tokens."""
+    generator = torch.Generator().manual_seed(5)
+    rows = [prompt + torch.randint(0, 23, (n,), generator=generator).tolist() for _, prompt, n in ANSWERS]
+    masks = [[0] * len(prompt) + [int(i != untrained)] * n for i, (_, prompt, n) in enumerate(ANSWERS)]
+    return batch_of(rows, masks, [group for group, _, _ in ANSWERS])
+
+
+def distinct_beginnings(rows) -> int:
+    return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
+
+
+@cache
+def engines(path, **options):
+    """One that computes rows, one that computes trees."""
+    return [
+        engine_cases.make_engine(path, outputs=engine_cases.RICH, shared_prefixes=kind, **options)
+        for kind in ("off", "tree")
+    ]
+
+
+def flat_gradient(engine, batch, loss=engine_cases.rich_loss) -> torch.Tensor:
+    engine._model.zero_grad()
+    engine.forward_backward(batch, loss, denominator=1.0)
+    return torch.cat([weight.grad.flatten() for weight in engine._model.parameters() if weight.grad is not None])
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
+    assert float((found - expected).norm()) <= relative * float(expected.norm())
+
+
+@settings(max_examples=500, derandomize=True, phases=[Phase.generate])  # rounding is not the same for each example
+@given(rows_of_trees())
+def test_trees_give_the_outputs_and_gradients_of_separate_rows(models, rows):
+    plain, tree = engines(models / "qwen3")
+    batch = batch_of(rows)
+    expected, found = plain.forward(batch), tree.forward(batch)
+    assert_near(found.logprobs, expected.logprobs, 1e-6)
+    assert_near(found.entropy, expected.entropy, 1e-6)
+    # of one sign: where the gradients of rows cancel out, what remains is the rounding of both sides
+    batch = replace(batch, advantages=batch.advantages.abs()).with_column(CANDIDATE_IDS, expected.candidate_ids)
+    first, second = (flat_gradient(engine, batch, engine_cases.policy_loss) for engine in (plain, tree))
+    assert_near(second, first, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("qwen2", {}),
+        ("llama", {"gradient_checkpointing": True}),
+        ("llama", {"gradient_checkpointing": True, "checkpointing": "selective"}),
+        ("qwen3", {"mb_spec": MicroBatchSpec(n_mbs=3)}),
+        ("qwen3", {"mb_spec": MicroBatchSpec(granularity=11)}),
+        ("qwen3", {"lora": engine_cases.LORA}),
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
+        ("deepseek_v3", {}),  # values are narrower than keys
+    ],
+)
+def test_models_and_options_compute_fewer_tokens_to_the_same_end(models, monkeypatch, model, options):
+    computed: list[int] = []
+
+    def counted(*args, **kwargs):
+        micro, inputs = make_micro_batch(*args, **kwargs)
+        computed.append(inputs.input_ids.numel())
+        return micro, inputs
+
+    monkeypatch.setattr("areal.engine.fsdp.make_micro_batch", counted)
+    batch, found, sizes = grouped_batch(untrained=9), [], []
+    for kind in ("off", "tree"):
+        engine = engine_cases.make_engine(models / model, outputs=engine_cases.RICH, shared_prefixes=kind, **options)
+        computed.clear()
+        outputs = engine.forward(batch)
+        sizes.append(sum(computed))
+        batch_with_ids = batch.with_column(CANDIDATE_IDS, outputs.candidate_ids)
+        found.append((outputs, engine_cases.gradients(engine, batch_with_ids, loss_fn=engine_cases.rich_loss)))
+    assert sizes[1] < sizes[0] == batch.num_tokens
+    (plain, expected), (shared_outputs, gradients) = found
+    for name in engine_cases.RICH_NAMES:
+        torch.testing.assert_close(getattr(shared_outputs, name), getattr(plain, name), rtol=0, atol=3e-6, msg=name)
+    for name, value in expected.items():
+        torch.testing.assert_close(gradients[name], value, **SIZES, msg=name)
+
+
+@pytest.mark.parametrize("name", list(UPDATES))
+def test_updates_of_the_trainer_are_those_of_separate_rows(models, name):
+    role = {"ppo": "critic"}.get(name, "actor")
+    found = []
+    for kind in ("off", "tree"):
+        engine = engine_cases.make_engine(models / "qwen3", role=role, shared_prefixes=kind, seed=1)
+        metrics = UPDATES[name](engine, grouped_batch())
+        found.append(engine_cases.weights_of(engine))
+    assert metrics["tree_ratio" if "tree_ratio" in metrics else f"{role}/tree_ratio"].value > 1.2
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, **SIZES, msg=key)
+
+
+def test_bfloat16_differs_by_its_rounding(models):
+    batch = grouped_batch()
+    exact = flat_gradient(engines(models / "qwen3")[0], with_ids(models, batch))
+    rows, tree = (flat_gradient(one, with_ids(models, batch)) for one in engines(models / "qwen3", dtype="bfloat16"))
+    error, usual = ((one.float() - exact).norm() / exact.norm() for one in (tree, rows))
+    assert error < 1.5 * usual < 0.05
+
+
+def with_ids(models, batch):
+    return batch.with_column(CANDIDATE_IDS, engines(models / "qwen3")[0].forward(batch).candidate_ids)
+
+
+def test_a_reward_model_scores_the_last_token_of_rows_with_a_shared_beginning(models):
+    batch = grouped_batch()
+    plain, shared = (
+        engine_cases.make_engine(models / "qwen3", role="reward", shared_prefixes=kind, seed=1).forward(batch)
+        for kind in ("off", "tree")
+    )
+    torch.testing.assert_close(shared.scores, plain.scores, rtol=0, atol=3e-6)
+
+
+def test_the_load_of_experts_counts_a_token_once_for_each_row(models):
+    batch, found = grouped_batch(), []
+    for kind in ("off", "tree"):
+        engine = engine_cases.make_engine(models / "qwen3_moe", shared_prefixes=kind, router_aux_loss_coef=0.5)
+        metrics = engine_cases.train(engine, batch)
+        found.append((metrics, engine_cases.weights_of(engine)))
+    for name in ("router_load_max", "router_entropy", "router_balance_loss"):
+        assert found[1][0][name].value == pytest.approx(found[0][0][name].value, rel=1e-5)
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], value, **SIZES, msg=name)
+
+
+def test_tokens_with_other_recorded_experts_are_others(models):
+    batch = batch_of([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7, 8]])
+    experts = torch.zeros(batch.num_tokens, 2, 2, dtype=torch.uint8)
+    experts[:, :, 1] = 1
+    experts[6:10, 0, 1] = 2  # those of row 1, from its second token on
+    batch = batch.with_column(ROUTED_EXPERTS, experts)
+    _, inputs = make_micro_batch(batch, [0, 1, 2], CPU, as_tree=True)
+    assert inputs.input_ids.numel() == 5 + 4 + 2
+    found = []
+    for kind in ("off", "tree"):
+        engine = engine_cases.make_engine(models / "qwen3_moe", shared_prefixes=kind, router_replay=True)
+        found.append(engine_cases.gradients(engine, batch))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, **SIZES, msg=name)
+
+
+def test_a_token_at_another_temperature_is_another_output():
+    batch = batch_of([[1, 2, 3], [1, 2, 3]])
+    temperatures = torch.full((6,), float("nan"))
+    _, same = make_micro_batch(batch.with_column(TEMPERATURES, temperatures), [0, 1], CPU, as_tree=True)
+    assert same.input_ids.numel() == 3
+    temperatures[4] = 0.5
+    _, other = make_micro_batch(batch.with_column(TEMPERATURES, temperatures.clone()), [0, 1], CPU, as_tree=True)
+    assert other.input_ids.numel() == 4
+    assert other.temperatures.isnan().sum() == other.temperatures.numel() - 1
+
+
+@pytest.mark.parametrize("keeps_last", [True, False])
+def test_every_token_has_its_output(keeps_last):
+    batch = grouped_batch()
+    chosen = list(range(len(ANSWERS)))
+    _, whole = make_micro_batch(batch, chosen, CPU)
+    micro, inputs = make_micro_batch(batch, chosen, CPU, as_tree=True, keeps_last=keeps_last)
+    tree = inputs.tree
+    labelled = whole.has_label
+    for name in ("labels", "has_label"):
+        assert torch.equal(getattr(inputs, name)[tree.rows][labelled], getattr(whole, name)[labelled])
+    assert not inputs.has_label[tree.rows][~labelled].any()
+    needed = labelled | keeps_last
+    assert torch.equal(inputs.input_ids[tree.heads[tree.rows]][needed], whole.input_ids[needed])
+    assert torch.equal(inputs.position_ids[tree.heads[tree.rows]][needed], whole.position_ids[needed])
+    assert torch.equal(micro.position_ids, whole.position_ids)
+    rows = [row.tolist() for row in micro.batch.input_ids.split(micro.batch.sequence_lengths)]
+    assert inputs.input_ids.numel() == distinct_beginnings(rows if keeps_last else [row[:-1] for row in rows])
+    assert int(tree.counts.sum()) == batch.num_tokens or not keeps_last
+
+
+def test_micro_batches_are_filled_by_tokens_of_the_tree(models):
+    prompt, spec = list(range(10)), MicroBatchSpec(max_tokens_per_mb=30)
+    batch = batch_of([[*prompt, 11 + row % 4, row] for row in range(8)])
+    tree = engine_cases.make_engine(models / "qwen3", shared_prefixes="tree", mb_spec=spec)
+    assert [len(part) for part in tree._plan(batch)[0]] == [8]
+    rows = engine_cases.make_engine(models / "qwen3", shared_prefixes="off", mb_spec=spec)
+    assert len(rows._plan(batch)[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_shared"),
+    [
+        ([[*range(20)], [*range(20, 40)]], False),
+        ([[*range(5), *[21] * 15], [*range(5), *[22] * 15]], False),  # below 15%
+        ([[*range(9), *[21] * 11], [*range(9), *[22] * 11]], True),
+    ],
+)
+def test_rows_that_share_little_are_computed_as_they_are(rows, is_shared):
+    assert (rows_that_share(batch_of(rows)) is not None) == is_shared
+
+
+def test_each_shared_length_must_save_tokens(monkeypatch):
+    batch = batch_of([[*range(9), *[21] * 11], [*range(9), *[22] * 11]])
+    monkeypatch.setattr("areal.engine.micro_batch.SAVED_PER_CALL", 9)
+    assert rows_that_share(batch) is not None
+    monkeypatch.setattr("areal.engine.micro_batch.SAVED_PER_CALL", 10)
+    assert rows_that_share(batch) is None
+
+
+def test_what_cannot_be_a_tree_is_refused_or_left(models):
+    dropout = {"lora": replace(engine_cases.LORA, dropout=0.1)}
+    with raises_code("model.unsupported", "shared_prefixes=tree"):
+        engine_cases.make_engine(models / "qwen3", shared_prefixes="tree", **dropout)
+    assert engine_cases.make_engine(models / "qwen3", **dropout)._plan(grouped_batch())[1] is False
+    assert engine_cases.make_engine(models / "qwen3")._plan(grouped_batch())[1] is True
+
+
+def on_two_ranks(mesh, folder) -> dict[str, float]:
+    """The trees of `LONG_ROWS` on two ranks that share no row."""
+    batch = batch_of(LONG_ROWS)
+    own = take(batch, balanced_parts(batch.sequence_lengths, 2)[mesh.rank])
+    options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40), "shared_prefixes": "tree"}
+    engine = engine_cases.make_engine(folder / "models" / "qwen3", mesh, **options)
+    logprobs = engine.forward(own).logprobs
+    metrics = engine_cases.train(engine, own)
+    save_file(engine_cases.weights_of(engine) | {"logprobs": logprobs}, folder / f"tree-{mesh.rank}")
+    return {"tree_ratio": metrics["tree_ratio"].value, "as_tree": float(engine._plan(own)[1])}
+
+
+LONG_ROWS = [[*range(14), *[fork] * 3, *range(5), row] for fork in (14, 15) for row in range(16, 22)]
+
+
+def test_two_ranks_learn_what_one_learns_from_separate_rows(models, tmp_path):
+    engine_cases.write_models(tmp_path / "models")
+    run_ranks(on_two_ranks, tmp_path)
+    batch = batch_of(LONG_ROWS)
+    engine = engine_cases.make_engine(tmp_path / "models" / "qwen3", shared_prefixes="off")
+    logprobs = engine.forward(batch).logprobs.split(batch.sequence_lengths)
+    engine_cases.train(engine, batch)
+    for rank, part in enumerate(balanced_parts(batch.sequence_lengths, 2)):
+        facts = json.loads((tmp_path / f"facts-{rank}.json").read_text())
+        assert facts["as_tree"] == 1.0
+        assert facts["tree_ratio"] > 1.5
+        found = load_file(tmp_path / f"tree-{rank}")
+        assert_near(found.pop("logprobs"), torch.cat([logprobs[row] for row in part]), 1e-6)
+        for name, value in engine_cases.weights_of(engine).items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def layout_of(rows) -> tuple[attention.TreeLayout, torch.Tensor]:
+    """The layout of the tree of rows, and which token sees which, from the rows."""
+    bounds = np.array([0, *accumulate(map(len, rows))])
+    keys = np.array([token for row in rows for token in row], dtype=np.uint32)
+    tree = trees.prefix_tree(trees.sorted_rows(keys, bounds), bounds)
+    count = len(tree.source)
+    seen = torch.zeros(count, count, dtype=torch.bool)
+    for path in np.split(tree.places, bounds[1:-1]):
+        for end, place in enumerate(path.tolist()):
+            seen[place, path[: end + 1]] = True
+    return attention.tree_layout(tree, np.ones(count, dtype=bool), bounds[:-1], CPU), seen
+
+
+def within(seen: torch.Tensor, layout, window: int | None) -> torch.Tensor:
+    places = layout.positions
+    return seen if window is None else seen & (places[:, None] - places < window)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_of_trees(), st.sampled_from([None, 3]), st.booleans())
+def test_attention_is_that_of_a_mask(rows, window, is_by_branch):
+    layout, seen = layout_of(rows)
+    mask = within(seen, layout, window)
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, len(seen), 8, generator=generator, dtype=torch.float32) for heads in (4, 2, 2)]
+    upstream = torch.randn(1, len(seen), 4, 8, generator=generator)
+    found = []
+    for as_tree in (True, False):
+        q, k, v = leaves = [each.clone().requires_grad_() for each in states]
+        if as_tree:
+            by = F.scaled_dot_product_attention if is_by_branch else None
+            out = attention.tree_attention(q, k, v, layout, scale=0.4, window=window, softcap=None, attend=by)
+        else:
+            k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.4).transpose(1, 2)
+        out.backward(upstream)
+        found.append([out, *(each.grad for each in leaves)])
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=2e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_of_trees(), st.sampled_from([None, 1, 5]))
+def test_the_mask_in_blocks_is_that_of_the_rows(rows, window):
+    layout, seen = layout_of(rows)
+    count, size = len(seen), 4
+    padded = -(-count // size) * size
+    ends = torch.cat([layout.ends, torch.arange(count, padded) + 1])
+    positions = torch.cat([layout.positions, torch.zeros(padded - count, dtype=torch.int64)])
+    by_token = create_mask(attention.sees(ends, positions, window), None, None, padded, padded, device="cpu")[0, 0]
+    assert torch.equal(by_token[:count, :count], within(seen, layout, window))
+    assert not by_token[:count, count:].any()
+    blocks = by_token.unfold(0, size, size).unfold(1, size, size).flatten(2)
+    some, whole = attention.seen_blocks(ends, positions, window, size)
+    assert bool((some | ~blocks.any(2)).all())
+    assert bool((~whole | blocks.all(2)).all())
+    assert not bool((whole & ~some).any())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 128, 129, 5000, 16385])
+def test_few_sizes_are_compiled(num_tokens):
+    size = attention.bucket(num_tokens)
+    assert num_tokens <= size <= max(1.25 * num_tokens, num_tokens + attention.BLOCK)
+    assert size % attention.BLOCK == 0
+    assert len({attention.bucket(n) for n in range(4096, 8192)}) <= 9
