@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.config import LoRAConfig
-from areal.api.config.train import ALL_LINEAR, is_target
+from areal.api.config.train import ALL_LINEAR, OUTPUT_HEAD, is_target
 from areal.api.errors import ConfigError
 from areal.engine.hf_model import other_towers, seed_of
 from areal.engine.mesh import copy_part, local_part, region_of, whole_tensor
@@ -237,35 +237,34 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
     """The linear layers that get adapters, by name.
 
     all-linear is every one but the output head, the routers of experts, and those of the parts that only images use.
-    Names and patterns choose layers of all parts; in a list with all-linear they add layers. exclude_modules leaves out
-    some. Experts, whose weights are one tensor for all, have none, nor have layers whose weights a fused kernel reads
-    (of Mamba).
+    Names and patterns choose layers of all parts, output-head the head. exclude_modules leaves out some of them.
+    Experts, whose weights are one tensor for all, have none, nor have layers whose weights a fused kernel reads (of
+    Mamba).
     """
-    targets = config.target_modules
-    every = targets == ALL_LINEAR or ALL_LINEAR in targets
-    excluded = set(linear_without_call(model))
+    head, targets = model.get_output_embeddings(), config.target_modules
+    excluded = {head, *linear_without_call(model)}
     linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one not in excluded}
     saved = config.modules_to_save
     linear = {name: one for name, one in linear.items() if not any(is_saved(part, saved) for part in prefixes(name))}
     linear = {name: one for name, one in linear.items() if not is_of_experts(name)}
     has_experts = any(map(is_of_experts, _with_weights(model)))
     require_targets(config, list(linear), list(_with_weights(model)), has_experts=has_experts)
+    every = targets == ALL_LINEAR or (not isinstance(targets, str) and ALL_LINEAR in targets)
     others = {id(module) for tower in other_towers(model) for module in tower.modules()} if every else set[int]()
-    others.add(id(model.get_output_embeddings()))
     if every and has_experts:
         others |= {id(one) for name, one in linear.items() if _ROUTERS & set(name.split("."))}
     result = {
-        name: one for name, one in linear.items() if is_target(name, targets) or (every and id(one) not in others)
+        name: one for name, one in linear.items() if (every or is_target(name, targets)) and id(one) not in others
     }
     result = {name: one for name, one in result.items() if not is_target(name, config.exclude_modules)}
+    if not isinstance(targets, str) and OUTPUT_HEAD in targets:
+        if config.init in ("pissa", "olora"):
+            text = f"lora.init={config.init} cannot start the adapter of {OUTPUT_HEAD}: use default"
+            raise ConfigError(text, code="adapter.no_target")
+        result |= {name: one for name, one in model.named_modules() if one is head and type(one) is nn.Linear}
     if not result:
         text = f"lora.exclude_modules: {config.exclude_modules} leaves no module of target_modules"
         raise ConfigError(text, code="adapter.no_target")
-    head = model.get_output_embeddings()
-    if any(one is head for one in result.values()) and config.init in ("pissa", "olora"):
-        raise ConfigError(
-            f"lora.init={config.init} cannot start the adapter of an output head", code="adapter.no_target"
-        )
     for name, one in result.items() if config.init in ("pissa", "olora") else ():
         if config.rank > min(one.weight.shape):
             text = f"lora.rank={config.rank} with init={config.init} exceeds the size {min(one.weight.shape)} of {name}"

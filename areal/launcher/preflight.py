@@ -608,10 +608,7 @@ def _adapter_problems(key: str, model: TrainEngineConfig) -> Iterator[str]:
     if not _errors_of(partial(stored_weights, folder)):
         stored = {name.rpartition(".")[0]: weight for name, weight in stored_weights(folder).items()}
         matrices = [name for name, one in stored.items() if len(one.shape) == 2 and not name.endswith(_NOT_ADAPTED)]
-        names, has_experts = (
-            [*(one for one in matrices if not is_of_experts(one)), "lm_head"],
-            any(map(is_of_experts, stored)),
-        )
+        names, has_experts = [name for name in matrices if not is_of_experts(name)], any(map(is_of_experts, stored))
         around = sorted({prefix for name in stored for prefix in prefixes(name)})
         for text in _errors_of(partial(require_targets, lora, names, [*around, "lm_head"], has_experts=has_experts)):
             yield f"{key}.{text}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal.api.config.train import ALL_LINEAR, LoRAConfig, is_target
+from areal.api.config.train import ALL_LINEAR, OUTPUT_HEAD, LoRAConfig, is_target
 from areal.api.errors import ConfigError, InputError
 from areal.models.checkpoint_files import StoredWeight, file_header, stored_weights, weight_files
 from areal.system.durable import open_regular
@@ -127,7 +127,7 @@ def require_targets(lora: LoRAConfig, linear: list[str], modules: list[str], *, 
         if given in (ALL_LINEAR, [ALL_LINEAR]):
             continue
         for entry in [given] if isinstance(given, str) else given:
-            if entry == ALL_LINEAR:
+            if entry in (ALL_LINEAR, OUTPUT_HEAD):
                 continue
             wanted[f"{key}: {entry}"] = any(is_target(x, given if given is entry else [entry]) for x in linear)
             if has_experts and given is not entry and entry in _OF_EXPERTS:

@@ -96,7 +96,8 @@ def serving_config(
     words = [
         "experiment_name=serve", f"trial_name={Path(model).name}", "recover.mode=auto", "recover.retries=1000000",
         "launcher.stall_s=3e7",  # a service may have nothing to do
-        f"actor.lora.rank={max_rank}", f"actor.lora.alpha={ALPHA}", "actor.lora.target_modules=[all-linear,lm_head]",
+        f"actor.lora.rank={max_rank}", f"actor.lora.alpha={ALPHA}",
+        "actor.lora.target_modules=[all-linear,output-head]",
         f"native.max_adapters={adapters}", f"native.max_adapter_rank={max_rank}",
         *overrides, f"actor.path={model}",
     ]  # fmt: skip

@@ -26,7 +26,7 @@ def write_model(folder: Path) -> Path:
 
 
 def make_slots(model: Path, *, mesh: TrainerMesh | None = None) -> AdapterSlots:
-    lora = LoRAConfig(rank=MAX_RANK, alpha=ALPHA, target_modules=["all-linear", "lm_head"])
+    lora = LoRAConfig(rank=MAX_RANK, alpha=ALPHA, target_modules=["all-linear", "output-head"])
     config = TrainEngineConfig(path=str(model), dtype="float32", optimizer=OptimizerConfig(), lora=lora)
     engine = build_fsdp_engine(
         config, role="actor", total_steps=1, mesh=mesh or TrainerMesh.open(None), seed=0,

@@ -22,7 +22,7 @@ from areal.api.registry import registered
 # ----------------------------------------------------------------------------------------------------------------------
 # Options of LoRA adapters, under the names of peft.
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, OUTPUT_HEAD = "all-linear", "output-head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class LoRAConfig:
     dropout: float = number(0.0, low=0, below=1, also="peft: lora_dropout")
     """Dropout probability of the adapters' input while training."""
     target_modules: str | list[str] = option(ALL_LINEAR)
-    """Modules with adapters, never experts: all-linear (no routers), a list of names, or a regular expression."""
+    """Modules with adapters, never experts: all-linear (no routers), names (also output-head), or a pattern."""
     exclude_modules: str | list[str] = section(list[str], also="verl: model.exclude_modules")
     """Modules without adapters among those of target_modules: a list of names, or a regular expression."""
     init: str = choice("default", "default", "gaussian", "pissa", "olora", also="peft: init_lora_weights")
