@@ -256,7 +256,9 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[str, FakeFleet]]:
     """The address of a gateway with a fake fleet, in this process."""
     shape = ServedModel(name="m", tokenizer="t", context_length=4096, max_rank=32, max_resident=4)
     service, fleet = Service(folder, shape, world_size=1), FakeFleet()
-    handlers = Gateway(service, Sampling(fleet, max_adapters=4))  # pyright: ignore[reportArgumentType]
+    sampling = Sampling(fleet, max_adapters=4)  # pyright: ignore[reportArgumentType]
+    sampling.has_started.set()
+    handlers = Gateway(service, sampling)
     app = make_app(handlers, TrainerRoutes(service), Keys({"user": KEY}), token=TOKEN, host=Host())
     runner = web.AppRunner(app, access_log=None, auto_decompress=False)
     await runner.setup()

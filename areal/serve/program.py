@@ -39,7 +39,8 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
     service = Service(folder, served, world_size=context.world_size)
     factory = replica_factory(config.server_backend)
     fleet = Fleet(registry, context.num_servers, config.rollout, factory, seed=config.seed, dtype=config.native.dtype)
-    gateway = Gateway(service, Sampling(fleet, max_adapters=config.native.max_adapters))
+    sampling = Sampling(fleet, max_adapters=config.native.max_adapters)
+    gateway = Gateway(service, sampling)
     keys = Keys(json.loads((folder / KEYS).read_bytes()))
     app = make_app(gateway, TrainerRoutes(service), keys, token=token, host=context.host)
     stopped: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
@@ -56,6 +57,7 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
             address = {"address": http_address(bound, context.host.advertise), "pid": os.getpid()}
             registry.add("controller", orjson.dumps(address).decode(), replace=True)
             await fleet.start()
+            sampling.has_started.set()
             registry.add("ready/controller", orjson.dumps({"pid": os.getpid()}).decode(), replace=True)
             get_logger("serve").info("ready at %s", address["address"])
             await asyncio.wait([journal, stopped], return_when=asyncio.FIRST_COMPLETED)

@@ -120,9 +120,12 @@ class Sampling:
     def __init__(self, fleet: Fleet, *, max_adapters: int) -> None:
         self.fleet = fleet
         self._adapters = LoadedAdapters(fleet, max_adapters)
+        self.has_started = asyncio.Event()
+        """The owner sets it when the fleet has started. Requests wait for it."""
 
     async def sample(self, body: SampleBody, adapter: Path | None, group_id: str) -> bytes:
         """A SampleResponse. `adapter`: its folder; None = the base model."""
+        await self.has_started.wait()
         if adapter is None:
             return await self._sample(body, "", group_id)
         async with self._adapters.used(adapter) as name:

@@ -10,8 +10,8 @@ from aiohttp import ClientSession, web
 
 from areal.api.data import GenerationResponse
 from areal.observe.log import HttpLogger
-from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app
-from areal.serve.sampling import Sampling
+from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app, parsed
+from areal.serve.sampling import SampleBody, Sampling
 from areal.serve.service import ServedModel, Service, failure
 from areal.serve.wire import (
     PROTOBUF,
@@ -102,7 +102,9 @@ async def opened(folder, *, hold_s=5.0):
     served = ServedModel(name="tiny", tokenizer="t", context_length=64, max_rank=MAX_RANK, max_resident=4)
     service = Service(folder, served, world_size=1)
     fleet = FakeFleet()
-    gateway = Gateway(service, Sampling(fleet, max_adapters=2), hold_s=hold_s)
+    sampling = Sampling(fleet, max_adapters=2)
+    sampling.has_started.set()
+    gateway = Gateway(service, sampling, hold_s=hold_s)
     app = make_app(gateway, TrainerRoutes(service), Keys(KEYS), token=TOKEN, host=Host())
     runner = web.AppRunner(app, access_log=None, logger=HttpLogger(), auto_decompress=False, shutdown_timeout=0.1)
     await runner.setup()
@@ -292,3 +294,14 @@ async def test_unused_adapters_leave_the_servers(tmp_path, slots):
             await api.result(asked["request_id"])
         assert len(fleet.loaded) == 2
         assert len({one.adapter for one in fleet.requests}) == 4
+
+
+async def test_a_sample_waits_for_the_start_of_the_fleet():
+    fleet = FakeFleet()
+    sampling = Sampling(fleet, max_adapters=2)
+    body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
+    waiting = asyncio.create_task(sampling.sample(body, None, "g"))
+    await asyncio.sleep(0)
+    assert fleet.requests == []
+    sampling.has_started.set()
+    assert decode_sample(await waiting)[0].token_ids == [7, 7, 7]

@@ -1,0 +1,20 @@
+"""A loop of one's own through the SDK alone learns the quickstart's task: examples/tinker/grpo.py."""
+
+import json
+import subprocess
+import sys
+
+from tests.tinker.conftest import ROOT, serving
+
+
+def test_the_sampled_reward_reaches_its_goal(recipe_folder, tmp_path):
+    data = tmp_path / "data"
+    subprocess.run([sys.executable, "examples/quickstart/prepare.py", str(data)], cwd=ROOT, check=True)
+    with serving(tmp_path / "run", data / "model", "digits", "--max-rank", "64", clients=tmp_path) as served:
+        found = served.python(str(ROOT / "examples/tinker/grpo.py"), str(data), limit_s=290)
+        assert found.returncode == 0, found.stderr[-3000:]
+        facts = json.loads(found.stdout.splitlines()[-1])
+        counts = served.audit()
+    assert facts["before"] < 0.45
+    assert facts["after"] >= 0.80
+    assert counts["optimiser_steps"] == facts["optimiser_steps"]
