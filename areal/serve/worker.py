@@ -199,11 +199,12 @@ class GatewayClient:
                 self._connection = None
                 if time.monotonic() > deadline:
                     text = f"the gateway does not answer: {type(error).__name__}: {error}"
-                    raise ServerUnavailable(text) from error
+                    raise ServerUnavailable(text, code="serve.no_gateway") from error
                 time.sleep(_RETRY_S)
                 continue
             if answer.status not in (200, 204):
-                raise RequestError(f"the gateway refused {path}: {data[:500].decode(errors='replace')}")
+                text = f"the gateway refused {path}: {data[:500].decode(errors='replace')}"
+                raise RequestError(text, code="serve.refused")
             return data
 
 
