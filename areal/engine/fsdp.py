@@ -339,6 +339,11 @@ class FSDPEngine:
         metrics = optimizer.step(self._mesh.all_reduce, loss, settings)  # shards of a gradient are on all ranks
         return metrics if self._routing is None else metrics | self._routing.optimizer_step(self._mesh.all_reduce)
 
+    def discard_gradients(self) -> None:
+        """Forget the gradients and losses since the last optimiser step. Local."""
+        self._loss = torch.zeros(())
+        self.optimizer.clear_gradients()
+
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self._mesh.dp_all_reduce(values, op)
 

@@ -380,6 +380,9 @@ class ScheduledOptimizer:
                 }
         self.num_steps = num_steps
 
+    def clear_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
     def clear_state(self) -> None:
         """Reset to the state after construction; the schedule continues."""
         self._optimizer.state.clear()

@@ -548,11 +548,13 @@ class Fleet:
         dtype: str = "bfloat16",
         experts: ExpertShape | None = None,
         vision: RunImages | None = None,
+        owns_adapters: bool = False,
     ) -> None:
         """`abandoned`: versions from before the trainer recovered, which it will make again with other weights.
 
         `seed` of the canary probe; `dtype` in which the servers compute, which bounds its tolerance. `experts`: answers
-        have the chosen experts of a model of this shape. `vision`: of a model that takes images.
+        have the chosen experts of a model of this shape. `vision`: of a model that takes images. `owns_adapters`: only
+        this fleet loads adapters into its servers, which lose those that it does not know.
         """
         self._config = config
         self._form = AnswerForm(stream_interval=config.stream_interval, experts=experts, vision=vision)
@@ -562,6 +564,7 @@ class Fleet:
         )
         self._updater = WeightUpdater(self._replicas, config, seed=seed, dtype=dtype, vision=vision)
         self.update_weights = self._updater.update
+        self._replicas.owns_adapters = owns_adapters
         self.load_adapter, self.unload_adapter = self._replicas.load_adapter, self._replicas.unload_adapter
         self.probe_tokens = self._updater.canary.tokens
         self.compare = self._updater.canary.compare

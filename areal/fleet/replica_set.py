@@ -376,6 +376,8 @@ class ReplicaSet:
         self._limits: RequestLimits | None = None
         self.lateness = LoopLateness(_report_block)
         """No replica fails because the loop of this process was blocked: its limits do not include that time."""
+        self.owns_adapters = False
+        """Nobody else loads adapters: those of an earlier process of this kind are unloaded."""
         self._adapters: dict[str, str] = {}
         """Name -> folder of the LoRA adapters that every replica serves besides its model."""
         self._unloaded: set[str] = set()
@@ -571,7 +573,7 @@ class ReplicaSet:
         """A replica that does not answer loads it when it answers again, before it serves."""
         replica = slot.replica
         try:
-            if replica is not None:
+            if replica is not None and name in self._adapters:
                 await replica.load_adapter(name, self._adapters[name])
         except RequestError as error:
             if "already" not in str(error):  # loaded by an earlier controller, or by a health check meanwhile
@@ -590,7 +592,8 @@ class ReplicaSet:
                 await self._load_adapter(slot, name)
             except RequestError as error:
                 log.warning("%s does not serve adapter %s: %s", slot.name, name, error)
-        for name in self._unloaded & served:  # waits for its requests, and the health check does not
+        foreign = served - self._adapters.keys() if self.owns_adapters else self._unloaded & served
+        for name in foreign:  # waits for its requests, and the health check does not
             task = asyncio.create_task(_unload_adapter(replica, name), name="unload an adapter")
             self._tasks.append(task)
             task.add_done_callback(self._tasks.remove)

@@ -91,5 +91,5 @@ def missing_weights(tenants: Tenants, folder: Path) -> Iterator[str]:
         yield from (
             f"{saved.path}: its {part} is not complete"
             for part in parts
-            if not is_complete(weights_folder(folder, saved.path) / part)
+            if not is_complete(weights_folder(folder, saved.path, saved.seq) / part)
         )

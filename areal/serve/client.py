@@ -118,9 +118,18 @@ class Client:
     def close(self) -> None:
         """End the sampling engine and its threads."""
         self._server.stop()
+        self._wait(self._ended())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
         self._folders.cleanup()
+
+    async def _ended(self) -> None:
+        """Cancel the samples that still run, and wait for their end."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def __enter__(self) -> Self:
         return self

@@ -18,11 +18,11 @@ from areal.models.model_shape import context_length
 from areal.serve import program
 from areal.serve.audit import FOLDER
 from areal.serve.service import ServedModel
+from areal.serve.tenants import ALPHA
 from areal.system.durable import write_atomic
 from areal.system.network import LOOPBACK
 from areal.system.run_paths import RunPaths
 
-ALPHA = 32.0
 PORT = 8765
 _KEY_START = "tml-"
 """The SDK refuses keys that begin otherwise."""
@@ -104,6 +104,10 @@ def serving_config(
     config = load_settings(files, words)
     if config.server_backend != "native" or config.train_backend != "fsdp":
         message = f"allocation_mode={config.allocation_mode}: the service needs native servers and fsdp trainers"
+        raise ConfigError(message, code="config.conflict")
+    dims = config.allocation.train[0].parallel
+    if dims.world_size != dims.dp:
+        message = f"allocation_mode={config.allocation_mode}: the trainer of the service has data ranks only, fsdp:dN"
         raise ConfigError(message, code="config.conflict")
     config = replace(config, strict_config=False)
     check_config(config)

@@ -33,10 +33,12 @@ _log = get_logger("serve")
 
 HOLD_S = 25.0
 """A request for a result is held for this time. The SDK gives up after 45 s, and asks again at once after an answer."""
-KEEP_S = 120.0
-"""A sample is kept for this time after it was given out."""
+KEEP_S = 600.0
+"""A sample is kept for this time."""
 MAX_BODY_BYTES = 64 * 2**20
 API = "/api/v1"
+USER = web.RequestKey("user", str)
+"""The name of the user of a request."""
 _NAME = re.compile(r"[\w-][\w.-]{0,127}")
 _CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler"}
 
@@ -86,12 +88,12 @@ class TrainingBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamBody(Body):
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: Annotated[float, Field(ge=0, le=1e3)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +193,7 @@ class Keys:
 
 
 class Gateway:
-    """The handlers of the requests of clients. `request["key"]` is the name of the user."""
+    """The handlers of the requests of clients. `request[USER]` is the name of the user."""
 
     def __init__(self, service: Service, sampling: Sampling, *, hold_s: float = HOLD_S) -> None:
         self._service, self._sampling, self._hold_s = service, sampling, hold_s
@@ -213,6 +215,7 @@ class Gateway:
             "optim_step": self.optim_step,
             "save_weights": self.save_weights,
             "save_weights_for_sampler": self.save_for_sampler,
+            "save_weights_external": self.save_external,
             "load_weights": self.load_weights,
             "weights_info": self.weights_info,
             "create_sampling_session": self.create_sampler,
@@ -270,22 +273,22 @@ class Gateway:
         given = f"{request['key']}/{request.headers.get('X-Idempotency-Key') or uuid.uuid4().hex}"
         session = uuid.uuid5(uuid.NAMESPACE_URL, given).hex
         if session not in self._tenants.sessions:
-            await self._service.record({"event": "session", "id": session, "key": request["key"]})
+            await self._service.record_once(session, {"event": "session", "id": session, "key": request[USER]})
         return _json({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, request: web.Request) -> web.Response:
-        self._tenants.session(parsed(SessionBody, await read_body(request)).session_id, request["key"])
+        self._tenants.session(parsed(SessionBody, await read_body(request)).session_id, request[USER])
         return _json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: web.Request) -> web.Response:
-        self._tenants.session(request.match_info["session"], request["key"])
+        self._tenants.session(request.match_info["session"], request[USER])
         return web.Response(status=204)
 
     async def list_sessions(self, request: web.Request) -> web.Response:
-        return _json({"sessions": [one for one, key in self._tenants.sessions.items() if key == request["key"]]})
+        return _json({"sessions": [one for one, key in self._tenants.sessions.items() if key == request[USER]]})
 
     async def get_session(self, request: web.Request) -> web.Response:
-        session = self._tenants.session(request.match_info["session"], request["key"])
+        session = self._tenants.session(request.match_info["session"], request[USER])
         models = [model.id for model in self._tenants.models.values() if model.session == session]
         samplers = [one.id for one in self._tenants.samplers.values() if one.session == session]
         return _json({"training_run_ids": models, "sampler_ids": samplers})
@@ -303,7 +306,7 @@ class Gateway:
         lora = body.lora_config
         settings = {"rank": lora.rank, "seed": lora.seed or 0, "train_unembed": lora.train_unembed}
         settings |= {"train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
-        model = await self._new_model(request["key"], body.session_id, body.model_seq_id, settings, body.user_metadata)
+        model = await self._new_model(request[USER], body.session_id, body.model_seq_id, settings, body.user_metadata)
         return await self._accepted(model, 0, "create", {"settings": settings})
 
     def _require_base(self, name: str) -> None:
@@ -317,7 +320,8 @@ class Gateway:
         model = f"{session}:train:{number}"
         if model not in self._tenants.models:
             event = {"event": "model", "id": model, "session": session, "settings": dict(settings)}
-            await self._service.record(event | {"created_at": time.time(), "user_metadata": metadata})
+            event |= {"created_at": time.time(), "user_metadata": metadata}
+            await self._service.record_once(model, event)
         return model
 
     async def _accepted(
@@ -327,23 +331,42 @@ class Gateway:
         return _json({"request_id": request_id, "model_id": model})
 
     async def load_weights(self, request: web.Request) -> web.Response:
-        body = parsed(LoadBody, await read_body(request))
-        saved = self._tenants.weights(body.path, request["key"], time.time())
-        if saved.kind != TRAINING:
-            text = f"{body.path} has no state for training: use a path of save_state"
-            raise RequestError(text, code="request.invalid_field")
-        if body.base_model is not None:
-            self._require_base(body.base_model)
-        model, seq = body.model_id, body.seq_id or 0
+        """The first request of a new model, or a request to one. What is wrong with the latter is its result."""
+        data = await read_body(request)
+        body, key = parsed(LoadBody, data), request[USER]
+        seq = 0 if body.model_seq_id is not None else body.seq_id or 0
+        model = body.model_id if body.model_seq_id is None else f"{body.session_id}:train:{body.model_seq_id}"
         if body.model_seq_id is not None:
-            args = (request["key"], body.session_id, body.model_seq_id, saved.settings, body.user_metadata)
-            model, seq = await self._new_model(*args), 0
-        self._tenants.model(model, request["key"])
-        arguments = {"path": body.path, "optimizer": body.optimizer, "settings": dict(saved.settings)}
-        return await self._accepted(model, seq, "load", arguments)
+            self._tenants.session(body.session_id, key)
+        if model in self._tenants.models and seq in self._tenants.model(model, key).operations:
+            return _json({"request_id": f"{model}:{seq}", "model_id": model})
+        try:
+            saved = self._tenants.weights(body.path, key, time.time())
+            if saved.kind != TRAINING:
+                text = f"{body.path} has no state for training: use a path of save_state"
+                raise RequestError(text, code="request.invalid_field")
+            if body.base_model is not None:
+                self._require_base(body.base_model)
+        except RequestError as error:
+            if body.model_seq_id is not None:
+                raise
+            self._tenants.model(model, key)
+            return await self._accepted(model, seq, "invalid", {"error": str(error)}, data)
+        if body.model_seq_id is not None:
+            await self._new_model(key, body.session_id, body.model_seq_id, saved.settings, body.user_metadata)
+        self._tenants.model(model, key)
+        arguments = {"path": body.path, "saved_seq": saved.seq, "optimizer": body.optimizer}
+        return await self._accepted(model, seq, "load", arguments | {"settings": dict(saved.settings)})
+
+    async def save_external(self, request: web.Request) -> web.Response:
+        """Not supported: the request has used its number."""
+        data = await read_body(request)
+        model, seq = self._address(data, request[USER])
+        error = {"error": "save_weights_external is not supported: use save_weights_for_sampler"}
+        return await self._accepted(model.id, seq, "invalid", error, data)
 
     async def get_info(self, request: web.Request) -> web.Response:
-        model = self._tenants.model(parsed(TrainingModelBody, await read_body(request)).model_id, request["key"])
+        model = self._tenants.model(parsed(TrainingModelBody, await read_body(request)).model_id, request[USER])
         served = self._service.served
         data = {"arch": "", "model_name": served.name, "tokenizer_id": served.tokenizer}
         facts = {"type": "get_info", "model_id": model.id, "model_data": data, "is_lora": True}
@@ -353,13 +376,15 @@ class Gateway:
         """What is wrong with the content is the result of the request: the SDK continues with the next number."""
         data = await read_body(request)
         address = address_of(data)
-        model = self._tenants.model(address.model_id, request["key"])
+        model = self._tenants.model(address.model_id, request[USER])
+        if address.seq_id < 1:
+            raise RequestError(f"seq_id must be at least 1, got {address.seq_id}", code="request.invalid_field")
         facts = {"forward_only": address.forward_only}
         return await self._accepted(model.id, address.seq_id, "loss", facts, data)
 
     async def optim_step(self, request: web.Request) -> web.Response:
         data = await read_body(request)
-        model, seq = self._address(data, request["key"])
+        model, seq = self._address(data, request[USER])
         try:
             body = parsed(StepBody, data)
             if body.adam_params is None:
@@ -377,13 +402,15 @@ class Gateway:
         return self._tenants.model(body.model_id, key), body.seq_id
 
     async def save_weights(self, request: web.Request) -> web.Response:
-        return await self._save(await read_body(request), request["key"], "save", TRAINING)
+        return await self._save(await read_body(request), request[USER], "save", TRAINING)
 
     async def save_for_sampler(self, request: web.Request) -> web.Response:
-        return await self._save(await read_body(request), request["key"], "export", SAMPLER)
+        return await self._save(await read_body(request), request[USER], "export", SAMPLER)
 
     async def _save(self, data: bytes, key: str, kind: str, where: str) -> web.Response:
         model, seq = self._address(data, key)
+        if seq in model.operations:
+            return _json({"request_id": model.operations[seq].request_id, "model_id": model.id})
         try:
             body = parsed(SaveBody, data)
             arguments: dict[str, Any] = {"name": body.path or f"{seq:06d}"}
@@ -394,8 +421,7 @@ class Gateway:
                 text = f"path: {arguments['name']!r} is not a name of letters, digits, -, _ and ."
                 raise RequestError(text, code="request.invalid_field")
             path = f"tinker://{model.id}/{where}/{arguments['name']}"
-            known = model.operations.get(seq)
-            if known is None and path in self._tenants.saved and not body.overwrite:
+            if self._tenants.is_saved(path, time.time()) and not body.overwrite:
                 raise RequestError(f"{path} exists: give another name, or overwrite", code="request.invalid_field")
         except RequestError as error:
             return await self._accepted(model.id, seq, "invalid", {"error": str(error)}, data)
@@ -406,9 +432,10 @@ class Gateway:
 
     async def create_sampler(self, request: web.Request) -> web.Response:
         body = parsed(SamplerBody, await read_body(request))
-        session = self._tenants.session(body.session_id, request["key"])
+        session = self._tenants.session(body.session_id, request[USER])
+        seq = 0
         if body.model_path:
-            self._tenants.weights(body.model_path, request["key"], time.time())
+            seq = self._tenants.weights(body.model_path, request[USER], time.time()).seq
         elif body.base_model is None:
             raise RequestError("give model_path or base_model", code="request.invalid_field")
         else:
@@ -416,30 +443,36 @@ class Gateway:
         sampler = f"{session}:sample:{body.sampling_session_seq_id}"
         if sampler not in self._tenants.samplers:
             event = {"event": "sampler", "id": sampler, "session": session, "path": body.model_path or ""}
-            await self._service.record(event)
+            await self._service.record_once(sampler, event | {"seq": seq})
         return _json({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def get_sampler(self, request: web.Request) -> web.Response:
-        sampler = self._tenants.sampler(request.match_info["sampler"], request["key"])
+        sampler = self._tenants.sampler(request.match_info["sampler"], request[USER])
         name = self._service.served.name
         return _json({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.path or None})
 
     async def sample(self, request: web.Request) -> web.Response:
         body = parsed(SampleBody, await read_body(request))
-        sampler = self._tenants.sampler(body.sampling_session_id, request["key"])
+        sampler = self._tenants.sampler(body.sampling_session_id, request[USER])
         request_id = f"{sampler.id}:{body.seq_id}"
         if request_id not in self._samples:
             folder = None
             if sampler.path:
-                folder = weights_folder(self._service.folder, sampler.path) / ADAPTER
+                if sampler.path not in self._tenants.saved:
+                    raise NotFound(f"{sampler.path} was deleted")
+                folder = weights_folder(self._service.folder, sampler.path, sampler.seq) / ADAPTER
             work = self._sampling.sample(body, folder, request_id)
             self._samples[request_id] = asyncio.create_task(work, name=request_id)
+            self._samples[request_id].add_done_callback(lambda _: self._forget_later(request_id))
         ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
         return _json({"request_id": request_id, "sample_sequence_ids": ids})
 
+    def _forget_later(self, request_id: str) -> None:
+        asyncio.get_running_loop().call_later(KEEP_S, self._samples.pop, request_id, None)
+
     async def cancel(self, request: web.Request) -> web.Response:
         request_id = parsed(FutureBody, await read_body(request)).request_id
-        self._tenants.sampler(request_id.rpartition(":")[0], request["key"])
+        self._tenants.sampler(request_id.rpartition(":")[0], request[USER])
         if (task := self._samples.pop(request_id, None)) is not None:
             task.cancel()
         return _json({})
@@ -449,8 +482,8 @@ class Gateway:
     async def retrieve(self, request: web.Request) -> web.Response:
         request_id = parsed(FutureBody, await read_body(request)).request_id
         if ":sample:" in request_id:
-            return await self._sampled(request_id, request["key"])
-        operation = self._tenants.operation(request_id, request["key"])
+            return await self._sampled(request_id, request[USER])
+        operation = self._tenants.operation(request_id, request[USER])
         if not await self._service.wait(lambda: operation.is_done, self._hold_s):
             return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         assert operation.result is not None
@@ -511,33 +544,33 @@ class Gateway:
         return _json({name: items[offset : offset + limit], "cursor": cursor})
 
     async def list_runs(self, request: web.Request) -> web.Response:
-        return self._page(request, "training_runs", [self._run(one) for one in self._tenants.models_of(request["key"])])
+        return self._page(request, "training_runs", [self._run(one) for one in self._tenants.models_of(request[USER])])
 
     async def get_run(self, request: web.Request) -> web.Response:
-        return _json(self._run(self._tenants.model(request.match_info["model"], request["key"])))
+        return _json(self._run(self._tenants.model(request.match_info["model"], request[USER])))
 
     async def list_of_run(self, request: web.Request) -> web.Response:
-        model = self._tenants.model(request.match_info["model"], request["key"])
+        model = self._tenants.model(request.match_info["model"], request[USER])
         found = [self._checkpoint(saved) for saved in self._tenants.saved.values() if saved.model == model.id]
         return _json({"checkpoints": found})
 
     async def list_checkpoints(self, request: web.Request) -> web.Response:
         every = self._tenants.saved.values()
-        found = [self._checkpoint(saved) for saved in every if self._tenants.owner(saved) == request["key"]]
+        found = [self._checkpoint(saved) for saved in every if self._tenants.owner(saved) == request[USER]]
         return self._page(request, "checkpoints", found)
 
     async def weights_info(self, request: web.Request) -> web.Response:
         path = parsed(PathBody, await read_body(request)).tinker_path
-        saved = self._tenants.weights(path, request["key"], time.time())
+        saved = self._tenants.weights(path, request[USER], time.time())
         facts = {name: value for name, value in saved.settings.items() if name.startswith("train_")}
         facts |= {"base_model": self._service.served.name, "is_lora": True, "lora_rank": saved.settings["rank"]}
         return _json(facts)
 
     def _own(self, request: web.Request) -> SavedWeights:
         place = request.match_info
-        model = self._tenants.model(place["model"], request["key"])
+        model = self._tenants.model(place["model"], request[USER])
         return self._tenants.weights(
-            f"tinker://{model.id}/{place['kind']}/{place['name']}", request["key"], time.time()
+            f"tinker://{model.id}/{place['kind']}/{place['name']}", request[USER], time.time()
         )
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -573,8 +606,9 @@ class TrainerRoutes:
 
     async def result(self, request: web.Request) -> web.Response:
         body = await read_body(request)
-        run_id, number, rank, failed = (_number(request, name) for name in ("run_id", "number", "rank", "failed"))
-        await self._service.finish(run_id, number, rank, result=body, failed=failed == 1)
+        number, rank, failed = (_number(request, name) for name in ("number", "rank", "failed"))
+        epoch = request.query.get("epoch", "")
+        await self._service.finish(epoch, number, rank, result=body, failed=failed == 1)
         return web.Response(status=204)
 
 
@@ -589,8 +623,8 @@ def make_app(gateway: Gateway, trainer: TrainerRoutes, keys: Keys, *, token: str
             refusal = guard.unauthorized(request.headers)
         if refusal is not None:
             return _json({"error": refusal.message, "code": refusal.code}, refusal.status)
-        request["key"] = keys.owner(request.headers.get("X-API-Key", ""))
-        if not request["key"] and request.path.startswith(API) and request.path != f"{API}/healthz":
+        request[USER] = keys.owner(request.headers.get("X-API-Key", ""))
+        if not request[USER] and request.path.startswith(API) and request.path != f"{API}/healthz":
             return _json({"error": "X-API-Key is not a key of this service", "code": "request.unauthorized"}, 401)
         return await handler(request)
 

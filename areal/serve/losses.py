@@ -40,10 +40,7 @@ class LossInputs:
         """A clip threshold: one for each token where the request has those, else that of the configuration."""
         if name in self.columns:
             return self.columns[name]
-        value = self.config.get(name, default)
-        if value is None:
-            raise RequestError(f"this loss needs {name} in loss_fn_config", code="request.invalid_field")
-        return value
+        return self.config[name] if default is None else self.config.get(name, default)
 
 
 def _ratio(logprobs: Tensor, inputs: LossInputs) -> Tensor:
@@ -101,6 +98,8 @@ _LOSSES: Mapping[str, tuple[Callable[[Tensor, LossInputs], Tensor], tuple[str, .
 }
 """Name -> the losses of positions, [T, K], and the inputs that the request must have."""
 _PER_TOKEN = ("clip_low_threshold", "clip_high_threshold")
+_NEEDED = {"gspo": _PER_TOKEN, "dro": ("beta",)}
+"""Settings without a default."""
 
 
 def checked_loss(request: LossRequest) -> None:
@@ -114,12 +113,20 @@ def checked_loss(request: LossRequest) -> None:
     if not request.data:
         raise RequestError("the request has no datum", code="request.invalid_field")
     known = {TARGETS, *_LOSSES[request.loss_fn][1], *_PER_TOKEN, "mask", "weights"}
+    needed = _NEEDED.get(request.loss_fn, ())
+    for name in (*_PER_TOKEN, *needed):
+        count = sum(name in datum.inputs for datum in request.data)
+        if 0 < count < len(request.data):
+            raise RequestError(f"{name} is an input of some data only: give it for all", code="request.invalid_field")
+        if not count and name in needed and name not in request.config:
+            raise RequestError(f"{request.loss_fn} needs {name} in loss_fn_config", code="request.invalid_field")
     for number, datum in enumerate(request.data):
         targets = datum.inputs.get(TARGETS)
-        if targets is None or len(targets) != len(datum.tokens) or not len(targets):
+        if targets is None or targets.ndim not in (1, 2) or len(targets) != len(datum.tokens) or not targets.size:
             text = f"datum {number} needs one target_tokens for each of its {len(datum.tokens)} tokens"
             raise RequestError(text, code="request.invalid_field")
-        for name in (TARGETS, *_LOSSES[request.loss_fn][1]):
+        given = [name for name in _PER_TOKEN if name in datum.inputs]
+        for name in (TARGETS, *_LOSSES[request.loss_fn][1], *given):
             if name not in datum.inputs:
                 raise RequestError(f"datum {number} lacks {name}", code="request.invalid_field")
             if datum.inputs[name].shape != targets.shape:

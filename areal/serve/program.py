@@ -25,6 +25,7 @@ from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.process_setup import join_run
 
+_CLEAN_S = 60.0
 SETTINGS, KEYS = "settings.json", "keys.json"
 """In the folder of the service: the options of `areal serve`, and the API keys of its users."""
 
@@ -38,8 +39,16 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
     folder = paths.root / FOLDER
     service = Service(folder, served, world_size=context.world_size)
     factory = replica_factory(config.server_backend)
-    fleet = Fleet(registry, context.num_servers, config.rollout, factory, seed=config.seed, dtype=config.native.dtype)
-    sampling = Sampling(fleet, max_adapters=config.native.max_adapters)
+    fleet = Fleet(
+        registry,
+        context.num_servers,
+        config.rollout,
+        factory,
+        seed=config.seed,
+        dtype=config.native.dtype,
+        owns_adapters=True,
+    )
+    sampling = Sampling(fleet, max_adapters=config.native.max_adapters, context_length=served.context_length)
     gateway = Gateway(service, sampling)
     keys = Keys(json.loads((folder / KEYS).read_bytes()))
     app = make_app(gateway, TrainerRoutes(service), keys, token=token, host=context.host)
@@ -50,6 +59,7 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
     runner = web.AppRunner(app, access_log=None, logger=http_log, auto_decompress=False, shutdown_timeout=1.0)
     await runner.setup()
     journal = asyncio.create_task(service.journal.run(), name="journal")
+    cleaning = asyncio.create_task(_delete_expired(service), name="delete expired weights")
     try:
         async with beating_loop(launched_heartbeat(), service.describe):
             bound = listen(context.host, token, port)
@@ -60,18 +70,27 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
             sampling.has_started.set()
             registry.add("ready/controller", orjson.dumps({"pid": os.getpid()}).decode(), replace=True)
             get_logger("serve").info("ready at %s", address["address"])
-            await asyncio.wait([journal, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if journal.done():
-                journal.result()
+            await asyncio.wait([journal, cleaning, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in (journal, cleaning):
+                if task.done():
+                    task.result()
             return stopped.result()
     finally:
         await gateway.close()
         await fleet.close()
         await runner.cleanup()
-        journal.cancel()
-        await asyncio.gather(journal, return_exceptions=True)
+        for task in (journal, cleaning):
+            task.cancel()
+        await asyncio.gather(journal, cleaning, return_exceptions=True)
         service.journal.close()
         http_log.close()
+
+
+async def _delete_expired(service: Service) -> None:
+    """Until it is cancelled."""
+    while True:
+        await asyncio.sleep(_CLEAN_S)
+        await service.delete_expired()
 
 
 def main() -> None:
@@ -84,7 +103,7 @@ def main() -> None:
     if context.role == "trainer":
         from areal.serve.worker import run_worker
 
-        run_worker(config, context, folder, served.max_rank)
+        run_worker(config, context, folder, served)
         return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         number = loop.run(serve_clients(config, context, served, settings["port"]))

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -19,8 +18,10 @@ from areal.api.data import GenerationRequest, GenerationResponse, PromptScoring
 from areal.api.errors import RequestError
 from areal.api.metrics import gather_or_cancel
 from areal.fleet.fleet import Fleet
+from areal.observe.log import get_logger
 from areal.serve.wire import SampledAnswer, encode_sample
 
+_log = get_logger("serve")
 MAX_SAMPLES = 1024
 
 
@@ -79,46 +80,71 @@ class SampleBody(Body):
 
 
 class LoadedAdapters:
-    """The adapters on the inference servers: loaded at the first request, the one unused longest leaves."""
+    """The adapters on the inference servers: loaded at the first request, the one unused longest leaves for others."""
 
     def __init__(self, fleet: Fleet, limit: int) -> None:
         self._fleet, self._limit = fleet, limit
         self._loaded: dict[str, asyncio.Task[None]] = {}
         """Name -> the load, in the order of the last use."""
+        self._leaving: dict[str, asyncio.Task[None]] = {}
         self._users: Counter[str] = Counter()
+        self._changed = asyncio.Condition()
 
     @asynccontextmanager
     async def used(self, folder: Path) -> AsyncIterator[str]:
-        """The name of the adapter in `folder`, which stays on the servers while the block runs."""
-        name = f"{folder.parent.name[:40]}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
-        task = self._loaded.pop(name, None)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            await self._make_room()
-            task = self._loaded.get(name) or asyncio.create_task(self._fleet.load_adapter(name, str(folder)), name=name)
-        self._loaded[name] = task
-        self._users[name] += 1
+        """The name of the adapter in `folder`, which stays on the servers while the block runs.
+
+        Waits for room while all adapters are in use.
+        """
+        name = f"{folder.parent.parent.name[:40]}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+        async with self._changed:
+            while name not in self._loaded:
+                if name not in self._leaving and len(self._loaded) + len(self._leaving) < self._limit:
+                    self._loaded[name] = asyncio.create_task(self._fleet.load_adapter(name, str(folder)), name=name)
+                    break
+                if name not in self._leaving and not self._leaving:
+                    self._let_leave()
+                await self._changed.wait()
+            task = self._loaded[name] = self._loaded.pop(name)
+            self._users[name] += 1
         try:
             await asyncio.shield(task)
             yield name
+        except BaseException:
+            if task.done() and (task.cancelled() or task.exception() is not None):
+                self._loaded.pop(name, None)
+            raise
         finally:
             self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+            async with self._changed:
+                self._changed.notify_all()
 
-    async def _make_room(self) -> None:
-        while len(self._loaded) >= self._limit:
-            name = next((name for name in self._loaded if not self._users[name]), None)
-            if name is None:
-                return  # the servers refuse it when it does not fit
+    def _let_leave(self) -> None:
+        """Unload the adapter that was not used for the longest time, if one has no user."""
+        name = next((name for name in self._loaded if name not in self._users), None)
+        if name is not None:
             task = self._loaded.pop(name)
-            with contextlib.suppress(RequestError):
-                await task
-                await self._fleet.unload_adapter(name)
+            self._leaving[name] = asyncio.create_task(self._unload(name, task), name=f"unload {name}")
+
+    async def _unload(self, name: str, load: asyncio.Task[None]) -> None:
+        try:
+            await load
+            await self._fleet.unload_adapter(name)
+        except RequestError as error:
+            _log.warning("adapter %s was not unloaded: %s", name, error)
+        finally:
+            async with self._changed:
+                del self._leaving[name]
+                self._changed.notify_all()
 
 
 class Sampling:
     """Generates answers."""
 
-    def __init__(self, fleet: Fleet, *, max_adapters: int) -> None:
-        self.fleet = fleet
+    def __init__(self, fleet: Fleet, *, max_adapters: int, context_length: int) -> None:
+        self._fleet, self._context_length = fleet, context_length
         self._adapters = LoadedAdapters(fleet, max_adapters)
         self.has_started = asyncio.Event()
         """The owner sets it when the fleet has started. Requests wait for it."""
@@ -132,8 +158,8 @@ class Sampling:
             return await self._sample(body, name, group_id)
 
     async def _sample(self, body: SampleBody, adapter: str, group_id: str) -> bytes:
-        requests = make_requests(body, adapter, group_id, context_length=self.fleet.limits.context_length)
-        answers = await gather_or_cancel([self.fleet.agenerate(request) for request in requests])
+        requests = make_requests(body, adapter, group_id, context_length=self._context_length)
+        answers = await gather_or_cancel([self._fleet.agenerate(request) for request in requests])
         return encoded(body, answers)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -45,10 +46,10 @@ def model_folder_name(model: str) -> str:
     return model.replace(":", "-")
 
 
-def weights_folder(folder: Path, path: str) -> Path:
-    """Where the weights of a tinker:// path are."""
+def weights_folder(folder: Path, path: str, seq: int) -> Path:
+    """Where the weights are that request `seq` saved under a tinker:// path."""
     model, kind, name = path.removeprefix("tinker://").split("/")
-    return folder / kind / model_folder_name(model) / name
+    return folder / kind / model_folder_name(model) / name / f"{seq:08d}"
 
 
 def snapshot_folder(folder: Path, model: str, seq: int) -> Path:
@@ -75,6 +76,8 @@ class Service:
         self._schedule.reset()
         self._world_size = world_size
         self._changed = asyncio.Condition()
+        self._arriving: dict[str, asyncio.Task[None]] = {}
+        """What is being recorded for requests that may be repeated meanwhile."""
         self._choosing = asyncio.Lock()
         self._id = uuid.uuid4().hex[:12]
         self._run_id = -1
@@ -97,6 +100,15 @@ class Service:
         self.tenants.apply(event)
         await self._notify()
 
+    async def record_once(self, key: str, event: Event, body: bytes | None = None) -> None:
+        """Record an event for `key`, which the caller has not seen recorded. Simultaneous calls record one of them."""
+        if key not in self._arriving:
+            self._arriving[key] = asyncio.create_task(self.record(event, body), name=f"record {key}")
+        try:
+            await asyncio.shield(self._arriving[key])
+        finally:
+            self._arriving.pop(key, None)
+
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -118,7 +130,7 @@ class Service:
         operations = self.tenants.models[model].operations
         if seq not in operations:
             event = {"event": "request", "model": model, "seq": seq, "kind": kind, "arguments": dict(arguments)}
-            await self.record(event | {"digest": digest}, body)
+            await self.record_once(f"{model}:{seq}", event | {"digest": digest}, body)
         if operations[seq].digest != digest:
             text = f"request {seq} of {model} exists with another content: use the next seq_id"
             raise RequestError(text, code="request.duplicate_id")
@@ -135,9 +147,8 @@ class Service:
         if run_id > self._run_id:
             self._run_id, self._number, self._command = run_id, 0, None
             self._schedule.reset()
-        own = f"{self._id}:{self._run_id}"
-        if epoch != own:
-            return {"kind": "reset", "epoch": own}, b""
+        if epoch != self._epoch:
+            return {"kind": "reset", "epoch": self._epoch}, b""
         if number == self._number + 1:
             await self._choose()
         if number != self._number or self._command is None:
@@ -147,6 +158,10 @@ class Service:
         return {
             "kind": command.kind, "model": command.model, "seq": command.seq, "arguments": dict(command.arguments),
         }, self._body  # fmt: skip
+
+    @property
+    def _epoch(self) -> str:
+        return f"{self._id}:{self._run_id}"
 
     def _may_answer(self, number: int) -> bool:
         """Whether a rank that asks for command `number` should ask again."""
@@ -159,8 +174,13 @@ class Service:
         async with self._choosing:
             while self._command is None and (command := self._schedule.next()) is not None:
                 operation = command.operation
+                problem = self.tenants.models[command.model].problem
+                if operation is not None and operation.deliveries >= MAX_DELIVERIES:
+                    problem = f"the trainer died {MAX_DELIVERIES} times of this request"
                 if command.kind == "skip":
                     self._schedule.done(command)
+                elif operation is not None and problem:
+                    await self._finish(operation, failure(problem, "server"), ok=False)
                 elif operation is not None and (text := self._refusal(operation)):
                     await self._finish(operation, failure(text), ok=False)
                 else:
@@ -179,15 +199,13 @@ class Service:
             return operation.arguments["error"]
         if operation.kind == "step" and model.failed_loss is not None:
             return f"the gradients of request {model.failed_loss} failed: nothing was updated"
-        if operation.deliveries >= MAX_DELIVERIES:
-            return f"the trainer died {MAX_DELIVERIES} times of this request"
         return ""
 
-    async def finish(self, run_id: int, number: int, rank: int, *, result: bytes, failed: bool) -> None:
+    async def finish(self, epoch: str, number: int, rank: int, *, result: bytes, failed: bool) -> None:
         """A rank has executed command `number`. Repeated and late reports change nothing; the report of the last rank
         ends the command, with the result of rank 0."""
         command = self._command
-        if command is None or (run_id, number) != (self._run_id, self._number) or rank in self._reported:
+        if command is None or (epoch, number) != (self._epoch, self._number) or rank in self._reported:
             return
         self._reported.add(rank)
         if rank == 0:
@@ -195,17 +213,29 @@ class Service:
         if len(self._reported) < self._world_size:
             return
         body, is_error = self._result
+        error = str(orjson.loads(body)["error"]) if is_error else ""
         model, operation = self.tenants.models[command.model], command.operation
-        if command.kind == "snapshot" and not is_error:
-            await self._keep_snapshot(model, command.seq)
+        self._schedule.done(command, error=error)
+        if command.kind == "load" and not is_error:
+            # The answer comes with the snapshot: a restart must not read the path again.
+            self._set(Command(kind="snapshot", model=model.id, seq=command.seq, operation=operation))
+            return await self._notify()
         if operation is not None:
             if not is_error and operation.kind in ("save", "export"):
                 body = await self._keep_weights(model, operation)
             elif not is_error and operation.kind in ("create", "load"):
                 body = orjson.dumps({"model_id": model.id, "path": operation.arguments.get("path")})
+            if is_error and command.kind == "snapshot":
+                model.rewind()  # the load that it belongs to fails
+            before = model.snapshot
             await self._finish(operation, body, ok=not is_error)
-        self._schedule.done(command)
-        self._command = None
+            if model.snapshot != before:
+                await self._forget_snapshot(model, before)
+        elif command.kind == "snapshot" and not is_error and model.snapshot != command.seq:
+            before = model.snapshot
+            await self.record({"event": "snapshot", "model": model.id, "seq": command.seq})
+            await self._forget_snapshot(model, before)
+        self._command = None  # not before the result is recorded: the next command may depend on it
         if not is_error and (due := self._schedule.snapshot_after(command)) is not None:
             self._set(due)
         await self._notify()
@@ -213,13 +243,10 @@ class Service:
     async def _finish(self, operation: Operation, body: bytes, *, ok: bool) -> None:
         await self.record({"event": "result", "model": operation.model, "seq": operation.seq, "ok": ok}, body)
 
-    async def _keep_snapshot(self, model: Model, seq: int) -> None:
-        before = model.snapshot
-        await self.record({"event": "snapshot", "model": model.id, "seq": seq})
-        if before is not None and before != seq:
-            folder = snapshot_folder(self.folder, model.id, before)
-            if folder.exists():
-                await asyncio.to_thread(remove_folder, folder)
+    async def _forget_snapshot(self, model: Model, seq: int | None) -> None:
+        folder = snapshot_folder(self.folder, model.id, seq or 0)
+        if seq is not None and folder.exists():
+            await asyncio.to_thread(remove_folder, folder)
 
     async def _keep_weights(self, model: Model, operation: Operation) -> bytes:
         """Record the weights that the trainer wrote, and the sampler that was asked for. Returns the answer."""
@@ -228,12 +255,12 @@ class Service:
         ttl_s, at = arguments.get("ttl_seconds"), time.time()
         path = f"tinker://{model.id}/{kind}/{arguments['name']}"
         event = {"event": "saved", "model": model.id, "kind": kind, "name": arguments["name"], "at": at}
-        event |= {"settings": model.settings, "expires_at": None if ttl_s is None else at + ttl_s}
+        event |= {"settings": model.settings, "seq": operation.seq, "expires_at": None if ttl_s is None else at + ttl_s}
         await self.record(event | {"user_metadata": arguments.get("user_metadata")})
         if "sampler" not in arguments:
             return orjson.dumps({"path": path})
         sampler = {"event": "sampler", "id": arguments["sampler"], "session": model.session, "path": path}
-        await self.record(sampler)
+        await self.record(sampler | {"seq": operation.seq})
         return orjson.dumps({"sampling_session_id": arguments["sampler"]})
 
     async def change(self, saved: SavedWeights, **changes: Any) -> None:
@@ -243,6 +270,12 @@ class Service:
     async def delete(self, saved: SavedWeights) -> None:
         """Delete saved weights. Samplers that use them get errors from now on."""
         await self.record({"event": "deleted", "path": saved.path})
-        folder = weights_folder(self.folder, saved.path)
+        folder = weights_folder(self.folder, saved.path, saved.seq).parent
         if folder.exists():
-            await asyncio.to_thread(remove_folder, folder)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def delete_expired(self) -> None:
+        """Delete saved weights whose time is over."""
+        now = time.time()
+        for saved in [one for one in self.tenants.saved.values() if not self.tenants.is_saved(one.path, now)]:
+            await self.delete(saved)

@@ -13,9 +13,8 @@ from areal.engine.fsdp import FSDPEngine
 from areal.engine.lora import DOWN
 from areal.engine.mesh import copy_part, local_part, whole_tensor
 from areal.engine.optimizer import StepSettings
+from areal.serve.tenants import ALPHA
 
-ALPHA = 32.0
-"""The adapter's product is multiplied by ALPHA / rank. The API has no field for it."""
 HEAD = "lm_head"
 
 
@@ -79,9 +78,13 @@ class AdapterSlots:
                 copy_part(weight, whole)
 
     def restore(self, name: str, settings: AdapterSettings, folder: Path) -> None:
-        """The adapter that `save` wrote, in the engine, with its optimiser state."""
+        """The adapter that `save` wrote, in the engine, with its optimiser state. After an error there is none."""
         self._reset(name, settings)
-        self._engine.load(folder)
+        try:
+            self._engine.load(folder)
+        except ArealError:
+            self.drop(name)
+            raise
 
     def _reset(self, name: str, settings: AdapterSettings) -> None:
         """An empty slot for the values that the engine gets next."""
@@ -132,11 +135,10 @@ class AdapterSlots:
 
     def clear_gradients(self) -> None:
         """Of the active adapter."""
-        for weight in self._trained.values():
-            weight.grad = None
+        self._engine.discard_gradients()
 
     def step(self, settings: StepSettings) -> Metrics:
-        """An optimiser step of the active adapter. ArealError leaves the weights as they were, without gradients."""
+        """An optimiser step of the active adapter, which an error drops: some weights may have changed."""
         chosen = self._slots[self._active].settings
         for name, weight in self._trained.items():
             if not chosen.trains(name.rpartition(".")[0]):
@@ -144,11 +146,11 @@ class AdapterSlots:
         try:
             return self._engine.optimizer_step(settings)
         except ArealError:
-            self.clear_gradients()
+            self.drop(self._active)
             raise
 
     def save(self, folder: Path) -> None:
-        """Write the active adapter with its optimiser state and, for servers and users, in the format of peft."""
+        """Write the active adapter with its optimiser state."""
         self._engine.save(folder, with_optimizer=True)
 
     def export(self, folder: Path) -> None:
@@ -158,5 +160,7 @@ class AdapterSlots:
     def drop(self, name: str) -> None:
         """Forget an adapter."""
         if name == self._active:
-            self._set_aside()
+            self._engine.optimizer.clear_state()
+            self.clear_gradients()
+            self._active = ""
         self._slots.pop(name, None)

@@ -17,6 +17,8 @@ READ_ONLY = ("save", "export", "invalid")
 MAX_REPLAYED = 64
 """Requests after which the next optimiser step is followed by a snapshot: what a restarted trainer repeats at most."""
 TRAINING, SAMPLER = "weights", "sampler_weights"
+ALPHA = 32.0
+"""The product of an adapter is multiplied by ALPHA / rank. The API has no field for it."""
 
 
 class NotFound(RequestError):
@@ -68,6 +70,10 @@ class Model:
     has_gradients: bool = False
     is_resident: bool = False
     """The trainer has it."""
+    is_stuck: bool = False
+    """A snapshot of it failed: it stays in the trainer."""
+    problem: str = ""
+    """Why its state is lost until the service starts again; empty = it is not."""
     last_used: float = 0.0
 
     def rewind(self) -> None:
@@ -90,6 +96,8 @@ class SavedWeights:
     name: str
     at: float
     settings: Mapping[str, Any]
+    seq: int
+    """Of the request that saved them."""
     expires_at: float | None = None
     is_public: bool = False
     user_metadata: Mapping[str, str] | None = None
@@ -107,6 +115,8 @@ class Sampler:
     session: str
     path: str
     """Of the weights; empty = the base model."""
+    seq: int = 0
+    """Of the request that saved them: those of the path may be newer."""
 
 
 class Tenants:
@@ -144,7 +154,7 @@ class Tenants:
             case "snapshot":
                 self.models[event["model"]].snapshot = event["seq"]
             case "sampler":
-                names = ("id", "session", "path")
+                names = ("id", "session", "path", "seq")
                 self.samplers[event["id"]] = Sampler(**{name: event[name] for name in names})
             case "saved":
                 found = SavedWeights(**{name: value for name, value in event.items() if name != "event"})
@@ -159,12 +169,14 @@ class Tenants:
         operation.is_done, operation.is_ok, operation.result = True, event["ok"], Place(*event["body"])
         while (found := model.operations.get(model.num_done)) is not None and found.is_done:
             model.num_done += 1
-        if operation.kind == "loss" and not operation.is_ok:
+        if operation.kind == "loss" and not operation.is_ok and not is_forward(operation):
             model.failed_loss = operation.seq
         elif operation.kind == "step":
             model.failed_loss = None
-        if not operation.is_ok and operation.kind in ("create", "load"):
-            model.failed_loss = operation.seq
+        elif operation.kind in ("create", "load"):
+            model.failed_loss = None if operation.is_ok else operation.seq
+        if operation.kind == "load" and operation.is_ok:  # with its snapshot: the path may be deleted from now on
+            model.snapshot, model.settings = operation.seq, operation.arguments["settings"]
 
     def key_of(self, session: str) -> str:
         return self.sessions.get(session, "")
@@ -187,12 +199,16 @@ class Tenants:
             raise NotFound(f"sampling session {sampler} is not known")
         return found
 
+    def is_saved(self, path: str, now: float) -> bool:
+        """Whether there are weights under a path that have not expired."""
+        found = self.saved.get(path)
+        return found is not None and not (found.expires_at is not None and found.expires_at <= now)
+
     def weights(self, path: str, key: str, now: float) -> SavedWeights:
         """Saved weights that `key` may read: its own, and public ones."""
         found = self.saved.get(path)
-        expired = found is not None and found.expires_at is not None and found.expires_at <= now
         owner = "" if found is None else self.owner(found)
-        if found is None or expired or not (owner == key or found.is_public):
+        if found is None or not self.is_saved(path, now) or not (owner == key or found.is_public):
             raise NotFound(f"{path} is not known")
         return found
 
@@ -243,17 +259,19 @@ class Schedule:
         if not models:
             return None
         model = min(models, key=lambda one: one.last_used)
-        if not model.is_resident:
-            if (other := self._to_evict()) is not None:
-                return other
-            if model.snapshot is not None:
-                return Command(
-                    kind="restore", model=model.id, seq=model.snapshot, arguments={"settings": model.settings}
-                )
-        return self._of_operation(model, model.operations[model.next_seq])
+        command = self._of_operation(model, model.operations[model.next_seq])
+        if model.is_resident or command.kind in ("skip", "clear") or model.problem:
+            return command
+        if model.snapshot is not None:
+            settings = {"settings": model.settings}
+            command = Command(kind="restore", model=model.id, seq=model.snapshot, arguments=settings)
+        if command.kind in ("restore", "create", "load") and (other := self._to_evict()) is not None:
+            return other
+        return command
 
     def _of_operation(self, model: Model, operation: Operation) -> Command:
-        if operation.is_done and (operation.kind in READ_ONLY or (is_forward(operation) and operation.is_ok)):
+        is_over = operation.kind in READ_ONLY or is_forward(operation) or model.problem
+        if operation.is_done and is_over:
             kind = "skip"
         elif operation.is_done and not operation.is_ok:
             kind = "clear"
@@ -268,7 +286,7 @@ class Schedule:
     def _to_evict(self) -> Command | None:
         """Makes room for another adapter: the one that waited longest leaves, once its state is in a snapshot."""
         resident = [model for model in self._tenants.models.values() if model.is_resident]
-        idle = [model for model in resident if not model.has_gradients]
+        idle = [model for model in resident if not model.has_gradients and not model.is_stuck]
         if len(resident) < self._max_resident or not idle:
             return None
         model = min(idle, key=lambda one: one.last_used)
@@ -276,29 +294,34 @@ class Schedule:
         kind = "drop" if model.snapshot == newest else "snapshot"
         return Command(kind=kind, model=model.id, seq=newest)
 
-    def done(self, command: Command) -> None:
-        """The trainer has executed it, with or without an error."""
-        model = self._tenants.models[command.model]
+    def done(self, command: Command, *, error: str = "") -> None:
+        """The trainer has executed it. `error`: it failed; after one the trainer has only what `rewind` leaves."""
+        model, kind = self._tenants.models[command.model], command.kind
         self._turn += 1
-        if command.kind == "drop":
+        if kind == "snapshot":
+            model.is_stuck = bool(error)
+            return
+        if error and (kind == "restore" or (command.operation is None and kind != "clear")):
+            model.problem = f"{kind} of request {command.seq} failed after a restart: {error}"
+        if kind == "drop" or (error and kind in ("create", "load", "step", "restore")):
             model.rewind()
-        elif command.kind == "restore":
+        elif kind == "restore":
             model.is_resident = True
-        elif command.kind != "snapshot":
+        else:
             model.last_used = self._turn
             model.next_seq = command.seq + 1
-            model.is_resident |= command.kind in ("create", "load")
-            if command.kind == "loss" and not command.arguments.get("forward_only"):
-                model.has_gradients = True
-            elif command.kind in ("step", "clear"):
+            if kind in ("create", "load"):
+                model.is_resident, model.has_gradients = True, False
+            elif kind == "loss" and not command.arguments.get("forward_only"):
+                model.has_gradients = not error
+            elif kind in ("step", "clear"):
                 model.has_gradients = False
 
     def snapshot_after(self, command: Command) -> Command | None:
         """The snapshot that is due after this command."""
         model = self._tenants.models[command.model]
         since = command.seq - (-1 if model.snapshot is None else model.snapshot)
-        due = command.kind == "load" or (command.kind == "step" and since >= MAX_REPLAYED)
-        if not due or model.has_gradients:
+        if command.kind != "step" or since < MAX_REPLAYED or model.is_stuck:
             return None
         return Command(kind="snapshot", model=model.id, seq=command.seq)
 

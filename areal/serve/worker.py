@@ -15,19 +15,18 @@ import torch
 
 from areal.api.batch import OutputSpec
 from areal.api.config import PPOConfig
-from areal.api.errors import ArealError, RequestError, ServerUnavailable
+from areal.api.errors import ArealError, InputError, RequestError, ServerUnavailable, TrainingDiverged
 from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import StepSettings
 from areal.serve.losses import ComputedLoss, checked_loss
-from areal.serve.service import ADAPTER, STATE, failure, snapshot_folder, weights_folder
+from areal.serve.service import ADAPTER, STATE, ServedModel, failure, snapshot_folder, weights_folder
 from areal.serve.slots import AdapterSettings, AdapterSlots
 from areal.serve.tenants import SAMPLER, TRAINING
 from areal.serve.wire import LossRequest, decode_loss_request, encode_loss_output
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.network import required_token
 from areal.system.process import ProcessContext
-from areal.system.run_paths import RunPaths
 from areal.trainer.process_setup import announce_ready, training_rank
 
 CONTROLLER = "controller"
@@ -48,8 +47,9 @@ class ReceivedCommand:
 class Executor:
     """Executes commands on the adapters of one engine. Every rank makes the same calls."""
 
-    def __init__(self, slots: AdapterSlots, folder: Path, max_rank: int) -> None:
-        self._slots, self._folder, self._max_rank = slots, folder, max_rank
+    def __init__(self, slots: AdapterSlots, folder: Path, *, max_rank: int, context_length: int) -> None:
+        self._slots, self._folder = slots, folder
+        self._max_rank, self._context_length = max_rank, context_length
 
     def execute(self, command: ReceivedCommand) -> bytes:
         """The result, in the form of the wire. ArealError fails this command alone."""
@@ -65,7 +65,7 @@ class Executor:
                 slots.create(model, self._settings(arguments["settings"]))
                 return b""
             case "load":
-                folder = weights_folder(self._folder, arguments["path"]) / STATE
+                folder = weights_folder(self._folder, arguments["path"], arguments["saved_seq"]) / STATE
                 slots.restore(model, self._settings(arguments["settings"]), folder)
                 if not arguments["optimizer"]:
                     slots.forget_moments()
@@ -89,7 +89,7 @@ class Executor:
         slots, arguments = self._slots, command.arguments
         match command.kind:
             case "loss":
-                return self._loss(decode_loss_request(command.body))
+                return self._loss(command)
             case "step":
                 metrics = slots.step(StepSettings(**arguments["settings"]))
                 return orjson.dumps({"metrics": {f"{name}:mean": found.value for name, found in metrics.items()}})
@@ -105,7 +105,8 @@ class Executor:
         return b""
 
     def _path(self, command: ReceivedCommand, kind: str) -> Path:
-        return weights_folder(self._folder, f"tinker://{command.model}/{kind}/{command.arguments['name']}")
+        path = f"tinker://{command.model}/{kind}/{command.arguments['name']}"
+        return weights_folder(self._folder, path, command.seq)
 
     def _settings(self, values: Mapping[str, Any]) -> AdapterSettings:
         settings = AdapterSettings(**values)
@@ -114,7 +115,16 @@ class Executor:
             raise RequestError(text, code="request.invalid_field")
         return settings
 
-    def _loss(self, request: LossRequest) -> bytes:
+    def _loss(self, command: ReceivedCommand) -> bytes:
+        try:
+            request = decode_loss_request(command.body)
+            if any(len(datum.tokens) > self._context_length for datum in request.data):
+                text = f"a datum has more than {self._context_length} tokens, the context length"
+                raise RequestError(text, code="request.too_long")
+        except (ArealError, ValueError, TypeError, IndexError, OverflowError, MemoryError) as error:
+            if not command.arguments["forward_only"]:
+                self._slots.clear_gradients()
+            raise RequestError(f"the request cannot be read: {error}", code="request.invalid_field") from error
         found = computed_loss(self._slots, request)
         return encode_loss_output(found.logprobs, {"loss:sum": found.loss})
 
@@ -132,24 +142,34 @@ class LossResult:
 def computed_loss(slots: AdapterSlots, request: LossRequest) -> LossResult:
     """The loss of a request on the active adapter, whose gradients it adds; a collective.
 
-    An error leaves the adapter without gradients.
+    An error of a request for gradients leaves the adapter without any.
     """
     engine = slots.engine
     try:
-        checked_loss(request)
-        loss = ComputedLoss.of(request, engine.dp_rank, engine.dp_size)
+        loss = _share(request, engine.dp_rank, engine.dp_size)
         if request.forward_only:
             own = loss.of_outputs(engine.forward(loss.batch))
         else:
             metrics = engine.forward_backward(loss.batch, loss, denominator=1.0)
-            own = metrics["loss:sum"].total if metrics else 0.0  # an empty share has no metrics
+            own = metrics["loss:sum"].total if "loss:sum" in metrics else 0.0  # an empty share has none
         total = engine.all_reduce(torch.tensor([own], dtype=torch.float64)).item()
         if not math.isfinite(total):
             raise RequestError(f"the loss is {total}", code="train.not_finite")
     except ArealError:
-        slots.clear_gradients()
+        if not request.forward_only:
+            slots.clear_gradients()
         raise
     return LossResult(loss=total, logprobs=loss.by_datum(engine.all_reduce))
+
+
+def _share(request: LossRequest, rank: int, num_ranks: int) -> ComputedLoss:
+    """The share of a rank. RequestError, before any collective, for what cannot be computed."""
+    checked_loss(request)
+    try:
+        return ComputedLoss.of(request, rank, num_ranks)
+    except (ValueError, TypeError, IndexError, OverflowError, MemoryError) as error:
+        text = f"the data cannot be read: {type(error).__name__}: {error}"
+        raise RequestError(text, code="request.invalid_field") from error
 
 
 class GatewayClient:
@@ -179,7 +199,9 @@ class GatewayClient:
 
     def report(self, result: bytes, *, failed: bool) -> None:
         """The last command has ended."""
-        place = f"run_id={self._run_id}&number={self._number}&rank={self._rank}&failed={int(failed)}"
+        place = (
+            f"run_id={self._run_id}&epoch={self._epoch}&number={self._number}&rank={self._rank}&failed={int(failed)}"
+        )
         self._post(f"/trainer/result?{place}", result)
 
     def _post(self, path: str, body: bytes) -> bytes:
@@ -208,14 +230,15 @@ class GatewayClient:
             return data
 
 
-def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, max_rank: int) -> None:
+def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, served: ServedModel) -> None:
     """Execute the commands of the gateway until this process is ended."""
     registry = registry_of(config)
     with training_rank(config, context) as rank:
         engine = build_engine(config, rank.mesh)
         adapter = engine.lora
         assert adapter is not None
-        executor = Executor(AdapterSlots(engine, adapter), folder, max_rank)
+        limits = {"max_rank": served.max_rank, "context_length": served.context_length}
+        executor = Executor(AdapterSlots(engine, adapter), folder, **limits)
         client = GatewayClient(
             lambda: _address(registry, config.rollout.setup_timeout),
             required_token("a trainer"),
@@ -231,7 +254,8 @@ def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, max_ran
             try:
                 result = executor.execute(command)
             except ArealError as error:
-                client.report(failure(str(error)), failed=True)
+                category = "user" if isinstance(error, RequestError | InputError | TrainingDiverged) else "server"
+                client.report(failure(str(error), category), failed=True)
             else:
                 if command.kind != "reset":
                     client.report(result, failed=False)
@@ -245,8 +269,3 @@ def build_engine(config: PPOConfig, mesh: TrainerMesh) -> FSDPEngine:
     """The engine of the base model with adapters of the largest rank; a collective."""
     outputs = OutputSpec(candidates=1)
     return build_fsdp_engine(config.actor, role="actor", total_steps=1, mesh=mesh, seed=config.seed, outputs=outputs)
-
-
-def serve_folder(config: PPOConfig) -> Path:
-    """The folder of a run for the journal and all weights."""
-    return RunPaths.of(config).root / "serve"

@@ -10,7 +10,8 @@ from areal.api.config.train import LoRAConfig
 from areal.data.tiny_model import character_tokenizer, write_tiny_model
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.serve.slots import ALPHA, AdapterSlots
+from areal.serve.slots import AdapterSlots
+from areal.serve.tenants import ALPHA
 from areal.serve.wire import Datum
 
 TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456789+= "]

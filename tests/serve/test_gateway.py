@@ -102,7 +102,7 @@ async def opened(folder, *, hold_s=5.0):
     served = ServedModel(name="tiny", tokenizer="t", context_length=64, max_rank=MAX_RANK, max_resident=4)
     service = Service(folder, served, world_size=1)
     fleet = FakeFleet()
-    sampling = Sampling(fleet, max_adapters=2)
+    sampling = Sampling(fleet, max_adapters=2, context_length=64)
     sampling.has_started.set()
     gateway = Gateway(service, sampling, hold_s=hold_s)
     app = make_app(gateway, TrainerRoutes(service), Keys(KEYS), token=TOKEN, host=Host())
@@ -127,7 +127,7 @@ async def opened(folder, *, hold_s=5.0):
 async def trainer(slots, folder, address):
     """A trainer rank in a thread, as `run_worker` is one."""
     slots.clear()
-    executor, over = Executor(slots, folder, MAX_RANK), threading.Event()
+    executor, over = Executor(slots, folder, max_rank=MAX_RANK, context_length=64), threading.Event()
     client = GatewayClient(lambda: address, TOKEN, rank=0, run_id=0, patience_s=0.0)
 
     def run():
@@ -181,7 +181,9 @@ async def test_a_client_trains_saves_samples_and_loads(tmp_path, slots):
         assert request.adapter == fleet.loaded[0]
         assert request.raw_logprobs
         assert request.only_stops
-        assert (tmp_path / "weights" / model.replace(":", "-") / "one" / "adapter" / "adapter_config.json").exists()
+        assert (
+            tmp_path / "weights" / model.replace(":", "-") / "one" / "00000003" / "adapter" / "adapter_config.json"
+        ).exists()
 
 
 async def test_objects_of_another_key_do_not_exist(tmp_path, slots):
@@ -298,7 +300,7 @@ async def test_unused_adapters_leave_the_servers(tmp_path, slots):
 
 async def test_a_sample_waits_for_the_start_of_the_fleet():
     fleet = FakeFleet()
-    sampling = Sampling(fleet, max_adapters=2)
+    sampling = Sampling(fleet, max_adapters=2, context_length=64)
     body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
     waiting = asyncio.create_task(sampling.sample(body, None, "g"))
     await asyncio.sleep(0)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from areal.serve.audit import audit_command
+from areal.serve.audit import audit_command, audit_service
 from areal.serve.service import MAX_DELIVERIES, ServedModel, Service
 from areal.serve.tenants import MAX_REPLAYED, Schedule, Tenants
 from tests.expect import raises_code
@@ -47,7 +47,7 @@ class Trainer:
     async def ask(self):
         return await self.service.command(self.run_id, self.epoch, self.number + 1)
 
-    async def one(self, *, fails=()):
+    async def one(self, *, fails=(), fails_of=""):
         """The next command, executed; None = there is none."""
         async with asyncio.timeout(0.2):
             head, _body = await self.ask()
@@ -56,9 +56,9 @@ class Trainer:
             return "reset"
         self.number += 1
         kind, seq = head["kind"], head["seq"]
-        failed = seq in fails and kind not in ("clear", "restore")
+        failed = (seq in fails and kind not in ("clear", "restore")) or kind == fails_of
         result = json.dumps({"error": "bad", "category": "user"} if failed else {"did": f"{kind}{seq}"}).encode()
-        await self.service.finish(self.run_id, self.number, self.rank, result=result, failed=failed)
+        await self.service.finish(self.epoch, self.number, self.rank, result=result, failed=failed)
         return f"{head['model'][-1]}{kind}{seq}"
 
     async def all(self, **options):
@@ -212,9 +212,91 @@ async def test_a_late_report_of_an_earlier_start_changes_nothing(tmp_path):
         await old.ask()
         new = Trainer(service, run_id=1)
         assert await new.one() == "reset"
-        await service.finish(0, 1, 0, result=b"{}", failed=False)
+        await service.finish(old.epoch, 1, 0, result=b"{}", failed=False)
         assert not service.tenants.models[model].operations[0].is_done
         assert await new.one() == "0create0"
+
+
+async def test_simultaneous_equal_requests_are_one(tmp_path):
+    async with opened(tmp_path) as service:
+        model = await model_of(service)
+        ids = await asyncio.gather(*(service.accept(model, 1, "loss", {"forward_only": False}, b"a") for _ in range(5)))
+        assert set(ids) == {f"{model}:1"}
+    assert audit_service(tmp_path) == ({**COUNTS, "models": 1, "requests": 2, "waiting": 2}, [])
+
+
+COUNTS = {"models": 0, "requests": 0, "computed": 0, "failed": 0, "waiting": 0, "optimiser_steps": 0}
+
+
+async def test_a_failed_create_makes_room_for_nobody_and_stops_nobody(tmp_path):
+    async with opened(tmp_path) as service:
+        models = [await model_of(service, number) for number in range(4)]
+        for model in models:
+            await service.accept(model, 1, "step", {"settings": {}})
+        trainer = Trainer(service)
+        found = [await trainer.one(), await trainer.one(fails=(0,))]  # the first create fails
+        found += await trainer.all()
+        assert len(found) < 30
+        assert [
+            json.loads(service.journal.read(service.tenants.models[one].operations[1].result)) for one in models
+        ] == [
+            {"error": "the gradients of request 0 failed: nothing was updated", "category": "user"},
+            *({"did": "step1"} for _ in range(3)),
+        ]
+
+
+async def test_the_answer_of_a_load_comes_with_its_snapshot(tmp_path):
+    async with opened(tmp_path) as service:
+        model = await model_of(service)
+        load = {"path": "tinker://x/weights/y", "saved_seq": 3, "optimizer": True, "settings": {"rank": 8}}
+        await service.accept(model, 1, "loss", {"forward_only": False}, b"a")
+        await service.accept(model, 2, "load", load)
+        trainer = Trainer(service)
+        assert [await trainer.one() for _ in range(4)] == ["reset", "0create0", "0loss1", "0load2"]
+        assert not service.tenants.models[model].operations[2].is_done
+        assert await trainer.one() == "0snapshot2"
+        assert service.tenants.models[model].operations[2].is_done
+        await service.accept(model, 3, "step", {"settings": {}})
+        assert await Trainer(service, run_id=1).all() == ["reset", "0restore2", "0step3"]
+        assert service.tenants.models[model].settings == {"rank": 8}
+
+
+async def test_a_failed_step_is_undone_by_what_was_before_it(tmp_path):
+    async with opened(tmp_path) as service:
+        model = await model_of(service)
+        for seq in (1, 2):
+            await service.accept(model, seq, "step", {"settings": {"lr": seq}})
+        await service.accept(model, 3, "loss", {"forward_only": True}, b"a")
+        trainer = Trainer(service)
+        found = await trainer.all(fails=(2,))
+        assert found == ["reset", "0create0", "0step1", "0step2", "0create0", "0step1", "0clear2", "0loss3"]
+
+
+async def test_a_failed_forward_pass_leaves_the_gradients(tmp_path):
+    async with opened(tmp_path) as service:
+        model = await model_of(service)
+        await service.accept(model, 1, "loss", {"forward_only": False}, b"a")
+        await service.accept(model, 2, "loss", {"forward_only": True}, b"b")
+        await service.accept(model, 3, "step", {"settings": {}})
+        assert await Trainer(service).all(fails=(2,)) == ["reset", "0create0", "0loss1", "0loss2", "0step3"]
+        assert results(service)[3] == {"did": "step3"}
+        assert await Trainer(service, run_id=1).all() == ["reset", "0create0", "0loss1", "0step3"]
+
+
+async def test_a_model_whose_state_cannot_be_restored_computes_nothing_else(tmp_path):
+    async with opened(tmp_path) as service:
+        model, other = await model_of(service), await model_of(service, 1)
+        await service.accept(model, 1, "step", {"settings": {}})
+        trainer = Trainer(service)
+        await trainer.all()
+        await service.record({"event": "snapshot", "model": model, "seq": 1})
+        for one in (model, other):
+            await service.accept(one, 2 if one == model else 1, "step", {"settings": {"lr": 2}})
+        found = await Trainer(service, run_id=1).all(fails_of="restore")
+        assert sorted(found) == ["0restore1", "1create0", "1step1", "reset"]
+        failed = results(service)[2]
+        assert failed["category"] == "server"
+        assert "restore of request 1 failed" in failed["error"]
 
 
 async def test_the_audit_of_a_service_counts_and_finds_damage(tmp_path, capsys):
@@ -225,7 +307,7 @@ async def test_the_audit_of_a_service_counts_and_finds_damage(tmp_path, capsys):
         await service.accept(model, 2, "step", {"settings": {}})
         await service.accept(model, 3, "step", {"settings": {"lr": 1}})
         trainer = Trainer(service)
-        assert await trainer.all(fails=(3,)) == ["reset", "0create0", "0loss1", "0step2", "0step3"]
+        assert (await trainer.all(fails=(3,)))[:5] == ["reset", "0create0", "0loss1", "0step2", "0step3"]
         await service.accept(model, 4, "loss", {"forward_only": False}, b"x")
     assert audit_command([str(tmp_path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -239,7 +321,7 @@ async def test_the_audit_of_a_service_counts_and_finds_damage(tmp_path, capsys):
     async with opened(folder) as service:
         await service.record({"event": "result", "model": model, "seq": 2, "ok": True}, b"again")
         await service.record(
-            {"event": "saved", "model": model, "kind": "weights", "name": "lost", "at": 0.0, "settings": {}}
+            {"event": "saved", "model": model, "kind": "weights", "name": "lost", "at": 0.0, "settings": {}, "seq": 9}
         )
     assert audit_command([str(tmp_path)]) == 1
     output = capsys.readouterr().out

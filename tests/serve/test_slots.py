@@ -8,6 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from areal.api.errors import ArealError, RequestError
 from areal.engine.optimizer import StepSettings
 from areal.serve.losses import checked_loss
 from areal.serve.slots import AdapterSettings
@@ -32,7 +33,7 @@ def slots(model):
 @pytest.fixture
 def executor(slots, tmp_path):
     slots.clear()
-    return Executor(slots, tmp_path, MAX_RANK)
+    return Executor(slots, tmp_path, max_rank=MAX_RANK, context_length=64)
 
 
 class Tenant:
@@ -50,7 +51,11 @@ class Tenant:
     def loss(self, data, loss_fn="importance_sampling", config=None, forward_only=False):
         request = LossRequest(data=data, loss_fn=loss_fn, config=config or {}, forward_only=forward_only)
         return decode_loss_output(
-            self.run("loss", body=encode_loss_request(request, RequestAddress(model_id=self.name, seq_id=1)))
+            self.run(
+                "loss",
+                {"forward_only": forward_only},
+                body=encode_loss_request(request, RequestAddress(model_id=self.name, seq_id=1)),
+            )
         )
 
     def step(self):
@@ -113,7 +118,7 @@ def test_a_loss_and_its_gradients_are_those_of_the_formula_on_peft(executor, slo
     tenant.run("export", {"name": "one"})
     other = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(model),
-        tmp_path / "sampler_weights" / "a" / "one" / "adapter",
+        tmp_path / "sampler_weights" / "a" / "one" / f"{tenant.seq - 1:08d}" / "adapter",
         is_trainable=True,
     )
     logprobs = expected_logprobs(other, data)
@@ -210,6 +215,52 @@ def test_a_failed_loss_leaves_no_gradients(executor, slots):
     with raises_code("train.not_finite"):
         tenant.loss(data)
     assert all(weight.grad is None for weight in slots._trained.values())
+
+
+def test_a_failed_loss_of_one_tenant_does_not_fail_the_step_of_another(executor, slots):
+    first, second = Tenant(executor, "a"), Tenant(executor, "b")
+    second.loss(random_data(1, [5]))
+    data = random_data(1, [5])
+    data[0].inputs["advantages"][2] = np.nan
+    with raises_code("train.not_finite"):
+        first.loss(data)
+    assert second.step()["grad_norm:mean"] > 0
+
+
+def test_a_state_that_cannot_be_loaded_leaves_nobody_elses(executor, slots, tmp_path):
+    first, second = Tenant(executor, "a"), Tenant(executor, "b")
+    first.loss(random_data(1, [5]))
+    first.step()
+    load = {"path": "tinker://x/weights/none", "saved_seq": 1, "optimizer": True, "settings": {"rank": 4}}
+    with pytest.raises(ArealError):
+        second.run("load", load)
+    with raises_code("serve.not_found"):
+        second.run("export", {"name": "one"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inputs": {"target_tokens": np.int64(3)}},
+        {"inputs": {"target_tokens": np.zeros((4, 2, 2), np.int64)}},
+        {"inputs": {"clip_low_threshold": np.zeros(2, np.float32)}},
+        {"tokens": np.zeros(70, np.int64), "inputs": {"target_tokens": np.zeros(70, np.int64)}},
+    ],
+)
+def test_a_malformed_datum_fails_its_request_alone(executor, change):
+    tenant = Tenant(executor, "a")
+    good = random_data(1, [4])[0]
+    wrong = Datum(tokens=change.get("tokens", good.tokens), inputs={**good.inputs, **change["inputs"]})
+    with pytest.raises(RequestError):
+        tenant.loss([wrong], "ppo")
+    tenant.loss([good], "ppo")
+
+
+@pytest.mark.parametrize(("loss_fn", "name"), [("gspo", "clip_low_threshold"), ("dro", "beta")])
+def test_a_setting_without_a_default_is_needed(loss_fn, name):
+    data = random_data(1, [4], LOSSES[loss_fn][0])
+    with raises_code("request.invalid_field", name):
+        checked_loss(LossRequest(data=data, loss_fn=loss_fn))
 
 
 def test_the_rank_has_a_limit(executor):
