@@ -37,8 +37,6 @@ KEEP_S = 600.0
 """A sample is kept for this time."""
 MAX_BODY_BYTES = 64 * 2**20
 API = "/api/v1"
-USER = web.RequestKey("user", str)
-"""The name of the user of a request."""
 _NAME = re.compile(r"[\w-][\w.-]{0,127}")
 _CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler"}
 
@@ -193,7 +191,7 @@ class Keys:
 
 
 class Gateway:
-    """The handlers of the requests of clients. `request[USER]` is the name of the user."""
+    """The handlers of the requests of clients. `request["key"]` is the name of the user."""
 
     def __init__(self, service: Service, sampling: Sampling, *, hold_s: float = HOLD_S) -> None:
         self._service, self._sampling, self._hold_s = service, sampling, hold_s
@@ -273,22 +271,22 @@ class Gateway:
         given = f"{request['key']}/{request.headers.get('X-Idempotency-Key') or uuid.uuid4().hex}"
         session = uuid.uuid5(uuid.NAMESPACE_URL, given).hex
         if session not in self._tenants.sessions:
-            await self._service.record_once(session, {"event": "session", "id": session, "key": request[USER]})
+            await self._service.record_once(session, {"event": "session", "id": session, "key": request["key"]})
         return _json({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, request: web.Request) -> web.Response:
-        self._tenants.session(parsed(SessionBody, await read_body(request)).session_id, request[USER])
+        self._tenants.session(parsed(SessionBody, await read_body(request)).session_id, request["key"])
         return _json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: web.Request) -> web.Response:
-        self._tenants.session(request.match_info["session"], request[USER])
+        self._tenants.session(request.match_info["session"], request["key"])
         return web.Response(status=204)
 
     async def list_sessions(self, request: web.Request) -> web.Response:
-        return _json({"sessions": [one for one, key in self._tenants.sessions.items() if key == request[USER]]})
+        return _json({"sessions": [one for one, key in self._tenants.sessions.items() if key == request["key"]]})
 
     async def get_session(self, request: web.Request) -> web.Response:
-        session = self._tenants.session(request.match_info["session"], request[USER])
+        session = self._tenants.session(request.match_info["session"], request["key"])
         models = [model.id for model in self._tenants.models.values() if model.session == session]
         samplers = [one.id for one in self._tenants.samplers.values() if one.session == session]
         return _json({"training_run_ids": models, "sampler_ids": samplers})
@@ -306,7 +304,7 @@ class Gateway:
         lora = body.lora_config
         settings = {"rank": lora.rank, "seed": lora.seed or 0, "train_unembed": lora.train_unembed}
         settings |= {"train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
-        model = await self._new_model(request[USER], body.session_id, body.model_seq_id, settings, body.user_metadata)
+        model = await self._new_model(request["key"], body.session_id, body.model_seq_id, settings, body.user_metadata)
         return await self._accepted(model, 0, "create", {"settings": settings})
 
     def _require_base(self, name: str) -> None:
@@ -333,7 +331,7 @@ class Gateway:
     async def load_weights(self, request: web.Request) -> web.Response:
         """The first request of a new model, or a request to one. What is wrong with the latter is its result."""
         data = await read_body(request)
-        body, key = parsed(LoadBody, data), request[USER]
+        body, key = parsed(LoadBody, data), request["key"]
         seq = 0 if body.model_seq_id is not None else body.seq_id or 0
         model = body.model_id if body.model_seq_id is None else f"{body.session_id}:train:{body.model_seq_id}"
         if body.model_seq_id is not None:
@@ -361,12 +359,12 @@ class Gateway:
     async def save_external(self, request: web.Request) -> web.Response:
         """Not supported: the request has used its number."""
         data = await read_body(request)
-        model, seq = self._address(data, request[USER])
+        model, seq = self._address(data, request["key"])
         error = {"error": "save_weights_external is not supported: use save_weights_for_sampler"}
         return await self._accepted(model.id, seq, "invalid", error, data)
 
     async def get_info(self, request: web.Request) -> web.Response:
-        model = self._tenants.model(parsed(TrainingModelBody, await read_body(request)).model_id, request[USER])
+        model = self._tenants.model(parsed(TrainingModelBody, await read_body(request)).model_id, request["key"])
         served = self._service.served
         data = {"arch": "", "model_name": served.name, "tokenizer_id": served.tokenizer}
         facts = {"type": "get_info", "model_id": model.id, "model_data": data, "is_lora": True}
@@ -376,7 +374,7 @@ class Gateway:
         """What is wrong with the content is the result of the request: the SDK continues with the next number."""
         data = await read_body(request)
         address = address_of(data)
-        model = self._tenants.model(address.model_id, request[USER])
+        model = self._tenants.model(address.model_id, request["key"])
         if address.seq_id < 1:
             raise RequestError(f"seq_id must be at least 1, got {address.seq_id}", code="request.invalid_field")
         facts = {"forward_only": address.forward_only}
@@ -384,7 +382,7 @@ class Gateway:
 
     async def optim_step(self, request: web.Request) -> web.Response:
         data = await read_body(request)
-        model, seq = self._address(data, request[USER])
+        model, seq = self._address(data, request["key"])
         try:
             body = parsed(StepBody, data)
             if body.adam_params is None:
@@ -402,10 +400,10 @@ class Gateway:
         return self._tenants.model(body.model_id, key), body.seq_id
 
     async def save_weights(self, request: web.Request) -> web.Response:
-        return await self._save(await read_body(request), request[USER], "save", TRAINING)
+        return await self._save(await read_body(request), request["key"], "save", TRAINING)
 
     async def save_for_sampler(self, request: web.Request) -> web.Response:
-        return await self._save(await read_body(request), request[USER], "export", SAMPLER)
+        return await self._save(await read_body(request), request["key"], "export", SAMPLER)
 
     async def _save(self, data: bytes, key: str, kind: str, where: str) -> web.Response:
         model, seq = self._address(data, key)
@@ -432,10 +430,10 @@ class Gateway:
 
     async def create_sampler(self, request: web.Request) -> web.Response:
         body = parsed(SamplerBody, await read_body(request))
-        session = self._tenants.session(body.session_id, request[USER])
+        session = self._tenants.session(body.session_id, request["key"])
         seq = 0
         if body.model_path:
-            seq = self._tenants.weights(body.model_path, request[USER], time.time()).seq
+            seq = self._tenants.weights(body.model_path, request["key"], time.time()).seq
         elif body.base_model is None:
             raise RequestError("give model_path or base_model", code="request.invalid_field")
         else:
@@ -447,13 +445,13 @@ class Gateway:
         return _json({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def get_sampler(self, request: web.Request) -> web.Response:
-        sampler = self._tenants.sampler(request.match_info["sampler"], request[USER])
+        sampler = self._tenants.sampler(request.match_info["sampler"], request["key"])
         name = self._service.served.name
         return _json({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.path or None})
 
     async def sample(self, request: web.Request) -> web.Response:
         body = parsed(SampleBody, await read_body(request))
-        sampler = self._tenants.sampler(body.sampling_session_id, request[USER])
+        sampler = self._tenants.sampler(body.sampling_session_id, request["key"])
         request_id = f"{sampler.id}:{body.seq_id}"
         if request_id not in self._samples:
             folder = None
@@ -472,7 +470,7 @@ class Gateway:
 
     async def cancel(self, request: web.Request) -> web.Response:
         request_id = parsed(FutureBody, await read_body(request)).request_id
-        self._tenants.sampler(request_id.rpartition(":")[0], request[USER])
+        self._tenants.sampler(request_id.rpartition(":")[0], request["key"])
         if (task := self._samples.pop(request_id, None)) is not None:
             task.cancel()
         return _json({})
@@ -482,8 +480,8 @@ class Gateway:
     async def retrieve(self, request: web.Request) -> web.Response:
         request_id = parsed(FutureBody, await read_body(request)).request_id
         if ":sample:" in request_id:
-            return await self._sampled(request_id, request[USER])
-        operation = self._tenants.operation(request_id, request[USER])
+            return await self._sampled(request_id, request["key"])
+        operation = self._tenants.operation(request_id, request["key"])
         if not await self._service.wait(lambda: operation.is_done, self._hold_s):
             return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         assert operation.result is not None
@@ -544,33 +542,33 @@ class Gateway:
         return _json({name: items[offset : offset + limit], "cursor": cursor})
 
     async def list_runs(self, request: web.Request) -> web.Response:
-        return self._page(request, "training_runs", [self._run(one) for one in self._tenants.models_of(request[USER])])
+        return self._page(request, "training_runs", [self._run(one) for one in self._tenants.models_of(request["key"])])
 
     async def get_run(self, request: web.Request) -> web.Response:
-        return _json(self._run(self._tenants.model(request.match_info["model"], request[USER])))
+        return _json(self._run(self._tenants.model(request.match_info["model"], request["key"])))
 
     async def list_of_run(self, request: web.Request) -> web.Response:
-        model = self._tenants.model(request.match_info["model"], request[USER])
+        model = self._tenants.model(request.match_info["model"], request["key"])
         found = [self._checkpoint(saved) for saved in self._tenants.saved.values() if saved.model == model.id]
         return _json({"checkpoints": found})
 
     async def list_checkpoints(self, request: web.Request) -> web.Response:
         every = self._tenants.saved.values()
-        found = [self._checkpoint(saved) for saved in every if self._tenants.owner(saved) == request[USER]]
+        found = [self._checkpoint(saved) for saved in every if self._tenants.owner(saved) == request["key"]]
         return self._page(request, "checkpoints", found)
 
     async def weights_info(self, request: web.Request) -> web.Response:
         path = parsed(PathBody, await read_body(request)).tinker_path
-        saved = self._tenants.weights(path, request[USER], time.time())
+        saved = self._tenants.weights(path, request["key"], time.time())
         facts = {name: value for name, value in saved.settings.items() if name.startswith("train_")}
         facts |= {"base_model": self._service.served.name, "is_lora": True, "lora_rank": saved.settings["rank"]}
         return _json(facts)
 
     def _own(self, request: web.Request) -> SavedWeights:
         place = request.match_info
-        model = self._tenants.model(place["model"], request[USER])
+        model = self._tenants.model(place["model"], request["key"])
         return self._tenants.weights(
-            f"tinker://{model.id}/{place['kind']}/{place['name']}", request[USER], time.time()
+            f"tinker://{model.id}/{place['kind']}/{place['name']}", request["key"], time.time()
         )
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -623,8 +621,8 @@ def make_app(gateway: Gateway, trainer: TrainerRoutes, keys: Keys, *, token: str
             refusal = guard.unauthorized(request.headers)
         if refusal is not None:
             return _json({"error": refusal.message, "code": refusal.code}, refusal.status)
-        request[USER] = keys.owner(request.headers.get("X-API-Key", ""))
-        if not request[USER] and request.path.startswith(API) and request.path != f"{API}/healthz":
+        request["key"] = keys.owner(request.headers.get("X-API-Key", ""))
+        if not request["key"] and request.path.startswith(API) and request.path != f"{API}/healthz":
             return _json({"error": "X-API-Key is not a key of this service", "code": "request.unauthorized"}, 401)
         return await handler(request)
 
