@@ -256,7 +256,8 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[str, FakeFleet]]:
     """The address of a gateway with a fake fleet, in this process."""
     shape = ServedModel(name="m", tokenizer="t", context_length=4096, max_rank=32, max_resident=4)
     service, fleet = Service(folder, shape, world_size=1), FakeFleet()
-    sampling = Sampling(fleet, max_adapters=4)  # pyright: ignore[reportArgumentType]
+    limits = {"max_adapters": 4, "context_length": shape.context_length}
+    sampling = Sampling(fleet, **limits)  # pyright: ignore[reportArgumentType]
     sampling.has_started.set()
     handlers = Gateway(service, sampling)
     app = make_app(handlers, TrainerRoutes(service), Keys({"user": KEY}), token=TOKEN, host=Host())

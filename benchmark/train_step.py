@@ -377,9 +377,8 @@ def run_tree(*, tiny: bool, dtype: str) -> dict[str, float]:
     if tiny:
         shape |= {"prompt_tokens": 20, "turn_tokens": 8, "trained_tokens": 5, "flat_tokens": 16}
     with tempfile.TemporaryDirectory() as folder:
-        LlamaConfig(**(TINY if tiny else FORKED | {"num_hidden_layers": 4}), tie_word_embeddings=True).save_pretrained(
-            folder
-        )
+        sizes: dict[str, Any] = (TINY if tiny else FORKED | {"num_hidden_layers": 4}) | {"tie_word_embeddings": True}
+        LlamaConfig(**sizes).save_pretrained(folder)
         config = TrainEngineConfig(path=folder, init_from_scratch=True, dtype=dtype, optimizer=OptimizerConfig())
         engine = TRAIN_ENGINES["fsdp"](config, role="actor", total_steps=9, mesh=TrainerMesh.open(None), seed=0)
     vocabulary = (TINY if tiny else FORKED)["vocab_size"]
