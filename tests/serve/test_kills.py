@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from areal.system.heartbeat import read_beats
 from tests.serve.adapters import random_data, write_model
 from tests.serve.http_client import HttpClient, HttpModel
 
@@ -68,14 +70,23 @@ class Killer:
 
     def __init__(self, run, steps, names=("trainer-0", "controller", "server-0")):
         self.run, self.steps, self.names = run, steps, names
-        self.killed = []
+        self.killed, self.pids = [], []
         self.draw = random.Random(4)
+
+    def pid_of(self, name):
+        """The id of the running process, once the launcher has written it after the last kill."""
+        while True:
+            beat = read_beats(self.run / "alive.json").get(name)
+            if beat is not None and beat.pid not in self.pids:
+                self.pids.append(beat.pid)
+                return beat.pid
+            time.sleep(0.02)
 
     def __call__(self, step):
         if step not in self.steps:
             return
         name = self.names[len(self.killed) % len(self.names)]
-        pid = json.loads((self.run / "alive.json").read_bytes())[name]["pid"]
+        pid = self.pid_of(name)
         timer = threading.Timer(self.draw.random() * 0.02, os.kill, (pid, signal.SIGKILL))
         timer.start()
         timer.join()
