@@ -87,10 +87,9 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The tree of rows; its tokens are in depth-first order, and a branch goes on before those that leave it begin.
+    """The tree of rows. Its tokens are in depth-first order: after a token come those that have it before them.
 
-    Of the branches that leave one, the last to leave is the first in order: after a token come those that have it
-    before them.
+    A branch comes before those that leave it; of these, the last to leave is the first in order.
     """
 
     branches: list[Branch]

@@ -247,6 +247,7 @@ class Gateway:
         for task in self._samples.values():
             task.cancel()
         await asyncio.gather(*self._samples.values(), return_exceptions=True)
+        await self._sampling.close()
 
     # Sessions.
 

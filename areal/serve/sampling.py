@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 
 from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, PromptScoring
-from areal.api.errors import RequestError
+from areal.api.errors import ArealError, RequestError
 from areal.api.metrics import gather_or_cancel
 from areal.fleet.fleet import Fleet
 from areal.observe.log import get_logger
@@ -79,7 +79,7 @@ class SampleBody(Body):
     prompt_alt_tokens_k: int = 0
 
 
-class LoadedAdapters:
+class AdapterPool:
     """The adapters on the inference servers: loaded at the first request, the one unused longest leaves for others."""
 
     def __init__(self, fleet: Fleet, limit: int) -> None:
@@ -121,6 +121,13 @@ class LoadedAdapters:
             async with self._changed:
                 self._changed.notify_all()
 
+    async def close(self) -> None:
+        """Cancel loads and unloads, and wait for their end."""
+        tasks = [*self._loaded.values(), *self._leaving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def _let_leave(self) -> None:
         """Unload the adapter that was not used for the longest time, if one has no user."""
         name = next((name for name in self._loaded if name not in self._users), None)
@@ -132,7 +139,7 @@ class LoadedAdapters:
         try:
             await load
             await self._fleet.unload_adapter(name)
-        except RequestError as error:
+        except ArealError as error:
             _log.warning("adapter %s was not unloaded: %s", name, error)
         finally:
             async with self._changed:
@@ -145,7 +152,7 @@ class Sampling:
 
     def __init__(self, fleet: Fleet, *, max_adapters: int, context_length: int) -> None:
         self._fleet, self._context_length = fleet, context_length
-        self._adapters = LoadedAdapters(fleet, max_adapters)
+        self._adapters = AdapterPool(fleet, max_adapters)
         self.has_started = asyncio.Event()
         """The owner sets it when the fleet has started. Requests wait for it."""
 
@@ -156,6 +163,10 @@ class Sampling:
             return await self._sample(body, "", group_id)
         async with self._adapters.used(adapter) as name:
             return await self._sample(body, name, group_id)
+
+    async def close(self) -> None:
+        """To call after the last sample."""
+        await self._adapters.close()
 
     async def _sample(self, body: SampleBody, adapter: str, group_id: str) -> bytes:
         requests = make_requests(body, adapter, group_id, context_length=self._context_length)

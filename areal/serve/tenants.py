@@ -42,7 +42,7 @@ class Operation:
     is_ok: bool = True
     result: Place | None = None
     deliveries: int = 0
-    """How often the trainer got it in vain."""
+    """How often it was sent to the trainer."""
 
     @property
     def request_id(self) -> str:

@@ -5,7 +5,6 @@ Field numbers are those of the SDK's messages. Nothing is imported from the SDK,
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ _MESSAGES = {
     "FieldsEntry": "1 key string, 2 value BatchedTensor",
     "ArrayRecord": "1 type_tag string, 2 fields FieldsEntry*, 3 num_datums int64",
     "NumberEntry": "1 key string, 2 value double",
-    "MetricEntry": "1 key string, 2 value double",
     "LossValue": "1 number double, 2 text string",
     "ValueEntry": "1 key string, 2 value LossValue",
     "TensorEntry": "1 key string, 2 value Tensor",
@@ -38,7 +36,7 @@ _MESSAGES = {
     "Datum": "1 model_input Chunk*, 2 loss_fn_inputs TensorEntry*",
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string, "
     "5 loss_fn_config NumberEntry*, 6 forward_only bool, 7 loss_fn_config_v2 ValueEntry*",
-    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics MetricEntry*",
+    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics NumberEntry*",
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
     "AltTokens": "1 tokens Tensor, 2 logprobs Tensor",
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs TopkLogprobs",
@@ -229,17 +227,6 @@ def _by_trailing_shape(logprobs: Sequence[np.ndarray]) -> list[tuple[tuple[int, 
             groups.append((one.shape[1:], []))
         groups[-1][1].append(one)
     return groups
-
-
-def decode_loss_output(data: bytes) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Log-probabilities of each datum and metrics, from a ForwardBackwardOutput."""
-    message, found = _parsed("ForwardBackwardOutput", data), list[np.ndarray]()
-    for record in message.loss_fn_outputs:
-        tensor = next(entry.value for entry in record.fields if entry.key == "logprobs")
-        ends = np.frombuffer(tensor.offsets, "<i8") // 4
-        flat, trailing = np.frombuffer(tensor.data, "<f4"), tuple(tensor.trailing_shape)
-        found += [flat[low:high].reshape(-1, *trailing) for low, high in itertools.pairwise(ends)]
-    return found, {entry.key: entry.value for entry in message.metrics}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,9 +109,9 @@ def test_a_state_is_found_at_the_ends_of_prompts_and_answers_until_others_need_i
     long = prompts[5]  # 60 tokens
     first = driver.add(long, max_new_tokens=30)
     driver.steps(3)
-    begun = driver.add([*first.token_ids, 5], max_new_tokens=1)
+    next_turn = driver.add([*first.token_ids, 5], max_new_tokens=1)
     driver.run()
-    assert begun.num_cached == 48
+    assert next_turn.num_cached == 48
     assert cached([*first.token_ids, 5], max_new_tokens=1) == 80
     assert cached([*long[:50], 5], max_new_tokens=1) == 48
     assert cached([*long[:40], 5], max_new_tokens=1) == 0

@@ -5,7 +5,8 @@ import time
 import urllib.error
 import urllib.request
 
-from areal.serve.wire import LossRequest, RequestAddress, decode_loss_output, encode_loss_request
+from areal.serve.wire import LossRequest, RequestAddress, encode_loss_request
+from tests.serve.adapters import decode_loss_output
 
 PATIENCE_S = 120.0
 

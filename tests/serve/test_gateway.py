@@ -17,14 +17,13 @@ from areal.serve.wire import (
     PROTOBUF,
     LossRequest,
     RequestAddress,
-    decode_loss_output,
     decode_sample,
     encode_loss_request,
 )
 from areal.serve.worker import Executor, GatewayClient
 from areal.system.network import Host, http_address, listen
 from tests.run_token import TOKEN
-from tests.serve.adapters import MAX_RANK, make_slots, random_data, write_model
+from tests.serve.adapters import MAX_RANK, decode_loss_output, make_slots, random_data, write_model
 
 KEYS = {"ann": "tml-ann", "bob": "tml-bob"}
 

@@ -38,7 +38,7 @@ async def model_of(service, number=0):
 
 
 class Trainer:
-    """A rank that records what it is told, without computing."""
+    """A trainer rank that reports a fixed result for each command, without computing."""
 
     def __init__(self, service, run_id=0, rank=0):
         self.service, self.run_id, self.rank = service, run_id, rank
