@@ -20,7 +20,7 @@ import orjson
 from areal.api.errors import ArealError, ConfigError
 from areal.observe.log import get_logger
 from areal.system.network import TOKEN_VARIABLE
-from areal.system.process import AREAL_PROCESS, ProcessContext
+from areal.system.process import AREAL_PROCESS, ProcessContext, opened_log
 from areal.system.worker_process import WorkerEnded, WorkerProcess
 
 START_LIMIT_S = 180.0  # Packages of others import for long on a busy machine.
@@ -67,7 +67,7 @@ class _Live:
     """One process. `facts` is set when the adapter has started."""
 
     def __init__(self, setup: WorkerSetup, folder: Path) -> None:
-        with open(folder / "worker.log", "ab") as log:
+        with opened_log(folder / "worker.log") as log:
             try:
                 self.process = WorkerProcess(setup.command, _variables(folder), log=log)
             except OSError as error:
@@ -161,6 +161,7 @@ class EnvironmentWorker:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._live: _Live | None = None
+        self._episodes: dict[str, _Live] = {}
         self._temporary = ""
         self._places: asyncio.Semaphore | None = None
 
@@ -184,15 +185,17 @@ class EnvironmentWorker:
     async def call(self, name: str, given: Mapping[str, Any], *, episode: str | None = None, limit_s: float) -> Any:
         """The result of a method of the adapter, or of an episode, which its first call opens. Raises
         EnvironmentFailed: `env.server_died` when the process ended, `env.timeout`, or the error of the adapter."""
-        live = self._started()
+        live = self._started() if episode is None else self._episodes.get(episode) or self._started()
+        if episode is not None:
+            self._episodes[episode] = live  # an episode that has lost its worker does not continue in the next one
         _facts(await live.facts)
         return await live.call(name, given, episode=episode, limit_s=limit_s)
 
     async def close_episode(self, episode: str, *, limit_s: float) -> None:
         """End an episode in the worker. One that has ended or does not answer is no error here."""
-        if self._live is not None and not self._live.has_ended:
+        if (live := self._episodes.pop(episode, None)) is not None and not live.has_ended:
             with suppress(EnvironmentFailed):
-                await self._live.call("close", {}, episode=episode, limit_s=limit_s)
+                await live.call("close", {}, episode=episode, limit_s=limit_s)
 
     @property
     def pid(self) -> int | None:
