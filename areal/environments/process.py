@@ -69,7 +69,7 @@ class _Live:
     def __init__(self, setup: WorkerSetup, folder: Path) -> None:
         with opened_log(folder / "worker.log") as log:
             try:
-                self.process = WorkerProcess(setup.command, _variables(folder), log=log)
+                self.process = WorkerProcess(setup.command, _variables(setup, folder), log=log)
             except OSError as error:
                 text = f"workflow_args.python: {setup.interpreter} cannot be started: {error.strerror}"
                 raise EnvironmentFailed("EnvironmentMissing", text, "env.not_found") from error
@@ -223,10 +223,11 @@ class EnvironmentWorker:
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
 
 
-def _variables(folder: Path) -> dict[str, str]:
+def _variables(setup: WorkerSetup, folder: Path) -> dict[str, str]:
     """The environment of a worker: no secret and no module path of areal, home and caches below `folder`."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     env = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
     caches = {"XDG_CACHE_HOME": home / ".cache", "XDG_CONFIG_HOME": home / ".config", "XDG_DATA_HOME": home / ".data"}
-    return env | {name: str(path) for name, path in {"HOME": home, **caches}.items()} | {"OMP_NUM_THREADS": "1"}
+    others = {"OMP_NUM_THREADS": "1", "AREAL_MAX_CONCURRENT": str(setup.max_concurrent or _CONCURRENT)}
+    return env | {name: str(path) for name, path in {"HOME": home, **caches}.items()} | others
