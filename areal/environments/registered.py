@@ -1,0 +1,5 @@
+"""The workflows of environments that others published."""
+
+from areal.api.registry import register
+
+register("workflows", "reasoning_gym", "areal.environments.reasoning_gym:ReasoningGymWorkflow")
