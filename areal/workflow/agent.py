@@ -173,7 +173,9 @@ class FinishedSession:
 
     @property
     def reward(self) -> float | None:
-        """Reward of the whole session, with those of its turns; None: there is none."""
+        """Reward of the whole session, with those of its turns; None: there is none, or nothing that it is for."""
+        if not self.session.counts.generated_tokens:
+            return None
         if self.given_reward is not None or self.turn_rewards:
             return (self.given_reward or 0.0) + sum(self.turn_rewards.values())
         return None if self.score is None else self.score.reward
@@ -201,7 +203,7 @@ class FinishedSession:
 
     @property
     def is_usable(self) -> bool:
-        return self.reward is not None and self.session.counts.generated_tokens > 0
+        return self.reward is not None
 
     @property
     def agent_error(self) -> str:
@@ -273,6 +275,7 @@ def _missing_reason(found: Sequence[FinishedSession]) -> str:
     reasons = Counter(
         "agent_timeout" if one.outcome.status == "timeout" or one.outcome.refusal == "agent.time_budget"
         else "turn_budget" if any(one.session.counts.refused[code] for code in BUDGET_CODES)
+        else "no_turns" if one.given_reward is not None
         else "no_reward"
         for one in found if not one.is_usable
     )  # fmt: skip
