@@ -8,7 +8,8 @@ from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.config.schema import options_without_effect
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
-from areal.trainer.policy_update import TEACHER_LOGPROBS, Teacher, distillation_loss
+from areal.trainer.teacher import Teacher, distillation_loss
+from areal.trainer.teacher_servers import TEACHER_LOGPROBS
 from tests.expect import raises_code
 
 
@@ -31,7 +32,7 @@ def another_table(toolbox, **options):
 
 def prepared(toolbox, engine, batch, config, *, teacher_engine):
     actor = PPOActor(engine, actor_config(), teacher=config)
-    teacher = Teacher(teacher_engine, config)
+    teacher = Teacher(teacher_engine, config, policy=engine)
     batch = teacher.with_teacher_logprobs(actor.with_prox_logprobs(batch))
     batch, metrics = teacher.with_advantages(actor.with_advantages(batch))
     return actor, batch, metrics
