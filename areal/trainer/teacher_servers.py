@@ -100,7 +100,7 @@ class TeacherServers:
         self.tokenizer = load_tokenizer(options.tokenizer_path) if options.tokenizer_path else None
         self._options, self._top_k, self._timeout_s = options, teacher.top_k, teacher.server_timeout_s
         addresses, token = map(server_url, options.server_addrs), os.environ.get(TEACHER_TOKEN, "")
-        self._clients = [ServerClient(f"the teacher at {url}", url, token=token) for url in addresses]
+        self._clients = [ServerClient("the teacher", url, token=token) for url in addresses]
         self._next = itertools.cycle(self._clients)
         self._room = asyncio.Semaphore(_CALLS_PER_SERVER * len(self._clients))
 
