@@ -3,7 +3,8 @@
     python benchmark/distillation.py [--seeds 0 1 2] [--fileroot runs/distillation]
 
 Each seed runs the quickstart, whose last model is the teacher, on a native server. Then the same warm start learns from
-the teacher alone: KL(policy || teacher) over its 16 likeliest tokens, no reward. Rule: the tokens that the servers
+the teacher alone: KL(policy || teacher) over its 16 likeliest tokens, no reward, and one answer to each prompt, because
+nothing compares answers. Rule: the tokens that the servers
 generated until the first evaluation whose sampled accuracy is at least .95 of the teacher's; at most half of those of
 GRPO. The last line is JSON.
 """
@@ -86,7 +87,8 @@ def compare(seed: int, fileroot: str) -> dict[str, Any]:
             ),
             *(f"cluster.fileroot={root}", f"teacher={section}loss_coef: 1, top_k: 16}}"),
             *("rollout.should_accept_fn=", "rollout.dynamic_bs=false", "actor.optimizer.lr=1e-3"),
-            *("total_train_steps=60", "evaluator.freq_steps=5"),
+            *("gconfig.n_samples=1", "actor.group_size=1", "actor.reward_norm=null", "train_dataset.batch_size=256"),
+            *("total_train_epochs=4", "total_train_steps=120"),
         )
     finally:
         server.terminate()

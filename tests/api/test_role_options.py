@@ -60,7 +60,6 @@ def test_these_load(load, overrides):
         (["teacher.servers=[{sources: [math]}]"], "teacher.servers[0].server_addrs", "config.missing_requirement"),
         (["teacher.servers=[{server_addrs: ['h:1']}, {server_addrs: ['h:2']}]"], "teacher.servers", "config.conflict"),
         ([SERVERS, "teacher.dtype=float32"], "teacher.dtype", "config.conflict"),
-        ([SERVERS, "teacher.average_decay=0.9"], "teacher.average_decay", "config.conflict"),
         ([SERVERS, "teacher.top_k=8"], "teacher.top_k", "config.conflict"),
         ([SERVERS, "gconfig.temperature=0.5"], "teacher.servers", "config.conflict"),
         (["teacher={path: /models/tiny, average_decay: 0.9}"], "teacher.dtype", "config.conflict"),
