@@ -269,7 +269,7 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[str, FakeFleet]]:
     try:
         yield http_address(bound), fleet
     finally:
-        await handlers.close()
+        await sampling.close()
         await runner.cleanup()
         journal.cancel()
         await asyncio.gather(journal, return_exceptions=True)

@@ -4,7 +4,6 @@ A client waits for a result in POST /retrieve_future, which is held until there 
 is journalled before its number is answered, and its result before it is given out.
 """
 
-import asyncio
 import hmac
 import re
 import time
@@ -22,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.api.errors import ArealError, RequestError
 from areal.observe.log import get_logger
-from areal.serve.sampling import Body, Number, SampleBody, Sampling
+from areal.serve.sampling import Body, Number, SampleBody, Sampling, queue_of
 from areal.serve.service import ADAPTER, Service, failure, weights_folder
 from areal.serve.tenants import SAMPLER, TRAINING, Model, NotFound, SavedWeights
 from areal.serve.wire import PROTOBUF, address_of
@@ -33,8 +32,10 @@ _log = get_logger("serve")
 
 HOLD_S = 25.0
 """A request for a result is held for this time. The SDK gives up after 45 s, and asks again at once after an answer."""
-KEEP_S = 600.0
-"""A sample is kept for this time."""
+SESSION_S = 900.0
+"""A session of which nothing was heard for this time has ended."""
+SAMPLES_AHEAD = 1024
+"""Numbers of samples that are journalled at once."""
 MAX_BODY_BYTES = 64 * 2**20
 API = "/api/v1"
 _NAME = re.compile(r"[\w-][\w.-]{0,127}")
@@ -121,6 +122,20 @@ class FutureBody(Body):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TargetBody(Body):
+    sampling_session_id: str
+    cloned_sampler_id: Number = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuturesBody(Body):
+    target: TargetBody
+    prev_cursor: Number = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    retrieved_request_ids: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingModelBody(Body):
     model_id: str
 
@@ -196,12 +211,14 @@ class Gateway:
     def __init__(self, service: Service, sampling: Sampling, *, hold_s: float = HOLD_S) -> None:
         self._service, self._sampling, self._hold_s = service, sampling, hold_s
         self._tenants = service.tenants
-        self._samples: dict[str, asyncio.Task[bytes]] = {}
-        """Sampling requests by their ids."""
+        self._lost = {name: (one.first, one.limit) for name, one in self._tenants.numbers.items()}
+        """Queue -> the samples that an earlier gateway may not have answered."""
+        self._heard = dict.fromkeys(self._tenants.sessions, time.monotonic())
+        """Session -> when something was heard of it."""
 
     def routes(self) -> list[web.RouteDef]:
         posts: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {
-            "client/config": self.nothing,
+            "client/config": self.client_config,
             "client/dynamic_config": self.nothing,
             "telemetry": self.telemetry,
             "create_session": self.create_session,
@@ -219,6 +236,7 @@ class Gateway:
             "create_sampling_session": self.create_sampler,
             "asample": self.sample,
             "retrieve_future": self.retrieve,
+            "retrieve_futures": self.retrieve_many,
             "cancel_future": self.cancel,
         }
         run = "training_runs/{model}"
@@ -243,16 +261,14 @@ class Gateway:
             web.put(f"{API}/{checkpoint}/ttl", self.set_ttl),
         ]
 
-    async def close(self) -> None:
-        for task in self._samples.values():
-            task.cancel()
-        await asyncio.gather(*self._samples.values(), return_exceptions=True)
-        await self._sampling.close()
-
     # Sessions.
 
+    async def client_config(self, request: web.Request) -> web.Response:
+        """Flags of the SDK: a client waits for all its samples in one request. It computes losses of its own."""
+        return _json({"sample_use_retrieve_futures": True})
+
     async def nothing(self, request: web.Request) -> web.Response:
-        """The flags of the client keep their defaults."""
+        """The flags keep their defaults."""
         return _json({})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -273,18 +289,36 @@ class Gateway:
         session = uuid.uuid5(uuid.NAMESPACE_URL, given).hex
         if session not in self._tenants.sessions:
             await self._service.record_once(session, {"event": "session", "id": session, "key": request["key"]})
+        self._heard[session] = time.monotonic()
         return _json({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, request: web.Request) -> web.Response:
-        self._tenants.session(parsed(SessionBody, await read_body(request)).session_id, request["key"])
+        session = parsed(SessionBody, await read_body(request)).session_id
+        if session in self._tenants.ended:
+            return _json({"error": f"session {session} has ended"}, 410)
+        self._heard[self._tenants.session(session, request["key"])] = time.monotonic()
         return _json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: web.Request) -> web.Response:
-        self._tenants.session(request.match_info["session"], request["key"])
+        await self._end(self._tenants.session(request.match_info["session"], request["key"]))
         return web.Response(status=204)
 
+    async def end_silent_sessions(self) -> None:
+        """End the sessions of clients that are gone: their samplers and samples. Their models stay."""
+        since = time.monotonic() - SESSION_S
+        for session in [name for name, at in self._heard.items() if at < since]:
+            await self._end(session)
+
+    async def _end(self, session: str) -> None:
+        self._heard.pop(session, None)
+        for sampler in [one.id for one in self._tenants.samplers.values() if one.session == session]:
+            self._sampling.forget(sampler)
+        await self._service.record({"event": "ended", "id": session})
+
     async def list_sessions(self, request: web.Request) -> web.Response:
-        return _json({"sessions": [one for one, key in self._tenants.sessions.items() if key == request["key"]]})
+        sessions = self._tenants.sessions.items()
+        names = [name for name, key in sessions if key == request["key"] and name not in self._tenants.ended]
+        return _json({"sessions": names})
 
     async def get_session(self, request: web.Request) -> web.Response:
         session = self._tenants.session(request.match_info["session"], request["key"])
@@ -454,26 +488,33 @@ class Gateway:
         body = parsed(SampleBody, await read_body(request))
         sampler = self._tenants.sampler(body.sampling_session_id, request["key"])
         request_id = f"{sampler.id}:{body.seq_id}"
-        if request_id not in self._samples:
+        await self._number_samples(queue_of(request_id), body.seq_id)
+        if request_id not in self._sampling:
             folder = None
             if sampler.path:
-                if sampler.path not in self._tenants.saved:
+                saved = self._tenants.saved.get(sampler.path)
+                if saved is None:
                     raise NotFound(f"{sampler.path} was deleted")
-                folder = weights_folder(self._service.folder, sampler.path, sampler.seq) / ADAPTER
-            work = self._sampling.sample(body, folder, request_id)
-            self._samples[request_id] = asyncio.create_task(work, name=request_id)
-            self._samples[request_id].add_done_callback(lambda _: self._forget_later(request_id))
+                seq = saved.seq if sampler.seq is None else sampler.seq
+                folder = weights_folder(self._service.folder, sampler.path, seq) / ADAPTER
+            self._sampling.start(request_id, body, folder)
+        if sampler.session in self._heard:
+            self._heard[sampler.session] = time.monotonic()
         ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
         return _json({"request_id": request_id, "sample_sequence_ids": ids})
 
-    def _forget_later(self, request_id: str) -> None:
-        asyncio.get_running_loop().call_later(KEEP_S, self._samples.pop, request_id, None)
+    async def _number_samples(self, queue: str, seq: int) -> None:
+        """Journal, for many samples at once, which numbers a client may have used: a later gateway tells it that they
+        are lost."""
+        while (seen := self._tenants.numbers.get(queue)) is None or seq >= seen.limit:
+            first = self._sampling.first_open(queue)
+            event = {"event": "samples", "queue": queue, "first": seq if first is None else min(first, seq)}
+            await self._service.record_once(queue, event | {"limit": seq + SAMPLES_AHEAD})
 
     async def cancel(self, request: web.Request) -> web.Response:
         request_id = parsed(FutureBody, await read_body(request)).request_id
         self._tenants.sampler(request_id.rpartition(":")[0], request["key"])
-        if (task := self._samples.pop(request_id, None)) is not None:
-            task.cancel()
+        self._sampling.cancel(request_id)
         return _json({})
 
     # Results.
@@ -490,15 +531,32 @@ class Gateway:
         is_message = operation.kind == "loss" and operation.is_ok
         return web.Response(body=data, content_type=PROTOBUF if is_message else "application/json")
 
+    async def retrieve_many(self, request: web.Request) -> web.Response:
+        """Which samples of a client have ended since its last request. Those of an earlier gateway have failed."""
+        body = parsed(FuturesBody, await read_body(request))
+        sampler = self._tenants.sampler(body.target.sampling_session_id, request["key"])
+        queue = f"{sampler.id}:{body.target.cloned_sampler_id}"
+        lost: list[str] = []
+        if queue in self._lost and self._sampling.is_older(queue, body.prev_cursor):
+            numbers = range(*self._lost[queue])
+            lost = [name for name in (f"{sampler.id}:{seq}" for seq in numbers) if name not in self._sampling]
+        limit_s = 0.0 if lost else self._hold_s if body.timeout is None else min(body.timeout, self._hold_s)
+        retrieved = body.retrieved_request_ids
+        cursor, names = await self._sampling.completions(queue, body.prev_cursor, retrieved, limit_s)
+        facts: list[dict[str, Any]] = [{"state": "failed", "request_id": name} for name in lost]
+        for name in names:
+            size = self._sampling.size_of(name)
+            state = {"state": "failed"} if size is None else {"state": "finished"}
+            facts.append(state | {"request_id": name, "response_payload_uncompressed_size": size})
+        return _json({"completions": facts, "cursor": cursor})
+
     async def _sampled(self, request_id: str, key: str) -> web.Response:
         self._tenants.sampler(request_id.rpartition(":")[0], key)
-        task = self._samples.get(request_id)
-        if task is None:
+        if request_id not in self._sampling:
             return _json({"error": f"sample {request_id} is not known here: send it again"}, 410)
-        await asyncio.wait([task], timeout=self._hold_s)
-        if not task.done():
+        task = await self._sampling.wait(request_id, self._hold_s)
+        if task is None:
             return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
-        asyncio.get_running_loop().call_later(KEEP_S, self._samples.pop, request_id, None)
         if task.cancelled():
             return web.Response(body=failure("the request was cancelled"), content_type="application/json")
         if (error := task.exception()) is None:

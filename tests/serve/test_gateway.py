@@ -115,7 +115,7 @@ async def opened(folder, *, hold_s=5.0):
             address = http_address(bound)
             yield Api(session, address), Api(session, address, "tml-bob"), fleet, service, address
     finally:
-        await gateway.close()
+        await sampling.close()
         await runner.cleanup()
         journal.cancel()
         await asyncio.gather(journal, return_exceptions=True)
@@ -301,8 +301,8 @@ async def test_a_sample_waits_for_the_start_of_the_fleet():
     fleet = FakeFleet()
     sampling = Sampling(fleet, max_adapters=2, context_length=64)
     body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
-    waiting = asyncio.create_task(sampling.sample(body, None, "g"))
-    await asyncio.sleep(0)
+    sampling.start("s:1", body, None)
+    assert await sampling.wait("s:1", 0.0) is None
     assert fleet.requests == []
     sampling.has_started.set()
-    assert decode_sample(await waiting)[0].token_ids == [7, 7, 7]
+    assert decode_sample((await sampling.wait("s:1", 5.0)).result())[0].token_ids == [7, 7, 7]
