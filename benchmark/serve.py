@@ -260,8 +260,8 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[str, FakeFleet]]:
     limits = {"max_adapters": 4, "context_length": shape.context_length}
     sampling = Sampling(fleet, **limits)  # pyright: ignore[reportArgumentType]
     sampling.has_started.set()
-    handlers = Gateway(service, sampling)
-    app = make_app(handlers, TrainerRoutes(service), Keys({"user": KEY}), token=TOKEN, host=Host())
+    keys = Keys({"user": KEY})
+    app = make_app(Gateway(service, sampling, keys), TrainerRoutes(service), keys, token=TOKEN, host=Host())
     runner = web.AppRunner(app, access_log=None, auto_decompress=False)
     await runner.setup()
     bound = listen(Host(), TOKEN)

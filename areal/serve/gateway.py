@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from aiohttp import web
@@ -23,8 +24,9 @@ from areal.api.errors import ArealError, RequestError
 from areal.observe.log import get_logger
 from areal.serve.sampling import Body, Number, SampleBody, Sampling, queue_of
 from areal.serve.service import ADAPTER, Service, failure, weights_folder
-from areal.serve.tenants import SAMPLER, TRAINING, Model, NotFound, SavedWeights
+from areal.serve.tenants import EXTERNAL, INFLIGHT, SAMPLER, TRAINING, Model, NotFound, SavedWeights
 from areal.serve.wire import PROTOBUF, address_of
+from areal.system.durable import COMPLETE
 from areal.system.http_guard import RequestGuard, read_body
 from areal.system.network import Host
 
@@ -37,9 +39,11 @@ SESSION_S = 900.0
 SAMPLES_AHEAD = 1024
 """Numbers of samples that are journalled at once."""
 MAX_BODY_BYTES = 64 * 2**20
-API = "/api/v1"
+API, DOWNLOAD = "/api/v1", "/download"
+URL_S = 3600
+"""A URL for a download is valid for this time."""
 _NAME = re.compile(r"[\w-][\w.-]{0,127}")
-_CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler"}
+_CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,8 @@ class StepBody(TrainingBody):
 class SaveBody(TrainingBody):
     path: str | None = None
     sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    age_encryption_recipients: list[str] | None = None
     ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
@@ -207,12 +213,18 @@ class Keys:
         data = given.encode("utf-8", "surrogateescape")
         return next((name for name, key in self._keys.items() if hmac.compare_digest(key, data)), "")
 
+    def signature(self, user: str, text: str) -> str:
+        """Shows that this service wrote `text` for a user. NotFound for an unknown one."""
+        if user not in self._keys:
+            raise NotFound(f"there is no user {user}")
+        return hmac.new(self._keys[user], text.encode(), "sha256").hexdigest()
+
 
 class Gateway:
     """The handlers of the requests of clients. `request["key"]` is the name of the user."""
 
-    def __init__(self, service: Service, sampling: Sampling, *, hold_s: float = HOLD_S) -> None:
-        self._service, self._sampling, self._hold_s = service, sampling, hold_s
+    def __init__(self, service: Service, sampling: Sampling, keys: Keys, *, hold_s: float = HOLD_S) -> None:
+        self._service, self._sampling, self._keys, self._hold_s = service, sampling, keys, hold_s
         self._tenants = service.tenants
         self._lost = {name: (one.first, one.limit) for name, one in self._tenants.numbers.items()}
         """Queue -> the samples that an earlier gateway may not have answered."""
@@ -253,6 +265,7 @@ class Gateway:
             "training_runs": self.list_runs,
             run: self.get_run,
             f"{run}/checkpoints": self.list_of_run,
+            f"{checkpoint}/external_weights_urls": self.download_urls,
             "checkpoints": self.list_checkpoints,
         }
         return [
@@ -262,6 +275,7 @@ class Gateway:
             web.post(f"{API}/{checkpoint}/publish", self.publish),
             web.delete(f"{API}/{checkpoint}/publish", self.publish),
             web.put(f"{API}/{checkpoint}/ttl", self.set_ttl),
+            web.get(f"{DOWNLOAD}/{{user}}/{{expires}}/{{signature}}/{{model}}/{{name}}/{{file}}", self.download),
         ]
 
     # Sessions.
@@ -394,13 +408,6 @@ class Gateway:
         arguments = {"path": body.path, "saved_seq": saved.seq, "optimizer": body.optimizer}
         return await self._accepted(model, seq, "load", arguments | {"settings": dict(saved.settings)})
 
-    async def save_external(self, request: web.Request) -> web.Response:
-        """Not supported: the request has used its number."""
-        data = await read_body(request)
-        model, seq = self._address(data, request["key"])
-        error = {"error": "save_weights_external is not supported: use save_weights_for_sampler"}
-        return await self._accepted(model.id, seq, "invalid", error, data)
-
     async def get_info(self, request: web.Request) -> web.Response:
         model = self._tenants.model(parsed(TrainingModelBody, await read_body(request)).model_id, request["key"])
         served = self._service.served
@@ -443,21 +450,29 @@ class Gateway:
     async def save_for_sampler(self, request: web.Request) -> web.Response:
         return await self._save(await read_body(request), request["key"], "export", SAMPLER)
 
+    async def save_external(self, request: web.Request) -> web.Response:
+        return await self._save(await read_body(request), request["key"], "export", EXTERNAL)
+
     async def _save(self, data: bytes, key: str, kind: str, where: str) -> web.Response:
         model, seq = self._address(data, key)
         if seq in model.operations:
             return _json({"request_id": model.operations[seq].request_id, "model_id": model.id})
         try:
             body = parsed(SaveBody, data)
-            arguments: dict[str, Any] = {"name": body.path or f"{seq:06d}"}
-            if body.sampling_session_seq_id is not None:
-                arguments = {"name": f"session-{body.sampling_session_seq_id}"}
-                arguments["sampler"] = f"{model.session}:sample:{body.sampling_session_seq_id}"
+            arguments: dict[str, Any] = {"name": body.path or f"{seq:06d}", "where": where}
             if not _NAME.fullmatch(arguments["name"]):
                 text = f"path: {arguments['name']!r} is not a name of letters, digits, -, _ and ."
                 raise RequestError(text, code="request.invalid_field")
+            if body.age_encryption_recipients:
+                text = "age_encryption_recipients is not supported: the files are not encrypted"
+                raise RequestError(text, code="request.invalid_field")
+            if body.sampling_session_seq_id is not None:
+                is_inflight = body.kind == "inflight"
+                arguments["name"] = INFLIGHT if is_inflight else f"session-{body.sampling_session_seq_id}"
+                arguments["sampler"] = f"{model.session}:sample:{body.sampling_session_seq_id}"
             path = f"tinker://{model.id}/{where}/{arguments['name']}"
-            if self._tenants.is_saved(path, time.time()) and not body.overwrite:
+            may_replace = body.overwrite or arguments["name"] == INFLIGHT
+            if self._tenants.is_saved(path, time.time()) and not may_replace:
                 raise RequestError(f"{path} exists: give another name, or overwrite", code="request.invalid_field")
         except RequestError as error:
             return await self._accepted(model.id, seq, "invalid", {"error": str(error)}, data)
@@ -645,6 +660,34 @@ class Gateway:
         ttl_s = parsed(TtlBody, await read_body(request)).ttl_seconds
         await self._service.change(self._own(request), expires_at=None if ttl_s is None else time.time() + ttl_s)
         return web.Response(status=204)
+
+    async def download_urls(self, request: web.Request) -> web.Response:
+        """A URL for each file of external weights, which needs no key."""
+        saved, expires = self._own(request), int(time.time()) + URL_S
+        user, urls = request["key"], dict[str, str]()
+        for file in [path for path in sorted(self._files(saved).iterdir()) if path.name != COMPLETE]:
+            place = f"{saved.model}/{saved.name}/{file.name}"
+            signature = self._keys.signature(user, f"{expires}/{place}")
+            urls[file.name] = f"{request.url.origin()}{DOWNLOAD}/{user}/{expires}/{signature}/{place}"
+        return _json({"urls": urls, "expires": date(expires)})
+
+    async def download(self, request: web.Request) -> web.StreamResponse:
+        """A file of external weights, for a URL of `download_urls`."""
+        user, expires, model, name, file = (
+            request.match_info[part] for part in ("user", "expires", "model", "name", "file")
+        )
+        expected = self._keys.signature(user, f"{expires}/{model}/{name}/{file}")
+        if not hmac.compare_digest(request.match_info["signature"].encode(), expected.encode()):
+            raise NotFound("this URL was not made here, or its user has another key")
+        if int(expires) < time.time():
+            raise NotFound("this URL has expired: ask for another one")
+        saved = self._tenants.weights(f"tinker://{model}/{EXTERNAL}/{name}", user, time.time())
+        return web.FileResponse(self._files(saved) / file)
+
+    def _files(self, saved: SavedWeights) -> Path:
+        if saved.kind != EXTERNAL:
+            raise NotFound(f"{saved.path} was not saved by save_weights_external")
+        return weights_folder(self._service.folder, saved.path, saved.seq) / ADAPTER
 
 
 class TrainerRoutes:

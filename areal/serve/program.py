@@ -49,8 +49,8 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
         owns_adapters=True,
     )
     sampling = Sampling(fleet, max_adapters=config.native.max_adapters, context_length=served.context_length)
-    gateway = Gateway(service, sampling)
     keys = Keys(json.loads((folder / KEYS).read_bytes()))
+    gateway = Gateway(service, sampling, keys)
     app = make_app(gateway, TrainerRoutes(service), keys, token=token, host=context.host)
     stopped: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):

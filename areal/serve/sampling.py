@@ -212,8 +212,8 @@ class Sampling:
         """The ids of samples that have ended since the answer with `cursor`, and the next cursor. `retrieved`: samples
         whose results the client has."""
         for request_id in retrieved:
-            if queue_of(request_id) == queue:
-                self._tasks.pop(request_id, None)
+            if request_id in self._tasks and queue_of(request_id) == queue:
+                del self._tasks[request_id]
         return await self._queue(queue).after(cursor, limit_s)
 
     def is_older(self, queue: str, cursor: int) -> bool:

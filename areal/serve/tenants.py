@@ -16,7 +16,10 @@ READ_ONLY = ("save", "export", "invalid")
 """Kinds that leave the adapter as it was."""
 MAX_REPLAYED = 64
 """Requests after which the next optimiser step is followed by a snapshot: what a restarted trainer repeats at most."""
-TRAINING, SAMPLER = "weights", "sampler_weights"
+TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
+"""Kinds of saved weights: with the state of training, for servers, and for download."""
+INFLIGHT = ".inflight"
+"""The name of the weights that the in-flight samplers of a model share, which later saves replace."""
 ALPHA = 32.0
 """The product of an adapter is multiplied by ALPHA / rank. The API has no field for it."""
 
