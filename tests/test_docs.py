@@ -266,6 +266,7 @@ BODIES = {
     "/compare": control_requests.CompareRequest,
     "/consumed": control_requests.ConsumedRequest,
     "/evaluate": control_requests.EvaluationRequest,
+    "/background": control_requests.BackgroundRequest,
     "/committed": control_requests.CommittedRequest,
     "/finish": control_requests.FinishRequest,
     "/generate": request_parser.GenerateBody,

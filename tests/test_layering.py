@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 ALL = {
     "api", "system", "observe", "algorithm", "data", "reward", "inference", "ledger", "rollout", "fleet", "weights",
-    "engine", "agent", "workflow", "models",
+    "engine", "agent", "workflow", "environments", "models",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
     "areal": {
@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"api", "system", "observe", "models", "algorithm", "data", "weights"},
     "agent": {"api", "system", "observe", "data"},
     "workflow": {"api", "observe", "data", "reward", "agent"},
+    "environments": {"api", "system", "observe", "data", "agent", "workflow"},
     "trainer": ALL,
     "launcher": {"api", "system", "observe", "models", "data", "server_side", "fleet"},
     "evaluate": ALL | {"trainer", "launcher"},

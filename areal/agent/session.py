@@ -25,6 +25,7 @@ from areal.agent.turns import (
     answer_message,
     with_call_ids,
 )
+from areal.api.columns import to_array
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, TokenChunk
 from areal.api.engine import InferenceEngine
@@ -418,7 +419,8 @@ class Session:
                 responses = await self._generate(turn_ids, request, context, settings, turn)
         except TimeoutError:
             self.counts.timed_out += 1
-            begun = [one.answer for one in turn.answers] or [_begun(turn_id, context) for turn_id in turn_ids]
+            begun = [one.answer for one in turn.answers]
+            begun = begun or [self._begun(turn_id, request, context) for turn_id in turn_ids]
             found = tuple(replace(one, finish_reason="length", token_ids=(), logprobs=()) for one in begun)
         except (InputError, RequestError) as error:
             raise TurnRefused(str(error), code="agent.request_refused", status=400) from error
@@ -512,7 +514,16 @@ class Session:
         )
         forced = context.token_ids[len(context.token_ids) - context.num_forced :]
         decode = setup.tokenizer.decode
-        return StreamedAnswer(_begun(turn_id, context), split, decode, setup.settings.stop_token_ids, forced)
+        begun = self._begun(turn_id, request, context)
+        return StreamedAnswer(begun, split, decode, setup.settings.stop_token_ids, forced)
+
+    def _begun(self, turn_id: str, request: TurnRequest, context: Context) -> TurnAnswer:
+        """An answer without tokens."""
+        ids = context.token_ids
+        return TurnAnswer(
+            turn_id=turn_id, text="", finish_reason=None, num_prompt_tokens=len(ids), token_ids=(), logprobs=(),
+            prompt_ids=to_array("i", self.transcript.plain(ids)[0]) if request.shows_prompt else (),
+        )  # fmt: skip
 
     def _reading(self, request: TurnRequest, context: Context) -> _Reading:
         style, num_asked = self._setup.style, len(context.token_ids) - context.num_forced
@@ -585,13 +596,12 @@ class Session:
             counts.format_errors += not has_format(found.text, request.answer_schema)
         counts.tool_calls += len(found.tool_calls)
         counts.malformed_calls += found.num_malformed
-        answer = TurnAnswer(
-            turn_id=turn_id,
+        answer = replace(
+            self._begun(turn_id, request, context),
             text=found.text,
             reasoning=found.reasoning,
             tool_calls=found.tool_calls,
             finish_reason=finish,
-            num_prompt_tokens=len(context.token_ids),
             num_cached_tokens=response.num_cached_tokens,
             token_ids=ids,
             logprobs=response.output_logprobs,
@@ -602,14 +612,6 @@ class Session:
         self.last_answer, self.last_context = answer, context.token_ids
         self.last_messages = [*request.messages, message] if request.messages else []
         return answer
-
-
-def _begun(turn_id: str, context: Context) -> TurnAnswer:
-    """An answer without tokens."""
-    num_tokens = len(context.token_ids)
-    return TurnAnswer(
-        turn_id=turn_id, text="", finish_reason=None, num_prompt_tokens=num_tokens, token_ids=(), logprobs=()
-    )
 
 
 def _has_failed(task: asyncio.Task[tuple[TurnAnswer, ...]]) -> bool:

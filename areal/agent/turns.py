@@ -48,6 +48,7 @@ class TurnRequest:
     answer_schema: dict[str, Any] | None = None  # JSON schema of an answer without tool calls; None: any text.
     num_answers: int = 1
     settings: TurnSettings = field(default_factory=TurnSettings)
+    shows_prompt: bool = False  # The answers have `prompt_ids`.
     num_bytes: int = 0  # Of the request, as JSON.
     fingerprint: str = ""  # SHA-256 of the dialect and the canonical body; equal for a request and its retry.
     retry_count: int = 0
@@ -65,6 +66,7 @@ class TurnAnswer:
     token_ids: Sequence[int]  # Generated tokens, with a generated end token.
     logprobs: Sequence[float]
     num_cached_tokens: int = 0  # Of the prompt.
+    prompt_ids: Sequence[int] = ()  # Tokens of the prompt, where the request wants them.
 
 
 def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -166,8 +166,8 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
     ),
     AlarmRule(
         code="alarm.missing_rewards",
-        value="share of episodes rejected as no_reward, agent_timeout or turn_budget, of the last 20 batches of "
-        "episodes, from the third on",
+        value="share of episodes rejected as no_reward, no_turns, agent_timeout or turn_budget, of the last 20 batches "
+        "of episodes, from the third on",
         side="above",
         limit=0.2,
         steps=1,

@@ -249,6 +249,7 @@ MISSING_REWARDS = {
     "agent_timeout": "the agent did not end in agent.timeout_s: raise it, or look for what the agent waits for",
     "turn_budget": "the budget of the session was used, and nothing gave a reward for what was done: raise "
     "agent.max_turns, agent.max_tokens or gconfig.max_tokens, or set reward_fn",
+    "no_turns": "the agent got a reward without an answer of the policy: look at the requests that were refused",
 }
 """Why an episode of an agent that did not fail has no reward, and what to do."""
 

@@ -165,8 +165,25 @@ class InferenceEngine(Protocol):
     def version(self) -> int: ...
 
 
+class PinnedReplica(InferenceEngine, Protocol):
+    """One replica of a fleet, which keeps its version while the others get newer ones."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Its server was replaced, or its weights were found to be wrong: answers so far count for nothing."""
+        ...
+
+    def release(self) -> None:
+        """It gets the newest version and serves the fleet again."""
+        ...
+
+
 class InferenceFleet(InferenceEngine, Protocol):
     """The controller's view of its replicas."""
+
+    def pin(self) -> PinnedReplica | None:
+        """Take a replica from the fleet, with the version that it serves; None when none can be spared."""
+        return None
 
     @property
     def vocab_size(self) -> int:

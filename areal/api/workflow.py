@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any
 
@@ -22,6 +23,10 @@ form): `score` is the reward, other numbers become metrics, other values are ign
 
 AcceptFn = Callable[[TrajectoryGroup], bool]
 """Called after scoring: whether a group is trained on. False rejects the episode and releases its capacity."""
+
+
+EPISODE_ID: ContextVar[int | None] = ContextVar("EPISODE_ID", default=None)
+"""The number of the running episode in the ledger; an episode that runs again has the same. None in evaluations."""
 
 
 class RolloutWorkflow(ABC):

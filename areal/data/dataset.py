@@ -9,11 +9,12 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.parse import parse_qsl
 
 import orjson
 
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
-from areal.api.config.data import is_row_function
+from areal.api.config.data import ENVIRONMENT_PREFIX, is_environment_path, is_row_function
 from areal.api.errors import ConfigError, InputError
 from areal.api.registry import (
     CURRICULUM_CALL,
@@ -220,6 +221,8 @@ def gsm8k_row(row: Row) -> Row:
 
 def _raw_rows(config: DatasetConfig, split: str, first: int | None) -> list[Row]:
     (name,) = config.paths
+    if is_environment_path(name):
+        return environment_rows(name)[:first]
     if is_row_function(name):
         return list(islice(_made_rows(name), first))
     files = dataset_files(name)
@@ -231,6 +234,24 @@ def _raw_rows(config: DatasetConfig, split: str, first: int | None) -> list[Row]
     if not files or not all(file.is_file() for file in files):
         raise InputError(f"there is no dataset file {name}: correct the dataset's path", code="data.not_found")
     return list(islice(chain.from_iterable(READERS[file.suffix](file) for file in files), first))
+
+
+def environment_rows(path: str) -> list[Row]:
+    """The rows of `env:NAME?size=N&seed=S&KEY=VALUE`: an environment makes the item of each from these columns.
+
+    Other keys are its config, JSON or text. InputError when size or seed is no number."""
+    name, _, query = path.removeprefix(ENVIRONMENT_PREFIX).partition("?")
+    config: dict[str, Any] = {"size": 1000, "seed": 0}
+    for key, text in parse_qsl(query, keep_blank_values=True):
+        try:
+            config[key] = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            config[key] = text
+    size, seed = config.pop("size"), config.pop("seed")
+    if type(size) is not int or type(seed) is not int or size < 1:
+        message = f"dataset {path}: size and seed must be whole numbers: {ENVIRONMENT_PREFIX}NAME?size=1000&seed=0"
+        raise InputError(message, code="data.invalid_file")
+    return [{"env": name, "config": config, "seed": seed, "index": index} for index in range(size)]
 
 
 def _made_rows(name: str) -> Iterator[Row]:

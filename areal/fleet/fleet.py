@@ -24,11 +24,12 @@ import numpy as np
 from areal.api.columns import ExpertShape, Packed, RoutedExperts, Runs, RunsBuilder, append, joined, to_runs
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
 from areal.api.data import MAX_LOGPROB, GenerationRequest, GenerationResponse, PromptScores, StopReason, TokenChunk
+from areal.api.engine import PinnedReplica
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
 from areal.data.image_files import RunImages
 from areal.fleet.replica import NO_VERSION, AnswerForm, PartChunk, Replica, ReplicaFactory, RequestLimits
-from areal.fleet.replica_set import ReplicaSet, Slot, State
+from areal.fleet.replica_set import Event, ReplicaSet, Slot, State, Weights
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit
@@ -57,8 +58,10 @@ def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> 
 class Answer:
     """One answer while it is generated: the tokens so far, and the part that a replica is to add now."""
 
-    def __init__(self, request: GenerationRequest, form: AnswerForm) -> None:
+    def __init__(self, request: GenerationRequest, form: AnswerForm, pin: Pin | None = None) -> None:
+        """`pin`: the replica that gives all of it."""
         self.request = request
+        self.pin = pin
         self.part = request
         """What a replica is asked for now: all of the answer, or the rest after an interruption."""
         self.call: Call | None = None
@@ -533,6 +536,47 @@ def by_prompt(asked: list[tuple[Answer, Round]]) -> list[list[tuple[Answer, Roun
     return prompts
 
 
+class Pin(PinnedReplica):
+    """Implements `areal.api.engine.PinnedReplica`."""
+
+    def __init__(self, fleet: Fleet, slot: Slot, replicas: ReplicaSet) -> None:
+        self._fleet, self._slot, self._replicas = fleet, slot, replicas
+        self._version = slot.version
+        slot.weights = Weights.PINNED
+        replicas.apply(slot, Event.CHECK_PASSED)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def is_lost(self) -> bool:
+        slot = self._slot
+        is_kept = slot.weights is Weights.PINNED and slot.version == self._version
+        return not is_kept or slot not in self._replicas.slots
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+        return await self._fleet.agenerate(request, pin=self)
+
+    async def slot(self, limit_s: float) -> Slot:
+        """The slot, once its server answers. ServerUnavailable when it is lost, or after `limit_s`."""
+        lateness = self._replicas.lateness
+        deadline_s = lateness.now_s + limit_s
+        while self._slot.state is not State.STALE or self.is_lost:
+            if self.is_lost or self._replicas.is_closed or lateness.now_s >= deadline_s:
+                text = f"{self._slot.name} does not keep version {self._version}: {self._slot.reason}"
+                raise ServerUnavailable(text, code="fleet.replica_lost")
+            await self._replicas.wait_for_change(deadline_s - lateness.now_s)
+        return self._slot
+
+    def release(self) -> None:
+        if not self.is_lost:
+            self._slot.weights = Weights.VALID
+            self._slot.failed_version = self._replicas.target_version  # weights without a folder: those of the next
+            self._replicas.apply(self._slot, Event.CHECK_PASSED)
+            self._slot.wake.set()
+
+
 class Fleet:
     """Implements `areal.api.engine.InferenceFleet` over the servers of a registry."""
 
@@ -604,18 +648,25 @@ class Fleet:
         if not self._replicas.has_started:
             return []
         lacking = {State.STALE, State.SUSPECT} | (set() if version == self.version else {State.SERVING})
-        return [slot.incarnation for slot in self._replicas.slots if slot.state in lacking]
+        slots = [slot for slot in self._replicas.slots if slot.weights is not Weights.PINNED]
+        return [slot.incarnation for slot in slots if slot.state in lacking]
+
+    def pin(self) -> Pin | None:
+        """See `areal.api.engine.InferenceFleet.pin`. The least busy replica; its running requests end there."""
+        if len(self._replicas.serving) < 2:
+            return None
+        return Pin(self, min(self._replicas.serving, key=attrgetter("num_running")), self._replicas)
 
     # Generation
 
-    async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+    async def agenerate(self, request: GenerationRequest, *, pin: Pin | None = None) -> GenerationResponse:
         """One complete answer, whatever happens to the replicas meanwhile.
 
         RequestError: the request can never succeed. ServerUnavailable: more replicas failed than request_retries
         allows, or none served for request_timeout. While the fleet serves an older version than that of the newest
         token, the request waits without a limit.
         """
-        answer = Answer(request, self._form)
+        answer = Answer(request, self._form, pin)
         await self._finish(answer)
         return answer.response()
 
@@ -719,6 +770,8 @@ class Fleet:
 
         ServerUnavailable after request_timeout without a serving replica.
         """
+        if answer.pin is not None:
+            return await answer.pin.slot(self._config.request_timeout)
         limit_s, lateness = self._config.request_timeout, self._replicas.lateness
         deadline_s: float | None = None
         while True:

@@ -217,6 +217,7 @@ class Weights(StrEnum):
     UNKNOWN = "it was started before this run and waits for the weights of this run"
     UNCHECKED = "its answer to the canary probe is not compared yet"
     DIFFERS = "its answer to the canary probe differs from that of the others: it is updated again"
+    PINNED = "it keeps its version for an evaluation"
     REJECTED = "its answer to the canary probe differs also after a second update: it must be restarted"
 
 

@@ -230,7 +230,9 @@ class CanaryCheck:
                 both = "float32" if self._dtype == score.dtype == "float32" else "bfloat16"
                 self._trainer_tolerance = Tolerance(both, to_trainer=True)
             tolerance = self._trainer_tolerance.nats
-            slots = [s for s in self._replicas.slots if s.version == version and s.weights is Weights.VALID]
+            slots = [
+                s for s in self._replicas.slots if s.version == version and s.weights in (Weights.VALID, Weights.PINNED)
+            ]
             is_wrong = gap > tolerance
             for slot in slots:
                 slot.num_trainer_differences = slot.num_trainer_differences + 1 if is_wrong else 0
@@ -431,7 +433,9 @@ class WeightUpdater:
             return False
         may_wait = bool(replicas.serving)
         return any(
-            slot.state is State.STALE and not (may_wait and slot.failed_version == replicas.target_version)
+            slot.state is State.STALE
+            and slot.weights is not Weights.PINNED
+            and not (may_wait and slot.failed_version == replicas.target_version)
             for slot in replicas.slots
         )
 
@@ -500,7 +504,8 @@ class WeightUpdater:
         deadline_s = lateness.now_s + CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
         while any(slot.state is State.SUSPECT for slot in self._replicas.slots) and lateness.now_s < deadline_s:
             await self._replicas.wait_for_change(deadline_s - lateness.now_s)
-        ready = [slot for slot in self._replicas.slots if slot.state in (State.SERVING, State.STALE)]
+        slots = [slot for slot in self._replicas.slots if slot.weights is not Weights.PINNED]
+        ready = [slot for slot in slots if slot.state in (State.SERVING, State.STALE)]
         if update.is_folder:
             return ready
         by_id = {slot.incarnation: slot for slot in ready}
@@ -693,6 +698,8 @@ class WeightUpdater:
 
     async def _update_stale(self, slot: Slot) -> None:
         """Give a stale replica the target weights without the trainer: only a folder can be read a second time."""
+        if slot.weights is Weights.PINNED:
+            return
         update, before = self._target, slot.reason
         if slot.version == self._replicas.target_version:
             if slot.weights is Weights.UNCHECKED:

@@ -214,6 +214,8 @@ class LaunchPlan:
     numbers: RunNumbers
     weight_path: WeightPath | None = None
     """How new weights reach the servers; None without servers."""
+    evaluations: str = ""
+    """background or blocking (`evaluator.mode`); empty without evaluations of servers."""
     warning: str = ""
     """A message for the user before the start; empty when there is none."""
 
@@ -251,6 +253,9 @@ def make_plan(
     # All machines: a trainer whose machine is lost starts again on another one.
     trainers = ",".join(dict.fromkeys(machine.host.advertise for machine in machines))
     paths = RunPaths.of(config)
+    evaluations = ""
+    if path is not None and isinstance(config, PPOConfig) and config.valid_dataset is not None:
+        evaluations = "background" if config.evaluates_in_background else "blocking"
     processes: list[PlannedProcess] = []
     for (role, index, part), own in places.items():
         context = ProcessContext(
@@ -278,6 +283,7 @@ def make_plan(
         attached=attached,
         numbers=_run_numbers(config, num_rows),
         weight_path=path,
+        evaluations=evaluations,
         warning="; ".join(shortages(machines, computing, _memory_demands(processes, config))),
     )
 

@@ -168,6 +168,9 @@ def plan_text(
     lines += [f"  server-{index}: already runs at {url}" for index, url in enumerate(plan.attached)]
     if plan.weight_path is not None:
         lines.append(f"weight updates: {plan.weight_path.transport} ({plan.weight_path.reason})")
+    if plan.evaluations:
+        how = {"background": "training goes on, one server keeps the version", "blocking": "training waits"}
+        lines.append(f"evaluations: {plan.evaluations} ({how[plan.evaluations]})")
     lines.append("numbers:")
     lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
     lines.append(f"  GPU hours: {_gpu_hours(plan, step_s, given_step_s)}")

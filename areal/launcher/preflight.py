@@ -25,7 +25,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TextIO
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
-from areal.api.config.data import is_row_function
+from areal.api.config.data import is_environment_path, is_row_function
 from areal.api.config.load import save_config
 from areal.api.errors import ArealError, ConfigError, ConfigProblem, InputError, LaunchError
 from areal.api.registry import (
@@ -546,7 +546,11 @@ def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iter
         for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset))
         if data is not None
     ]
-    given += [(key, path, "", ROWS_CALL) for key, path in dataset_paths(config) if is_row_function(path)]
+    given += [
+        (key, path, "", ROWS_CALL)
+        for key, path in dataset_paths(config)
+        if is_row_function(path) and not is_environment_path(path)
+    ]
     given.append(("train_dataset.curriculum", config.train_dataset.curriculum, "", CURRICULUM_CALL))
     if isinstance(config, PPOConfig):
         names = [("reward_fn", config.reward_fn)]

@@ -230,6 +230,7 @@ logps/rejected: nats: Mean log-probability of rejected answers.
 nll/chosen: nats: Mean negative log-likelihood per token of chosen answers.
 
 # Evaluations
+eval/version: policy versions: The version that was evaluated; an evaluation in the background ends some steps later.
 eval/MODE/reward: reward: Mean reward of the held-out rows (MODE: sampled or greedy), by evaluator.missing_reward.
 eval/MODE/reward_scored: reward: The mean over the scored answers alone, where others have no reward.
 eval/MODE/answers: answers: Answers of the evaluation.

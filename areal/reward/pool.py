@@ -25,7 +25,7 @@ from areal.api.registry import FunctionRef
 from areal.observe.log import get_logger
 from areal.reward import sandbox as sandbox_backends
 from areal.system.device import cpu_count
-from areal.system.worker_process import WorkerEnded, WorkerProcess
+from areal.system.worker_process import WorkerEnded, WorkerProcess, areal_worker
 
 MAX_CALLS_PER_MESSAGE = 64
 _MESSAGE_GOAL_S = 0.002
@@ -80,7 +80,7 @@ class _Call:
 
 class _Worker(WorkerProcess):
     def __init__(self, env: Mapping[str, str]) -> None:
-        super().__init__("areal.reward.worker", env)
+        super().__init__(*areal_worker("areal.reward.worker", env))
         self.loaded: set[FunctionRef] = set()  # Functions that it has imported.
 
 

@@ -25,6 +25,7 @@ from areal.ledger.event_files import PayloadReader
 from areal.observe.log import get_logger
 from areal.rollout.control_requests import (
     AttachRequest,
+    BackgroundRequest,
     BatchRequest,
     CommittedRequest,
     CompareRequest,
@@ -34,6 +35,7 @@ from areal.rollout.control_requests import (
     PublishRequest,
     TrainerRequest,
 )
+from areal.rollout.evaluation import BackgroundEvaluation
 from areal.rollout.share_codec import WeightsNeeded, decode_head, decode_share, read_share
 from areal.system.discovery import NameRegistry
 from areal.system.network import run_token
@@ -212,6 +214,12 @@ class RolloutClient:
         """
         request = EvaluationRequest(run_id=self._run_id, step=step, mode=mode)
         return orjson.loads(self._call("/evaluate", request, f"for the {mode} evaluation"))
+
+    def background_evaluation(self, step: int, *, begins: bool = False, waits: bool = False) -> BackgroundEvaluation:
+        """The evaluation after `step` by a server that keeps its version. `begins`: it is to begin; `waits`: until it
+        has ended."""
+        request = BackgroundRequest(run_id=self._run_id, step=step, begins=begins, waits=waits)
+        return BackgroundEvaluation(**orjson.loads(self._call("/background", request, "for an evaluation")))
 
     def committed(self, step: int, path: Path | str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import inf
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -91,6 +92,15 @@ class ConsumedRequest(TrainerRequest):
 class EvaluationRequest(TrainerRequest):
     step: Count
     mode: Annotated[str, Field(max_length=100)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundRequest(TrainerRequest):
+    step: Count
+    begins: bool = False
+    """The evaluation after this step, the newest one, is to begin."""
+    waits: bool = False
+    """The answer comes when it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,9 +328,13 @@ def _check_finish(steps: int, state: LedgerState, shape: RunShape) -> None:
     if state.trained_steps is not None:
         state.require_reached(steps)
     goals = shape.goals
-    rewards = {mode: state.evaluations.get((steps, mode), {}).get("reward") for mode in goals}
-    reached = bool(goals) and all(value is not None and value >= goals[mode] for mode, value in rewards.items())
-    if steps < shape.total_steps and not reached:
+    # the result of an evaluation in the background arrives after further steps
+    known = state.evaluations
+    is_reached = bool(goals) and any(
+        step <= steps and all(known.get((step, mode), {}).get("reward", -inf) >= goals[mode] for mode in goals)
+        for step, _ in known
+    )
+    if steps < shape.total_steps and not is_reached:
         raise OutOfOrder(f"finish after {steps} of {shape.total_steps} train steps, and no goal is reached")
 
 
@@ -348,6 +362,9 @@ def _check_step(request: TrainerRequest, trained: int, state: LedgerState) -> No
         case BatchRequest() | EvaluationRequest():
             state.require_reached(request.step)
             is_allowed = request.step == trained
+        case BackgroundRequest():
+            state.require_reached(request.step)
+            is_allowed = request.step == trained or (request.step < trained and not request.begins)
         case CommittedRequest():  # a thread writes checkpoints while the training continues
             state.require_reached(request.step)
             is_allowed = request.step <= trained

@@ -21,7 +21,7 @@ from areal.ledger.state import BatchRecord, LedgerState
 from areal.observe.log import get_logger
 from areal.observe.spans import track
 from areal.rollout.control_requests import RunShape
-from areal.rollout.evaluation import Evaluations, HeldOutOptions
+from areal.rollout.evaluation import BackgroundEvaluation, Evaluations, HeldOutOptions
 from areal.rollout.executor import EpisodeAlarms, Executor, ProducerStats
 from areal.rollout.gate import GateLimits
 from areal.rollout.share_codec import WeightsNeeded
@@ -265,7 +265,7 @@ class Controller:
             on_fatal=self.fail,
         )
         self._evaluations = Evaluations(
-            engine=fleet,
+            fleet=fleet,
             workflows=eval_workflows or {},
             sets=eval_sets or {},
             options=eval_options or HeldOutOptions(),
@@ -336,6 +336,8 @@ class Controller:
     def _on_weight_update(self) -> None:
         if self.weights.updating_to is not None:  # an older policy must not answer the remaining rows
             self._evaluations.cancel_beyond(self.weights.updating_to)
+        elif self.weights.fleet_ready.is_set():
+            self._evaluations.served(self._fleet.version)
         self._executor.drop_stale()
         self._update_gate()
         self.batches.compose_if_ready()  # a trainer that catches up may have reached the newest version
@@ -452,6 +454,19 @@ class Controller:
             self.require_running()
             self._require_weights()
         return result
+
+    async def background_evaluation(self, step: int, *, begins: bool, timeout_s: float) -> BackgroundEvaluation:
+        """The state of the evaluation after `step` train steps, on one replica that keeps its version.
+
+        `begins`: this is the newest step, and the evaluation is to begin.
+        """
+        self.require_running()
+        self._resume_with_trainer()
+        if begins:
+            self._evaluations.begin(step)
+            if self.weights.updating_to is None and self.weights.fleet_ready.is_set():
+                self._evaluations.served(self._fleet.version)
+        return await self._evaluations.background(step, timeout_s=timeout_s)
 
     async def committed(self, step: int, path: str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""

@@ -24,6 +24,7 @@ from areal.observe.log import HttpLogger, get_logger
 from areal.rollout.client import CONTROLLER
 from areal.rollout.control_requests import (
     AttachRequest,
+    BackgroundRequest,
     BatchRequest,
     CommittedRequest,
     CompareRequest,
@@ -66,6 +67,7 @@ from areal.system.run_paths import RunPaths
 #     POST /compare      CompareRequest               200 {"differing": [names]} | 204 not ready, repeat the call
 #     POST /consumed     ConsumedRequest
 #     POST /evaluate     EvaluationRequest            200 {"reward", "num", ...} | 204 and 409 as above
+#     POST /background   BackgroundRequest            200 {"state", "results": by mode} | with waits=true: 204 as above
 #     POST /committed    CommittedRequest
 #     POST /finish       FinishRequest
 #
@@ -101,6 +103,7 @@ def make_app(
             web.post("/compare", handlers.compare),
             web.post("/consumed", handlers.consumed),
             web.post("/evaluate", handlers.evaluate),
+            web.post("/background", handlers.background),
             web.post("/committed", handlers.committed),
             web.post("/finish", handlers.finish),
         ]
@@ -198,6 +201,13 @@ class _Handlers:
         asked = await self._allowed(EvaluationRequest, request)
         result = await self._controller.evaluate(asked.step, asked.mode, timeout_s=self._poll_s)
         return web.Response(status=204) if result is None else _json(result)
+
+    async def background(self, request: web.Request) -> web.Response:
+        asked = await self._allowed(BackgroundRequest, request)
+        limit_s = self._poll_s if asked.waits else 0.0
+        found = await self._controller.background_evaluation(asked.step, begins=asked.begins, timeout_s=limit_s)
+        is_early = asked.waits and found.state == "running"
+        return web.Response(status=204) if is_early else _json(found._asdict())
 
     async def committed(self, request: web.Request) -> web.Response:
         asked = await self._allowed(CommittedRequest, request)

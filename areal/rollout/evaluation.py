@@ -13,16 +13,18 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from areal.api.columns import total
 from areal.api.data import GenerationResponse, TrajectoryGroup, first_of_sessions
-from areal.api.engine import InferenceEngine
+from areal.api.engine import InferenceEngine, InferenceFleet, PinnedReplica
 from areal.api.errors import AgentFailed, RequestError, RewardError, ServerUnavailable
+from areal.api.metrics import gather_or_cancel
 from areal.api.workflow import RolloutWorkflow
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import check_episode
 from areal.observe.log import get_logger
+from areal.observe.spans import track
 from areal.observe.step_files import LoggedMetrics
 from areal.rollout.executor import STARTS_PER_TURN, EpisodeEngine, check_stats
 
@@ -284,13 +286,22 @@ class _Running:
     start_s: float
 
 
+class BackgroundEvaluation(NamedTuple):
+    """What a trainer learns about an evaluation that it does not wait for."""
+
+    state: Literal["running", "ready", "missed"]
+    """missed: there will be no result, because no server could keep the version, or the one that kept it is lost."""
+    results: Mapping[str, Mapping[str, float]]
+    """By mode; empty until it is ready."""
+
+
 class Evaluations:
     """The evaluations of a controller."""
 
     def __init__(
         self,
         *,
-        engine: InferenceEngine,
+        fleet: InferenceFleet,
         workflows: Mapping[str, RolloutWorkflow],
         sets: Mapping[str, Sequence[dict[str, Any]]],
         options: HeldOutOptions,
@@ -299,7 +310,7 @@ class Evaluations:
         ledger: Ledger,
     ) -> None:
         """`sets`: rows by the name of their set, which begins the names of their metrics; empty for valid_dataset."""
-        self._engine = engine
+        self._fleet = fleet
         self._ledger = ledger
         self._workflows = workflows
         self._sets = sets
@@ -307,6 +318,10 @@ class Evaluations:
         self._max_concurrent = max_concurrent
         self._count_answer = count_answer
         self._running: dict[tuple[int, str], _Running] = {}
+        self._wanted: int | None = None
+        """The step after which an evaluation begins in the background, once the fleet serves its version."""
+        self._background: tuple[int, asyncio.Task[None]] | None = None
+        """The step of the newest evaluation in the background."""
 
     @property
     def active(self) -> str:
@@ -357,34 +372,88 @@ class Evaluations:
             running.task.result()
         return self._ledger.state.evaluations[key]
 
+    def begin(self, step: int) -> None:
+        """Begin the evaluation after `step` in the background, as soon as `served` is called with its version."""
+        self.check(next(iter(self._workflows), ""))
+        self._wanted = step
+
+    def served(self, version: int) -> None:
+        """The fleet serves `version`: a replica keeps it for the evaluation that is to begin, if one can be spared."""
+        if self._wanted != version:
+            return
+        self._wanted = None
+        if self._background is not None:
+            self._background[1].cancel()
+        if (pinned := self._fleet.pin()) is not None:
+            task = asyncio.create_task(self._evaluate_pinned(version, pinned), name=f"evaluate-{version}")
+            task.add_done_callback(lambda _: pinned.release())
+            self._background = version, task
+
+    async def _evaluate_pinned(self, step: int, pinned: PinnedReplica) -> None:
+        missing = [mode for mode in self._workflows if (step, mode) not in self._ledger.state.evaluations]
+        await gather_or_cancel(
+            [self._evaluate(step, mode, self._items(mode), self._no_results(), pinned) for mode in missing]
+        )
+
+    async def background(self, step: int, *, timeout_s: float) -> BackgroundEvaluation:
+        """The state of the evaluation after `step`; waits for its end for at most `timeout_s`."""
+        task = self._background[1] if self._background is not None and self._background[0] == step else None
+        if task is not None:
+            await asyncio.wait([task], timeout=timeout_s)
+        known = self._ledger.state.evaluations
+        if all((step, mode) in known for mode in self._workflows):
+            return BackgroundEvaluation("ready", {mode: known[step, mode] for mode in self._workflows})
+        if self._wanted == step or (task is not None and not task.done()):
+            return BackgroundEvaluation("running", {})
+        if task is not None and not task.cancelled() and not isinstance(task.exception(), ServerUnavailable):
+            task.result()
+        return BackgroundEvaluation("missed", {})
+
     def cancel_beyond(self, step: int) -> None:
         """Cancel running evaluations after `step`: the trainer went back and publishes `step`. Results stay."""
+        if self._wanted is not None and self._wanted > step:
+            self._wanted = None
+        if self._background is not None and self._background[0] > step:
+            self._background[1].cancel()
         for (evaluated_step, _), one in self._running.items():
             if evaluated_step > step:
                 one.task.cancel()
 
     def _start(self, step: int, mode: str) -> _Running:
-        loop = asyncio.get_running_loop()
+        loop, items, results = asyncio.get_running_loop(), self._items(mode), self._no_results()
+        task = loop.create_task(self._evaluate(step, mode, items, results), name=f"evaluate-{mode}-{step}")
+        return _Running(task=task, results=results, num_answers=len(items), start_s=loop.time())
+
+    def _items(self, mode: str) -> list[tuple[str, int, int]]:
+        """Set, row and sample of each answer."""
         num_samples = 1 if mode == "greedy" else self._options.num_samples
-        items = [
+        return [
             (name, row, sample)
             for name, rows in self._sets.items()
             for row in range(len(rows))
             for sample in range(num_samples)
         ]
-        results = {name: _Results(self._options.missing_reward) for name in self._sets}
-        task = loop.create_task(self._evaluate(step, mode, items, results), name=f"evaluate-{mode}-{step}")
-        return _Running(task=task, results=results, num_answers=len(items), start_s=loop.time())
+
+    def _no_results(self) -> dict[str, _Results]:
+        return {name: _Results(self._options.missing_reward) for name in self._sets}
 
     async def _evaluate(
-        self, step: int, mode: str, items: Sequence[tuple[str, int, int]], results: Mapping[str, _Results]
+        self,
+        step: int,
+        mode: str,
+        items: Sequence[tuple[str, int, int]],
+        results: Mapping[str, _Results],
+        pinned: PinnedReplica | None = None,
     ) -> None:
         start_s, workflow = asyncio.get_running_loop().time(), self._workflows[mode]
 
         async def score(item: tuple[str, int, int]) -> None:
-            await self._score(workflow, *item, results[item[0]])
+            await self._score(pinned or self._fleet, workflow, *item, results[item[0]])
 
-        await run_all(items, score, max_concurrent=self._max_concurrent)
+        with track("evaluation", f"{mode}-{step}"):
+            await run_all(items, score, max_concurrent=self._max_concurrent)
+        if pinned is not None and pinned.is_lost:
+            raise ServerUnavailable(f"the server that kept version {step} is lost", code="fleet.replica_lost")
         summary: dict[str, float] = {}
         for name, result in results.items():
             result.require_scored()
@@ -395,11 +464,19 @@ class Evaluations:
         self._ledger.evaluated(step=step, mode=mode, result=summary)
         await self._ledger.durable()
 
-    async def _score(self, workflow: RolloutWorkflow, set_name: str, row: int, sample: int, results: _Results) -> None:
+    async def _score(
+        self,
+        engine: InferenceEngine,
+        workflow: RolloutWorkflow,
+        set_name: str,
+        row: int,
+        sample: int,
+        results: _Results,
+    ) -> None:
         """Record reward and length of one answer, or that it has none: its episode failed, or was rejected."""
         try:
             episode = await evaluate_episode(
-                self._engine, workflow, self._sets[set_name][row], count_answer=self._count_answer
+                engine, workflow, self._sets[set_name][row], count_answer=self._count_answer
             )
             graded = episode and Graded(reward=episode.reward, answer=self._options.answer_of(episode.group))
         except Exception as error:  # noqa: BLE001 - user code: an error fails this one answer
@@ -418,7 +495,7 @@ class Evaluations:
         results.add(row, sample, stats | {"reward": episode.reward, "generated": episode.num_generated}, graded)
 
     async def close(self) -> None:
-        tasks = [one.task for one in self._running.values()]
+        tasks = [one.task for one in self._running.values()] + ([self._background[1]] if self._background else [])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

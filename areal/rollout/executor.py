@@ -28,7 +28,7 @@ from areal.api.data import (
 )
 from areal.api.engine import InferenceEngine, InferenceFleet
 from areal.api.errors import ArealError, ServerUnavailable
-from areal.api.workflow import AcceptFn, RolloutWorkflow
+from areal.api.workflow import EPISODE_ID, AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.kept import encode_answers
 from areal.ledger.ledger import Ledger
@@ -705,6 +705,7 @@ class Executor:
             group, verdict, stats = None, None, {}
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
+                EPISODE_ID.set(episode_id)
                 with track("episode", episode_id), LoggedMetrics() as logged:
                     group = await self._workflow.arun_episode(engine, row)
                 verdict = verdict_on(episode_id, group, accept=self._accept, limits=self._token_limits())

@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -29,17 +29,20 @@ class WorkerEnded(Exception):
 class WorkerProcess:
     """A child process that runs a user's code."""
 
-    def __init__(self, module: str, env: Mapping[str, str], *, without: Collection[str] = ()) -> None:
-        """`module`: its main module. `env`: variables in addition to those of this process, `without` some of them."""
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, log: BinaryIO | None = None) -> None:
+        """`command`, `env`: see `areal_worker`, or a program that needs no areal. `log`: its output; None = that of
+        this process. Raises OSError."""
         self._incomplete = b""
         """A received line without its end."""
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid()), orjson.dumps(sys.path).decode()],
+                command,
                 stdin=theirs.fileno(),
-                env={name: value for name, value in {**_environment(), **env}.items() if name not in without},
+                stdout=log,
+                stderr=log,
+                env=env,
                 process_group=0,  # killed together with the processes that the user's function starts
             )
 
@@ -47,10 +50,12 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def connect(self, *, limit_s: float | None) -> None:
-        """Wait until it is ready. The errors of `receive`."""
+    async def connect(self, *, limit_s: float | None) -> dict[str, Any]:
+        """Wait until it is ready. Returns its first message. The errors of `receive`."""
         self._streams = await asyncio.open_unix_connection(sock=self._socket)
-        await self.receive(limit_s=limit_s)
+        while not (messages := await self.receive(limit_s=limit_s)):
+            pass
+        return messages[0]
 
     def send(self, message: Any) -> None:
         """Send a message; data that does not fit into the socket is sent while the event loop runs."""
@@ -104,6 +109,15 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 self._process.kill()
+
+
+def areal_worker(
+    module: str, env: Mapping[str, str], *, without: Collection[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of a worker with this main module of areal. `env`: variables in addition to those
+    of this process, `without` some of them."""
+    command = [sys.executable, "-m", module, str(os.getpid()), orjson.dumps(sys.path).decode()]
+    return command, {name: value for name, value in {**_environment(), **env}.items() if name not in without}
 
 
 def _environment() -> dict[str, str]:

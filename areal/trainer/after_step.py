@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -191,48 +191,63 @@ class Saver:
         """Uploads given up by this process."""
         return self._uploads.num_failed if self._uploads else 0
 
-    def save(self, steps_done: int, metrics: Mapping[str, float], *, is_last: bool = False) -> None:
-        """Export every trained model; a collective. `metrics`: of this step, on rank 0."""
+    def save(
+        self, steps_done: int, metrics: Mapping[str, float], *, is_last: bool = False, evaluating: int | None = None
+    ) -> None:
+        """Export every trained model; a collective. `metrics`: of this step, on rank 0. `evaluating`: the export whose
+        score `scored` will bring, which stays until then."""
         name = f"step-{steps_done:06d}"
         for role, engine in self._engines.items():
             engine.save(self._folder / role / name, with_optimizer=False)
         self._num_saved += 1
         if self._ranks.rank == 0:
-            scores = self._keep_score(steps_done, metrics)
+            if metrics.get("eval/version", steps_done) != steps_done:
+                metrics = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
+            scores = self._keep_score(steps_done, metrics, is_coming=evaluating == steps_done)
             if self._uploads and (is_last or self._num_saved % self._config.hub_upload.every == 0):
                 self._uploads.add(steps_done, self._folder / next(iter(self._engines)) / name)
-            self._remove_old(steps_done, scores)
+            self._remove_old(steps_done, scores, evaluating)
         get_logger("trainer").info("exported %s to %s", name, self._folder)
+
+    def scored(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The evaluation after `step`, which ran in the background, has these metrics. The next save uses them."""
+        folder = self._folder / next(iter(self._engines)) / f"step-{step:06d}"
+        if self._ranks.rank == 0 and self._config.keep_best in metrics and folder.exists():
+            scores = self._scores() | {step: metrics[self._config.keep_best]}
+            write_atomic(self._folder / _SCORES, json.dumps(scores).encode())
 
     def close(self) -> None:
         """Wait for uploads."""
         if self._uploads:
             self._uploads.close()
 
-    def _keep_score(self, step: int, metrics: Mapping[str, float]) -> dict[int, float]:
+    def _scores(self) -> dict[int, float]:
+        path = self._folder / _SCORES
+        known = json.loads(path.read_bytes()) if path.exists() else {}
+        return {int(step): float(value) for step, value in known.items()}
+
+    def _keep_score(self, step: int, metrics: Mapping[str, float], *, is_coming: bool) -> dict[int, float]:
         """The scores of the exports by step; those of later steps were written before a recovery."""
         if not self._config.keep_best:
             return {}
-        path = self._folder / _SCORES
-        known = json.loads(path.read_bytes()) if path.exists() else {}
-        scores = {int(one): float(value) for one, value in known.items() if int(one) < step}
+        scores = {one: value for one, value in self._scores().items() if one < step}
         if self._config.keep_best in metrics:
             scores[step] = metrics[self._config.keep_best]
-        else:
+        elif not is_coming:
             text = "%s: step %d has no such metric (saver.keep_best)%s: its export cannot be the best"
             name = self._config.keep_best.rpartition("/")[0]
             why = f": {result_text(metrics, name)}" if f"{name}/answers" in metrics else ""
             get_logger("trainer").warning(text, self._folder, step, why)
-        write_atomic(path, json.dumps(scores).encode())
+        write_atomic(self._folder / _SCORES, json.dumps(scores).encode())
         return scores
 
-    def _remove_old(self, step: int, scores: Mapping[int, float]) -> None:
+    def _remove_old(self, step: int, scores: Mapping[int, float], evaluating: int | None) -> None:
         uploading = self._uploads.waiting() if self._uploads else set[Path]()
         for role in self._engines:
             # Exports of later steps were written before a recovery; they do not count.
             made = {int(path.name[5:]): path for path in (self._folder / role).glob("step-*")}
             for old in removable([one for one in made if one <= step], scores, self._config):
-                if made[old] not in uploading:  # the next save removes it
+                if made[old] not in uploading and old != evaluating:  # the next save removes it
                     remove_folder(made[old])
 
 
@@ -249,12 +264,30 @@ def removable(steps: Collection[int], scores: Mapping[int, float], config: Saver
     return sorted(set(steps) - kept)
 
 
+class BackgroundEvaluator(Protocol):
+    """Evaluates a version while training goes on."""
+
+    def begin(self, steps_done: int) -> bool:
+        """Begin the evaluation after `steps_done` train steps; False: it cannot. Called on rank 0."""
+        ...
+
+    def is_running(self, steps_done: int) -> bool:
+        """Called on rank 0."""
+        ...
+
+    def result(self, steps_done: int) -> dict[str, float] | None:
+        """Its metrics, or None when it has none; blocks until it has ended. Called on every rank."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHooks:
     """What differs between kinds of training."""
 
     evaluate: Callable[[int], dict[str, float]] | None
     """Steps done -> metrics. Called on every rank and takes equally long on each; rank 0's result is used."""
+    background: BackgroundEvaluator | None = None
+    """None: training waits for each evaluation."""
     goal_reached: Callable[[dict[str, float]], bool] = lambda values: False
     """Evaluation metrics of rank 0 -> whether training ends."""
     committed: Callable[[int, Path], None] = lambda step, path: None
@@ -315,6 +348,8 @@ class AfterStep:
             "evaluate": CadenceState(config.evaluator),
         }
         self._began_s = time.monotonic()
+        self._evaluating: int | None = None
+        """Train steps done at the evaluation that runs in the background."""
         self._saved_step = first_step - 1
         """Train steps done at the newest recovery checkpoint of this process."""
 
@@ -362,6 +397,12 @@ class AfterStep:
         self._began_s = time.monotonic() - point.elapsed_s
         for name, fired_s in point.cadence_s.items():
             self._cadences[name].last_fired_s = fired_s
+        self._evaluating = point.evaluating
+
+    def continue_evaluation(self) -> None:
+        """Begin the evaluation of the recovered version again, if it had not ended."""
+        if self._evaluating == self._saved_step and self._hooks.background is not None:
+            self._evaluating = self._saved_step if self._begin(self._saved_step) else None
 
     def before_first(self) -> None:
         """Evaluate before any training."""
@@ -384,16 +425,16 @@ class AfterStep:
                 {"failed_uploads": float(self._saver.failed_uploads)} if self._config.saver.hub_upload.repo_id else {}
             )
         ends = False
-        if "evaluate" in due and self._hooks.evaluate is not None:
-            evaluated = self._hooks.evaluate(info.step + 1)
+        for evaluated in self._evaluations(info, due):
             values |= evaluated
-            (ends,) = self._any([self._ranks.rank == 0 and self._hooks.goal_reached(evaluated)])
+            (is_reached,) = self._any([self._ranks.rank == 0 and self._hooks.goal_reached(evaluated)])
+            ends = ends or is_reached
         self._track(info.step + 1, values)
         stopped_by = self._stopped_by(info.step + 1, values)
         for name in due & self._cadences.keys():
             self._cadences[name].last_fired_s = elapsed_s  # before the checkpoint that contains it
         if "save" in due or info.is_last or ends:
-            self._saver.save(info.step + 1, values, is_last=info.is_last or ends)
+            self._saver.save(info.step + 1, values, is_last=info.is_last or ends, evaluating=self._evaluating)
         is_end = info.is_last or ends or stopped_by is not None
         if "recover" in due or (self._config.recover.mode != "disabled" and is_end):
             goal = self._config.evaluator.stop_at if ends else {}
@@ -401,6 +442,34 @@ class AfterStep:
         if stopped_by is not None:
             raise alarm_stop(stopped_by, info.step + 1)
         return ends
+
+    def _evaluations(self, info: StepInfo, due: set[str]) -> list[dict[str, float]]:
+        """The results of evaluations that are known after a step. One that is due begins in the background, or ends.
+
+        At most one runs in the background: the next one, and the end of the run, wait for it.
+        """
+        steps_done, evaluate, background = info.step + 1, self._hooks.evaluate, self._hooks.background
+        if evaluate is None:
+            return []
+        is_due, results = "evaluate" in due, list[dict[str, float]]()
+        if self._evaluating is not None and background is not None and due & {"evaluate", "evaluated"}:
+            before, self._evaluating = self._evaluating, None
+            if (found := background.result(before)) is not None:
+                self._saver.scored(before, found)
+                results.append(found)
+            else:
+                return [evaluate(steps_done)]
+        if is_due and not info.is_last and background is not None and self._begin(steps_done):
+            self._evaluating = steps_done
+        elif is_due:
+            results.append(evaluate(steps_done))
+        return results
+
+    def _begin(self, steps_done: int) -> bool:
+        """Begin an evaluation in the background, by rank 0 for all."""
+        background = self._hooks.background
+        (begun,) = self._any([self._ranks.rank == 0 and background is not None and background.begin(steps_done)])
+        return begun
 
     def _stopped_by(self, step: int, values: dict[str, float]) -> ChosenAlarm | None:
         """Look for alarms on rank 0; the one that ends the run, on every rank."""
@@ -425,7 +494,10 @@ class AfterStep:
         due_here = {name for name, state in self._cadences.items() if state.due(info, now_s=elapsed_s)}
         due_here |= {"requested"} if self._paths.checkpoint_request.exists() else set()
         due_here |= {"writing"} if self._recover.is_writing else set()
-        names = [*self._cadences, "requested", "writing"]
+        background = self._hooks.background if self._ranks.rank == 0 else None
+        if background is not None and self._evaluating is not None and not background.is_running(self._evaluating):
+            due_here |= {"evaluated"}
+        names = [*self._cadences, "requested", "writing", "evaluated"]
         flags = self._any([name in due_here for name in names])
         due = {name for name, flag in zip(names, flags, strict=True) if flag}
         if "writing" not in due:
@@ -450,6 +522,7 @@ class AfterStep:
                 elapsed_s=time.monotonic() - self._began_s,
                 goal_reached=dict(goal_reached),
                 actor=self._hooks.actor_state(),
+                evaluating=self._evaluating,
             )
             for tracker in self._trackers:
                 tracker.flush()

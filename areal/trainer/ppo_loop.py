@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Protocol, TypeVar
@@ -422,11 +422,32 @@ class Evaluator:
     def evaluate(self, steps_done: int) -> dict[str, float]:
         """Metrics `eval/<mode>/<name>` after `steps_done` train steps. Blocks until every row is scored."""
         self._channel.wait_served()
-        values: dict[str, float] = {}
+        results: dict[str, Mapping[str, float]] = {}
         for mode in self._config.modes:
             question = partial(self._client.evaluate, steps_done, mode)
-            result = ask_controller(question, channel=self._channel, ranks=self._ranks, version=steps_done)
-            values |= {f"eval/{mode}/{name}": value for name, value in result.items()}
+            results[mode] = ask_controller(question, channel=self._channel, ranks=self._ranks, version=steps_done)
+        return self._values(steps_done, results)
+
+    def begin(self, steps_done: int) -> bool:
+        """Begin an evaluation in the background; False: no server can keep the version. On rank 0."""
+        return self._client.background_evaluation(steps_done, begins=True).state != "missed"
+
+    def is_running(self, steps_done: int) -> bool:
+        """Whether that evaluation has not ended."""
+        return self._client.background_evaluation(steps_done).state == "running"
+
+    def result(self, steps_done: int) -> dict[str, float] | None:
+        """The metrics of that evaluation, on every rank; blocks until it has ended. None: it has no result."""
+        found = self._client.background_evaluation(steps_done, waits=True)
+        if found.state == "ready":
+            return self._values(steps_done, found.results)
+        text = "the server that kept version %d for its evaluation is lost: the newest version is evaluated instead"
+        get_logger("trainer").warning(text, steps_done)
+        return None
+
+    def _values(self, steps_done: int, results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        found = [(f"eval/{mode}/{name}", value) for mode, result in results.items() for name, value in result.items()]
+        values = {"eval/version": float(steps_done), **dict(found)}
         shown = "; ".join(f"{name[5:]} {result_text(values, name)}" for name in evaluations_of(values))
         if self._config.n_samples == 1 and "sampled" in self._config.modes:
             shown += "; one answer a row: evaluator.n_samples above 1 lowers the error"
@@ -478,6 +499,7 @@ def _join_run(
     evaluator = Evaluator(config.evaluator, client, channel, mesh)
     hooks = StepHooks(
         evaluate=evaluator.evaluate if has_valid else None,
+        background=evaluator if config.evaluates_in_background else None,
         goal_reached=evaluator.goal_reached,
         committed=client.committed,
         actor_state=roles.actor.state,
@@ -510,6 +532,7 @@ def _join_run(
     announce_ready(registry_of(config), context)
     if config.evaluator.eval_before_train and point is None:
         after_step.before_first()
+    after_step.continue_evaluation()
     return PPOLoop(
         roles=roles,
         batches=client,

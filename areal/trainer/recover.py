@@ -215,6 +215,8 @@ class RecoverPoint:
     """The evaluator.stop_at that was reached; empty = none."""
     actor: ActorState = field(default_factory=ActorState)
     """State before the next step."""
+    evaluating: int | None = None
+    """Train steps done at the evaluation in the background whose result is not known yet."""
 
     def ends(self, config: BaseExperimentConfig) -> bool:
         """Whether the goal in `config` is reached, so that no step remains."""

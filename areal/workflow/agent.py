@@ -7,10 +7,10 @@ import json
 import math
 import re
 import secrets
+from abc import abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import fmean, median
 from typing import Any, Literal, Self, cast
 from uuid import uuid4
@@ -173,7 +173,9 @@ class FinishedSession:
 
     @property
     def reward(self) -> float | None:
-        """Reward of the whole session, with those of its turns; None: there is none."""
+        """Reward of the whole session, with those of its turns; None: there is none, or nothing that it is for."""
+        if not self.session.counts.generated_tokens:
+            return None
         if self.given_reward is not None or self.turn_rewards:
             return (self.given_reward or 0.0) + sum(self.turn_rewards.values())
         return None if self.score is None else self.score.reward
@@ -201,7 +203,7 @@ class FinishedSession:
 
     @property
     def is_usable(self) -> bool:
-        return self.reward is not None and self.session.counts.generated_tokens > 0
+        return self.reward is not None
 
     @property
     def agent_error(self) -> str:
@@ -273,6 +275,7 @@ def _missing_reason(found: Sequence[FinishedSession]) -> str:
     reasons = Counter(
         "agent_timeout" if one.outcome.status == "timeout" or one.outcome.refusal == "agent.time_budget"
         else "turn_budget" if any(one.session.counts.refused[code] for code in BUDGET_CODES)
+        else "no_turns" if one.given_reward is not None
         else "no_reward"
         for one in found if not one.is_usable
     )  # fmt: skip
@@ -349,16 +352,15 @@ def turn_values(
     return values
 
 
-_TRIES = 2  # Runs of an agent whose process died, each with a new session: another session in it may be the cause.
+SESSION_TRIES = 2
+"""Runs of an agent whose process died, each with a new session: another session in it may be the cause."""
 
 
-class AgentWorkflow(RolloutWorkflow):
-    """Runs `gconfig.n_samples` sessions of an agent on each row, and trains on their turns.
+class SessionWorkflow(RolloutWorkflow):
+    """Runs `gconfig.n_samples` sessions on each row, and trains on their turns. Subclasses say who talks to the policy.
 
-    Exactly one of: `agent`, an async function `run(row, client, session)` or a class with such a method; `command`, a
-    program that reads OPENAI_BASE_URL and OPENAI_API_KEY, or those of Anthropic; `environment`, a class with `reset`
-    and `step`, with or without `tools`; `tools` alone; or `online`, programs that areal does not start. The reward is
-    what was reported by POST, else what the agent returned, else that of the reward functions for the last answer.
+    The reward is what was reported by POST, else that of the outcome, else that of the reward functions for the
+    last answer.
     """
 
     has_time_limit = True
@@ -371,18 +373,12 @@ class AgentWorkflow(RolloutWorkflow):
         reward_fn: RewardFn | str = "",
         reward: RewardConfig | None = None,
         agent_config: AgentConfig | None = None,
-        agent: str = "",
-        command: Sequence[str] = (),
-        environment: str = "",
-        tools: Sequence[str] = (),
-        online: bool = False,
         images: PromptImages | None = None,
     ) -> None:
         """`images`: of a policy that takes them; the messages of agents can then have some."""
         self._config = agent_config or AgentConfig()
         self.tokenizer = tokenizer
         self._images = images
-        self._job = agent_job(agent=agent, command=command, environment=environment, tools=tools, online=online)
         functions = reward or RewardConfig()
         self._scorer = Scorer(reward_fn, functions) if reward_fn or functions.names_functions else None
         max_images = 0 if images is None else images.run.max_images
@@ -397,6 +393,13 @@ class AgentWorkflow(RolloutWorkflow):
         )
         self._bridge = template_bridge(tokenizer, scenario)
         self._setup = self._setup_of(gconfig)
+
+    @abstractmethod
+    async def _run_sessions(
+        self, engine: InferenceEngine, row: dict[str, Any], group_id: str
+    ) -> Sequence[FinishedSession]:
+        """One sample of a row: one session, or those of several players. Every failure of what talks to the policy is
+        an outcome."""
 
     def _setup_of(self, gconfig: GenerationHyperparameters) -> SessionSetup:
         config, tokenizer, bridge = self._config, self.tokenizer, self._bridge
@@ -431,8 +434,8 @@ class AgentWorkflow(RolloutWorkflow):
         await services.start()
         journal = None if self._is_evaluation else services.journal
         group_id = uuid4().hex
-        run = self._run_online if self._job is None else partial(self._run_session, self._job)
-        finished = await gather_or_cancel([run(engine, data, group_id) for _ in range(self._num_samples)])
+        runs = [self._run_sessions(engine, data, group_id) for _ in range(self._num_samples)]
+        finished = [one for some in await gather_or_cancel(runs) for one in some]
         if journal is not None:
             await journal.durable()
         gaps = {} if self._is_evaluation else self._blamed(finished)
@@ -462,48 +465,6 @@ class AgentWorkflow(RolloutWorkflow):
     def _new_session(self, engine: InferenceEngine, group_id: str) -> Session:
         events = None if self._is_evaluation else self._services.journal
         return Session(secrets.token_hex(6), self._setup, engine, group_id=group_id, events=events)
-
-    async def _run_session(
-        self, job: AgentJob, engine: InferenceEngine, row: dict[str, Any], group_id: str
-    ) -> FinishedSession:
-        sessions, pool = self._services.sessions, self._services.pool
-        for _ in range(_TRIES):
-            entry = sessions.add(self._new_session(engine, group_id))
-            num_open = sessions.num_open
-            try:
-                started = replace(job, row=row, base_url=self._services.base_url, key=entry.key)
-                with span("agent"):
-                    outcome = await pool.run(started, timeout_s=self._config.timeout_s)
-                if outcome.status == "ok" and outcome.reward is None and not outcome.rewards:
-                    await self._wait_for_report(entry)
-            finally:
-                await entry.session.finish()
-                sessions.remove(entry)
-            if outcome.status != "died":
-                break
-        return await self._finished(entry, outcome, row, num_open)
-
-    async def _run_online(self, engine: InferenceEngine, row: dict[str, Any], group_id: str) -> FinishedSession:
-        """One session of a program from outside. Waits until one takes the place; agent.timeout_s counts from then."""
-        sessions, timeout_s = self._services.sessions, self._config.timeout_s
-        taken: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
-        context = contextvars.copy_context()
-        place = Place(group_id, lambda: context.run(self._new_session, engine, group_id), row, timeout_s, taken)
-        sessions.offer(place)
-        try:
-            entry = await taken
-        finally:
-            sessions.withdraw(place)
-        try:
-            num_open = sessions.num_open
-            await asyncio.wait_for(entry.is_final.wait(), timeout_s)
-            outcome = AgentOutcome(status="ok")
-        except TimeoutError:
-            outcome = AgentOutcome(status="timeout", message=f"no final report within {timeout_s:g} s")
-        finally:
-            await entry.session.finish()
-            sessions.remove(entry)
-        return await self._finished(entry, outcome, place.row, num_open)
 
     async def _wait_for_report(self, entry: Entry) -> None:
         """Give a reward by POST its time, where no function computes one."""
@@ -557,9 +518,6 @@ class AgentWorkflow(RolloutWorkflow):
 
     def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
         """The same agent with other sampling settings and one session per row. It shares server and processes."""
-        if self._job is None:
-            message = "workflow_args.online: nothing starts the programs of an evaluation: remove valid_dataset"
-            raise ConfigError(message, code="workflow.no_evaluation")
         clone = copy.copy(self)
         clone._is_evaluation = True
         clone._num_samples = 1
@@ -576,6 +534,85 @@ class AgentWorkflow(RolloutWorkflow):
             await self._services.aclose()
             if self._scorer is not None:
                 await self._scorer.aclose()
+
+
+class AgentWorkflow(SessionWorkflow):
+    """Sessions of an agent of the user.
+
+    Exactly one of: `agent`, an async function `run(row, client, session)` or a class with such a method; `command`, a
+    program that reads OPENAI_BASE_URL and OPENAI_API_KEY, or those of Anthropic; `environment`, a class with `reset`
+    and `step`, with or without `tools`; `tools` alone; or `online`, programs that areal does not start.
+    """
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        *,
+        reward_fn: RewardFn | str = "",
+        reward: RewardConfig | None = None,
+        agent_config: AgentConfig | None = None,
+        agent: str = "",
+        command: Sequence[str] = (),
+        environment: str = "",
+        tools: Sequence[str] = (),
+        online: bool = False,
+        images: PromptImages | None = None,
+    ) -> None:
+        self._job = agent_job(agent=agent, command=command, environment=environment, tools=tools, online=online)
+        super().__init__(
+            gconfig, tokenizer, reward_fn=reward_fn, reward=reward, agent_config=agent_config, images=images
+        )
+
+    async def _run_sessions(
+        self, engine: InferenceEngine, row: dict[str, Any], group_id: str
+    ) -> Sequence[FinishedSession]:
+        if self._job is None:
+            return [await self._run_online(engine, row, group_id)]
+        sessions = self._services.sessions
+        for _ in range(SESSION_TRIES):
+            entry = sessions.add(self._new_session(engine, group_id))
+            num_open = sessions.num_open
+            try:
+                with span("agent"):
+                    started = replace(self._job, row=row, base_url=self._services.base_url, key=entry.key)
+                    outcome = await self._services.pool.run(started, timeout_s=self._config.timeout_s)
+                if outcome.status == "ok" and outcome.reward is None and not outcome.rewards:
+                    await self._wait_for_report(entry)
+            finally:
+                await entry.session.finish()
+                sessions.remove(entry)
+            if outcome.status != "died":
+                break
+        return [await self._finished(entry, outcome, row, num_open)]
+
+    async def _run_online(self, engine: InferenceEngine, row: dict[str, Any], group_id: str) -> FinishedSession:
+        """One session of a program from outside. Waits until one takes the place; agent.timeout_s counts from then."""
+        sessions, timeout_s = self._services.sessions, self._config.timeout_s
+        taken: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+        context = contextvars.copy_context()
+        place = Place(group_id, lambda: context.run(self._new_session, engine, group_id), row, timeout_s, taken)
+        sessions.offer(place)
+        try:
+            entry = await taken
+        finally:
+            sessions.withdraw(place)
+        try:
+            num_open = sessions.num_open
+            await asyncio.wait_for(entry.is_final.wait(), timeout_s)
+            outcome = AgentOutcome(status="ok")
+        except TimeoutError:
+            outcome = AgentOutcome(status="timeout", message=f"no final report within {timeout_s:g} s")
+        finally:
+            await entry.session.finish()
+            sessions.remove(entry)
+        return await self._finished(entry, outcome, place.row, num_open)
+
+    def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
+        if self._job is None:
+            message = "workflow_args.online: nothing starts the programs of an evaluation: remove valid_dataset"
+            raise ConfigError(message, code="workflow.no_evaluation")
+        return super().for_evaluation(gconfig)
 
 
 def agent_job(

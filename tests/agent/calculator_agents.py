@@ -54,6 +54,20 @@ async def sometimes_without_reward(row: dict[str, Any], client: Any, session: An
     return 1.0 if answer.choices[0].message.content == "1" else None
 
 
+async def asks_nothing(row: dict[str, Any], client: Any, session: Any) -> float:
+    return 1.0
+
+
+_ASKS = itertools.cycle([True, True, False])
+
+
+async def asks_in_some(row: dict[str, Any], client: Any, session: Any) -> float:
+    """A reward for every session, also for one that asked nothing."""
+    if next(_ASKS):
+        await ask(row, client)
+    return 1.0
+
+
 async def raises(row: dict[str, Any], client: Any, session: Any) -> float:
     await ask(row, client)
     raise LookupError("no such page")

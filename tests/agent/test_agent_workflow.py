@@ -93,6 +93,10 @@ EPISODES = {  # agent, policy, options -> rewards of the trajectories, why the g
     "sessions without reward are left out": (
         "sometimes_without_reward", ["1", "2", "1"], {"n_samples": 3, "missing_reward": "leave_out"},
         [1.0, 1.0], "", {"no_reward": pytest.approx(1 / 3)}),
+    "a reward without a turn is none": (
+        "asks_in_some", "1", {"missing_reward": "leave_out", "n_samples": 3}, [1.0, 1.0], "",
+        {"no_reward": pytest.approx(1 / 3), "reward": 1.0}),
+    "a reward without a turn rejects as a missing one": ("asks_nothing", "1", {}, [], "no_turns", {"no_reward": 1}),
     "an agent that hangs": ("hangs", "1", {"timeout_s": 0.3}, [], "agent_timeout", {"agent_timeouts": 1}),
     "the reward function scores the last answer": ("without_reward", "42", SCORED, [1.0], "", {}),
     "a used-up budget is scored": (
@@ -119,7 +123,7 @@ async def test_the_rewards_and_metrics_of_an_episode(play, name) -> None:
     assert not rejected or "zero_reward" not in group.stats
     if agent == "WithParts":
         assert group.stats["reward"] in (1.5, 1.75)
-    if agent == "sometimes_without_reward":
+    if agent in ("sometimes_without_reward", "asks_in_some"):
         assert [one["reward"] for one in json.loads(group.record)["sessions"]] == [1.0, 1.0, None]
 
 

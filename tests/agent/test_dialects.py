@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import anthropic
@@ -21,8 +22,10 @@ from agents import (
 from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, OpenAI
 
+from areal.agent.dialects.dialect import NEUTRAL
 from areal.agent.transcript import message_key
 from areal.agent.turns import TurnRefused, answer_message
+from areal.api.config import GenerationHyperparameters
 from tests.agent.session_kit import KEY, OTHER_KEY, answer, call, in_thread, served
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
@@ -201,11 +204,81 @@ async def test_a_foreign_field_is_ignored_with_one_warning_or_refused(name, capl
             assert (code_of(caught.value), session.requests) == ("agent.unsupported_field", [])
 
 
+METADATA_VALUES = {"session_id": "s", "request_id": "r", "rid": "r", "cache_salt": "x", "priority": -1}
+NOT_NEUTRAL = {
+    "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 4, "stop_token_ids": [5], "ignore_eos": True,
+    "skip_special_tokens": False, "include_stop_str_in_output": True, "bad_words": ["x"], "logit_bias": {"1": 2},
+    "use_beam_search": True, "structured_outputs": {"json": {}}, "prompt_logprobs": 0, "continue_final_message": True,
+    "required_prefix_token_ids": [1], "return_tokens_as_token_ids": True, "chat_template": "x",
+    "allowed_token_ids": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SDKS)
+async def test_neutral_values_and_metadata_of_inference_servers_have_no_effect(name):
+    own = {"completions": {"add_special_tokens": True}}.get(name, {})
+    bodies = [{field: value} for field, (values, _) in NEUTRAL.items() for value in (*values, None)]
+    bodies = [body for body in bodies if not body.keys() & own] + [METADATA_VALUES, own]
+    async with served() as (address, session, _), httpx.AsyncClient() as http:
+        for body in [{}, *bodies]:
+            got = await http.post(f"{address}/sessions/{KEY}/v1{SDKS[name].path}", json={**SDKS[name].body, **body})
+            assert got.status_code == 200, (body, got.text)
+    first, *others = session.requests
+    limits = {"top_k", "frequency_penalty", "presence_penalty"}  # Of the run, unless the request names them.
+    for body, other in zip(bodies, others, strict=True):
+        settings = replace(first.settings, **{one: getattr(other.settings, one) for one in body.keys() & limits})
+        assert replace(other, num_bytes=first.num_bytes, fingerprint=first.fingerprint) == replace(
+            first, settings=settings
+        )
+
+
+@pytest.mark.parametrize("name", SDKS)
+async def test_other_values_of_inference_servers_are_refused_by_their_names(name):
+    async with served(refuses_foreign=True) as (address, session, _), httpx.AsyncClient() as http:
+        for field, value in NOT_NEUTRAL.items():
+            body = {**SDKS[name].body, field: value}
+            got = (await http.post(f"{address}/sessions/{KEY}/v1{SDKS[name].path}", json=body)).json()["error"]
+            assert (got["param"], got["code"]) == (field, "agent.unsupported_field")
+            assert field in got["message"]
+    assert session.requests == []
+
+
+@pytest.mark.parametrize("name", ["chat", "completions", "messages"])
+@pytest.mark.parametrize("value", [-1, 0])
+async def test_a_top_k_of_all_tokens_is_no_limit(name, value):
+    async with served() as (address, session, _), SDKS[name].client(address) as api:
+        await SDKS[name].ask(api)(**SDKS[name].body, extra_body={"top_k": value})
+    assert session.requests[0].settings.top_k == GenerationHyperparameters().top_k
+
+
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", ["chat", "completions"])
-@pytest.mark.parametrize("empty", [None, {}, []])
-async def test_an_empty_bias_has_no_effect(name, empty):
-    async with served() as (address, _, _), SDKS[name].client(address) as api:
-        await SDKS[name].ask(api)(**SDKS[name].body, logit_bias=empty, presence_penalty=0)
+async def test_the_ids_of_tokens_are_those_that_vllm_sends(name, stream):
+    shown = replace(answer(), prompt_ids=(7, 8, 9))
+    options = {"stream": stream, "extra_body": {"return_token_ids": True}}
+    async with served(shown) as (address, session, _), SDKS[name].client(address) as api:
+        got = await SDKS[name].ask(api)(**SDKS[name].body, **options)
+        chunks = [one async for one in got] if stream else [got]
+    assert session.requests[0].shows_prompt
+    holders = chunks if name == "chat" else [chunk.choices[0] for chunk in chunks]
+    prompts = [list(ids) for one in holders if (ids := one.model_extra.get("prompt_token_ids")) is not None]
+    tokens = [token for chunk in chunks for token in chunk.choices[0].model_extra.get("token_ids", [])]
+    assert (prompts, tokens) == ([[7, 8, 9]], [0, 1, 2])
+
+
+async def test_token_ids_in_replayed_messages_and_items_are_not_read():
+    ids = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5], "token_ids": None}
+    said = {"role": "assistant", "content": "four"}
+    item = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "four"}]}
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "4"}
+    async with served() as (address, session, _), openai_client(address) as api:
+        for more in ({}, ids):
+            await api.chat.completions.create(**CHAT | {"messages": [*QUESTION, said | more, *QUESTION]})
+            items = [*QUESTION, item | more, *QUESTION, call | more, output]
+            await api.responses.create(**RESPONSE | {"input": items})
+    assert session.requests[0].messages == session.requests[2].messages
+    assert session.requests[1].messages == session.requests[3].messages
 
 
 class Found(pydantic.BaseModel):

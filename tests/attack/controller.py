@@ -14,6 +14,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/publish": {"run_id": 0, "update": {"version": 1, "kind": "disk", "path": "/nowhere"}},
     "/consumed": {"run_id": 0, "step": 0, "version": 1, "weights_checksum": ""},
     "/evaluate": {"run_id": 0, "step": 0, "mode": "greedy"},
+    "/background": {"run_id": 0, "step": 0, "begins": False, "waits": False},
     "/committed": {"run_id": 0, "step": 0, "path": "/nowhere"},
     "/finish": {"run_id": 0, "steps": 0},
 }

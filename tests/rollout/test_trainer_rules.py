@@ -130,7 +130,7 @@ def test_a_refused_request_changes_nothing_and_the_run_completes(moment, tmp_pat
                     if answer.status >= 400:
                         assert set(orjson.loads(text)) == {"error", "code"}
                         assert recorded(controller) == before
-                    elif method == "POST" and path not in ("/batch", "/evaluate"):
+                    elif method == "POST" and path not in ("/batch", "/evaluate", "/background"):
                         is_changed = True  # it was valid here
                         break
                 if not controller.is_over and not is_changed:
@@ -162,6 +162,8 @@ REFUSED = [
     ("attached", "/batch", {"step": 0}, 409),
     ("no trainer", "/batch", {"step": 0}, 412),
     ("attached", "/evaluate", {"step": 0}, 409),
+    ("attached", "/background", {"step": 0, "begins": True}, 409),
+    ("attached", "/background", {"step": 2}, 412),
     ("attached", "/committed", {"step": 1, "path": "/etc/passwd"}, 400),
     ("attached", "/committed", {"step": 1, "path": str(RUN.root / "../../x")}, 400),
     ("attached", "/committed", {"step": 2, "path": str(RUN.recover / "step-000002")}, 412),

@@ -1,5 +1,6 @@
 """What follows a step: cadences, exports, checkpoints, evaluations, the early end, on one rank and on two."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -68,7 +69,7 @@ class Records:
 LENGTH = TrainingLength(steps_per_epoch=2, total_steps=6)
 
 
-def make(toolbox_group, rank, folder, hooks, **sections):
+def make(toolbox_group, rank, folder, hooks, first_step=1, **sections):
     config = GRPOConfig(
         experiment_name="e",
         trial_name="t",
@@ -87,6 +88,7 @@ def make(toolbox_group, rank, folder, hooks, **sections):
         recover=recover,
         trackers=[records] if rank == 0 else [],
         hooks=hooks,
+        first_step=first_step,
     )
     return after, recover, engines, records
 
@@ -262,3 +264,98 @@ def test_a_requested_checkpoint_and_one_without_async_save_are_complete_when_the
     RunPaths(tmp_path / "asked").checkpoint_request.touch()
     run(after, range(1))
     assert reported == [1, 2, 1]
+
+
+class Background:
+    """Evaluations in the background whose reward is their step / 10; they end after `lasts` further steps."""
+
+    def __init__(self, lasts=1, missed=()):
+        self.lasts, self.missed, self.begun, self.polls, self.waited = lasts, missed, [], 0, []
+
+    def begin(self, steps_done):
+        self.begun.append(steps_done)
+        self.polls = 0
+        return True
+
+    def is_running(self, steps_done):
+        self.polls += 1
+        return self.polls < self.lasts
+
+    def result(self, steps_done):
+        self.waited += [steps_done] if self.polls < self.lasts else []
+        if steps_done in self.missed:
+            return None
+        return {"eval/version": float(steps_done), "eval/greedy/reward": steps_done / 10}
+
+
+def background_run(toolbox, folder, background, *, goal=2.0, steps=range(6), **sections):
+    asked = []
+    hooks = StepHooks(
+        evaluate=lambda done: asked.append(done) or {"eval/version": float(done), "eval/greedy/reward": done / 10},
+        background=background,
+        goal_reached=lambda values: values["eval/greedy/reward"] >= goal,
+    )
+    evaluator = EvaluatorConfig(freq_steps=2, modes=["greedy"])
+    made = make(toolbox.RankGroup(1), 0, folder, hooks, evaluator=evaluator, **sections)
+    return run(made[0], steps), asked, made
+
+
+def evaluated(records):
+    return {step: values["eval/version"] for step, values in records.lines if "eval/version" in values}
+
+
+@pytest.mark.parametrize(
+    ("lasts", "lines", "waited"),
+    [
+        (1, {3: 2.0, 5: 4.0, 6: 6.0}, []),
+        (2, {4: 2.0, 6: 6.0}, []),
+        (9, {4: 2.0, 6: 6.0}, [2, 4]),  # the next evaluation and the end of the run wait for it
+    ],
+)
+def test_a_result_arrives_at_a_later_step_with_its_version(toolbox, tmp_path, lasts, lines, waited):
+    background = Background(lasts)
+    done, asked, (_, _, _, records) = background_run(toolbox, tmp_path, background)
+    assert (done, asked, background.begun) == (6, [6], [2, 4])  # that of the last step blocks
+    assert evaluated(records) == lines
+    assert background.waited == waited
+
+
+def test_a_goal_ends_the_run_when_its_result_arrives(toolbox, tmp_path):
+    done, asked, (_, _, _, records) = background_run(toolbox, tmp_path, Background(), goal=0.2)
+    assert (done, asked, evaluated(records)) == (3, [], {3: 2.0})
+    assert [path.name for path in (tmp_path / "checkpoints" / "actor").iterdir()] == ["step-000003"]
+
+
+def test_a_lost_evaluation_is_one_of_the_newest_version(toolbox, tmp_path):
+    done, asked, (_, _, _, records) = background_run(toolbox, tmp_path, Background(missed=[2]))
+    assert (done, asked, evaluated(records)) == (6, [3, 6], {3: 3.0, 5: 4.0, 6: 6.0})
+
+
+def test_the_best_export_is_that_of_the_evaluated_version(toolbox, tmp_path):
+    """Its score arrives one step after the export, and beside the export of another version."""
+    saver = SaverConfig(freq_steps=1, keep_last=1, keep_best="eval/greedy/reward", best_is="lowest")
+    background_run(toolbox, tmp_path, Background(), saver=saver)
+    assert json.loads((tmp_path / "checkpoints" / "scores.json").read_bytes()) == {"2": 0.2, "4": 0.4, "6": 0.6}
+    exports = sorted(path.name for path in (tmp_path / "checkpoints" / "actor").iterdir())
+    assert exports == ["step-000002", "step-000006"]
+
+
+@pytest.mark.parametrize("start", [2, 3])
+def test_a_checkpoint_remembers_an_evaluation_without_a_result(toolbox, tmp_path, start):
+    first = Background(lasts=9)
+    sections = {"recover": RecoverConfig(mode="auto", freq_steps=1, freq_secs=None)}
+    _, _, (after, recover, _, _) = background_run(toolbox, tmp_path, first, steps=range(start), **sections)
+    recover.finish()
+    point = recover.load(recover.start_from(after_failure=False))
+    assert (point.step, point.evaluating) == (start, 2)
+    again = Background()
+    hooks = StepHooks(evaluate=lambda done: {}, background=again)
+    evaluator = EvaluatorConfig(freq_steps=2, modes=["greedy"])
+    after, _, _, records = make(
+        toolbox.RankGroup(1), 0, tmp_path, hooks, first_step=start + 1, evaluator=evaluator, **sections
+    )
+    after.continue_from(point)
+    after.continue_evaluation()
+    assert again.begun == ([2] if start == 2 else [])  # else the controller still has it, or it is lost
+    run(after, range(start, 5))
+    assert evaluated(records)[start + 1] == 2.0

@@ -11,6 +11,7 @@ import orjson
 from areal.agent.dialects.dialect import (
     DONE,
     MAX_ITEMS,
+    REPLAYED,
     Asked,
     Dialect,
     Fields,
@@ -33,6 +34,7 @@ from areal.agent.turns import (
     assistant_message,
     function_call,
 )
+from areal.api.config import GenerationHyperparameters
 
 # Messages, tools and sampling settings in OpenAI's form: checked, and brought to the form of `turns.Message`.
 
@@ -175,7 +177,7 @@ def _required(content: str | list[Json] | None, given: Fields) -> str | list[Jso
 
 
 def _assistant_message(given: Fields, content: str | None) -> Message:
-    given.skip(refusal="text", annotations="list")
+    given.skip(refusal="text", annotations="list", **REPLAYED)
     for name in ("audio", "function_call"):
         if given.take(name) is not None:
             raise unsupported(given.name(name), "is not supported")
@@ -302,7 +304,7 @@ def stops(value: Any, path: str = "stop") -> tuple[str, ...]:
 
 
 _RUN = "the configuration of the run decides"
-FORMAT = "answers are not constrained to it; the metric format_errors counts those that differ"
+FORMAT = "not enforced: `format_errors` counts other answers"
 FOREIGN: Mapping[str, str] = {
     "reasoning_effort": _RUN, "verbosity": _RUN, "chat_template_kwargs": _RUN, "thinking": _RUN, "reasoning": _RUN,
     "enable_thinking": _RUN, "min_p": _RUN, "repetition_penalty": _RUN, "min_tokens": _RUN, "max_tool_calls": _RUN,
@@ -322,12 +324,14 @@ NO_EFFECT: Mapping[str, tuple[Kind, str]] = {
 }
 """Fields that chat completions and responses accept and that change nothing."""
 SAMPLING: Mapping[str, str] = {
-    "temperature": "0 to 2; 0 is greedy", "top_p": "above 0, at most 1", "top_k": "extension: at least 1",
+    "temperature": "0 to 2; 0 is greedy", "top_p": "above 0, at most 1",
+    "top_k": "extension: at least 1; -1 and 0: all tokens",
     "frequency_penalty": "-2 to 2", "presence_penalty": "-2 to 2; native servers only", "seed": "0 to 2^63 - 1",
     "stop": "one text or at most 16",
     "n": "1 to 128 answers; each is a leaf of the transcript",
     "stream": "calls come at the end",
     "stream_options": "`include_usage`; `include_obfuscation` has no effect",
+    "return_token_ids": "extension: `prompt_token_ids`, and `token_ids` of each choice",
 }  # fmt: skip
 """Fields of chat completions and completions."""
 FIELDS = FieldTable(
@@ -346,7 +350,6 @@ FIELDS = FieldTable(
     ignored={**NO_EFFECT, "metadata": ("object", "metadata")},
     only={
         "top_logprobs": ((0,), "only the log-probability of the sampled token is known: use 0"),
-        "logit_bias": (({}, []), "is not supported"),
         "modalities": ((["text"],), "only text is supported"),
     },
     foreign=FOREIGN,
@@ -366,17 +369,18 @@ def parse(body: Json) -> Asked:
     settings = openai_settings(given, ("max_tokens", "max_completion_tokens"))
     num_answers = given.integer("n", 1, MAX_ANSWERS) or 1
     stream, include_usage = stream_fields(given)
-    logprobs = given.flag("logprobs")
+    logprobs, token_ids = given.flag("logprobs"), given.flag("return_token_ids")
     wanted = given.fields("response_format")
     schema = None if wanted is None else answer_schema(wanted, nested=True)
     given.finish(FIELDS)
     turn = TurnRequest(
         messages=messages, tools=tools, tool_choice=choice, answer_schema=schema, num_answers=num_answers,
-        settings=settings,
+        settings=settings, shows_prompt=token_ids,
     )  # fmt: skip
     return Asked(
-        turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=logprobs, foreign=given.foreign
-    )
+        turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=logprobs, token_ids=token_ids,
+        foreign=given.foreign,
+    )  # fmt: skip
 
 
 def answer_schema(given: Fields, *, nested: bool) -> Json | None:
@@ -401,12 +405,17 @@ def openai_settings(given: Fields, limits: tuple[str, ...], default: int | None 
         max_new_tokens=min(sizes, default=default),
         temperature=given.number("temperature", 0, 2),
         top_p=given.number("top_p", 1e-9, 1),
-        top_k=given.integer("top_k", 1, MAX_TOKENS),
+        top_k=top_k(given),
         frequency_penalty=given.number("frequency_penalty", -2, 2),
         presence_penalty=given.number("presence_penalty", -2, 2),
         seed=given.integer("seed", 0, MAX_SEED),
         stop=stops(given.take("stop")),
     )
+
+
+def top_k(given: Fields) -> int | None:
+    size = given.integer("top_k", -1, MAX_TOKENS)
+    return GenerationHyperparameters().top_k if size in (-1, 0) else size  # the default is all tokens
 
 
 def stream_fields(given: Fields) -> tuple[bool, bool]:
@@ -425,10 +434,12 @@ def reply(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> Json:
             "message": _message(answer),
             "logprobs": token_logprobs(answer, sent) if asked.logprobs else None,
             "finish_reason": answer.finish_reason,
+            **({"token_ids": list(answer.token_ids)} if asked.token_ids else {}),
         }
         for index, answer in enumerate(answers)
     ]
-    return {**_head(asked, answers, sent, "chat.completion"), "choices": choices, "usage": usage(answers)}
+    prompt = {"prompt_token_ids": list(answers[0].prompt_ids)} if asked.token_ids else {}
+    return {**_head(asked, answers, sent, "chat.completion"), "choices": choices, "usage": usage(answers), **prompt}
 
 
 def _message(answer: TurnAnswer) -> Json:
@@ -474,7 +485,12 @@ class _Stream:
                     choice["finish_reason"] = answer.finish_reason
                 if number == 0 and self._asked.logprobs:
                     choice["logprobs"] = token_logprobs(new, self._sent)
-                found.append({"choices": [choice], **usages})
+                if number == 0 and self._asked.token_ids:
+                    choice["token_ids"] = list(new.token_ids)
+                prompt: Json = {}
+                if is_first and number == 0 and self._asked.token_ids:
+                    prompt = {"prompt_token_ids": list(answer.prompt_ids)}
+                found.append({"choices": [choice], **usages, **prompt})
         is_whole = bool(answers) and answers[0].finish_reason is not None
         if is_whole and usages:
             found.append({"choices": [], "usage": usage(answers)})

@@ -41,9 +41,9 @@ FIELDS = FieldTable(
     },
     ignored={"user": ("text", "metadata")},
     only={
-        "logit_bias": (({}, []), "is not supported"),
         "echo": ((False,), "the prompt is not repeated"),
         "best_of": ((1,), "use n"),
+        "add_special_tokens": ((True,), "a prompt begins with the BOS of the tokenizer"),
     },
     foreign={name: FOREIGN[name] for name in ("min_p", "repetition_penalty", "min_tokens")},
     refused={"suffix": "is not supported"},
@@ -57,14 +57,15 @@ def parse(body: Json) -> Asked:
     settings = openai_settings(given, ("max_tokens",), default=DEFAULT_MAX_TOKENS)
     num_answers = given.integer("n", 1, MAX_ANSWERS) or 1
     stream, include_usage = stream_fields(given)
-    top = given.integer("logprobs", 0, MAX_TOKENS)
+    top, token_ids = given.integer("logprobs", 0, MAX_TOKENS), given.flag("return_token_ids")
     if top:
         raise unsupported("logprobs", "only the log-probability of the sampled token is known: use 0")
     given.finish(FIELDS)
-    turn = TurnRequest(prompt=prompt, num_answers=num_answers, settings=settings)
+    turn = TurnRequest(prompt=prompt, num_answers=num_answers, settings=settings, shows_prompt=token_ids)
     return Asked(
-        turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=top == 0, foreign=given.foreign
-    )
+        turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=top == 0, token_ids=token_ids,
+        foreign=given.foreign,
+    )  # fmt: skip
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
@@ -86,8 +87,12 @@ def _body(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent, choices: list
     return {**head, "choices": choices}
 
 
-def _choice(index: int, answer: TurnAnswer, logprobs: Json | None) -> Json:
-    return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+def _choice(asked: Asked, index: int, answer: TurnAnswer, logprobs: Json | None, *, is_first: bool = True) -> Json:
+    choice: Json = {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+    if asked.token_ids:
+        choice["prompt_token_ids"] = list(answer.prompt_ids) if is_first else None
+        choice["token_ids"] = list(answer.token_ids)
+    return choice
 
 
 def _logprobs(asked: Asked, answer: TurnAnswer, sent: Sent, start: int = 0) -> Json | None:
@@ -100,7 +105,7 @@ def _logprobs(asked: Asked, answer: TurnAnswer, sent: Sent, start: int = 0) -> J
 
 
 def reply(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> Json:
-    choices = [_choice(index, answer, _logprobs(asked, answer, sent)) for index, answer in enumerate(answers)]
+    choices = [_choice(asked, index, answer, _logprobs(asked, answer, sent)) for index, answer in enumerate(answers)]
     return {**_body(asked, answers, sent, choices), "usage": usage(answers)}
 
 
@@ -115,10 +120,12 @@ class _Stream:
         more = {"usage": None} if asked.include_usage else {}
         found: list[bytes] = []
         for index, answer in enumerate(answers):
+            is_first = not self._growths[index].has_begun
             if (new := self._growths[index].of(answer)) is not None:
                 logprobs = _logprobs(asked, new, sent, self._lengths[index])
                 self._lengths[index] += sum(map(len, logprobs["tokens"])) if logprobs else 0
-                found.append(data_event({**_body(asked, answers, sent, [_choice(index, new, logprobs)]), **more}))
+                choice = _choice(asked, index, new, logprobs, is_first=is_first)
+                found.append(data_event({**_body(asked, answers, sent, [choice]), **more}))
         if not answers or answers[0].finish_reason is None:
             return found
         if asked.include_usage:

@@ -37,7 +37,44 @@ class FieldTable:
     """Known to the dialect and refused with any value but null: name -> why."""
 
     def knows(self, name: str) -> bool:
-        return any(name in names for names in (self.ignored, self.only, self.foreign, self.refused))
+        tables = (self.ignored, self.only, self.foreign, self.refused, NEUTRAL, METADATA)
+        return any(name in names for names in tables)
+
+
+_SAMPLER, _TEXT = "the policy is sampled by temperature, top_p and top_k alone", "the text of an answer is fixed"
+_GRAMMAR, _PROMPT = "answers are not constrained: use response_format", "the chat template makes the prompt"
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens"), ((0,), _SAMPLER)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), ((0,), _SAMPLER)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), ((1,), _SAMPLER)),
+    "top_k": ((-1, 0), _SAMPLER), "logit_bias": (({}, []), _SAMPLER),
+    **dict.fromkeys(("ignore_eos", "use_beam_search"), ((False,), _SAMPLER)),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), (([],), _SAMPLER)),
+    "required_prefix_token_ids": (([],), "the policy chooses all its tokens"),
+    "stop_token_ids": (([],), "stop with texts"), "stop_regex": (([],), "stop with texts"),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), ((True,), _TEXT)),
+    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim", "return_tokens_as_token_ids"), ((False,), _TEXT)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), ((True,), _TEXT)),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex",
+                     "ebnf", "json_schema"), ((), _GRAMMAR)),
+    "add_generation_prompt": ((True,), _PROMPT),
+    **dict.fromkeys(("continue_final_message", "add_special_tokens", "echo"), ((False,), _PROMPT)),
+    **dict.fromkeys(("chat_template", "truncate_prompt_tokens"), ((), _PROMPT)), "documents": (([],), _PROMPT),
+    **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs", "kv_transfer_params"), (({},), "is not supported")),
+    "prompt_logprobs": ((), "the prompt is not scored"),
+    "return_token_ids": ((False,), "has an effect for chat completions and completions only"),
+    **dict.fromkeys(("return_hidden_states", "return_routed_experts"), ((False,), "is not returned")),
+}  # fmt: skip
+"""Fields of inference servers: name -> (values without effect, why another is refused). Every dialect has them; its own
+table goes first."""
+METADATA: Mapping[str, Kind] = {
+    "session_id": "text", "request_id": "text", "rid": "text", "cache_salt": "text", "priority": "number",
+}  # fmt: skip
+"""Accepted by every dialect without an effect."""
+REPLAYED: Mapping[str, Kind] = dict.fromkeys(
+    ("prompt_token_ids", "token_ids", "generation_token_ids", "generation_log_probs"), "list"
+)
+"""What inference servers add to an answer, in messages and items that come back: the session knows its tokens."""
 
 
 def invalid(path: str, problem: str) -> TurnRefused:
@@ -140,19 +177,18 @@ class Fields:
 
     def _check_unread(self, field_name: str, value: Any, table: FieldTable | None) -> None:
         path = self.name(field_name)
-        if table is not None and (kept := table.ignored.get(field_name)):
-            if not isinstance(value, _KINDS[kept[0]]):
-                raise invalid(path, f"must be of type {kept[0]}")
-        elif table is not None and any(
-            type(value) is type(one) and value == one for one in table.only.get(field_name, ((), ""))[0]
-        ):
-            return
-        elif table is not None and field_name in table.foreign:
-            self.foreign[field_name] = table.foreign[field_name]
-        elif table is not None and (only := table.only.get(field_name)):
-            raise unsupported(path, only[1])
-        elif table is not None and field_name in table.refused:
-            raise unsupported(path, table.refused[field_name])
+        if table is not None and table.knows(field_name):
+            kind = table.ignored[field_name][0] if field_name in table.ignored else METADATA.get(field_name)
+            only = table.only.get(field_name) or NEUTRAL.get(field_name)
+            if kind is not None:
+                if not isinstance(value, _KINDS[kind]):
+                    raise invalid(path, f"must be of type {kind}")
+            elif only and any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in only[0]):
+                return
+            elif field_name in table.foreign:
+                self.foreign[field_name] = table.foreign[field_name]
+            else:
+                raise unsupported(path, table.refused[field_name] if only is None else only[1])
         else:
             message = f"{path[:200]}: this server does not know this field"
             raise TurnRefused(message, code="agent.unknown_field", status=400, param=path[:200])
@@ -165,6 +201,7 @@ class Asked:
     stream: bool = False
     include_usage: bool = False  # Of a stream of OpenAI's chat or completions dialect.
     logprobs: bool = False
+    token_ids: bool = False  # The reply has the ids of the prompt and of the answers, as vLLM sends them.
     foreign: Mapping[str, str] = field(default_factory=dict[str, str])  # Fields without effect here, and why.
     repeated: dict[str, Any] | None = None  # Fields of the request that the reply of the responses dialect repeats.
 

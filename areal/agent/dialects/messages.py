@@ -22,6 +22,7 @@ from areal.agent.dialects.chat_completions import (
     refused_part,
     stops,
     tool_name,
+    top_k,
     unique_tools,
 )
 from areal.agent.dialects.dialect import (
@@ -58,7 +59,7 @@ FIELDS = FieldTable(
         "max_tokens": "required (not for count_tokens): most generated tokens; at least 1",
         "temperature": "0 to 1; 0 is greedy",
         "top_p": "above 0, at most 1",
-        "top_k": "at least 1",
+        "top_k": SAMPLING["top_k"],
         "stop_sequences": "at most 16; an answer that one ended has the stop_reason end_turn",
         "stream": SAMPLING["stream"],
         "tools": "with an input_schema; `strict` and hints have no effect",
@@ -110,7 +111,7 @@ def _parse(body: Json, *, needs_limit: bool) -> Asked:
         max_new_tokens=max_tokens,
         temperature=given.number("temperature", 0, 1),
         top_p=given.number("top_p", 1e-9, 1),
-        top_k=given.integer("top_k", 1, MAX_TOKENS),
+        top_k=top_k(given),
         stop=stops(given.items("stop_sequences"), "stop_sequences"),
     )
     stream, schema, foreign = given.flag("stream"), None, dict[str, str]()

@@ -22,6 +22,7 @@ from areal.agent.dialects.chat_completions import (
 )
 from areal.agent.dialects.dialect import (
     MAX_ITEMS,
+    REPLAYED,
     Asked,
     Dialect,
     Fields,
@@ -121,7 +122,7 @@ def _add_item(found: _Assistant, given: Fields) -> None:
             found.reasoning(_reasoning(given))
         case _:
             raise refused_part(given, kind)
-    given.skip(id="text", status="text")
+    given.skip(id="text", status="text", **REPLAYED)
     given.finish()
 
 

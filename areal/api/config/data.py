@@ -11,8 +11,16 @@ _SEVERAL = satisfies("path", lambda path: not isinstance(path, str), "a list")
 _FILE_ENDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 
 
+ENVIRONMENT_PREFIX = "env:"
+
+
+def is_environment_path(path: str) -> bool:
+    """Whether a dataset's path is the specification of rows of an environment."""
+    return path.startswith(ENVIRONMENT_PREFIX)
+
+
 def is_row_function(path: str) -> bool:
-    """Whether a dataset's path names a function that returns the rows."""
+    """Whether a dataset's path names a function that returns the rows, or is a specification of rows."""
     return ":" in path and "://" not in path
 
 
@@ -28,7 +36,8 @@ class DatasetConfig:
     """A dataset and how its rows are read."""
 
     path: str | list[str] = option("???", also="verl: data.train_files, data.val_files; ROLL: data_args.file_name")
-    """Files (data/*.jsonl), a folder of `datasets`, a hub name, a function (file.py:function), or a list of these."""
+    """Files (data/*.jsonl), a folder of `datasets`, a hub name, a function (file.py:function), rows of an environment
+    (env:NAME?size=1000&seed=0), or a list of these."""
     type: str = choice("rl", "rl", "sft", "rw")
     """Kind of rows: rl = prompt and reward data, sft = prompt and answer, rw = chosen and rejected answer."""
     split: str = option("", relevant=_FROM_LIBRARY, also="cosmos-rl: dataset.split")

@@ -555,6 +555,18 @@ class PPOConfig(BaseExperimentConfig):
         return self.actor.lora is not None and (mode == "adapter" or (mode == "auto" and is_automatic))
 
     @property
+    def evaluates_in_background(self) -> bool:
+        """Whether training continues during an evaluation: see `evaluator.mode`."""
+        if self.evaluator.mode == "auto":
+            return self._can_spare_a_server and not self.evaluator.stop_at
+        return self.evaluator.mode == "background"
+
+    @property
+    def _can_spare_a_server(self) -> bool:
+        servers = self.allocation.inference if self.server_backend else None
+        return servers is not None and servers.num_replicas > 1
+
+    @property
     def servers_start_empty(self) -> bool:
         """Whether the trainer makes the first policy, so that the servers wait for its weights."""
         lora = self.actor.lora
@@ -683,6 +695,9 @@ class PPOConfig(BaseExperimentConfig):
             yield "eval_gconfig.n_samples", text
         if self.evaluator.n_samples > 1 and (self.eval_gconfig or self.gconfig).greedy:
             yield "evaluator.n_samples", "gives equal answers with greedy decoding: set it to 1, or greedy to false"
+        if self.evaluator.mode == "background" and not self._can_spare_a_server:
+            text = "keeps one server for an evaluation, and allocation_mode has no second one: use blocking"
+            yield Problem("evaluator.mode", text, "config.missing_requirement")
         if self.evaluator.sets and self.valid_dataset is None:
             text = "names further sets, which are read as valid_dataset is: set valid_dataset"
             yield Problem("evaluator.sets", text, "config.missing_requirement")

@@ -1,0 +1,7 @@
+"""The workflows of environments that others published."""
+
+from areal.api.registry import register
+
+register("workflows", "reasoning_gym", "areal.environments.reasoning_gym:ReasoningGymWorkflow")
+register("workflows", "textarena", "areal.environments.adapters:TextArenaWorkflow")
+register("workflows", "openenv", "areal.environments.adapters:OpenEnvWorkflow")

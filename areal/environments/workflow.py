@@ -1,0 +1,187 @@
+"""Sessions of the environments that others published: the base of all adapters."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from areal.agent.agent_run import MAX_TURNS, AgentOutcome
+from areal.agent.directory import Entry
+from areal.agent.turns import BUDGET_CODES, Message, TurnRefused, TurnRequest, answer_message
+from areal.api.config import AgentConfig, GenerationHyperparameters
+from areal.api.engine import InferenceEngine
+from areal.api.errors import ConfigError
+from areal.data.tokenizer import Tokenizer
+from areal.environments.process import EnvironmentFailed, EnvironmentWorker, WorkerSetup
+from areal.observe.spans import span
+from areal.workflow.agent import SESSION_TRIES, FinishedSession, SessionWorkflow
+
+_CHECKED_ENVIRONMENTS = 32
+_CLOSE_LIMIT_S = 10.0
+
+
+@dataclass(slots=True)
+class Seat:
+    """One player of an episode: its session, its side of the dialogue, and its rewards."""
+
+    entry: Entry
+    num_open: int  # Sessions that were open at its start.
+    messages: list[Message] = field(default_factory=list[Message])
+    turns: dict[str, float] = field(default_factory=dict[str, float])
+    total: float = 0.0
+
+
+class EnvironmentWorkflow(SessionWorkflow):
+    """Each sample of a row is one episode in the worker of the adapter. Its failures are never rewards."""
+
+    adapter: ClassVar[str]
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        *,
+        env: str = "",
+        python: str = "",
+        args: Mapping[str, Any] | None = None,
+        max_concurrent: int | None = None,
+        timeout_s: float = 60.0,
+        agent_config: AgentConfig | None = None,
+    ) -> None:
+        """`env`: of rows that name none. `python`: interpreter with the package; empty = that of areal. `args`: of the
+        adapter. `max_concurrent`: episodes at the same time; None = what the environment takes. `timeout_s`: limit of
+        one call of the environment; agent.timeout_s is that of an episode."""
+        for name, value in (("max_concurrent", max_concurrent), ("timeout_s", timeout_s)):
+            if value is not None and value <= 0:
+                raise ConfigError(f"workflow_args.{name}={value} must be above 0", code="workflow.invalid_args")
+        super().__init__(gconfig, tokenizer, agent_config=agent_config)
+        self._worker_setup = WorkerSetup(
+            adapter=self.adapter, env=env, python=python, args=args or {}, max_concurrent=max_concurrent
+        )
+        self.worker = EnvironmentWorker(self._worker_setup)
+        self.timeout_s = timeout_s
+
+    async def _run_sessions(
+        self, engine: InferenceEngine, row: dict[str, Any], group_id: str
+    ) -> Sequence[FinishedSession]:
+        sessions = self._services.sessions
+
+        def new_seat() -> Seat:
+            return Seat(sessions.add(self._new_session(engine, group_id)), sessions.num_open)
+
+        for _ in range(SESSION_TRIES):
+            seats = [new_seat()]
+            try:
+                with span("agent"):
+                    outcomes = await self._ended(seats, row, new_seat)
+            finally:
+                for seat in seats:
+                    await seat.entry.session.finish()
+                    sessions.remove(seat.entry)
+            if outcomes[0].status != "died":
+                break
+        played = [number for number, seat in enumerate(seats) if not number or seat.entry.session.counts.turns]
+        return [
+            await self._finished(seats[number].entry, outcomes[number], row, seats[number].num_open)
+            for number in played
+        ]
+
+    async def _ended(
+        self, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+    ) -> Sequence[AgentOutcome]:
+        """Run an episode until it ends or fails: the outcome of each seat."""
+        try:
+            async with self.worker.place(), asyncio.timeout(self._config.timeout_s):
+                return await self._episode(seats, row, new_seat)
+        except TimeoutError:
+            text = f"exceeded its limit of {self._config.timeout_s:g} s"
+            failed = AgentOutcome(status="timeout", message=text)
+        except TurnRefused as refused:
+            failed = AgentOutcome(status="error", message=f"TurnRefused: {refused}", refusal=refused.code)
+        except EnvironmentFailed as error:
+            status = "died" if error.code == "env.server_died" else "error"
+            failed = AgentOutcome(status="timeout" if error.code == "env.timeout" else status, message=str(error))
+        return [failed] * len(seats)
+
+    async def _episode(
+        self, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+    ) -> Sequence[AgentOutcome]:
+        """areal holds the dialogue. A package that calls the model needs another method."""
+        key = seats[0].entry.session.session_id
+        try:
+            last = await self._dialogue(key, seats, row, new_seat)
+        finally:
+            await self.worker.close_episode(key, limit_s=_CLOSE_LIMIT_S)
+        if last.get("reward", 0.0) is None:  # the environment could not measure
+            return [AgentOutcome(status="ok", parts=last.get("parts", {}))] * len(seats)
+        return [
+            AgentOutcome(status="ok", reward=seat.total, rewards=seat.turns, parts=last.get("parts", {}))
+            for seat in seats
+        ]
+
+    async def _dialogue(
+        self, key: str, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+    ) -> Mapping[str, Any]:
+        """Play until the environment or the budget of a session ends it. Returns the last answer of the environment."""
+        found = await self.worker.call("reset", {"row": row}, episode=key, limit_s=self.timeout_s)
+        for _ in range(MAX_TURNS):
+            player = found.get("player", 0)
+            while len(seats) <= player:
+                seats.append(new_seat())
+            seat = seats[player]
+            seat.messages += found["messages"]
+            try:
+                answer = await _answered(seat, found.get("tools", ()))
+            except TurnRefused as refused:
+                if refused.code not in BUDGET_CODES:
+                    raise
+                return {}
+            message = answer_message(answer)
+            seat.messages.append(message)
+            given = {"message": message, "is_cut": answer.finish_reason == "length"}
+            found = await self.worker.call("step", given, episode=key, limit_s=self.timeout_s)
+            if found.get("reward"):
+                seat.turns[answer.turn_id] = float(found["reward"])
+            for other, reward in zip(seats, found.get("rewards", ()), strict=False):
+                other.total = float(reward)
+            if found["done"]:
+                return found
+        return {}
+
+    def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Start the worker, and an episode of each environment of the rows. ConfigError with the command that helps."""
+        first = {row.get("env"): row for row in reversed(rows)}
+        with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
+            try:
+                thread.submit(asyncio.run, self._tried(list(first.values())[:_CHECKED_ENVIRONMENTS])).result()
+            except EnvironmentFailed as error:
+                name = f"workflow={self.adapter}"
+                raise ConfigError(f"{name}: {error}", code=error.code) from error
+
+    async def _tried(self, rows: Sequence[dict[str, Any]]) -> None:
+        worker = EnvironmentWorker(self._worker_setup)
+        try:
+            for number, row in enumerate(rows):
+                async with worker.place():
+                    await self._tried_row(worker, f"check-{number}", row)
+        finally:
+            await worker.aclose()
+
+    async def _tried_row(self, worker: EnvironmentWorker, key: str, row: dict[str, Any]) -> None:
+        await worker.call("reset", {"row": row}, episode=key, limit_s=self.timeout_s)
+        await worker.close_episode(key, limit_s=_CLOSE_LIMIT_S)
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        if not self._is_evaluation:
+            await self.worker.aclose()
+
+
+async def _answered(seat: Seat, tools: Sequence[dict[str, Any]]) -> Any:
+    """The answer of the policy to the dialogue of a seat."""
+    size = sum(len(str(message.get("content", ""))) for message in seat.messages)
+    session = seat.entry.session
+    (answer,) = await session.answer(TurnRequest(messages=tuple(seat.messages), tools=tuple(tools), num_bytes=size))
+    session.delivered([answer])
+    return answer

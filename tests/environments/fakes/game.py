@@ -1,0 +1,1 @@
+"""The application that the fake uvicorn serves."""

@@ -1,0 +1,5 @@
+"""Games."""
+
+from . import registration
+
+__all__ = ["registration"]

@@ -1,0 +1,3 @@
+"""Names of games."""
+
+ENV_REGISTRY = {"Guess-v0": None, "Race-v0": None}

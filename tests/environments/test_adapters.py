@@ -1,0 +1,157 @@
+"""`workflow: textarena` and `workflow: openenv` over fake packages."""
+
+import os
+import random
+import signal
+
+import pytest
+import pytest_asyncio
+
+from areal.api.errors import AgentFailed, ConfigError
+from areal.environments.adapters import OpenEnvWorkflow, TextArenaWorkflow
+from tests.environments.environment_kit import FAKES, build, policy, trained_text
+
+ROW = {"config": {}, "seed": 4, "index": 1}
+
+
+def target(row, limit=9):
+    return random.Random(row["seed"] + row["index"]).randrange(limit)
+
+
+@pytest.fixture(autouse=True)
+def in_fakes(monkeypatch) -> None:
+    monkeypatch.chdir(FAKES)
+
+
+@pytest_asyncio.fixture
+async def make():
+    made = []
+
+    def new(kind, **options):
+        made.append(build(kind, **options))
+        return made[-1]
+
+    yield new
+    for workflow in made:
+        await workflow.aclose()
+
+
+def arena(make, **options):
+    return make(TextArenaWorkflow, **{"env": "Guess-v0", **options})
+
+
+def scripted(*answers):
+    """A policy that gives these answers one after another, whatever it is asked."""
+    left = list(answers)
+    return policy(lambda _: left.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("answers", "config", "rewards", "invalid"),
+    [
+        ([str((target(ROW) + 1) % 9), str(target(ROW))], {}, [1.0], 0.0),
+        (["x"], {}, [0.4], 1.0),
+        (["x"], {"invalid_reward": -0.5}, [-0.5], 1.0),
+        ([str(target(ROW, 3))], {"options": {"limit": 3}}, [1.0], 0.0),
+    ],
+)
+async def test_a_game_gives_its_reward_unless_an_invalid_move_has_another(
+    make, answers, config, rewards, invalid
+) -> None:
+    group = await arena(make).arun_episode(scripted(*answers), ROW | {"config": config})
+    assert [one.reward for one in group.trajectories] == rewards
+    assert group.stats["reward/invalid_end"] == invalid
+    assert trained_text(group.trajectories[0]) == "".join(f"{one}<|im_end|>" for one in answers)
+
+
+async def test_both_players_of_self_play_are_trained_each_with_its_own_dialogue(make) -> None:
+    wrong, right = str((target(ROW) + 1) % 9), str(target(ROW))
+    group = await arena(make, env="Race-v0").arun_episode(scripted(wrong, right), dict(ROW))
+    assert [(one.reward, trained_text(one)) for one in group.trajectories] == [
+        (-1.0, f"{wrong}<|im_end|>"),
+        (1.0, f"{right}<|im_end|>"),
+    ]
+
+
+async def test_a_player_without_a_turn_is_no_session(make) -> None:
+    group = await arena(make, env="Race-v0").arun_episode(scripted("x"), dict(ROW))
+    assert [one.reward for one in group.trajectories] == [0.4]
+    assert group.rejected == ""
+
+
+async def test_a_function_plays_the_other_side(make, tmp_path) -> None:
+    file = tmp_path / "opponent.py"
+    file.write_text(f"def play(text, rng):\n    return '{(target(ROW) + 1) % 9}'\n")
+    workflow = arena(make, env="Race-v0", args={"opponent": f"{file}:play", "trained": 1})
+    group = await workflow.arun_episode(scripted(str(target(ROW))), dict(ROW))
+    assert [one.reward for one in group.trajectories] == [1.0]
+    assert group.stats["reward/moves"] == 2
+
+
+async def test_games_at_the_same_time_do_not_share_random_numbers(make) -> None:
+    rows = [ROW | {"index": index} for index in range(4)]
+    workflow = arena(make)
+    groups = [await workflow.arun_episode(scripted(str(target(row))), row) for row in rows]
+    assert [group.trajectories[0].reward for group in groups] == [1.0] * 4
+
+
+def test_a_game_that_does_not_exist_is_named_before_the_start() -> None:
+    with pytest.raises(ConfigError, match="no game 'Chess'") as error:
+        build(TextArenaWorkflow, env="Chess").check_rows([ROW])
+    assert error.value.code == "env.not_found"
+
+
+def guessing(make, **options):
+    return make(OpenEnvWorkflow, **{"env": "game.py:app", **options})
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward", "turns"),
+    [
+        (["5"], 1.0, 1),
+        (["1", "5"], 1.0, 2),
+        (["one", "5"], 1.0, 2),  # a refused action is an answer of the policy
+        (["1", "2", "3"], 0.0, 3),  # no step after the end
+    ],
+)
+async def test_each_step_of_a_session_is_a_turn_with_its_reward(make, answers, reward, turns) -> None:
+    group = await guessing(make).arun_episode(scripted(*answers), dict(ROW))
+    assert ([one.reward for one in group.trajectories], group.stats["num_turns"]) == ([reward], turns)
+
+
+async def test_sessions_wait_for_the_capacity_that_the_server_has(make) -> None:
+    group = await guessing(make, n_samples=5).arun_episode(policy(lambda _: "5"), dict(ROW))
+    assert [one.reward for one in group.trajectories] == [1.0] * 5
+
+
+def test_more_sessions_than_the_server_takes_are_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match="takes 2 episodes") as error:
+        build(OpenEnvWorkflow, env="game.py:app", max_concurrent=3).check_rows([ROW])
+    assert error.value.code == "env.capacity"
+
+
+@pytest.mark.parametrize(("env", "text"), [("http://127.0.0.1:9", "does not answer"), ("none.py", "no FILE.py:APP")])
+def test_a_server_that_is_missing_is_one_line(env, text) -> None:
+    with pytest.raises(ConfigError, match=text) as error:
+        build(OpenEnvWorkflow, env=env).check_rows([ROW])
+    assert error.value.code == "env.not_found"
+
+
+async def test_a_fault_of_the_server_is_no_reward(make) -> None:
+    with pytest.raises(AgentFailed, match="EXECUTION_ERROR"):
+        await guessing(make).arun_episode(policy(lambda _: "99"), dict(ROW))
+
+
+async def test_an_episode_whose_server_was_killed_runs_again_on_a_new_one(make) -> None:
+    workflow, killed = guessing(make), []
+    await workflow.worker.facts()
+    killed.append(await workflow.worker.call("server_pid", {}, limit_s=20))
+
+    def kill_once(_):
+        if len(killed) == 1:
+            killed.append(os.kill(killed[0], signal.SIGKILL))
+        return "5"
+
+    group = await workflow.arun_episode(policy(kill_once), dict(ROW))
+    assert [one.reward for one in group.trajectories] == [1.0]
+    assert await workflow.worker.call("server_pid", {}, limit_s=20) != killed[0]
