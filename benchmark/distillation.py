@@ -94,13 +94,13 @@ def compare(seed: int, fileroot: str) -> dict[str, Any]:
         server.terminate()
         server.wait(timeout=30)
     tokens = {name: tokens_until(base / name / "metrics.jsonl", goal) for name in ("grpo", "distilled")}
-    reached = tokens["grpo"] is not None and tokens["distilled"] is not None
+    theirs, ours = tokens["grpo"], tokens["distilled"]
     return {
         "seed": seed,
         "goal": round(goal, 4),
         "accuracy": round(last_accuracy(base / "distilled" / "metrics.jsonl"), 4),
         "tokens": tokens,
-        "ratio": round(tokens["distilled"] / tokens["grpo"], 3) if reached else None,
+        "ratio": round(ours / theirs, 3) if ours and theirs else None,
     }
 
 
