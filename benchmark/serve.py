@@ -7,7 +7,8 @@ groups of answers of unequal lengths, and calls forward_backward and optim_step.
 after another by the time of the four at once, in the same service, in turn; the median of the rounds.
 
 Gateway: CPU time per sample request (asample and retrieve_future) of a fleet that answers at once; memory per open
-sample, and the time until an answer that is ready is received while all others are open. The last line is JSON.
+sample, and the time until an answer that is ready is received while all others are open: with one request that waits
+for all, as the SDK does it, and "held", with a request for each. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -238,12 +239,12 @@ class FakeFleet:
         self.may_answer = asyncio.Event()
         self.free: set[str] = set()
         self.ready_at: dict[str, float] = {}
-        self.chosen: dict[str, asyncio.Event] = {}
+        self.chosen: dict[str, asyncio.Future[None]] = {}
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         if not self.may_answer.is_set():
-            chosen = self.chosen.setdefault(request.group_id, asyncio.Event())
-            await chosen.wait()
+            self.chosen[request.group_id] = asyncio.get_running_loop().create_future()
+            await self.chosen[request.group_id]
             self.ready_at[request.group_id] = time.perf_counter()
         return GenerationResponse(
             request_id=request.request_id, input_ids=request.input_ids, output_ids=[5] * 32,
@@ -259,8 +260,8 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[str, FakeFleet]]:
     limits = {"max_adapters": 4, "context_length": shape.context_length}
     sampling = Sampling(fleet, **limits)  # pyright: ignore[reportArgumentType]
     sampling.has_started.set()
-    handlers = Gateway(service, sampling)
-    app = make_app(handlers, TrainerRoutes(service), Keys({"user": KEY}), token=TOKEN, host=Host())
+    keys = Keys({"user": KEY})
+    app = make_app(Gateway(service, sampling, keys), TrainerRoutes(service), keys, token=TOKEN, host=Host())
     runner = web.AppRunner(app, access_log=None, auto_decompress=False)
     await runner.setup()
     bound = listen(Host(), TOKEN)
@@ -269,7 +270,7 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[str, FakeFleet]]:
     try:
         yield http_address(bound), fleet
     finally:
-        await handlers.close()
+        await sampling.close()
         await runner.cleanup()
         journal.cancel()
         await asyncio.gather(journal, return_exceptions=True)
@@ -287,7 +288,7 @@ async def serve_gateway(folder: Path) -> None:
                 fleet.may_answer.clear()
             elif word == "ready":
                 for name in names:
-                    fleet.chosen[name].set()
+                    fleet.chosen[name].set_result(None)
                 print("{}", flush=True)
                 continue
             gc.collect()
@@ -339,41 +340,64 @@ async def measure_gateway(folder: Path, num_open: int) -> dict[str, Any]:
                 asked = await asyncio.gather(*[client.ask("asample", sample_body(sampler, one)) for one in numbers])
                 await asyncio.gather(*[client.result(one) for one in asked])
             cpu_us = (process.tell("hold")["cpu_s"] - before) / count * 1e6
-            memory = process.tell("hold")["rss"]
-            received: dict[str, float] = {}
-            ids: list[str] = []
-
-            async def one(number: int) -> None:
-                asked = await client.ask("asample", sample_body(sampler, number))
-                ids.append(asked["request_id"])
-                await client.result(asked)
-                received[asked["request_id"]] = time.perf_counter()
-
-            tasks: list[asyncio.Task[None]] = []
-            for start in range(0, num_open, 500):
-                tasks += [asyncio.create_task(one(count + start + number)) for number in range(500)]
-                while len(ids) < len(tasks):
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(2.0)
-            per_open = (process.tell("hold")["rss"] - memory) / num_open
-            chosen = random.Random(0).sample(ids, min(1000, num_open // 2))
-            for name in chosen:
-                await asyncio.to_thread(process.tell, "ready", name)
-                while name not in received:
-                    await asyncio.sleep(0.001)
-            ready_at = process.tell("hold")["ready_at"]
-            delays = [(received[name] - ready_at[name]) * 1e3 for name in chosen]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            facts = await measure_open(client, process, sampler, range(count, count + num_open), held=False)
+            facts |= await measure_open(
+                client, process, sampler, range(count + num_open, count + 2 * num_open), held=True
+            )
     finally:
         process.process.kill()
+    return {"gateway_cpu_us_per_sample": round(cpu_us), "open_samples": num_open, **facts}
+
+
+async def measure_open(
+    client: Client, process: GatewayProcess, sampler: str, numbers: range, *, held: bool
+) -> dict[str, float]:
+    """Samples that are open at once. `held`: each has a request of its own that waits; else one request waits for all,
+    as the SDK does it."""
+    memory = process.tell("hold")["rss"]
+    received: dict[str, float] = {}
+    ids: list[str] = []
+
+    async def ask(number: int) -> None:
+        asked = await client.ask("asample", sample_body(sampler, number))
+        ids.append(asked["request_id"])
+        if held:
+            await client.result(asked)
+            received[asked["request_id"]] = time.perf_counter()
+
+    async def poll() -> None:
+        body: dict[str, Any] = {"target": {"sampling_session_id": sampler}, "prev_cursor": 0}
+        while True:
+            answer = await client.ask("retrieve_futures", body)
+            body |= {"prev_cursor": answer["cursor"], "retrieved_request_ids": []}
+            for completion in answer["completions"]:
+                if (name := completion["request_id"]) in ids:
+                    await client.result(completion)
+                    received[name] = time.perf_counter()
+                    body["retrieved_request_ids"].append(name)
+
+    tasks = [] if held else [asyncio.create_task(poll())]
+    for start in range(0, len(numbers), 500):
+        tasks += [asyncio.create_task(ask(number)) for number in numbers[start : start + 500]]
+        while len(ids) < min(start + 500, len(numbers)):
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(2.0)
+    per_open = (process.tell("hold")["rss"] - memory) / len(numbers)
+    chosen = random.Random(0).sample(ids, min(1000, len(ids) // 2))
+    for name in chosen:
+        await asyncio.to_thread(process.tell, "ready", name)
+        while name not in received:
+            await asyncio.sleep(0.001)
+    ready_at = process.tell("hold")["ready_at"]
+    delays = [(received[name] - ready_at[name]) * 1e3 for name in chosen]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    suffix = "_held" if held else ""
     return {
-        "gateway_cpu_us_per_sample": round(cpu_us),
-        "open_samples": num_open,
-        "kb_per_open_sample": round(per_open / 1000, 1),
-        "ready_p50_ms": round(median(delays), 2),
-        "ready_p99_ms": round(quantiles(delays, n=100)[98], 2),
+        f"kb_per_open_sample{suffix}": round(per_open / 1000, 1),
+        f"ready_p50_ms{suffix}": round(median(delays), 2),
+        f"ready_p99_ms{suffix}": round(quantiles(delays, n=100)[98], 2),
     }
 
 

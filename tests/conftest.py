@@ -29,6 +29,7 @@ from tests.run_token import TOKEN
 settings.register_profile("areal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("areal")
 os.environ[TOKEN_VARIABLE] = TOKEN
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else a launch with the name of a hub model waits for repeated requests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job: its commands would print that they ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -145,7 +145,7 @@ class NodeChoice:
         return ""
 
 
-FORWARDED = ("HF_", "NCCL_", "WANDB_", "SWANLAB_", "PYTHONPATH")
+FORWARDED = ("HF_", "NCCL_", "WANDB_", "SWANLAB_", "AREAL_TEACHER_", "PYTHONPATH")
 """Environment variables of the launcher that processes on other machines also get, by the beginning of their names."""
 _CLOCK_S = 2.0
 """A larger difference of two clocks is reported."""

@@ -109,6 +109,9 @@ def serving_config(
     if dims.world_size != dims.dp:
         message = f"allocation_mode={config.allocation_mode}: the trainer of the service has data ranks only, fsdp:dN"
         raise ConfigError(message, code="config.conflict")
+    if config.launcher.type not in ("auto", "local"):
+        message = f"launcher.type={config.launcher.type}: the service runs on this machine only: remove the option"
+        raise ConfigError(message, code="config.conflict")
     config = replace(config, strict_config=False)
     check_config(config)
     return config

@@ -4,7 +4,6 @@ A client waits for a result in POST /retrieve_future, which is held until there 
 is journalled before its number is answered, and its result before it is given out.
 """
 
-import asyncio
 import hmac
 import re
 import time
@@ -13,7 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from aiohttp import web
@@ -22,10 +22,11 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.api.errors import ArealError, RequestError
 from areal.observe.log import get_logger
-from areal.serve.sampling import Body, Number, SampleBody, Sampling
+from areal.serve.sampling import Body, Number, SampleBody, Sampling, queue_of
 from areal.serve.service import ADAPTER, Service, failure, weights_folder
-from areal.serve.tenants import SAMPLER, TRAINING, Model, NotFound, SavedWeights
+from areal.serve.tenants import EXTERNAL, INFLIGHT, SAMPLER, TRAINING, Model, NotFound, SavedWeights
 from areal.serve.wire import PROTOBUF, address_of
+from areal.system.durable import COMPLETE
 from areal.system.http_guard import RequestGuard, read_body
 from areal.system.network import Host
 
@@ -33,12 +34,16 @@ _log = get_logger("serve")
 
 HOLD_S = 25.0
 """A request for a result is held for this time. The SDK gives up after 45 s, and asks again at once after an answer."""
-KEEP_S = 600.0
-"""A sample is kept for this time."""
+SESSION_S = 900.0
+"""A session of which nothing was heard for this time has ended."""
+SAMPLES_AHEAD = 1024
+"""Numbers of samples that are journalled at once."""
 MAX_BODY_BYTES = 64 * 2**20
-API = "/api/v1"
+API, DOWNLOAD = "/api/v1", "/download"
+URL_S = 3600
+"""A URL for a download is valid for this time."""
 _NAME = re.compile(r"[\w-][\w.-]{0,127}")
-_CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler"}
+_CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +108,8 @@ class StepBody(TrainingBody):
 class SaveBody(TrainingBody):
     path: str | None = None
     sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    age_encryption_recipients: list[str] | None = None
     ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
@@ -118,6 +125,20 @@ class SamplerBody(SessionBody):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FutureBody(Body):
     request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetBody(Body):
+    sampling_session_id: str
+    cloned_sampler_id: Number = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuturesBody(Body):
+    target: TargetBody
+    prev_cursor: Number = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    retrieved_request_ids: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +184,10 @@ def parsed(kind: type[BodyT], data: bytes) -> BodyT:
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    body = memoryview(
+        orjson.dumps(value)
+    ).tobytes()  # that of orjson takes 4 KB, until the connection has its next answer
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 def _number(request: web.Request, name: str, default: int | None = None) -> int:
@@ -189,19 +213,27 @@ class Keys:
         data = given.encode("utf-8", "surrogateescape")
         return next((name for name, key in self._keys.items() if hmac.compare_digest(key, data)), "")
 
+    def signature(self, user: str, text: str) -> str:
+        """Shows that this service wrote `text` for a user. NotFound for an unknown one."""
+        if user not in self._keys:
+            raise NotFound(f"there is no user {user}")
+        return hmac.new(self._keys[user], text.encode(), "sha256").hexdigest()
+
 
 class Gateway:
     """The handlers of the requests of clients. `request["key"]` is the name of the user."""
 
-    def __init__(self, service: Service, sampling: Sampling, *, hold_s: float = HOLD_S) -> None:
-        self._service, self._sampling, self._hold_s = service, sampling, hold_s
+    def __init__(self, service: Service, sampling: Sampling, keys: Keys, *, hold_s: float = HOLD_S) -> None:
+        self._service, self._sampling, self._keys, self._hold_s = service, sampling, keys, hold_s
         self._tenants = service.tenants
-        self._samples: dict[str, asyncio.Task[bytes]] = {}
-        """Sampling requests by their ids."""
+        self._lost = {name: (one.first, one.limit) for name, one in self._tenants.numbers.items()}
+        """Queue -> the samples that an earlier gateway may not have answered."""
+        self._heard = dict.fromkeys(self._tenants.sessions, time.monotonic())
+        """Session -> when something was heard of it."""
 
     def routes(self) -> list[web.RouteDef]:
         posts: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {
-            "client/config": self.nothing,
+            "client/config": self.client_config,
             "client/dynamic_config": self.nothing,
             "telemetry": self.telemetry,
             "create_session": self.create_session,
@@ -219,6 +251,7 @@ class Gateway:
             "create_sampling_session": self.create_sampler,
             "asample": self.sample,
             "retrieve_future": self.retrieve,
+            "retrieve_futures": self.retrieve_many,
             "cancel_future": self.cancel,
         }
         run = "training_runs/{model}"
@@ -232,6 +265,7 @@ class Gateway:
             "training_runs": self.list_runs,
             run: self.get_run,
             f"{run}/checkpoints": self.list_of_run,
+            f"{checkpoint}/external_weights_urls": self.download_urls,
             "checkpoints": self.list_checkpoints,
         }
         return [
@@ -241,18 +275,17 @@ class Gateway:
             web.post(f"{API}/{checkpoint}/publish", self.publish),
             web.delete(f"{API}/{checkpoint}/publish", self.publish),
             web.put(f"{API}/{checkpoint}/ttl", self.set_ttl),
+            web.get(f"{DOWNLOAD}/{{user}}/{{expires}}/{{signature}}/{{model}}/{{name}}/{{file}}", self.download),
         ]
-
-    async def close(self) -> None:
-        for task in self._samples.values():
-            task.cancel()
-        await asyncio.gather(*self._samples.values(), return_exceptions=True)
-        await self._sampling.close()
 
     # Sessions.
 
+    async def client_config(self, request: web.Request) -> web.Response:
+        """Flags of the SDK: a client waits for all its samples in one request. It computes losses of its own."""
+        return _json({"sample_use_retrieve_futures": True})
+
     async def nothing(self, request: web.Request) -> web.Response:
-        """The flags of the client keep their defaults."""
+        """The flags keep their defaults."""
         return _json({})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -273,18 +306,36 @@ class Gateway:
         session = uuid.uuid5(uuid.NAMESPACE_URL, given).hex
         if session not in self._tenants.sessions:
             await self._service.record_once(session, {"event": "session", "id": session, "key": request["key"]})
+        self._heard[session] = time.monotonic()
         return _json({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, request: web.Request) -> web.Response:
-        self._tenants.session(parsed(SessionBody, await read_body(request)).session_id, request["key"])
+        session = parsed(SessionBody, await read_body(request)).session_id
+        if session in self._tenants.ended:
+            return _json({"error": f"session {session} has ended"}, 410)
+        self._heard[self._tenants.session(session, request["key"])] = time.monotonic()
         return _json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: web.Request) -> web.Response:
-        self._tenants.session(request.match_info["session"], request["key"])
+        await self._end(self._tenants.session(request.match_info["session"], request["key"]))
         return web.Response(status=204)
 
+    async def end_silent_sessions(self) -> None:
+        """End the sessions of clients that are gone: their samplers and samples. Their models stay."""
+        since = time.monotonic() - SESSION_S
+        for session in [name for name, at in self._heard.items() if at < since]:
+            await self._end(session)
+
+    async def _end(self, session: str) -> None:
+        self._heard.pop(session, None)
+        for sampler in [one.id for one in self._tenants.samplers.values() if one.session == session]:
+            self._sampling.forget(sampler)
+        await self._service.record({"event": "ended", "id": session})
+
     async def list_sessions(self, request: web.Request) -> web.Response:
-        return _json({"sessions": [one for one, key in self._tenants.sessions.items() if key == request["key"]]})
+        sessions = self._tenants.sessions.items()
+        names = [name for name, key in sessions if key == request["key"] and name not in self._tenants.ended]
+        return _json({"sessions": names})
 
     async def get_session(self, request: web.Request) -> web.Response:
         session = self._tenants.session(request.match_info["session"], request["key"])
@@ -357,13 +408,6 @@ class Gateway:
         arguments = {"path": body.path, "saved_seq": saved.seq, "optimizer": body.optimizer}
         return await self._accepted(model, seq, "load", arguments | {"settings": dict(saved.settings)})
 
-    async def save_external(self, request: web.Request) -> web.Response:
-        """Not supported: the request has used its number."""
-        data = await read_body(request)
-        model, seq = self._address(data, request["key"])
-        error = {"error": "save_weights_external is not supported: use save_weights_for_sampler"}
-        return await self._accepted(model.id, seq, "invalid", error, data)
-
     async def get_info(self, request: web.Request) -> web.Response:
         model = self._tenants.model(parsed(TrainingModelBody, await read_body(request)).model_id, request["key"])
         served = self._service.served
@@ -406,21 +450,29 @@ class Gateway:
     async def save_for_sampler(self, request: web.Request) -> web.Response:
         return await self._save(await read_body(request), request["key"], "export", SAMPLER)
 
+    async def save_external(self, request: web.Request) -> web.Response:
+        return await self._save(await read_body(request), request["key"], "export", EXTERNAL)
+
     async def _save(self, data: bytes, key: str, kind: str, where: str) -> web.Response:
         model, seq = self._address(data, key)
         if seq in model.operations:
             return _json({"request_id": model.operations[seq].request_id, "model_id": model.id})
         try:
             body = parsed(SaveBody, data)
-            arguments: dict[str, Any] = {"name": body.path or f"{seq:06d}"}
-            if body.sampling_session_seq_id is not None:
-                arguments = {"name": f"session-{body.sampling_session_seq_id}"}
-                arguments["sampler"] = f"{model.session}:sample:{body.sampling_session_seq_id}"
+            arguments: dict[str, Any] = {"name": body.path or f"{seq:06d}", "where": where}
             if not _NAME.fullmatch(arguments["name"]):
                 text = f"path: {arguments['name']!r} is not a name of letters, digits, -, _ and ."
                 raise RequestError(text, code="request.invalid_field")
+            if body.age_encryption_recipients:
+                text = "age_encryption_recipients is not supported: the files are not encrypted"
+                raise RequestError(text, code="request.invalid_field")
+            if body.sampling_session_seq_id is not None:
+                is_inflight = body.kind == "inflight"
+                arguments["name"] = INFLIGHT if is_inflight else f"session-{body.sampling_session_seq_id}"
+                arguments["sampler"] = f"{model.session}:sample:{body.sampling_session_seq_id}"
             path = f"tinker://{model.id}/{where}/{arguments['name']}"
-            if self._tenants.is_saved(path, time.time()) and not body.overwrite:
+            may_replace = body.overwrite or arguments["name"] == INFLIGHT
+            if self._tenants.is_saved(path, time.time()) and not may_replace:
                 raise RequestError(f"{path} exists: give another name, or overwrite", code="request.invalid_field")
         except RequestError as error:
             return await self._accepted(model.id, seq, "invalid", {"error": str(error)}, data)
@@ -454,26 +506,33 @@ class Gateway:
         body = parsed(SampleBody, await read_body(request))
         sampler = self._tenants.sampler(body.sampling_session_id, request["key"])
         request_id = f"{sampler.id}:{body.seq_id}"
-        if request_id not in self._samples:
+        await self._number_samples(queue_of(request_id), body.seq_id)
+        if request_id not in self._sampling:
             folder = None
             if sampler.path:
-                if sampler.path not in self._tenants.saved:
+                saved = self._tenants.saved.get(sampler.path)
+                if saved is None:
                     raise NotFound(f"{sampler.path} was deleted")
-                folder = weights_folder(self._service.folder, sampler.path, sampler.seq) / ADAPTER
-            work = self._sampling.sample(body, folder, request_id)
-            self._samples[request_id] = asyncio.create_task(work, name=request_id)
-            self._samples[request_id].add_done_callback(lambda _: self._forget_later(request_id))
+                seq = saved.seq if sampler.seq is None else sampler.seq
+                folder = weights_folder(self._service.folder, sampler.path, seq) / ADAPTER
+            self._sampling.start(request_id, body, folder)
+        if sampler.session in self._heard:
+            self._heard[sampler.session] = time.monotonic()
         ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
         return _json({"request_id": request_id, "sample_sequence_ids": ids})
 
-    def _forget_later(self, request_id: str) -> None:
-        asyncio.get_running_loop().call_later(KEEP_S, self._samples.pop, request_id, None)
+    async def _number_samples(self, queue: str, seq: int) -> None:
+        """Journal, for many samples at once, which numbers a client may have used: a later gateway tells it that they
+        are lost."""
+        while (seen := self._tenants.numbers.get(queue)) is None or seq >= seen.limit:
+            first = self._sampling.first_open(queue)
+            event = {"event": "samples", "queue": queue, "first": seq if first is None else min(first, seq)}
+            await self._service.record_once(queue, event | {"limit": seq + SAMPLES_AHEAD})
 
     async def cancel(self, request: web.Request) -> web.Response:
         request_id = parsed(FutureBody, await read_body(request)).request_id
         self._tenants.sampler(request_id.rpartition(":")[0], request["key"])
-        if (task := self._samples.pop(request_id, None)) is not None:
-            task.cancel()
+        self._sampling.cancel(request_id)
         return _json({})
 
     # Results.
@@ -490,15 +549,32 @@ class Gateway:
         is_message = operation.kind == "loss" and operation.is_ok
         return web.Response(body=data, content_type=PROTOBUF if is_message else "application/json")
 
+    async def retrieve_many(self, request: web.Request) -> web.Response:
+        """Which samples of a client have ended since its last request. Those of an earlier gateway have failed."""
+        body = parsed(FuturesBody, await read_body(request))
+        sampler = self._tenants.sampler(body.target.sampling_session_id, request["key"])
+        queue = f"{sampler.id}:{body.target.cloned_sampler_id}"
+        lost: list[str] = []
+        if queue in self._lost and self._sampling.is_older(queue, body.prev_cursor):
+            numbers = range(*self._lost[queue])
+            lost = [name for name in (f"{sampler.id}:{seq}" for seq in numbers) if name not in self._sampling]
+        limit_s = 0.0 if lost else self._hold_s if body.timeout is None else min(body.timeout, self._hold_s)
+        retrieved = body.retrieved_request_ids
+        cursor, names = await self._sampling.completions(queue, body.prev_cursor, retrieved, limit_s)
+        facts: list[dict[str, Any]] = [{"state": "failed", "request_id": name} for name in lost]
+        for name in names:
+            size = self._sampling.size_of(name)
+            state = {"state": "failed"} if size is None else {"state": "finished"}
+            facts.append(state | {"request_id": name, "response_payload_uncompressed_size": size})
+        return _json({"completions": facts, "cursor": cursor})
+
     async def _sampled(self, request_id: str, key: str) -> web.Response:
         self._tenants.sampler(request_id.rpartition(":")[0], key)
-        task = self._samples.get(request_id)
-        if task is None:
+        if request_id not in self._sampling:
             return _json({"error": f"sample {request_id} is not known here: send it again"}, 410)
-        await asyncio.wait([task], timeout=self._hold_s)
-        if not task.done():
+        task = await self._sampling.wait(request_id, self._hold_s)
+        if task is None:
             return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
-        asyncio.get_running_loop().call_later(KEEP_S, self._samples.pop, request_id, None)
         if task.cancelled():
             return web.Response(body=failure("the request was cancelled"), content_type="application/json")
         if (error := task.exception()) is None:
@@ -585,6 +661,34 @@ class Gateway:
         await self._service.change(self._own(request), expires_at=None if ttl_s is None else time.time() + ttl_s)
         return web.Response(status=204)
 
+    async def download_urls(self, request: web.Request) -> web.Response:
+        """A URL for each file of external weights, which needs no key."""
+        saved, expires = self._own(request), int(time.time()) + URL_S
+        user, urls = request["key"], dict[str, str]()
+        for file in [path for path in sorted(self._files(saved).iterdir()) if path.name != COMPLETE]:
+            place = f"{saved.model}/{saved.name}/{file.name}"
+            signature = self._keys.signature(user, f"{expires}/{place}")
+            urls[file.name] = f"{request.url.origin()}{DOWNLOAD}/{user}/{expires}/{signature}/{place}"
+        return _json({"urls": urls, "expires": date(expires)})
+
+    async def download(self, request: web.Request) -> web.StreamResponse:
+        """A file of external weights, for a URL of `download_urls`."""
+        user, expires, model, name, file = (
+            request.match_info[part] for part in ("user", "expires", "model", "name", "file")
+        )
+        expected = self._keys.signature(user, f"{expires}/{model}/{name}/{file}")
+        if not hmac.compare_digest(request.match_info["signature"].encode(), expected.encode()):
+            raise NotFound("this URL was not made here, or its user has another key")
+        if int(expires) < time.time():
+            raise NotFound("this URL has expired: ask for another one")
+        saved = self._tenants.weights(f"tinker://{model}/{EXTERNAL}/{name}", user, time.time())
+        return web.FileResponse(self._files(saved) / file)
+
+    def _files(self, saved: SavedWeights) -> Path:
+        if saved.kind != EXTERNAL:
+            raise NotFound(f"{saved.path} was not saved by save_weights_external")
+        return weights_folder(self._service.folder, saved.path, saved.seq) / ADAPTER
+
 
 class TrainerRoutes:
     """The requests of the trainer ranks."""
@@ -625,22 +729,22 @@ def make_app(gateway: Gateway, trainer: TrainerRoutes, keys: Keys, *, token: str
         request["key"] = keys.owner(request.headers.get("X-API-Key", ""))
         if not request["key"] and request.path.startswith(API) and request.path != f"{API}/healthz":
             return _json({"error": "X-API-Key is not a key of this service", "code": "request.unauthorized"}, 401)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ArealError as error:
+            return _json({"error": str(error), "code": error.code}, _status_of(error))
+        except web.HTTPException:
+            raise
+        except Exception as error:  # noqa: BLE001 - one request: the service and other clients continue
+            _log.exception("%s failed", request.path)
+            return _json({"error": f"{type(error).__name__}: {error}", "code": ArealError.code}, 500)
 
-    app = web.Application(middlewares=[check, _errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[check], client_max_size=MAX_BODY_BYTES)
     app.add_routes([*gateway.routes(), *trainer.routes()])
     return app
 
 
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except ArealError as error:
-        status = 404 if isinstance(error, NotFound) else 422 if isinstance(error, RequestError) else 503
-        return _json({"error": str(error), "code": error.code}, status)
-    except web.HTTPException:
-        raise
-    except Exception as error:  # noqa: BLE001 - one request: the service and other clients continue
-        _log.exception("%s failed", request.path)
-        return _json({"error": f"{type(error).__name__}: {error}", "code": ArealError.code}, 500)
+def _status_of(error: ArealError) -> int:
+    if not isinstance(error, RequestError):
+        return 503
+    return 404 if isinstance(error, NotFound) else 422

@@ -49,8 +49,8 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
         owns_adapters=True,
     )
     sampling = Sampling(fleet, max_adapters=config.native.max_adapters, context_length=served.context_length)
-    gateway = Gateway(service, sampling)
     keys = Keys(json.loads((folder / KEYS).read_bytes()))
+    gateway = Gateway(service, sampling, keys)
     app = make_app(gateway, TrainerRoutes(service), keys, token=token, host=context.host)
     stopped: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -59,7 +59,7 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
     runner = web.AppRunner(app, access_log=None, logger=http_log, auto_decompress=False, shutdown_timeout=1.0)
     await runner.setup()
     journal = asyncio.create_task(service.journal.run(), name="journal")
-    cleaning = asyncio.create_task(_delete_expired(service), name="delete expired weights")
+    cleaning = asyncio.create_task(_clean(service, gateway), name="delete expired objects")
     try:
         async with beating_loop(launched_heartbeat(), service.describe):
             bound = listen(context.host, token, port)
@@ -76,7 +76,7 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
                     task.result()
             return stopped.result()
     finally:
-        await gateway.close()
+        await sampling.close()
         await fleet.close()
         await runner.cleanup()
         for task in (journal, cleaning):
@@ -86,11 +86,12 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
         http_log.close()
 
 
-async def _delete_expired(service: Service) -> None:
+async def _clean(service: Service, gateway: Gateway) -> None:
     """Until it is cancelled."""
     while True:
         await asyncio.sleep(_CLEAN_S)
         await service.delete_expired()
+        await gateway.end_silent_sessions()
 
 
 def main() -> None:

@@ -2,17 +2,22 @@
 
 import asyncio
 import base64
+import contextlib
 import hashlib
-from collections import Counter
-from collections.abc import AsyncIterator
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field
 
+from areal.api.columns import Packed, joined
 from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, PromptScoring
 from areal.api.errors import ArealError, RequestError
@@ -22,7 +27,11 @@ from areal.observe.log import get_logger
 from areal.serve.wire import SampledAnswer, encode_sample
 
 _log = get_logger("serve")
-MAX_SAMPLES = 1024
+MAX_SAMPLES, MAX_TOP = 1024, 1024
+KEEP_S = 600.0
+"""The result of a sample is kept for this time."""
+CLONE = 1_000_000_000
+"""A client that is a clone of another one counts its samples from a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +43,7 @@ class Body:
 
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 """A number that clients count or choose."""
+TopK = Annotated[int, Field(ge=0, le=MAX_TOP)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +57,11 @@ class Prompt(Body):
     chunks: list[TextChunk]
 
     @property
-    def token_ids(self) -> list[int]:
-        return [token for chunk in self.chunks for token in chunk.tokens]
+    def token_ids(self) -> Packed[int]:
+        try:
+            return Packed(array("i", [token for chunk in self.chunks for token in chunk.tokens]))
+        except OverflowError as error:
+            raise RequestError(f"the prompt has no token ids: {error}", code="request.invalid_field") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +86,10 @@ class SampleBody(Body):
     sampling_params: SampleSettings = field(default_factory=SampleSettings)
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: TopK = 0
+    topk_sample_logprobs: TopK = 0
     target_prompt_logprobs: dict[str, Any] | None = None
-    prompt_alt_tokens_k: int = 0
+    prompt_alt_tokens_k: TopK = 0
 
 
 class AdapterPool:
@@ -148,57 +161,172 @@ class AdapterPool:
 
 
 class Sampling:
-    """Generates answers."""
+    """The samples of all clients, from their requests until their results are not needed any more.
+
+    A client waits for one result (`wait`), or for the next results of a sampling session (`completions`).
+    """
 
     def __init__(self, fleet: Fleet, *, max_adapters: int, context_length: int) -> None:
         self._fleet, self._context_length = fleet, context_length
         self._adapters = AdapterPool(fleet, max_adapters)
         self.has_started = asyncio.Event()
         """The owner sets it when the fleet has started. Requests wait for it."""
+        self._tasks: dict[str, asyncio.Task[bytes]] = {}
+        """Samples by their ids."""
+        self._queues: dict[str, CompletionQueue] = {}
+        """By the sampling session with its clone."""
 
-    async def sample(self, body: SampleBody, adapter: Path | None, group_id: str) -> bytes:
-        """A SampleResponse. `adapter`: its folder; None = the base model."""
-        await self.has_started.wait()
-        if adapter is None:
-            return await self._sample(body, "", group_id)
-        async with self._adapters.used(adapter) as name:
-            return await self._sample(body, name, group_id)
+    def start(self, request_id: str, body: SampleBody, adapter: Path | None) -> None:
+        """Begin a sample. `adapter`: its folder; None = the base model. A wrong request fails as its result."""
+        try:
+            requests = make_requests(body, request_id, context_length=self._context_length)
+        except RequestError as error:
+            work = _failed(error)
+        else:
+            work = self._sample(requests, adapter, body.topk_sample_logprobs, with_logprobs=bool(body.prompt_logprobs))
+        task = self._tasks[request_id] = asyncio.create_task(work, name=request_id)
+        task.add_done_callback(self._ended)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tasks
+
+    def _ended(self, task: asyncio.Task[bytes]) -> None:
+        request_id = task.get_name()
+        self._queue(queue_of(request_id)).add(request_id)
+        asyncio.get_running_loop().call_later(KEEP_S, self._tasks.pop, request_id, None)
+
+    async def wait(self, request_id: str, limit_s: float) -> "asyncio.Task[bytes] | None":
+        """The finished sample; None when it needs longer than `limit_s`. KeyError for one that is not known."""
+        task, loop = self._tasks[request_id], asyncio.get_running_loop()
+        if not task.done():  # asyncio.wait does the same with three times the memory, of which there are thousands
+            is_over: asyncio.Future[None] = loop.create_future()
+            timer = loop.call_later(limit_s, _set, is_over)
+            task.add_done_callback(partial(_set, is_over))
+            await is_over
+            timer.cancel()
+        return task if task.done() else None
+
+    async def completions(
+        self, queue: str, cursor: int, retrieved: Sequence[str], limit_s: float
+    ) -> tuple[int, list[str]]:
+        """The ids of samples that have ended since the answer with `cursor`, and the next cursor. `retrieved`: samples
+        whose results the client has."""
+        for request_id in retrieved:
+            if request_id in self._tasks and queue_of(request_id) == queue:
+                del self._tasks[request_id]
+        return await self._queue(queue).after(cursor, limit_s)
+
+    def is_older(self, queue: str, cursor: int) -> bool:
+        """Whether an earlier process made a cursor, or none did."""
+        return cursor < self._queue(queue).first
+
+    def size_of(self, request_id: str) -> int | None:
+        """Bytes of the result of a sample that has ended; None = it has failed."""
+        task = self._tasks.get(request_id)
+        return None if task is None or task.cancelled() or task.exception() is not None else len(task.result())
+
+    def _queue(self, queue: str) -> "CompletionQueue":
+        return self._queues.setdefault(queue, CompletionQueue())
+
+    def cancel(self, request_id: str) -> None:
+        if (task := self._tasks.pop(request_id, None)) is not None:
+            task.cancel()
+
+    def forget(self, sampler: str) -> None:
+        """Cancel all samples of a sampling session."""
+        for request_id in [name for name in self._tasks if name.rpartition(":")[0] == sampler]:
+            self.cancel(request_id)
+        for queue in [name for name in self._queues if name.rpartition(":")[0] == sampler]:
+            del self._queues[queue]
+
+    def first_open(self, queue: str) -> int | None:
+        """The lowest number of the samples of a queue; None = there are none."""
+        names = (name for name in self._tasks if queue_of(name) == queue)
+        return min((int(name.rpartition(":")[2]) for name in names), default=None)
 
     async def close(self) -> None:
-        """To call after the last sample."""
+        """Cancel all samples and loads, and wait for their ends."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._adapters.close()
 
-    async def _sample(self, body: SampleBody, adapter: str, group_id: str) -> bytes:
-        requests = make_requests(body, adapter, group_id, context_length=self._context_length)
-        answers = await gather_or_cancel([self._fleet.agenerate(request) for request in requests])
-        return encoded(body, answers)
+    async def _sample(
+        self, requests: list[GenerationRequest], adapter: Path | None, top_k: int, *, with_logprobs: bool
+    ) -> bytes:
+        """A SampleResponse. `top_k`: likeliest tokens that are wanted at each place of an answer."""
+        if not self.has_started.is_set():
+            await self.has_started.wait()
+        async with self._adapters.used(adapter) if adapter is not None else contextlib.nullcontext("") as name:
+            if name:
+                requests = [replace(request, adapter=name) for request in requests]
+            answers = await self._generated(requests)
+            rescored: list[GenerationResponse] = []
+            if top_k:
+                pairs = zip(requests, answers, strict=True)
+                again = [rescoring(request, answer, top_k) for request, answer in pairs]
+                rescored = await self._generated(again)
+        return encoded(answers, rescored, with_logprobs=with_logprobs)
+
+    def _generated(self, requests: list[GenerationRequest]) -> Awaitable[list[GenerationResponse]]:
+        return gather_or_cancel([self._fleet.agenerate(request) for request in requests])
 
 
-def make_requests(body: SampleBody, adapter: str, group_id: str, *, context_length: int) -> list[GenerationRequest]:
+def _set(future: "asyncio.Future[None]", *_: object) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _failed(error: RequestError) -> bytes:
+    raise error
+
+
+def queue_of(request_id: str) -> str:
+    """The queue in which a client learns of the end of a sample: of its sampling session and the client's clone."""
+    sampler, _, number = request_id.rpartition(":")
+    return f"{sampler}:{int(number) // CLONE}"
+
+
+class CompletionQueue:
+    """The ids of samples that have ended, until the client has read them. Cursors grow, also over restarts."""
+
+    def __init__(self) -> None:
+        self.first = self._last = int(time.time() * 1e6)
+        self._ids: deque[str] = deque()
+        self._has_more = asyncio.Event()
+
+    def add(self, request_id: str) -> None:
+        self._ids.append(request_id)
+        self._last += 1
+        self._has_more.set()
+
+    async def after(self, cursor: int, limit_s: float) -> tuple[int, list[str]]:
+        while self._ids and self._last - len(self._ids) < cursor:
+            self._ids.popleft()
+        if not self._ids and limit_s:
+            self._has_more.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_more.wait(), limit_s)
+        return self._last, list(self._ids)
+
+
+def make_requests(body: SampleBody, group_id: str, *, context_length: int) -> list[GenerationRequest]:
     """The requests to the fleet, one for each sample. RequestError for settings that no server has."""
     prompt, settings = body.prompt.token_ids, body.sampling_params
-    if body.topk_sample_logprobs:
-        text = "topk_sample_logprobs is not supported: ask for the log-probabilities of the tokens alone"
-        raise RequestError(text, code="request.invalid_field")
     if body.prompt_logprobs_last_n is not None and not 1 <= body.prompt_logprobs_last_n < len(prompt):
         raise RequestError(
             "prompt_logprobs_last_n must be between 1 and the prompt's tokens - 1", code="request.invalid_field"
         )
-    room = context_length - len(prompt)
+    room = context_length - len(prompt) - bool(body.topk_sample_logprobs)
     if room < 1:
         text = f"the prompt has {len(prompt)} tokens, and prompt and answer at most {context_length}"
         raise RequestError(text, code="request.too_long")
-    stops, words = _stops(settings.stop)
-    gconfig = GenerationHyperparameters(
-        max_new_tokens=min(settings.max_tokens or room, room),
-        max_tokens=context_length,
-        greedy=settings.temperature == 0,
-        temperature=settings.temperature or 1.0,
-        top_p=settings.top_p,
-        top_k=100_000_000 if settings.top_k < 1 else settings.top_k,
-        stop_token_ids=stops,
-        stop=words or None,
-    )
+    stop = settings.stop
+    gconfig = _gconfig(
+        min(settings.max_tokens or room, room), context_length, settings.temperature, settings.top_p, settings.top_k,
+        stop if isinstance(stop, str) else tuple(stop or ()),
+    )  # fmt: skip
     wants_prompt = body.prompt_logprobs or body.topk_prompt_logprobs or body.prompt_alt_tokens_k
     scoring = None
     if wants_prompt or body.target_prompt_logprobs is not None:
@@ -216,19 +344,47 @@ def make_requests(body: SampleBody, adapter: str, group_id: str, *, context_leng
             gconfig=gconfig,
             group_id=group_id,
             seed=None if settings.seed is None else settings.seed + number,
-            adapter=adapter,
             raw_logprobs=True,
-            only_stops=settings.stop is not None,
+            only_stops=stop is not None,
             scoring=scoring if number == 0 else None,
         )
         for number in range(body.num_samples)
     ]
 
 
-def _stops(stop: str | list[str] | list[int] | None) -> tuple[list[int], list[str]]:
-    """Token ids and strings that end an answer."""
-    listed = [stop] if isinstance(stop, str) else stop or []
-    return [one for one in listed if isinstance(one, int)], [one for one in listed if isinstance(one, str)]
+@lru_cache(maxsize=1024)
+def _gconfig(
+    max_new_tokens: int,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    stop: str | tuple[str | int, ...],
+) -> GenerationHyperparameters:
+    """The settings that most samples of a client have in common. `stop`: token ids and strings that end an answer."""
+    listed = (stop,) if isinstance(stop, str) else stop
+    return GenerationHyperparameters(
+        max_new_tokens=max_new_tokens,
+        max_tokens=max_tokens,
+        greedy=temperature == 0,
+        temperature=temperature or 1.0,
+        top_p=top_p,
+        top_k=100_000_000 if top_k < 1 else top_k,
+        stop_token_ids=[token for token in listed if isinstance(token, int)],
+        stop=[text for text in listed if isinstance(text, str)] or None,
+    )
+
+
+def rescoring(request: GenerationRequest, answer: GenerationResponse, top_k: int) -> GenerationRequest:
+    """The request for the likeliest tokens at each place of an answer, which becomes part of a prompt."""
+    return replace(
+        request,
+        request_id=f"{request.request_id[:-4]}{MAX_SAMPLES + int(request.request_id[-4:])}",
+        input_ids=joined("i", (request.input_ids, answer.output_ids)),
+        gconfig=replace(request.gconfig, max_new_tokens=1),
+        only_stops=True,
+        scoring=PromptScoring(first=len(request.input_ids), top_k=top_k),
+    )
 
 
 def _targets(tensor: dict[str, Any] | None) -> tuple[tuple[int, ...], ...]:
@@ -244,17 +400,24 @@ def _targets(tensor: dict[str, Any] | None) -> tuple[tuple[int, ...], ...]:
         raise RequestError(text, code="request.invalid_field") from error
 
 
-def encoded(body: SampleBody, answers: list[GenerationResponse]) -> bytes:
-    """The SampleResponse of these answers, in order."""
+def encoded(
+    answers: Sequence[GenerationResponse], rescored: Sequence[GenerationResponse], *, with_logprobs: bool
+) -> bytes:
+    """The SampleResponse of these answers, in order. `rescored`: what they are as prompts, as far as that is wanted."""
     samples = [
         SampledAnswer(
-            token_ids=list(one.output_ids), logprobs=list(one.output_logprobs), is_cut=one.stop_reason == "length"
+            token_ids=list(answer.output_ids),
+            logprobs=list(answer.output_logprobs),
+            is_cut=answer.stop_reason == "length",
         )
-        for one in answers
+        for answer in answers
     ]
+    num_prompt = len(answers[0].input_ids)
+    tops = [answer.prompt_scores.top[num_prompt:] for answer in rescored if answer.prompt_scores is not None]
     return encode_sample(
         samples,
+        tops,
         scores=answers[0].prompt_scores,
-        with_logprobs=bool(body.prompt_logprobs),
+        with_logprobs=with_logprobs,
         num_cached=answers[0].num_cached_tokens,
     )

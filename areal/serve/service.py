@@ -15,7 +15,7 @@ import orjson
 
 from areal.api.errors import RequestError
 from areal.serve.journal import Event, Journal
-from areal.serve.tenants import SAMPLER, TRAINING, Command, Model, Operation, SavedWeights, Schedule, Tenants
+from areal.serve.tenants import INFLIGHT, TRAINING, Command, Model, Operation, SavedWeights, Schedule, Tenants
 from areal.system.durable import remove_folder
 
 POLL_S = 5.0
@@ -251,7 +251,7 @@ class Service:
     async def _keep_weights(self, model: Model, operation: Operation) -> bytes:
         """Record the weights that the trainer wrote, and the sampler that was asked for. Returns the answer."""
         arguments = operation.arguments
-        kind = TRAINING if operation.kind == "save" else SAMPLER
+        kind = TRAINING if operation.kind == "save" else arguments["where"]
         ttl_s, at = arguments.get("ttl_seconds"), time.time()
         path = f"tinker://{model.id}/{kind}/{arguments['name']}"
         event = {"event": "saved", "model": model.id, "kind": kind, "name": arguments["name"], "at": at}
@@ -260,7 +260,12 @@ class Service:
         if "sampler" not in arguments:
             return orjson.dumps({"path": path})
         sampler = {"event": "sampler", "id": arguments["sampler"], "session": model.session, "path": path}
-        await self.record(sampler | {"seq": operation.seq})
+        is_inflight = arguments["name"] == INFLIGHT
+        await self.record(sampler | {"seq": None if is_inflight else operation.seq})
+        if is_inflight:  # the weights before these may be in use
+            folders = sorted(weights_folder(self.folder, path, 0).parent.iterdir())
+            for folder in folders[:-2]:
+                await asyncio.to_thread(remove_folder, folder)
         return orjson.dumps({"sampling_session_id": arguments["sampler"]})
 
     async def change(self, saved: SavedWeights, **changes: Any) -> None:

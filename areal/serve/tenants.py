@@ -5,7 +5,7 @@ The state is made from the events of the journal alone: `apply` is called for ev
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from areal.api.errors import RequestError
 from areal.serve.journal import Event, Place
@@ -16,7 +16,10 @@ READ_ONLY = ("save", "export", "invalid")
 """Kinds that leave the adapter as it was."""
 MAX_REPLAYED = 64
 """Requests after which the next optimiser step is followed by a snapshot: what a restarted trainer repeats at most."""
-TRAINING, SAMPLER = "weights", "sampler_weights"
+TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
+"""Kinds of saved weights: with the state of training, for servers, and for download."""
+INFLIGHT = ".inflight"
+"""The name of the weights that the in-flight samplers of a model share, which later saves replace."""
 ALPHA = 32.0
 """The product of an adapter is multiplied by ALPHA / rank. The API has no field for it."""
 
@@ -115,8 +118,15 @@ class Sampler:
     session: str
     path: str
     """Of the weights; empty = the base model."""
-    seq: int = 0
-    """Of the request that saved them: those of the path may be newer."""
+    seq: int | None = None
+    """Of the request that saved them: those of the path may be newer; None = always the newest."""
+
+
+class UsedNumbers(NamedTuple):
+    """Numbers that a client may have used for samples whose results it does not have."""
+
+    first: int
+    limit: int
 
 
 class Tenants:
@@ -129,6 +139,10 @@ class Tenants:
         self.samplers: dict[str, Sampler] = {}
         self.saved: dict[str, SavedWeights] = {}
         """By path."""
+        self.ended = set[str]()
+        """Sessions that have ended."""
+        self.numbers: dict[str, UsedNumbers] = {}
+        """By the queue of a client's samples."""
 
     def apply(self, event: Event) -> None:
         """Change the state by an event of the journal."""
@@ -159,6 +173,13 @@ class Tenants:
             case "saved":
                 found = SavedWeights(**{name: value for name, value in event.items() if name != "event"})
                 self.saved[found.path] = found
+            case "samples":
+                self.numbers[event["queue"]] = UsedNumbers(event["first"], event["limit"])
+            case "ended":
+                self.ended.add(event["id"])
+                gone = {name for name, sampler in self.samplers.items() if sampler.session == event["id"]}
+                self.samplers = {name: one for name, one in self.samplers.items() if name not in gone}
+                self.numbers = {name: one for name, one in self.numbers.items() if name.rpartition(":")[0] not in gone}
             case "deleted":
                 self.saved.pop(event["path"], None)
             case kind:
@@ -183,8 +204,8 @@ class Tenants:
 
     def session(self, session: str, key: str) -> str:
         """`session`, if it belongs to `key`. NotFound otherwise; so do the methods below."""
-        if session not in self.sessions or self.sessions[session] != key:
-            raise NotFound(f"session {session} is not known")
+        if self.sessions.get(session) != key or session in self.ended:
+            raise NotFound(f"session {session} is not known, or has ended")
         return session
 
     def model(self, model: str, key: str) -> Model:

@@ -239,28 +239,35 @@ class SampledAnswer:
     """It ended at the token limit."""
 
 
+Likeliest = Sequence[tuple[int, float]]
+"""The likeliest tokens at a place, with their log-probabilities."""
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 """A cell without a likely token."""
 
 
 def encode_sample(
-    answers: Sequence[SampledAnswer], *, scores: PromptScores | None = None, num_cached: int = 0, with_logprobs: bool
+    answers: Sequence[SampledAnswer],
+    tops: Sequence[Sequence[Likeliest]] = (),
+    *,
+    scores: PromptScores | None = None,
+    num_cached: int = 0,
+    with_logprobs: bool,
 ) -> bytes:
-    """A SampleResponse. `scores`: of the prompt; None = not requested. `with_logprobs`: those of its tokens too."""
+    """A SampleResponse. `tops`: the likeliest tokens at each place of each answer. `scores`: of the prompt; None = not
+    requested. `with_logprobs`: those of its tokens too."""
     message = _class_of("SampleResponse")(prompt_cache_hit_tokens=num_cached)
-    for answer in answers:
+    for number, answer in enumerate(answers):
         added = message.sequences.add(stop_reason=_LENGTH if answer.is_cut else _STOP)
         added.tokens = np.asarray(answer.token_ids, "<i4").tobytes()
         added.logprobs = np.asarray(answer.logprobs, "<f4").tobytes()
+        if tops:
+            _set_top(added.topk_sampled_logprobs, tops[number])
     if scores is None:
         return message.SerializeToString()
     if with_logprobs:
         message.prompt_logprobs = np.asarray(scores.logprobs, "<f4").tobytes()
     if any(scores.top):
-        ids, values = _cells(scores.top)
-        top = message.topk_prompt_logprobs
-        top.length, top.k = ids.shape
-        top.token_ids, top.logprobs = ids.astype("<i4").tobytes(), values.tobytes()
+        _set_top(message.topk_prompt_logprobs, scores.top)
     if any(scores.draws):
         ids, values = _cells(scores.draws[1:])
         _set_tensor(message.prompt_alt_tokens.tokens, ids)
@@ -270,7 +277,13 @@ def encode_sample(
     return message.SerializeToString()
 
 
-def _cells(rows: Sequence[Sequence[tuple[int, float]]]) -> tuple[np.ndarray, np.ndarray]:
+def _set_top(message: Any, rows: Sequence[Likeliest]) -> None:
+    ids, values = _cells(rows)
+    message.length, message.k = ids.shape
+    message.token_ids, message.logprobs = ids.astype("<i4").tobytes(), values.tobytes()
+
+
+def _cells(rows: Sequence[Likeliest]) -> tuple[np.ndarray, np.ndarray]:
     """Ids int64 and log-probabilities float32, [rows, k]; the rest of a short row is empty."""
     width = max(map(len, rows))
     ids = np.full((len(rows), width), _NO_TOKEN, np.int64)

@@ -22,7 +22,7 @@ from areal.engine.optimizer import StepSettings
 from areal.serve.losses import ComputedLoss, checked_loss
 from areal.serve.service import ADAPTER, STATE, ServedModel, failure, snapshot_folder, weights_folder
 from areal.serve.slots import AdapterSettings, AdapterSlots
-from areal.serve.tenants import SAMPLER, TRAINING
+from areal.serve.tenants import TRAINING
 from areal.serve.wire import LossRequest, decode_loss_request, encode_loss_output
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.network import required_token
@@ -99,7 +99,7 @@ class Executor:
                 slots.save(self._path(command, TRAINING) / STATE)
                 slots.export(self._path(command, TRAINING) / ADAPTER)
             case "export":
-                slots.export(self._path(command, SAMPLER) / ADAPTER)
+                slots.export(self._path(command, arguments["where"]) / ADAPTER)
             case kind:
                 raise RequestError(f"{kind} is no command", code="request.invalid_field")
         return b""

@@ -60,9 +60,10 @@ from areal.trainer.first_pass import FirstPass
 from areal.trainer.kl_term import REF_KL, kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import FILTERED, Passes, global_mean, prefixed, train_on_minibatches, without_filtered
 from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, needs_prox_logprobs, with_correction
-from areal.trainer.policy_update import TEACHER_LOGPROBS, PolicyUpdate
+from areal.trainer.policy_update import PolicyUpdate
 from areal.trainer.progress import updating
 from areal.trainer.recover import ActorState
+from areal.trainer.teacher_servers import TEACHER_LOGPROBS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Filters of a train batch: answers and tokens that are removed from the policy loss.

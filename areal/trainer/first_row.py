@@ -39,6 +39,7 @@ from areal.models.vision_layout import read_vision_layout
 from areal.reward.pool import pool_size
 from areal.reward.table import reward_table
 from areal.reward.worker import LoadedReward, parsed_result
+from areal.trainer.teacher_servers import teacher_problem
 from areal.workflow.agent import agent_job
 from areal.workflow.registry import build_workflow
 from areal.workflow.scoring import ScoredWorkflow
@@ -142,6 +143,8 @@ def try_first_row(config: PPOConfig) -> FirstRow:
         elif config.workflow == "agent":
             _look_for_reward(config, result)
         _try_held_out(trial, result, has_rewards=has_rewards)
+        if config.teacher is not None and (why := teacher_problem(config.teacher)):
+            result.problems.append(ConfigProblem("teacher.servers", why, "teacher.unavailable"))
     except ArealError as error:
         result.problems += list(getattr(error, "problems", ())) or [ConfigProblem("row 0", str(error), error.code)]
     except Exception as error:  # noqa: BLE001 - the user's code: the run would end with the same error

@@ -8,7 +8,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from areal.algorithm.advantage import distilled_advantages
 from areal.algorithm.aggregate import (
     LossAggregation,
     TokenStat,
@@ -18,7 +17,6 @@ from areal.algorithm.aggregate import (
     to_metrics,
 )
 from areal.algorithm.correction import weighted
-from areal.algorithm.kl import kl_estimate
 from areal.algorithm.losses import policy_loss
 from areal.algorithm.policy_loss import (
     PolicyTokens,
@@ -29,7 +27,6 @@ from areal.algorithm.policy_loss import (
     positive_nll,
 )
 from areal.api.batch import (
-    CANDIDATE_IDS,
     LossFn,
     LossOutput,
     MicroBatch,
@@ -38,74 +35,19 @@ from areal.api.batch import (
     TrainBatch,
     required,
 )
-from areal.api.columns import ColumnSpec
 from areal.api.config import PPOActorConfig, TeacherConfig
-from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.data.pack import SESSION_TOKENS, with_session_tokens
 from areal.trainer.kl_term import kl_loss, num_candidates
-from areal.trainer.minibatch import prefixed
 from areal.trainer.off_policy import behaviour_weights, drops_late, late_correction, old_logprobs, prox_errors
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The teacher: its log-probabilities of the policy's answers, and distillation into advantages and loss.
+from areal.trainer.teacher import distillation_loss
 
 
-TEACHER_LOGPROBS = ColumnSpec("teacher_logprobs", made_by="with_teacher_logprobs")
-"""[T] float32, of the frozen teacher."""
-
-
-class Teacher:
-    """A frozen model that the policy imitates, on all trainer ranks; every rank calls every method."""
-
-    def __init__(self, engine: TrainEngine, config: TeacherConfig) -> None:
-        self._engine = engine
-        self._config = config
-
-    def with_teacher_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add the teacher's log-probabilities of the policy's tokens; a collective."""
-        outputs = self._engine.forward(batch.without(CANDIDATE_IDS))
-        return batch.with_column(TEACHER_LOGPROBS, required(outputs.logprobs, "logprobs"))
-
-    def with_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
-        """Combine the advantages with those of distillation; returns metrics of the distance between the models.
-
-        Policy log-probabilities are the proximal ones if the batch has them, else those of the rollout.
-        """
-        teacher = batch.column(TEACHER_LOGPROBS)
-        advantages = required(batch.advantages, "advantages")
-        policy = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
-        mask, config = batch.loss_mask, self._config
-        stats = {
-            "logprobs": TokenStat(teacher, mask),
-            "kl": TokenStat(kl_estimate(policy, teacher, mask, "k3"), mask),
-            "log_ratio": TokenStat(log_ratio(teacher, policy, mask), mask),
-        }
-        advantages = distilled_advantages(
-            advantages, policy, teacher, mask, rl_weight=config.rl_weight, coef=config.advantage_coef
-        )
-        return replace(batch, advantages=advantages), prefixed("teacher", to_metrics(stats))
-
-
-def distillation_loss(
-    outputs: TokenOutputs, batch: TrainBatch | None, config: TeacherConfig | None
-) -> tuple[Tensor | float, dict[str, TokenStat]]:
-    """Return loss_coef KL(policy || teacher) of each trained token, [T], or 0 without such a term, and its metrics.
-
-    The gradient flows through the policy's log-probabilities in `outputs`. `batch` None: metrics of no tokens.
-    """
-    if config is None or config.loss_coef == 0:
-        return 0.0, {}
-    if batch is None:
-        return 0.0, {"teacher_loss": TokenStat(torch.zeros(0), torch.zeros(0, dtype=torch.bool))}
-    policy, teacher = required(outputs.logprobs, "logprobs"), batch.column(TEACHER_LOGPROBS)
-    estimate = kl_estimate(policy, teacher, batch.trained, config.loss_estimator)
-    return config.loss_coef * estimate, {"teacher_loss": TokenStat(estimate, batch.trained)}
-
-
-def output_spec(config: PPOActorConfig) -> OutputSpec:
+def output_spec(config: PPOActorConfig, teacher: TeacherConfig | None = None) -> OutputSpec:
     """The outputs of the policy's engine that the loss needs in addition to log-probabilities."""
     candidates = num_candidates(config)
+    if candidates is None and teacher is not None:
+        candidates = teacher.top_k or None
     squared_sums = config.has_token_baseline
     if not config.has_entropy_bonus:
         return OutputSpec(squared_sums=squared_sums, candidates=candidates)

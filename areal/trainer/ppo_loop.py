@@ -361,6 +361,8 @@ class PPOLoop:
                     metrics = resampled | actor.update(chosen, step=info.step)
                     metrics |= critic.update(chosen, step=info.step) if critic else {}
                     metrics |= reference.after_update(info.step + 1) if reference else {}
+                    if teacher:
+                        teacher.after_update()
                     batch, measured = actor.after_update(batch)
             with phase("publish_weights"):
                 self._publish(info.step)

@@ -34,9 +34,10 @@ from areal.trainer.actor import PPOActor
 from areal.trainer.first_pass import may_share_first_pass
 from areal.trainer.kl_term import PROX_CANDIDATES, num_candidates, uses_reference, with_divergence
 from areal.trainer.minibatch import Passes, prefixed, train_on_minibatches
-from areal.trainer.policy_update import Teacher, output_spec
+from areal.trainer.policy_update import output_spec
 from areal.trainer.progress import TrainingLength, updating
 from areal.trainer.reward_model import RewardModel, recoder
+from areal.trainer.teacher import Teacher
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The value model in training: values before the update, value updates and their metrics.
@@ -190,12 +191,14 @@ class PPORoles:
     trained: dict[str, TrainEngine]
     """Engines that learn, by role, the actor first."""
     frozen: dict[str, TrainEngine]
+    """Engines without an optimiser."""
 
     @property
     def recovered(self) -> dict[str, TrainEngine]:
         """Engines whose weights change, so that a recovery checkpoint must contain them."""
-        keeps = self.reference is None or self.reference.is_frozen
-        return self.trained if keeps else self.trained | {"ref": self.frozen["ref"]}
+        moves = {"ref": self.reference is not None and not self.reference.is_frozen}
+        moves["teacher"] = self.teacher is not None and self.teacher.is_average
+        return self.trained | {name: engine for name, engine in self.frozen.items() if moves.get(name)}
 
     @property
     def engines(self) -> dict[str, TrainEngine]:
@@ -211,7 +214,10 @@ def build_roles(
     build_frozen = partial(build, total_steps=0)
     trained: dict[str, TrainEngine] = {
         "actor": build(
-            config.actor, role="actor", total_steps=_actor_steps(config, length), outputs=output_spec(config.actor)
+            config.actor,
+            role="actor",
+            total_steps=_actor_steps(config, length),
+            outputs=output_spec(config.actor, config.teacher),
         )
     }
     if config.critic is not None:
@@ -227,8 +233,8 @@ def build_roles(
         get_logger("trainer").info("ref is not loaded: actor.kl_ctl and actor.kl_loss_coef are 0")
     if config.reward_model is not None:
         frozen["reward_model"] = build_frozen(config.reward_model, role="reward")
-    if config.teacher is not None:
-        frozen["teacher"] = build_frozen(config.teacher, role="ref")
+    if "teacher" in config.models:
+        frozen["teacher"] = build_frozen(config.models["teacher"], role="ref")
     return _roles_of(config, trained, frozen)
 
 
@@ -259,7 +265,7 @@ def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[s
         reference=reference,
         critic=None if critic is None else Critic(trained["critic"], critic, seed=config.seed),
         reward_model=_reward_model(config, frozen["reward_model"]) if "reward_model" in frozen else None,
-        teacher=None if config.teacher is None else Teacher(frozen["teacher"], config.teacher),
+        teacher=None if config.teacher is None else Teacher(frozen.get("teacher"), config.teacher, policy=policy),
         trained=trained,
         frozen=frozen,
     )

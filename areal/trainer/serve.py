@@ -29,6 +29,7 @@ from areal.rollout.evaluation import HeldOutOptions, last_answer_ids
 from areal.system.discovery import registry_of
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
+from areal.trainer.teacher_servers import TaughtWorkflow
 from areal.workflow.registry import resolve_accept_fn
 
 Row = dict[str, Any]
@@ -53,6 +54,9 @@ def serve_rollouts(
     servers = config.allocation.inference
     assert servers is not None  # a run without servers has no controller
     factory, vision = replica_factory(servers.backend), RunImages.of(config)
+    held_out = evaluation_workflows(config, eval_workflow or workflow) if valid_sets else None
+    if config.teacher is not None and config.teacher.servers:
+        workflow = TaughtWorkflow(workflow, config.teacher, tokenizer_of(config, config.actor.path))
     for rows in (train_rows, *valid_sets.values()):
         workflow.check_rows(rows)
 
@@ -83,7 +87,7 @@ def serve_rollouts(
             ledger=ledger,
             total_steps=total_steps,
             eval_sets=valid_sets,
-            eval_workflows=evaluation_workflows(config, eval_workflow or workflow) if valid_sets else None,
+            eval_workflows=held_out,
             eval_options=held_out_options(config) if valid_sets else None,
             accept=accept or resolve_accept_fn(config.rollout.should_accept_fn),
             alarms_path=RunPaths.of(config).alarms,

@@ -4,8 +4,8 @@
     areal serve --model runs/tinker/data/model --name digits --max-rank 64 actor.dtype=float32 native.dtype=float32
     TINKER_BASE_URL=... TINKER_API_KEY=... python examples/tinker/grpo.py runs/tinker/data
 
-A supervised warm-up with cross_entropy, then GRPO with importance_sampling, until the sampled reward of held-out
-prompts is --until. The last line of the output is JSON.
+A supervised warm-up with cross_entropy, then GRPO with the ppo loss and two optimiser steps for each batch, until the
+sampled reward of held-out prompts is --until. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what examples/quickstart/prepare.py wrote")
     parser.add_argument("--model", default="digits", help="name of the base model at the service")
-    parser.add_argument("--warm-up", type=int, default=52, help="supervised steps")
-    parser.add_argument("--steps", type=int, default=250, help="most policy steps")
+    parser.add_argument("--warm-up", type=int, default=48, help="supervised steps")
+    parser.add_argument("--steps", type=int, default=260, help="most policy steps")
     parser.add_argument("--prompts", type=int, default=64, help="prompts of a policy step")
     parser.add_argument("--samples", type=int, default=8, help="answers to a prompt")
     parser.add_argument("--sft-lr", type=float, default=6e-3)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--until", type=float, default=0.82, help="the sampled reward at which the loop ends")
     args = parser.parse_args()
     began, draw = time.monotonic(), random.Random(0)
@@ -126,9 +126,12 @@ def main() -> None:
     rows, steps = read_rows(args.folder / "train.jsonl"), 0
     while steps < args.steps and after < args.until:
         data, mean = loop.policy_data(draw.sample(rows, args.prompts))
-        if data:
-            loop.step(data, "importance_sampling", args.lr)
         steps += 1
+        draw.shuffle(data)
+        middle, lr = len(data) // 2, args.lr * min(1.0, steps / 10) * (1 - 0.8 * steps / args.steps)
+        for half in (data[:middle], data[middle:]):
+            if half:
+                loop.step(half, "ppo", lr)
         if steps % 10 == 0:
             after = loop.held_out(held_out)
             print(

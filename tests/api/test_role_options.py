@@ -17,6 +17,7 @@ ref: {path: /models/tiny}
 reward_fn: exact
 """
 TEACHER, CRITIC = "teacher={path: /models/big, rl_weight: 0}", "critic={path: /models/tiny, optimizer: {lr: 1e-4}}"
+SERVERS = "teacher.servers=[{server_addrs: ['h:1']}, {server_addrs: ['h:2'], sources: [math]}]"
 JUDGE = "reward_model={path: /models/judge}"
 CUT = ["actor.mask_truncated=true", "actor.mask_no_eos_with_zero=true"]
 OVERLONG = ["actor.overlong_reward_penalty=true", "actor.overlong_penalty_factor=1"]
@@ -33,6 +34,8 @@ def load(tmp_path):
     "overrides",
     [
         [TEACHER],
+        [SERVERS, "teacher.top_k=8", "teacher.loss_coef=1"],
+        ["teacher={path: /models/tiny, dtype: float32, average_decay: 0.9}"],
         [TEACHER, "ref=null"],  # without a reference there is no penalty
         [TEACHER, "actor.kl_loss_coef=0.1", "actor.positive_nll_coef=0.1", "actor.dynamic_sampling=true"],
         ["teacher={path: /models/big, rl_weight: 0.1}", CRITIC, "actor.kl_ctl=0.1", "actor.adv_norm={}"],
@@ -54,6 +57,17 @@ def test_these_load(load, overrides):
 @pytest.mark.parametrize(
     ("overrides", "path", "code"),
     [
+        (["teacher.servers=[{sources: [math]}]"], "teacher.servers[0].server_addrs", "config.missing_requirement"),
+        (["teacher.servers=[{server_addrs: ['h:1']}, {server_addrs: ['h:2']}]"], "teacher.servers", "config.conflict"),
+        ([SERVERS, "teacher.dtype=float32"], "teacher.dtype", "config.conflict"),
+        ([SERVERS, "teacher.top_k=8"], "teacher.top_k", "config.conflict"),
+        ([SERVERS, "gconfig.temperature=0.5"], "teacher.servers", "config.conflict"),
+        (["teacher={path: /models/tiny, average_decay: 0.9}"], "teacher.dtype", "config.conflict"),
+        (
+            ["teacher={path: /models/big, dtype: float32, average_decay: 0.9}"],
+            "teacher.path",
+            "config.conflict",
+        ),
         ([JUDGE, "actor.adv_estimator=remax"], "actor.adv_estimator", "config.conflict"),
         (
             [JUDGE, "reward_fn=", "rollout.should_accept_fn=mixed_rewards"],

@@ -15,12 +15,13 @@ BODIES: dict[str, dict[str, Any]] = {
     "client/config": {"sdk_version": "0.38.0"},
     "create_session": {"tags": [], "sdk_version": "0.38.0"},
     "session_heartbeat": {"session_id": "SESSION"},
-    "sessions/SESSION/finish": {"reason": {"type": "closed"}},
+    "sessions/OTHER/finish": {"reason": {"type": "closed"}},
     "create_model": {"session_id": "SESSION", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}},
     "get_info": {"model_id": "MODEL"},
     "optim_step": {"model_id": "MODEL", "seq_id": 1, "adam_params": {"learning_rate": 0.1}},
     "save_weights": {"model_id": "MODEL", "seq_id": 1, "path": "one", "ttl_seconds": 1, "overwrite": True},
     "save_weights_for_sampler": {"model_id": "MODEL", "seq_id": 1, "sampling_session_seq_id": 1},
+    "save_weights_external": {"model_id": "MODEL", "seq_id": 1, "path": "one", "age_encryption_recipients": ["a"]},
     "load_weights": {
         "session_id": "SESSION",
         "model_seq_id": 1,
@@ -37,9 +38,16 @@ BODIES: dict[str, dict[str, Any]] = {
         "sampling_params": {"max_tokens": 4, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop": [3]},
         "prompt_logprobs": True,
         "topk_prompt_logprobs": 1,
+        "topk_sample_logprobs": 1,
         "target_prompt_logprobs": {"data": [1], "shape": [1, 1], "dtype": "int64"},
     },
     "retrieve_future": {"request_id": "SESSION:sample:1:1"},
+    "retrieve_futures": {
+        "target": {"sampling_session_id": "SESSION:sample:1", "cloned_sampler_id": 0},
+        "prev_cursor": 0,
+        "timeout": 0,
+        "retrieved_request_ids": ["SESSION:sample:1:1", "x"],
+    },
     "cancel_future": {"request_id": "SESSION:sample:1:1"},
 }
 """Path -> a valid body. SESSION and MODEL stand for those that exist."""
@@ -50,7 +58,7 @@ GETS = [
 _PAGES = ["", "?limit=2&offset=0", "?limit=-1", "?limit=x", f"?offset={'9' * 5000}", "?limit=%C2%B2", "?offset=1.5"]
 CHECKPOINTS = [
     f"training_runs/MODEL/checkpoints/{kind}/{name}"
-    for kind in ("weights", "sampler_weights", "..", "%2e%2e")
+    for kind in ("weights", "sampler_weights", "external_weights", "..", "%2e%2e")
     for name in ("one", "..", "%2e%2e%2f", "x" * 300)
 ]
 
@@ -78,7 +86,7 @@ def attacks() -> st.SearchStrategy[Attack]:
     raw = st.builds(Attack, st.just("POST"), st.sampled_from([*BODIES, "forward_backward"]), _RAW)
     listed = st.builds(lambda one, page: Attack("GET", one + page, b""), st.sampled_from(GETS), st.sampled_from(_PAGES))
     method = st.sampled_from(["GET", "DELETE", "PUT", "POST"])
-    ending = st.sampled_from(["", "/ttl", "/publish"])
+    ending = st.sampled_from(["", "/ttl", "/publish", "/external_weights_urls"])
     saved = st.builds(
         lambda one, end, how, body: Attack(how, one + end, body), st.sampled_from(CHECKPOINTS), ending, method, _RAW
     )

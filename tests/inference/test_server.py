@@ -14,12 +14,15 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from areal.api.config import TeacherConfig, TeacherServersConfig
 from areal.inference import engine, server
 from areal.inference.generate_route import _BYTES_PER_ID, _FIXED_BODY_BYTES
 from areal.inference.server import serve
 from areal.system import heartbeat
 from areal.system.network import Host
+from areal.trainer.teacher_servers import TEACHER_TOKEN, TeacherServers
 from tests.attack.requests import REFUSED_HEADERS, status_of
+from tests.run_token import TOKEN
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -39,6 +42,25 @@ async def test_an_answer_carries_tokens_logprobs_and_versions(served, build_mode
         assert logprob == pytest.approx(reference[4 + place, token].item(), abs=1e-5)
         assert text is None
     assert "output_token_logprobs" not in (await served.generate(return_logprob=False))["meta_info"]
+
+
+async def test_a_teacher_on_this_server_has_the_log_probabilities_of_the_model(
+    served, build_model, reference_logprobs, monkeypatch
+):
+    monkeypatch.setenv(TEACHER_TOKEN, TOKEN)
+    options = TeacherServersConfig(server_addrs=[served.address])
+    teacher = TeacherServers(options, TeacherConfig(servers=[options], top_k=3))
+    ids = [*PROMPT, 9, 11, 2]
+    scores = await teacher.scores(ids, 5)
+    reference = reference_logprobs(build_model("qwen3-gqa"), ids)
+    assert scores.logprobs == pytest.approx(
+        [reference[4 + place, ids[5 + place]].item() for place in range(3)], abs=1e-5
+    )
+    for place, top in enumerate(scores.top):
+        values, tokens = reference[4 + place].topk(3)
+        assert [token for token, _ in top] == tokens.tolist()
+        assert [logprob for _, logprob in top] == pytest.approx(values.tolist(), abs=1e-5)
+    teacher.close()
 
 
 async def test_a_stream_is_incremental_and_equals_the_plain_answer(served):

@@ -328,9 +328,10 @@ def recorded_with_epochs(tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="session")
 def recorded_with_roles(tmp_path_factory) -> Run:
-    """A run with a teacher and a reward model."""
+    """A run with a teacher, an average of the policy, and a reward model."""
     roles = """
-teacher: {path: FOLDER/model, init_from_scratch: true, dtype: float32, advantage_coef: 0.5, loss_coef: 0.1}
+teacher:
+  {path: FOLDER/model, init_from_scratch: true, dtype: float32, advantage_coef: 0.5, loss_coef: 0.1, average_decay: 0.5}
 reward_model: {path: FOLDER/reward_model, dtype: float32, weight: 0.5}
 reward_fn: none
 """

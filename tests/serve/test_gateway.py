@@ -5,12 +5,15 @@ import contextlib
 import json
 import threading
 
+import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
-from areal.api.data import GenerationResponse
+from areal.api.data import GenerationResponse, PromptScores
 from areal.observe.log import HttpLogger
-from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app, parsed
+from areal.serve import gateway as gateway_module
+from areal.serve import wire
+from areal.serve.gateway import SAMPLES_AHEAD, Gateway, Keys, TrainerRoutes, make_app, parsed
 from areal.serve.sampling import SampleBody, Sampling
 from areal.serve.service import ServedModel, Service, failure
 from areal.serve.wire import (
@@ -26,6 +29,15 @@ from tests.run_token import TOKEN
 from tests.serve.adapters import MAX_RANK, decode_loss_output, make_slots, random_data, write_model
 
 KEYS = {"ann": "tml-ann", "bob": "tml-bob"}
+
+
+def scores_of(request):
+    """The likeliest tokens at each place: the token there, and as many others as were asked for."""
+    if request.scoring is None:
+        return None
+    top = [[(token + rank, -0.5 * rank) for rank in range(request.scoring.top_k)] for token in request.input_ids]
+    first = request.scoring.first
+    return PromptScores(logprobs=[0.0] * len(top), top=[[]] * first + top[first:])
 
 
 class FakeFleet:
@@ -47,6 +59,7 @@ class FakeFleet:
         return GenerationResponse(
             request_id=request.request_id, input_ids=request.input_ids, output_ids=[last] * count,
             output_logprobs=[-0.5] * count, output_versions=[0] * count, stop_reason="length",
+            prompt_scores=scores_of(request),
         )  # fmt: skip
 
     async def load_adapter(self, name, folder):
@@ -59,8 +72,8 @@ class FakeFleet:
 class Api:
     """Requests with a key."""
 
-    def __init__(self, session, address, key="tml-ann"):
-        self._session, self._address, self.key = session, address, key
+    def __init__(self, session, address, gateway, key="tml-ann"):
+        self._session, self._address, self.gateway, self.key = session, address, gateway, key
 
     async def call(self, path, body=None, method="POST", headers=None):
         data = body if isinstance(body, bytes) else json.dumps(body or {})
@@ -103,8 +116,9 @@ async def opened(folder, *, hold_s=5.0):
     fleet = FakeFleet()
     sampling = Sampling(fleet, max_adapters=2, context_length=64)
     sampling.has_started.set()
-    gateway = Gateway(service, sampling, hold_s=hold_s)
-    app = make_app(gateway, TrainerRoutes(service), Keys(KEYS), token=TOKEN, host=Host())
+    keys = Keys(KEYS)
+    gateway = Gateway(service, sampling, keys, hold_s=hold_s)
+    app = make_app(gateway, TrainerRoutes(service), keys, token=TOKEN, host=Host())
     runner = web.AppRunner(app, access_log=None, logger=HttpLogger(), auto_decompress=False, shutdown_timeout=0.1)
     await runner.setup()
     bound = listen(Host(), TOKEN)
@@ -113,9 +127,9 @@ async def opened(folder, *, hold_s=5.0):
     try:
         async with ClientSession() as session:
             address = http_address(bound)
-            yield Api(session, address), Api(session, address, "tml-bob"), fleet, service, address
+            yield Api(session, address, gateway), Api(session, address, gateway, "tml-bob"), fleet, service, address
     finally:
-        await gateway.close()
+        await sampling.close()
         await runner.cleanup()
         journal.cancel()
         await asyncio.gather(journal, return_exceptions=True)
@@ -284,6 +298,133 @@ async def test_a_result_is_waited_for_and_then_asked_again(tmp_path):
         assert (await api.call("retrieve_future", {"request_id": f"{sampler}:99"}))[0] == 410
 
 
+async def base_sampler(api):
+    session = (await api.ok("create_session", {}))["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 1, "base_model": "tiny"}
+    return (await api.ok("create_sampling_session", body))["sampling_session_id"]
+
+
+def prompt_of(*tokens):
+    return {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+
+
+async def test_a_client_waits_for_all_samples_in_one_request(tmp_path):
+    async with opened(tmp_path) as (api, other, fleet, *_):
+        sampler = await base_sampler(api)
+        fleet.may_answer.clear()
+        for seq in (0, 1, 10**9):  # the last is that of a clone
+            await api.ok("asample", {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt_of(7)})
+        wrong = await api.ok("asample", {"sampling_session_id": sampler, "seq_id": 2, "prompt": prompt_of(*[7] * 64)})
+        poll = {"target": {"sampling_session_id": sampler}, "prev_cursor": 0}
+        found = await api.ok("retrieve_futures", poll)
+        assert found["completions"] == [
+            {"state": "failed", "request_id": wrong["request_id"], "response_payload_uncompressed_size": None}
+        ]
+        waiting = asyncio.create_task(api.ok("retrieve_futures", poll | {"prev_cursor": found["cursor"]}))
+        fleet.may_answer.set()
+        found = await waiting
+        names = [one["request_id"] for one in found["completions"]]
+        if len(names) == 1:
+            found = await api.ok("retrieve_futures", poll | {"prev_cursor": found["cursor"]})
+            names += [one["request_id"] for one in found["completions"]]
+        assert names == [f"{sampler}:0", f"{sampler}:1"]
+        (size,) = {one["response_payload_uncompressed_size"] for one in found["completions"]}
+        assert size == len(await api.result(names[0]))
+        last = poll | {"prev_cursor": found["cursor"], "timeout": 0, "retrieved_request_ids": names[:1]}
+        assert (await api.ok("retrieve_futures", last))["completions"] == []
+        assert (await api.call("retrieve_future", {"request_id": names[0]}))[0] == 410
+        assert (await api.call("retrieve_future", {"request_id": names[1]}))[0] == 200
+        assert (await other.call("retrieve_futures", last))[0] == 404
+
+
+async def test_a_client_learns_which_samples_an_earlier_gateway_has_lost(tmp_path):
+    async with opened(tmp_path) as (api, _, fleet, *_):
+        sampler = await base_sampler(api)
+        fleet.may_answer.clear()
+        for seq in (0, 1):
+            await api.ok("asample", {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt_of(7)})
+        poll = {"target": {"sampling_session_id": sampler}, "prev_cursor": 0, "timeout": 0}
+        cursor = (await api.ok("retrieve_futures", poll))["cursor"]
+    async with opened(tmp_path) as (api, *_):
+        await api.ok("asample", {"sampling_session_id": sampler, "seq_id": 2, "prompt": prompt_of(7)})
+        found = await api.ok("retrieve_futures", poll | {"prev_cursor": cursor, "timeout": 5})
+        failed = {one["request_id"] for one in found["completions"] if one["state"] == "failed"}
+        assert failed == {f"{sampler}:{seq}" for seq in range(SAMPLES_AHEAD) if seq != 2}
+        assert (await api.call("retrieve_future", {"request_id": f"{sampler}:0"}))[0] == 410
+        found = await api.ok("retrieve_futures", poll | {"prev_cursor": found["cursor"]})
+        assert all(one["state"] == "finished" for one in found["completions"])
+
+
+async def test_the_likeliest_tokens_of_an_answer(tmp_path):
+    async with opened(tmp_path) as (api, _, fleet, *_):
+        body = {"sampling_session_id": await base_sampler(api), "seq_id": 0, "prompt": prompt_of(4, 5)}
+        body |= {"num_samples": 2, "topk_sample_logprobs": 3, "sampling_params": {"max_tokens": 2}}
+        data = await api.result((await api.ok("asample", body))["request_id"])
+        top = wire._parsed("SampleResponse", data).sequences[1].topk_sampled_logprobs
+        assert np.frombuffer(top.token_ids, "<i4").reshape(top.length, top.k).tolist() == [[5, 6, 7]] * 2
+        assert np.frombuffer(top.logprobs, "<f4").reshape(top.length, top.k).tolist() == [[0, -0.5, -1]] * 2
+        last = fleet.requests[-1]
+        assert list(last.input_ids) == [4, 5, 5, 5]
+        assert last.scoring.first == 2
+
+
+async def test_a_session_ends_and_its_model_stays(tmp_path, slots, monkeypatch):
+    monkeypatch.setattr(gateway_module, "SESSION_S", 0.0)
+    async with opened(tmp_path) as (api, _, _, service, address), trainer(slots, tmp_path, address):
+        model, sampler = await api.new_model(), await base_sampler(api)
+        body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt_of(7)}
+        asked = await api.ok("asample", body)
+        await api.gateway.end_silent_sessions()
+        session = model.partition(":")[0]
+        assert (await api.call("session_heartbeat", {"session_id": session}))[0] == 410
+        assert (await api.call("retrieve_future", asked))[0] == 404
+        assert (await api.call("asample", body))[0] == 404
+        assert (await api.ok("sessions", method="GET"))["sessions"] == []
+        decode_loss_output(await api.result(await api.loss(model, 1)))
+        assert service.tenants.samplers == service.tenants.numbers == {}
+    async with opened(tmp_path) as (api, *_):
+        assert (await api.call("session_heartbeat", {"session_id": session}))[0] == 410
+
+
+async def test_inflight_samplers_follow_later_saves(tmp_path, slots):
+    async with opened(tmp_path) as (api, _, fleet, _service, address), trainer(slots, tmp_path, address):
+        model = await api.new_model()
+        samplers = []
+        for seq in (1, 2, 3):
+            body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq, "kind": "inflight"}
+            found = await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
+            samplers.append(found["sampling_session_id"])
+            for sampler in samplers:
+                body = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt_of(7)}
+                await api.result((await api.ok("asample", body))["request_id"])
+        names = [one.adapter for one in fleet.requests]
+        assert [len(set(part)) for part in (names, names[1:3], names[3:])] == [3, 1, 1]
+        saves = (tmp_path / "sampler_weights" / model.replace(":", "-") / ".inflight").iterdir()
+        assert sorted(one.name for one in saves) == ["00000002", "00000003"]
+
+
+async def test_external_weights_are_downloaded(tmp_path, slots):
+    async with opened(tmp_path) as (api, other, _, _, address), trainer(slots, tmp_path, address):
+        model = await api.new_model()
+        body = {"model_id": model, "seq_id": 1, "path": "one"}
+        found = await api.result((await api.ok("save_weights_external", body))["request_id"])
+        assert found == {"path": f"tinker://{model}/external_weights/one"}
+        where = f"training_runs/{model}/checkpoints/external_weights/one/external_weights_urls"
+        urls = (await api.ok(where, method="GET"))["urls"]
+        assert urls.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+        folder = tmp_path / "external_weights" / model.replace(":", "-") / "one" / "00000001" / "adapter"
+        for name, url in urls.items():
+            async with api._session.get(url) as answer:
+                assert await answer.read() == (folder / name).read_bytes()
+            for wrong in (url.replace("/ann/", "/bob/"), url.replace("/ann/", "/eve/"), url.replace("/one/", "/two/")):
+                async with api._session.get(wrong) as answer:
+                    assert answer.status == 404
+        assert (await other.call(where, method="GET"))[0] == 404
+        body |= {"seq_id": 2, "path": "two", "age_encryption_recipients": ["age1"]}
+        found = await api.result((await api.ok("save_weights_external", body))["request_id"])
+        assert "not encrypted" in found["error"]
+
+
 async def test_unused_adapters_leave_the_servers(tmp_path, slots):
     async with opened(tmp_path) as (api, _, fleet, _, address), trainer(slots, tmp_path, address):
         model = await api.new_model()
@@ -301,8 +442,8 @@ async def test_a_sample_waits_for_the_start_of_the_fleet():
     fleet = FakeFleet()
     sampling = Sampling(fleet, max_adapters=2, context_length=64)
     body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
-    waiting = asyncio.create_task(sampling.sample(body, None, "g"))
-    await asyncio.sleep(0)
+    sampling.start("s:1", body, None)
+    assert await sampling.wait("s:1", 0.0) is None
     assert fleet.requests == []
     sampling.has_started.set()
-    assert decode_sample(await waiting)[0].token_ids == [7, 7, 7]
+    assert decode_sample((await sampling.wait("s:1", 5.0)).result())[0].token_ids == [7, 7, 7]

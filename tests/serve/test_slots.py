@@ -12,6 +12,7 @@ from areal.api.errors import ArealError, RequestError
 from areal.engine.optimizer import StepSettings
 from areal.serve.losses import checked_loss
 from areal.serve.slots import AdapterSettings
+from areal.serve.tenants import SAMPLER
 from areal.serve.wire import Datum, LossRequest, RequestAddress, encode_loss_request
 from areal.serve.worker import Executor, ReceivedCommand
 from tests.expect import raises_code
@@ -115,7 +116,7 @@ def test_a_loss_and_its_gradients_are_those_of_the_formula_on_peft(executor, slo
     tenant = Tenant(executor, "a")
     tenant.loss(random_data(1, [5, 7]))
     tenant.step()  # B is not 0 any more
-    tenant.run("export", {"name": "one"})
+    tenant.run("export", {"name": "one", "where": SAMPLER})
     other = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(model),
         tmp_path / "sampler_weights" / "a" / "one" / f"{tenant.seq - 1:08d}" / "adapter",
@@ -235,7 +236,7 @@ def test_a_state_that_cannot_be_loaded_leaves_nobody_elses(executor, slots, tmp_
     with pytest.raises(ArealError):
         second.run("load", load)
     with raises_code("serve.not_found"):
-        second.run("export", {"name": "one"})
+        second.run("export", {"name": "one", "where": SAMPLER})
 
 
 @pytest.mark.parametrize(

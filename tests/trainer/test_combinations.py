@@ -20,9 +20,9 @@ from areal.trainer.actor import PPOActor
 from areal.trainer.first_pass import may_share_first_pass
 from areal.trainer.kl_term import uses_reference
 from areal.trainer.minibatch import reduce_metrics
-from areal.trainer.policy_update import Teacher
 from areal.trainer.ppo_loop import batch_metrics
 from areal.trainer.roles import Critic, Reference
+from areal.trainer.teacher import Teacher
 
 MODEL = {"path": "x", "optimizer": {}, "ppo_n_minibatches": 1}
 GROUP = {"mean_level": "group", "std_level": "group"}
@@ -163,7 +163,7 @@ def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int, sh
         )
         values = Critic(engine(critic=True), critic, seed=1) if critic else None
         reference = Reference(others(0.2), config.actor) if config.ref and uses_reference(config.actor) else None
-        teacher = Teacher(others(-0.3), config.teacher) if config.teacher else None
+        teacher = Teacher(others(-0.3), config.teacher, policy=others(-0.3)) if config.teacher else None
         logged = []
         for step in range(2):
             whole = batch_of(toolbox, step)

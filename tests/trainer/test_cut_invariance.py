@@ -17,9 +17,9 @@ from areal.data.pack import SESSION_IDS, SESSION_TOKENS, with_session_tokens
 from areal.trainer.actor import PPOActor
 from areal.trainer.kl_term import uses_reference
 from areal.trainer.minibatch import reduce_metrics
-from areal.trainer.policy_update import Teacher
 from areal.trainer.ppo_loop import batch_metrics
 from areal.trainer.roles import Critic, Reference
+from areal.trainer.teacher import Teacher
 from tests.trainer import test_combinations
 from tests.trainer.session_cases import CUTS, VOCABULARY, batch_of, batch_of_two
 
@@ -102,7 +102,7 @@ def train(toolbox, config, cut: str, **of_batch):
         reference = Reference(prefix_engine(toolbox, shift=0.2), config.actor)
     batch = actor.with_prox_logprobs(actor.with_filters(batch)[0])
     batch = reference.with_ref_logprobs(batch) if reference else batch
-    teacher = Teacher(prefix_engine(toolbox, shift=-0.3), config.teacher) if config.teacher else None
+    teacher = Teacher(prefix_engine(toolbox, shift=-0.3), config.teacher, policy=policy) if config.teacher else None
     batch = teacher.with_teacher_logprobs(batch) if teacher else batch
     batch = values.with_values(batch) if values else batch
     batch, mismatch = actor.with_correction(batch)

@@ -1,14 +1,18 @@
 """A teacher beside the policy: what it adds to advantages and loss, and that ranks and cuts do not matter."""
 
+import math
+
 import pytest
 import torch
 
-from areal.api.batch import TokenOutputs
-from areal.api.config import PPOActorConfig, TeacherConfig
+from areal.api.batch import CANDIDATE_IDS, TokenOutputs
+from areal.api.config import PPOActorConfig, TeacherConfig, TeacherServersConfig
 from areal.api.config.schema import options_without_effect
+from areal.api.errors import StageError
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
-from areal.trainer.policy_update import TEACHER_LOGPROBS, Teacher, distillation_loss
+from areal.trainer.teacher import Teacher, distillation_loss
+from areal.trainer.teacher_servers import TEACHER_IDS, TEACHER_LOGPROBS, TEACHER_TOP
 from tests.expect import raises_code
 
 
@@ -31,7 +35,7 @@ def another_table(toolbox, **options):
 
 def prepared(toolbox, engine, batch, config, *, teacher_engine):
     actor = PPOActor(engine, actor_config(), teacher=config)
-    teacher = Teacher(teacher_engine, config)
+    teacher = Teacher(teacher_engine, config, policy=engine)
     batch = teacher.with_teacher_logprobs(actor.with_prox_logprobs(batch))
     batch, metrics = teacher.with_advantages(actor.with_advantages(batch))
     return actor, batch, metrics
@@ -113,3 +117,55 @@ def test_a_teacher_without_effect_is_refused():
     assert "advantage_coef" in {path for path, *_ in teacher_config(advantage_coef=0.0).problems()}
     assert [one.path for one in options_without_effect(teacher_config(loss_estimator="k3"))] == ["loss_estimator"]
     assert not list(teacher_config().problems())
+
+
+def test_the_loss_over_top_tokens_is_their_divergence_and_that_of_the_rest(toolbox):
+    # policy (.5, .3, rest .2), teacher (.25, .5, rest .25)
+    policy = torch.tensor([[0.5, 0.3], [1.0, 1.0]]).log().requires_grad_()
+    batch = toolbox.make_batch([[1, 2]], rewards=[1.0])
+    batch = batch.with_column(TEACHER_TOP, torch.tensor([[0.25, 0.5], [1.0, 1.0]]).log())
+    servers = [TeacherServersConfig(server_addrs=["localhost:1"])]
+    config = TeacherConfig(servers=servers, top_k=2, loss_coef=2.0)
+    losses, stats = distillation_loss(TokenOutputs(candidate_logprobs=policy), batch, config)
+    expected = 0.5 * math.log(2) + 0.3 * math.log(0.6) + 0.2 * math.log(0.8)
+    assert stats["teacher_loss"].values.tolist() == pytest.approx([expected, 0.0], abs=1e-6)
+    losses.sum().backward()
+    # d/d log p of p (log p - log q) + r (log r - log s) with r = 1 - sum p: p (log(p/q) - log(r/s))
+    gradient = [2 * 0.5 * (math.log(2) - math.log(0.8)), 2 * 0.3 * (math.log(0.6) - math.log(0.8))]
+    assert policy.grad[0].tolist() == pytest.approx(gradient, abs=1e-6)
+
+
+def test_scores_of_servers_need_no_engine(toolbox):
+    servers = [TeacherServersConfig(server_addrs=["localhost:1"])]
+    teacher = Teacher(None, TeacherConfig(servers=servers, top_k=2, loss_coef=1.0), policy=toolbox.TableEngine())
+    batch = toolbox.make_batch([[1, 2]], rewards=[1.0])
+    batch = batch.with_column(TEACHER_IDS, torch.tensor([[3, 4], [0, 0]], dtype=torch.int32))
+    ids = teacher.with_teacher_logprobs(batch).column(CANDIDATE_IDS)
+    assert (ids.dtype, ids.tolist()) == (torch.int64, [[3, 4], [0, 0]])
+    with pytest.raises(StageError, match="teacher_logprobs"):
+        teacher.with_advantages(batch)
+
+
+class Weights:
+    """An engine with one weight."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = torch.tensor(values)
+
+    def named_weights(self, *, stored):
+        assert stored
+        yield "w", self.values
+
+    def load_weights(self, weights):
+        self.values = dict(weights)["w"]
+
+
+def test_an_average_follows_the_policy():
+    policy, average, frozen = Weights(1.0, -1.0), Weights(0.0, 1.0), Weights(0.0, 1.0)
+    teacher = Teacher(average, teacher_config(average_decay=0.75, dtype="float32"), policy=policy)
+    for _ in range(2):
+        teacher.after_update()
+        Teacher(frozen, teacher_config(), policy=policy).after_update()
+    assert average.values.tolist() == [1 - 0.75**2, -1 + 2 * 0.75**2]
+    assert frozen.values.tolist() == [0.0, 1.0]
+    assert teacher.is_average

@@ -27,7 +27,6 @@ from areal.api.config.experiment import (
     RWOptions,
     SFTConfig,
     SFTOptions,
-    TeacherConfig,
 )
 from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, LauncherConfig, NameResolveConfig
 from areal.api.config.load import load_config, load_experiment, save_config, script_keys
@@ -50,6 +49,7 @@ from areal.api.config.observe import (
 )
 from areal.api.config.policy_losses import AdaptiveEntropyConfig, AssemblyOptions, PolicyLossOptions, ResamplingConfig
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, NativeServerConfig, RewardConfig
+from areal.api.config.teacher import TeacherConfig, TeacherServersConfig
 from areal.api.config.train import (
     FSDPEngineConfig,
     FSDPWrapPolicy,

@@ -56,34 +56,12 @@ from areal.api.config.schema import (
     unless,
     when,
 )
+from areal.api.config.teacher import TeacherConfig
 from areal.api.config.train import ScoreModelConfig, TrainEngineConfig, no_optimizer
 from areal.api.errors import ConfigError, ConfigProblem
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Options of the frozen models other than the reference: a teacher and a reward model.
-
-
-@dataclass(frozen=True, kw_only=True)
-class TeacherConfig(TrainEngineConfig):
-    """A frozen language model with the policy's vocabulary; the policy learns from it on its own answers."""
-
-    advantage_coef: float = number(1.0, low=0)
-    """Coefficient of log(pi_teacher / pi) in the advantage of each token, pi before the update; 0 = none."""
-    rl_weight: float = number(1.0, low=0)
-    """Factor of the advantages from rewards; 0 = learn from the teacher only."""
-    loss_coef: float = number(0.0, low=0)
-    """Coefficient of KL(policy || teacher) as a term of the policy loss; 0 = none."""
-    loss_estimator: str = choice(
-        "k2", "k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", relevant=above("loss_coef", 0)
-    )
-    """KL estimator of the loss term, as in actor.kl_loss_estimator."""
-
-    def problems(self) -> Problems:
-        yield from super().problems()
-        if self.optimizer is not None:
-            yield "optimizer", "is set, but a teacher is never trained: set it to null"
-        if self.advantage_coef == 0 and self.loss_coef == 0:
-            yield "advantage_coef", "and loss_coef are both 0, so the teacher is not used: raise one"
+# Options of the reward model.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -537,7 +515,7 @@ class PPOConfig(BaseExperimentConfig):
     critic: PPOCriticConfig | None = option(None, relevant=REWARDS)
     """Value model; null = none (GRPO)."""
     teacher: TeacherConfig | None = None
-    """Frozen model for on-policy distillation: the policy learns from it on its own answers; null = none."""
+    """Model for on-policy distillation: the policy learns from it on its own answers; null = none."""
     reward_model: RewardModelConfig | None = None
     """Frozen model whose score is added to the reward of every answer; null = none."""
     elastic: ElasticConfig = section(ElasticConfig, relevant=when("rollout.server_addrs", []))
@@ -558,6 +536,8 @@ class PPOConfig(BaseExperimentConfig):
     @property
     def models(self) -> dict[str, TrainEngineConfig]:
         models = {name: getattr(self, name) for name in ("actor", "critic", "ref", "teacher", "reward_model")}
+        if self.teacher is not None and self.teacher.servers:
+            del models["teacher"]
         return {name: model for name, model in models.items() if model is not None}
 
     @property
@@ -640,6 +620,8 @@ class PPOConfig(BaseExperimentConfig):
         if self.workflow == "agent":
             yield from cut_problems(self.actor, has_reward_model=self.reward_model is not None)
         yield from self._attach_problems()
+        if self.teacher is not None:
+            yield from below("teacher", self._teacher_problems(self.teacher))
         yield from selection_problems(self.reward, short_form=self.reward_fn)
         if isinstance(self.actor.adv_estimator, GdpoOptions):
             yield from score_weight_problems(self.actor.adv_estimator.weights, self.reward, short_form=self.reward_fn)
@@ -667,6 +649,16 @@ class PPOConfig(BaseExperimentConfig):
             yield "critic.warmup_steps", text
         if not self.actor.base_recipe.takes_critic:
             yield "critic", f"would be a second baseline of actor.adv_estimator={self.actor.adv_estimator}: remove it"
+
+    def _teacher_problems(self, teacher: TeacherConfig) -> Problems:
+        if teacher.average_decay is not None and teacher.path and teacher.path != self.actor.path:
+            yield "path", f"{teacher.path} is not actor.path, and average_decay averages the policy: make them equal"
+        if teacher.servers and not math.isclose(self.gconfig.temperature, 1.0):
+            yield "servers", f"score at temperature 1, and gconfig.temperature={self.gconfig.temperature}: set it to 1"
+        if teacher.servers and self.gconfig.temperature_key:
+            yield "servers", "score at temperature 1, and rows have other ones: remove gconfig.temperature_key"
+        if teacher.top_k and "full" in (self.actor.kl_estimator, self.actor.kl_loss_estimator):
+            yield "top_k", "and the full KL of the reference choose other tokens: use another actor.kl_*estimator"
 
     @property
     def _wants_servers(self) -> bool | None:

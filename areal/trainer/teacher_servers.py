@@ -1,0 +1,262 @@
+"""Teachers on inference servers: they score each finished episode, while other episodes are generated.
+
+The scores are columns of the trajectories, so the ledger stores them: a batch that is trained again, or replayed, has
+the scores of its first time. An answer without scores has no use for the policy, so its episode fails.
+"""
+
+import asyncio
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from areal.api.columns import ColumnSpec, to_array
+from areal.api.config import TeacherConfig, TeacherServersConfig
+from areal.api.config.rollout import server_url
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.engine import InferenceEngine
+from areal.api.errors import ArealError, InputError, ServerUnavailable
+from areal.api.metrics import gather_or_cancel
+from areal.api.workflow import RolloutWorkflow
+from areal.data.chat import encode_prompt
+from areal.data.token_spans import common_spans, pieces_of, spread
+from areal.data.tokenizer import Tokenizer, load_tokenizer
+from areal.fleet.server_client import ServerClient
+from areal.observe.spans import span
+
+TEACHER_TOKEN = "AREAL_TEACHER_TOKEN"
+"""Environment variable with the token or API key of the teachers' servers."""
+_CALLS_PER_SERVER = 64
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
+
+TEACHER_LOGPROBS = ColumnSpec("teacher_logprobs", fill=0.0)
+"""[T] float32: log-probability, in nats, that the teacher gives to each trained token."""
+TEACHER_IDS = ColumnSpec("teacher_ids", "i4", fill=0, show="")
+"""[T, top_k] int32: the teacher's likeliest tokens at the place of each trained token."""
+TEACHER_TOP = ColumnSpec("teacher_top_logprobs", fill=0.0, show="")
+"""[T, top_k] float32: their log-probabilities, in nats."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The requests of each kind of server, and what its answers contain. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a teacher says of the tokens from a place on."""
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+    """(token, log-probability) of its likeliest tokens at each place; empty lists without top_k."""
+
+
+def path_of(backend: str) -> str:
+    return "/v1/completions" if backend == "vllm" else "/generate"
+
+
+def scoring_body(backend: str, token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any]:
+    """A request for the log-probabilities of the tokens from `first` >= 1 on, at temperature 1."""
+    ids = list(token_ids)
+    if backend == "vllm":
+        return {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
+    # SGLang returns null for the first token of its range, so the range begins one token earlier
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
+    return body | {"logprob_start_len": first - 1, "top_logprobs_num": top_k, "stream": False}
+
+
+def parsed_scores(backend: str, answer: Mapping[str, Any], token_ids: Sequence[int], first: int, top_k: int) -> Scores:
+    """The scores in the answer to `scoring_body`. KeyError, TypeError or ValueError when it has another form."""
+    count, top = len(token_ids) - first, list[list[tuple[int, float]]]()
+    if backend == "vllm":
+        places = answer["choices"][0]["prompt_logprobs"][first:]
+        logprobs = [place[str(token)]["logprob"] for place, token in zip(places, token_ids[first:], strict=True)]
+        for place in places if top_k else ():
+            ranked = sorted(place.items(), key=lambda entry: entry[1]["rank"])[:top_k]
+            top.append([(int(token), entry["logprob"]) for token, entry in ranked])
+    else:
+        meta = answer["meta_info"]
+        logprobs = [entry[0] for entry in meta["input_token_logprobs"][-count:]]
+        for place in meta["input_top_logprobs"][-count:] if top_k else ():
+            top.append([(token, logprob) for logprob, token, *_ in place])
+    if len(logprobs) != count or not all(isinstance(one, float) and math.isfinite(one) for one in logprobs):
+        raise ValueError(f"log-probabilities of {count} tokens are not {count} finite numbers")
+    if top_k and (len(top) != count or any(len(place) != top_k for place in top)):
+        raise ValueError(f"it does not list {top_k} tokens at each of {count} places")
+    return Scores(logprobs, top)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One teacher, on one or more servers.
+
+
+class TeacherServers:
+    """The servers of one teacher. Requests alternate between them, and are repeated while a server is unavailable."""
+
+    def __init__(self, options: TeacherServersConfig, teacher: TeacherConfig) -> None:
+        self.tokenizer = load_tokenizer(options.tokenizer_path) if options.tokenizer_path else None
+        self._options, self._top_k, self._timeout_s = options, teacher.top_k, teacher.server_timeout_s
+        addresses, token = map(server_url, options.server_addrs), os.environ.get(TEACHER_TOKEN, "")
+        self._clients = [ServerClient("the teacher", url, token=token) for url in addresses]
+        self._next = itertools.cycle(self._clients)
+        self._room = asyncio.Semaphore(_CALLS_PER_SERVER * len(self._clients))
+
+    async def scores(self, token_ids: Sequence[int], first: int) -> Scores:
+        """Of the tokens from `first` on. ServerUnavailable when no server answers in time, RequestError if refused."""
+        last: ServerUnavailable | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s), self._room:
+                pause_s = _FIRST_PAUSE_S
+                while True:
+                    try:
+                        return await self._asked(next(self._next), token_ids, first)
+                    except ServerUnavailable as error:
+                        last = error
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        except TimeoutError as error:
+            why = f": {last}" if last is not None else ""
+            text = f"no scores of the teacher after {self._timeout_s:g} s (teacher.server_timeout_s){why}"
+            raise ServerUnavailable(text, code="teacher.unavailable") from error
+
+    async def check(self) -> None:
+        """Ask each server once. ServerUnavailable or RequestError names the one that gives no scores."""
+        async with asyncio.timeout(self._timeout_s):
+            for client in self._clients:
+                await self._asked(client, [1, 1], 1)
+
+    async def _asked(self, client: ServerClient, token_ids: Sequence[int], first: int) -> Scores:
+        backend, top_k = self._options.backend, self._top_k
+        answer = await client.post(path_of(backend), scoring_body(backend, token_ids, first, top_k))
+        return client.parsed(answer, lambda found: parsed_scores(backend, found, token_ids, first, top_k))
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+def _columns(trajectory: Trajectory, first: int, scores: Scores, top_k: int) -> dict[ColumnSpec, Any]:
+    """The columns of a trajectory, 0 outside the loss."""
+    size, mask = len(trajectory.token_ids), np.array(to_array("i", trajectory.loss_mask), dtype=bool)
+    logprobs = np.zeros(size, np.float32)
+    logprobs[first:] = scores.logprobs
+    columns: dict[ColumnSpec, Any] = {TEACHER_LOGPROBS: np.where(mask, logprobs, np.float32(0))}
+    if top_k:
+        ids, top = np.zeros((size, top_k), np.int32), np.zeros((size, top_k), np.float32)
+        ids[first:] = [[token for token, _ in place] for place in scores.top]
+        top[first:] = [[logprob for _, logprob in place] for place in scores.top]
+        columns |= {TEACHER_IDS: np.where(mask[:, None], ids, 0), TEACHER_TOP: np.where(mask[:, None], top, 0)}
+    return columns
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The workflow that asks them.
+
+
+class TaughtWorkflow(RolloutWorkflow):
+    """The episodes of another workflow, with the scores of the teachers. Evaluations have no teacher."""
+
+    def __init__(self, workflow: RolloutWorkflow, config: TeacherConfig, tokenizer: Tokenizer) -> None:
+        """`tokenizer`: of the policy."""
+        self._workflow, self._config, self._tokenizer = workflow, config, tokenizer
+        self._by_source: dict[str, TeacherServers] = {}
+        for options in config.servers:
+            servers = TeacherServers(options, config)
+            self._by_source |= dict.fromkeys(options.sources or [""], servers)
+        self.has_time_limit = workflow.has_time_limit
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup | None:
+        teacher = self._teacher_of(data)
+        group = await self._workflow.arun_episode(engine, data)
+        if group is None or group.rejected:
+            return group
+        with span("teacher"):
+            scored = await gather_or_cancel([self._scored(teacher, each, data) for each in group.trajectories])
+        return replace(group, trajectories=list(scored))
+
+    def _teacher_of(self, row: Mapping[str, Any]) -> TeacherServers:
+        source = str(row.get(self._config.source_key) or "")
+        teacher = self._by_source.get(source) or self._by_source.get("")
+        if teacher is None:
+            known = ", ".join(sorted(self._by_source))
+            text = f"teacher.servers: none teaches a row whose {self._config.source_key} is {source!r}, only {known}"
+            raise InputError(
+                f"{text}: name it in sources, or leave the sources of one entry empty", code="teacher.none"
+            )
+        return teacher
+
+    async def _scored(self, teacher: TeacherServers, trajectory: Trajectory, row: dict[str, Any]) -> Trajectory:
+        if trajectory.images:
+            raise InputError("teacher.servers score text only: remove the images", code="teacher.images")
+        ids, mask = trajectory.token_ids, trajectory.loss_mask
+        first = next((place for place, trained in enumerate(mask) if trained), None)
+        if first is None:
+            return trajectory
+        if teacher.tokenizer is None:
+            scores = await teacher.scores(ids, first)
+        else:
+            logprobs = await self._aligned(teacher, teacher.tokenizer, ids[first:], mask[first:], row)
+            scores = Scores(logprobs, [])
+        columns = _columns(trajectory, first, scores, self._config.top_k)
+        return replace(trajectory, columns={**trajectory.columns, **columns})
+
+    async def _aligned(
+        self, teacher: TeacherServers, other: Tokenizer, answer: Sequence[int], mask: Sequence[int], row: dict[str, Any]
+    ) -> list[float]:
+        """The scores of an answer from a teacher with other tokens.
+
+        The teacher gets the prompt of the row in its own chat template and the text of the answer in its own tokens. An
+        end token of the policy is the end token of the teacher.
+        """
+        if not all(mask):
+            text = "a teacher with its own tokenizer_path scores one answer to a prompt, and this row has several"
+            raise InputError(f"{text}: use a teacher with the policy's tokens", code="teacher.several_answers")
+        ended = answer[-1] == self._tokenizer.eos_token_id and other.eos_token_id is not None
+        mine = pieces_of(self._tokenizer, answer[:-1] if ended else answer)
+        other_ids = other.encode(mine.text, add_special_tokens=False)
+        spans, num_tokens = common_spans(mine, pieces_of(other, other_ids)), len(answer) - ended
+        prompt = list(encode_prompt(row, other).token_ids)
+        ids = [*prompt, *other_ids, *([other.eos_token_id] if ended else [])]
+        logprobs = (await teacher.scores(ids, len(prompt))).logprobs
+        return spread(spans, logprobs, num_tokens) + logprobs[len(other_ids) :]
+
+    def check_row(self, row: dict[str, Any]) -> None:
+        self._workflow.check_row(row)
+
+    def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._workflow.check_rows(rows)
+
+    def notice(self) -> str:
+        return self._workflow.notice()
+
+    def waits_for(self) -> str:
+        return self._workflow.waits_for()
+
+    def for_evaluation(self, gconfig: Any) -> RolloutWorkflow:
+        return self._workflow.for_evaluation(gconfig)
+
+    async def aclose(self) -> None:
+        for servers in set(self._by_source.values()):
+            servers.close()
+        await self._workflow.aclose()
+
+
+def teacher_problem(config: TeacherConfig) -> str:
+    """Why the teachers' servers cannot score, found by one request to each; empty when they can."""
+
+    async def ask() -> None:
+        for options in config.servers:
+            servers = TeacherServers(options, config)
+            try:
+                await servers.check()
+            finally:
+                servers.close()
+
+    try:
+        asyncio.run(ask())
+    except ArealError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,121 @@
+"""Tokens until a student reaches 95% of its teacher: on-policy distillation against GRPO, on the quickstart's task.
+
+    python benchmark/distillation.py [--seeds 0 1 2] [--fileroot runs/distillation]
+
+Each seed runs the quickstart, whose last model is the teacher, on a native server. Then the same warm start learns from
+the teacher alone: KL(policy || teacher) over its 16 likeliest tokens, no reward, and one answer to each prompt, because
+nothing compares answers. Rule: the tokens that the servers
+generated until the first evaluation whose sampled accuracy is at least .95 of the teacher's; at most half of those of
+GRPO. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal.system.network import TOKEN_VARIABLE
+from areal.trainer.teacher_servers import TEACHER_TOKEN
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARE = 0.95
+SECRET = "secret-of-the-benchmark"
+
+
+def run(*argv: str) -> None:
+    print("$ python " + " ".join(argv), file=sys.stderr, flush=True)
+    subprocess.run(
+        [sys.executable, *argv], cwd=REPOSITORY, env=os.environ | {TEACHER_TOKEN: SECRET}, stdout=sys.stderr, check=True
+    )
+
+
+def tokens_until(metrics: Path, goal: float) -> int | None:
+    """Generated tokens before the first evaluation at or above `goal`; None = none is."""
+    tokens = 0.0
+    for line in metrics.read_text().splitlines():
+        row: dict[str, Any] = json.loads(line)
+        tokens += row.get("rollout/produced_tokens", 0.0)
+        if row.get("eval/sampled/reward", 0.0) >= goal:
+            return int(tokens)
+    return None
+
+
+def last_accuracy(metrics: Path) -> float:
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [row["eval/sampled/reward"] for row in rows if "eval/sampled/reward" in row][-1]
+
+
+def start_teacher(model: Path) -> tuple[subprocess.Popen[str], str]:
+    """A native server with the model, and its address."""
+    options = ["--model-path", str(model), "--dtype", "float32", "--num-threads", "1", "--context-length", "32"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "areal.inference.server", *options],
+        env=os.environ | {TOKEN_VARIABLE: SECRET},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()  # it is printed when the server answers
+    if not address:
+        raise SystemExit(f"the server with {model} ended with {process.wait()}")
+    return process, address
+
+
+def compare(seed: int, fileroot: str) -> dict[str, Any]:
+    root = f"{fileroot}/seed-{seed}"
+    run("examples/quickstart/quickstart.py", "--seed", str(seed), "--fileroot", root)
+    base = REPOSITORY / root / "quickstart"
+    teacher, goal = base / "grpo", SHARE * last_accuracy(base / "grpo" / "metrics.jsonl")
+    model = max((teacher / "checkpoints" / "actor").glob("step-*"))
+    server, address = start_teacher(model)
+    try:
+        section = f"{{servers: [{{server_addrs: ['{address}']}}], rl_weight: 0, advantage_coef: 0, "
+        run(
+            *(
+                "-m",
+                "areal",
+                "run",
+                "--config",
+                "examples/quickstart/grpo.yaml",
+                f"seed={seed}",
+                "trial_name=distilled",
+            ),
+            *(f"cluster.fileroot={root}", f"teacher={section}loss_coef: 1, top_k: 16}}"),
+            *("rollout.should_accept_fn=", "rollout.dynamic_bs=false", "actor.optimizer.lr=1e-3"),
+            *("gconfig.n_samples=1", "actor.group_size=1", "actor.reward_norm=null", "train_dataset.batch_size=256"),
+            *("total_train_epochs=4", "total_train_steps=120"),
+        )
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+    tokens = {name: tokens_until(base / name / "metrics.jsonl", goal) for name in ("grpo", "distilled")}
+    theirs, ours = tokens["grpo"], tokens["distilled"]
+    return {
+        "seed": seed,
+        "goal": round(goal, 4),
+        "accuracy": round(last_accuracy(base / "distilled" / "metrics.jsonl"), 4),
+        "tokens": tokens,
+        "ratio": round(ours / theirs, 3) if ours and theirs else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--fileroot", default="runs/distillation", help="folder of the runs, below the repository")
+    options = parser.parse_args()
+    results = [compare(seed, options.fileroot) for seed in options.seeds]
+    for result in results:
+        print(result)
+    ratios = [result["ratio"] for result in results]
+    passes = all(ratio is not None and ratio <= 0.5 for ratio in ratios)
+    print(json.dumps({"benchmark": "distillation", "results": results, "passes": passes}))
+
+
+if __name__ == "__main__":
+    main()
