@@ -499,14 +499,14 @@ def build_fsdp_engine(
 
     `total_steps`: optimiser steps of the learning-rate schedule. `seed`: of random initial weights. `outputs`: what
     `forward` returns besides log-probabilities (actor and ref only). A model with an optimiser keeps float32 weights
-    and computes in config.dtype; one without is held in config.dtype.
+    and computes in config.dtype; one without, or whose optimiser rounds weights, is held in config.dtype.
     """
     if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
         raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
     if config.logprob_kernel == "liger":
         require_liger(mesh.device, outputs or OutputSpec(), tensor_ranks=mesh.dims.tp)
     compute = _DTYPES[config.dtype]
-    stored = torch.float32 if config.optimizer is not None else compute  # of weights that are trained
+    stored = torch.float32 if config.has_masters else compute  # of weights that are trained
     folder = resolve_model_folder(config.path)
     if (shape := ModelShape.read(str(folder))) is not None and (problem := mesh_problem(shape, mesh.dims)):
         raise ConfigError(f"model {folder}: {problem}", code="model.cannot_split")

@@ -30,7 +30,7 @@ MOMENTS: tuple[str, str] = ("exp_avg", "exp_avg_sq")
 
 
 class RoundedAdam(torch.optim.Optimizer):
-    """AdamW computed in float32; the stored moments are rounded up or down at random.
+    """AdamW computed in float32; the stored moments, and weights in bfloat16, are rounded up or down at random.
 
     The mean of the rounded values is exact: rounded to nearest, a second moment near its limit would never change,
     because its changes are smaller than the steps of bfloat16. The random numbers depend on the number of the step and
@@ -81,7 +81,6 @@ class RoundedAdam(torch.optim.Optimizer):
         own = {name: local_part(value) for name, value in state.items() if name != "step"}
         (beta1, beta2), step, dtype = group["betas"], int(state["step"]), self.moment_dtype(parameter)
         generator = torch.Generator(device=weight.device).manual_seed(seed)
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
         for rows in _cuts(weight):
             part, change = {name: value[rows] for name, value in own.items()}, gradient[rows].float()
             mean, square = moments(part).values()
@@ -91,7 +90,11 @@ class RoundedAdam(torch.optim.Optimizer):
                 for key, values in _stored(name, value, dtype, generator).items():
                     part[key].copy_(values)
             denominator = square.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-            weight[rows].addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
+            exact = weight[rows].float()  # the weights themselves, if they are float32
+            exact.mul_(1 - group["lr"] * group["weight_decay"])
+            exact.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
+            if weight.dtype == torch.bfloat16:
+                weight[rows].copy_(_rounded(exact, generator))
 
     def stored(self, parameter: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state of these moments, this rank's parts in float32, rounded to nearest."""
@@ -471,7 +474,7 @@ def adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.O
 
 
 def adam_bf16(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW with moments in bfloat16."""
+    """AdamW with moments in bfloat16, also of weights in bfloat16."""
     return _rounded_adam(groups, config, bits=16)
 
 

@@ -78,7 +78,8 @@ def rank_memory(
         is_away = on_gpu and model.fsdp.offload_params
         tower = 0 if shape.vision is None else shape.vision.parameters * dims.tp  # tensor ranks have it whole
         size = shape.text_parameters + tower
-        weights += 0 if is_away else size * (4 if trained and model.lora is None else width) // ranks
+        kept = 4 if model.has_masters and model.lora is None else width
+        weights += 0 if is_away else size * kept // ranks
         if model.optimizer is not None:
             own = size if trains_tower(model, shape) else shape.text_parameters
             learned = own if model.lora is None else adapter_parameters(model.lora, shape)
@@ -86,10 +87,10 @@ def rank_memory(
             keeps_whole = accumulates and ranks > 1 and model.fsdp.gradient_sync == "last"
             state = model.optimizer.state_bytes
             if keeps_whole or not is_away:
-                gradients += learned * 4 // (dims.tp if keeps_whole else ranks)
+                gradients += learned * (4 if model.has_masters else width) // (dims.tp if keeps_whole else ranks)
             if not is_away and not (on_gpu and model.fsdp.offload_optimizer):
                 optimizer += int(learned * state) // ranks
-            copied += int(learned * (4 + state)) // dims.world_size
+            copied += int(learned * ((4 if model.has_masters else width) + state)) // dims.world_size
         if ranks > 1 or (trained and width < 4):
             alone = not on_gpu and ranks == dims.tp * dims.pp  # then the engine gathers all weights once
             size = _gathered(shape, width, trained=trained and model.lora is None, at_once=alone)

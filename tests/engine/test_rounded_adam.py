@@ -8,6 +8,7 @@ import torch
 from areal.api.config import OptimizerConfig, TrainEngineConfig
 from areal.api.config.train import MegatronEngineConfig
 from areal.engine.optimizer import BLOCK, MOMENTS, SCALE, RoundedAdam, ScheduledOptimizer, _stored, moments
+from tests.engine import engine_cases
 from tests.expect import raises_code
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -133,3 +134,49 @@ def test_moments_of_bfloat16_that_would_never_decay_are_refused(moments_in, beta
     config = TrainEngineConfig(path="m", megatron=megatron, optimizer=OptimizerConfig(**betas))
     assert [path for path, *_ in config.megatron_problems(1)] == refused
     assert list(TrainEngineConfig(path="m", optimizer=OptimizerConfig(type="adam_bf16", **betas)).problems()) == []
+
+
+class TestWeightsWithoutMasters:
+    """Weights in bfloat16 that no optimiser keeps in float32 too."""
+
+    def walk(self, kind, steps=400, size=256):
+        """Weights of 1 whose every step is a 64th of the distance to the next number of bfloat16, down to 0.976."""
+        weight = torch.nn.Parameter(torch.ones(4, size, dtype=torch.bfloat16))
+        optimizer = kind([weight], **OPTIONS | {"lr": 2**-8 / 64, "weight_decay": 0.0})
+        for _ in range(steps):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return weight.detach()
+
+    def test_they_go_where_rounding_to_nearest_leaves_them(self):
+        assert self.walk(torch.optim.AdamW).eq(1).all()
+        found = self.walk(partial(RoundedAdam, bits=16))
+        expected = 1 - 400 * 2**-8 / 64
+        error = 2**-8 * (400 / 64) ** 0.5 / len(found.flatten()) ** 0.5  # of a mean of independent roundings
+        assert found.float().mean().item() == pytest.approx(expected, abs=4 * error)
+        assert torch.equal(found, self.walk(partial(RoundedAdam, bits=16)))  # a replay, or another rank with a copy
+
+    def test_decay_moves_them_too(self):
+        weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        optimizer = RoundedAdam([weight], bits=16, **OPTIONS | {"lr": 1e-2, "weight_decay": 0.01})
+        for _ in range(100):
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+        assert weight.detach().float().mean().item() == pytest.approx((1 - 1e-4) ** 100, abs=1e-3)
+
+    def test_an_engine_holds_no_float32_weights_and_continues_with_equal_bits(self, tmp_path):
+        engine_cases.write_models(tmp_path)
+        options = {"dtype": "bfloat16", "optimizer": OptimizerConfig(type="adam_bf16_weights", lr=1e-4)}
+        batch = engine_cases.make_batch()
+        engine = engine_cases.make_engine(tmp_path / "qwen2", **options)
+        assert {weight.dtype for weight in engine._model.model.parameters()} == {torch.bfloat16}
+        engine_cases.train(engine, batch, steps=2)
+        engine.save(tmp_path / "saved", with_optimizer=True)
+        engine_cases.train(engine, batch, steps=2)
+        again = engine_cases.make_engine(tmp_path / "qwen2", **options, seed=5)
+        again.load(tmp_path / "saved")
+        engine_cases.train(again, batch, steps=2)
+        found, expected = engine_cases.weights_of(again), engine_cases.weights_of(engine)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        exact = engine_cases.make_engine(tmp_path / "qwen2", **options | {"optimizer": OptimizerConfig(lr=1e-4)})
+        assert {weight.dtype for weight in exact._model.model.parameters()} == {torch.float32}

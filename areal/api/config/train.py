@@ -243,6 +243,8 @@ class OptimizerFacts:
     """Whether it reads beta1, beta2 and eps."""
     has_matrices: bool = False
     """Whether it updates matrices in another way than other weights."""
+    rounds_weights: bool = False
+    """Whether it updates bfloat16 weights, rounded up or down at random, without a float32 copy of them."""
 
 
 def _has_moments(name: str) -> bool:
@@ -382,6 +384,13 @@ class TrainEngineConfig:
     """Regular expressions of the names of weights that are not trained, for example visual."""
     lora: LoRAConfig | None = option(None, also="AReaL: use_lora")
     """Train low-rank adapters of a frozen model; null = train all weights."""
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the weights that the optimiser updates are float32."""
+        if self.optimizer is None or self.lora is not None or self.dtype == "float32":
+            return self.optimizer is not None
+        return not registered("optimizers", self.optimizer.type, key="optimizer.type").facts.rounds_weights
 
     @property
     def router_option(self) -> str:
