@@ -7,9 +7,11 @@ import torch
 
 from areal.api.config import OptimizerConfig, TrainEngineConfig
 from areal.api.config.train import MegatronEngineConfig
+from areal.engine.mesh import local_part
 from areal.engine.optimizer import BLOCK, MOMENTS, SCALE, RoundedAdam, ScheduledOptimizer, _stored, moments
 from tests.engine import engine_cases
 from tests.expect import raises_code
+from tests.rank_processes import run_ranks
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 BITS = pytest.mark.parametrize("bits", [16, 8])
@@ -180,3 +182,23 @@ class TestWeightsWithoutMasters:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         exact = engine_cases.make_engine(tmp_path / "qwen2", **options | {"optimizer": OptimizerConfig(lr=1e-4)})
         assert {weight.dtype for weight in exact._model.model.parameters()} == {torch.float32}
+
+
+def on_two_ranks(mesh, folder) -> list[float]:
+    options = {"dtype": "bfloat16", "optimizer": OptimizerConfig(type="adam_bf16_weights", lr=1e-3)}
+    engine = engine_cases.make_engine(folder / "qwen2", mesh, **options)
+    assert {local_part(weight).dtype for weight in engine._model.model.parameters()} == {torch.bfloat16}
+    engine_cases.train(engine, engine_cases.share_of(engine_cases.make_batch(), mesh), steps=2)
+    return [value for weight in engine_cases.weights_of(engine).values() for value in weight.flatten().tolist()]
+
+
+def test_two_ranks_have_one_policy_of_rounded_weights(tmp_path):
+    engine_cases.write_models(tmp_path)
+    one, other = run_ranks(on_two_ranks, tmp_path)
+    assert one == other
+    alone = engine_cases.make_engine(
+        tmp_path / "qwen2", dtype="bfloat16", optimizer=OptimizerConfig(type="adam_bf16_weights", lr=1e-3)
+    )
+    before = torch.cat([value.flatten() for value in engine_cases.weights_of(alone).values()]).float()
+    moved = torch.tensor(one) - before
+    assert moved.abs().mean().item() == pytest.approx(2e-3, rel=0.3)  # two steps of Adam
