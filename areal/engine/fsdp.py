@@ -69,7 +69,7 @@ from areal.engine.vision import VisionReader
 from areal.models.mesh_rules import mesh_problem
 from areal.models.model_shape import ModelShape
 from areal.models.output_head import has_float32_head, routers_of
-from areal.models.recurrent_layers import state_layers
+from areal.models.recurrent_layers import choosing_layers, state_layers
 from areal.models.stored_form import StoredPart
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
@@ -591,7 +591,11 @@ def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDim
 def _require_whole_states(model: PreTrainedModel, dims: ParallelDims) -> None:
     if dims.cp > 1 and (states := state_layers(model)):
         text = f"c{dims.cp} splits sequences, along which {next(iter(states))} of {type(model).__name__} keeps a state"
-        raise ConfigError(f"{text}: use d{dims.dp * dims.cp}, without c", code="model.cannot_split")
+    elif dims.cp > 1 and choosing_layers(model):
+        text = f"c{dims.cp} splits sequences, of which tokens of {type(model).__name__} choose those that they see"
+    else:
+        return
+    raise ConfigError(f"{text}: use d{dims.dp * dims.cp}, without c", code="model.cannot_split")
 
 
 def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> bool:
@@ -609,6 +613,8 @@ def _as_trees(hf_model: PreTrainedModel, config: TrainEngineConfig, dims: Parall
         return False
     if state_layers(hf_model):
         text = "has layers that keep a state"
+    elif choosing_layers(hf_model):
+        text = "has layers that choose the tokens that they see"
     elif getattr(hf_model.config, "vision_config", None) is not None:
         text = "takes images"
     elif _draws_in_training(hf_model, config):

@@ -22,8 +22,8 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from areal.api.errors import ConfigError
 from areal.engine.mesh import RankGroup
 from areal.engine.tree_attention import TreeLayout, tree_attention
-from areal.models.attention import attention_problem, capped_attention, described_masks
-from areal.models.recurrent_layers import is_state
+from areal.models.attention import attention_problem, capped_attention, described_masks, seen_attention
+from areal.models.recurrent_layers import CHOSEN, is_state
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Packed rows over context ranks (Ulysses): each rank computes every c-th token, and some heads of all tokens.
@@ -148,6 +148,8 @@ class PackedLayout:
     """[T] int64: tokens of a sequence with equal numbers from 0 attend to each other, also forwards. Only for sdpa."""
     is_probe: bool = False
     """Set by `require_packed_attention`."""
+    is_masked: bool = False
+    """Set where sequences are a batch [n, H, L, D], and the layer passes the mask of what its tokens see."""
 
 
 def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
@@ -206,7 +208,8 @@ def require_packed_attention(model: PreTrainedModel, states: Sequence[nn.Module]
         except _AttentionReached:
             reason, is_enough = "its layers cannot be seen one by one", True
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            needs_values = device.type == "meta" and isinstance(error, RuntimeError)  # to choose experts, for example
+            # of tensors without memory, to choose experts, for example
+            needs_values = device.type == "meta" and isinstance(error, RuntimeError) and "meta" in str(error).lower()
             reason, is_enough = (str(error).splitlines() or [type(error).__name__])[0], bool(reached) or needs_values
     has_windows = bool(getattr(config, "sliding_window", None)) or not all(mask.is_window(None) for mask in masks)
     if is_whole or (is_enough and not has_windows):
@@ -226,7 +229,9 @@ def require_known_layers(model: PreTrainedModel, states: Sequence[nn.Module]) ->
     layers = [part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList)]
     layers = next((part for part in layers if len(part) == len(kinds)), [None] * len(kinds))
     for kind, layer in zip(kinds, layers, strict=True):
-        if kind in _PLAIN or (is_state(kind) and layer is not None and not set(layer.modules()).isdisjoint(states)):
+        if kind in _PLAIN | CHOSEN or (
+            is_state(kind) and layer is not None and not set(layer.modules()).isdisjoint(states)
+        ):
             continue
         text = (
             "have states that no cache of transformers holds"
@@ -276,9 +281,11 @@ def _over_context(attention: Callable[..., tuple[Tensor, None]]) -> Callable[...
         **options: Any,
     ) -> tuple[Tensor, None]:
         if layout.is_probe:
-            if (problem := attention_problem(module, attention_mask, options)) is not None:
+            if not layout.is_masked and (problem := attention_problem(module, attention_mask, options)) is not None:
                 raise ConfigError(problem, code="model.unsupported")
             raise _AttentionReached
+        if layout.is_masked and isinstance(attention_mask, Tensor):
+            return seen_attention(module, query, key, value, attention_mask, **options), None
         if (ranks := layout.context) is None:
             return attention(module, query, key, value, attention_mask, layout=layout, **options)
         query, key, value = heads_of_all_tokens((query, key, value), ranks)

@@ -125,6 +125,35 @@ def capped_attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
+def seen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    indices: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> Tensor:
+    """Attention [n, L, H, D] of a layer of transformers to the tokens that are True in `mask` [n, 1, L, L] and, where
+    the layer passes them, in `indices` [n, L, k]."""
+    if indices is not None:
+        chosen = torch.zeros_like(mask[:, 0]).scatter(-1, indices.long(), value=True)
+        mask = mask & chosen.unsqueeze(1)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(repeats, dim=1) if repeats > 1 else each for each in (key, value))
+    if softcap is None and s_aux is None:
+        out = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    else:
+        sinks = None if s_aux is None else s_aux.view(-1, 1, 1)
+        out = capped_attention(query, key, value, mask, dropout, scale=scaling, softcap=softcap, sinks=sinks)
+    return out.transpose(1, 2)
+
+
 def _block(
     query: Tensor,
     key: Tensor,

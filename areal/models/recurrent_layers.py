@@ -4,6 +4,7 @@ In a packed row the state would go from one sequence into the next. transformers
 other packages; its own functions refuse such a row, or ignore the borders.
 """
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -58,7 +59,9 @@ def state_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
         is_block = isinstance(module, GradientCheckpointingLayer)
         if name and not is_block and _takes_cache(module) and not any(_takes_cache(part) for part in _parts(module)):
             found[name] = module
-    return {name: module for name, module in found.items() if not _calls_attention(module)}
+    attention = [module for module in model.get_decoder().modules() if _calls_attention(module)]
+    of_attention = {part for module in attention for part in module.modules()}  # an indexer runs with its attention
+    return {name: module for name, module in found.items() if module not in of_attention}
 
 
 def cache_parameter(layer: nn.Module) -> str | None:
@@ -68,8 +71,11 @@ def cache_parameter(layer: nn.Module) -> str | None:
 
 
 def linear_without_call(model: PreTrainedModel) -> set[nn.Module]:
-    """Linear layers that layers with a state do not call, but read the weights of: an adapter has no effect there."""
+    """Linear layers in which an adapter has no effect or no gradient: layers with a state do not call them, but read
+    their weights; an indexer chooses tokens with them."""
     found: set[nn.Module] = set()
+    for module in choosing_layers(model):
+        found |= {part for name, part in module.named_modules() if name.startswith("indexer.")}
     for layer in state_layers(model).values():
         source = inspect.getsource(inspect.unwrap(type(layer).forward))
         parts = {getattr(layer, name) for name in re.findall(r"self\.(\w+)\.weight", source)}
@@ -89,6 +95,36 @@ def _calls_attention(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
+CHOSEN = {"indexed_attention", "chunked_attention"}
+"""Kinds of layers whose tokens see some of those before them: those that an indexer chooses, or those of a chunk."""
+
+
+def choosing_layers(model: PreTrainedModel) -> dict[nn.Module, int | None]:
+    """The attention modules of a model with layers that are CHOSEN, which also look at positions in the row, with the
+    tokens of a chunk; None: a mask of all tokens before."""
+    config = model.config.get_text_config()
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    if CHOSEN.isdisjoint(kinds):
+        return {}
+    lists = [part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList)]
+    layers = next((part for part in lists if len(part) == len(kinds)), nn.ModuleList())
+    return {
+        module: config.attention_chunk_size if kind == "chunked_attention" else None
+        for kind, layer in zip(kinds, layers, strict=False)
+        for module in layer.modules()
+        if _calls_attention(module)
+    }
+
+
+def _seen(hidden: Tensor, chunk: int | None) -> Tensor:
+    """[n, 1, L, L] bool: the tokens that each token of the sequences [n, L, ...] may see."""
+    numbers = torch.arange(hidden.shape[1], device=hidden.device)
+    mask = numbers <= numbers[:, None]
+    if chunk is not None:
+        mask &= numbers // chunk == numbers[:, None] // chunk
+    return mask.expand(hidden.shape[0], 1, -1, -1)
+
+
 class PackedStates:
     """Resets the state of the layers of a model at each sequence of a packed row."""
 
@@ -96,13 +132,18 @@ class PackedStates:
         """`dtype` is the compute type, also of the layers' buffers, as in a model that transformers loads in it.
         `in_compiled`: the blocks are compiled, and these layers are left out as attention is."""
         self.layers = list(state_layers(model).values())
+        chunk_of = choosing_layers(model)
+        self.choosing = list(chunk_of)
         self._layout: SequenceBorders | None = None
-        if self.layers:
+        if self.layers or chunk_of:
             model.get_decoder().register_forward_pre_hook(self._remember, with_kwargs=True)
         can_reset = {
             kind: device.type != "cpu" and resets_state(kind, model.config.get_text_config(), device, dtype)
             for kind in {type(layer) for layer in self.layers}
         }
+        for layer, chunk in chunk_of.items():
+            forward = functools.partial(self._with_masks, layer.forward, chunk)
+            layer.forward = torch.compiler.disable(forward) if in_compiled else forward
         for layer in self.layers:
             for name, buffer in layer._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
@@ -120,6 +161,21 @@ class PackedStates:
         if self._layout is None or self._layout.is_probe:
             return forward(*args, **kwargs)
         return forward(*args, **kwargs, **_borders(self._layout.cu_seqlens))
+
+    def _with_masks(
+        self, forward: Callable[..., Any], chunk: int | None, *args: Any, layout: Any = None, **kwargs: Any
+    ) -> Any:
+        """Call an attention module with the mask of each sequence."""
+        layout = self._layout
+
+        def masked(*args: Any, **kwargs: Any) -> Any:
+            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+            own = {} if layout is None else {"layout": dataclasses.replace(layout, is_masked=True)}
+            return forward(*args, **kwargs | own | {"attention_mask": _seen(hidden, chunk)})
+
+        if layout is None or layout.is_probe:
+            return masked(*args, **kwargs)
+        return for_each_sequence(masked, neighbours(layout.runs), args, kwargs)
 
     def _each_sequence(self, forward: Callable[..., Any], *args: Any, layout: object = None, **kwargs: Any) -> Any:
         if self._layout is None or self._layout.is_probe:
@@ -165,8 +221,15 @@ def for_each_sequence(
         own_args, own_kwargs = tree_unflatten(list(own), form)
         outputs, output_form = tree_flatten(forward(*own_args, **own_kwargs))
         found.append([_row(out, lengths) if isinstance(out, Tensor) else out for out in outputs])
-    joined = [torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0] for each in zip(*found, strict=True)]
+    joined = [_joined(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*found, strict=True)]
     return tree_unflatten(joined, output_form)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts of a row. Lists of chosen tokens, which may differ in length, repeat their last one."""
+    width = max(part.shape[-1] for part in parts)
+    wide = [torch.cat([part, part[..., -1:].expand(*part.shape[:-1], width - part.shape[-1])], -1) for part in parts]
+    return torch.cat(wide if len({part.shape[-1] for part in parts}) > 1 else list(parts), dim=1)
 
 
 def _batched(tokens: Tensor, lengths: Sequence[int]) -> Tensor:

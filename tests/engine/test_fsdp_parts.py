@@ -18,8 +18,6 @@ from transformers import (
     DogeForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
 )
 
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig
@@ -266,14 +264,6 @@ def test_tensors_are_written_with_the_checksum_of_what_was_in_memory(tmp_path):
     for name, value in tensors.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value)
-
-
-def test_models_that_would_be_trained_wrongly_are_refused(cases, tmp_path):
-    shape = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    Llama4ForCausalLM(Llama4TextConfig(**shape, intermediate_size_mlp=8, head_dim=4)).save_pretrained(tmp_path / "l")
-    with raises_code("model.unsupported", "chunked_attention"):
-        cases.make_engine(tmp_path / "l")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["whole", "sharded"])

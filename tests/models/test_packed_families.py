@@ -22,27 +22,28 @@ from areal.data.pack import take
 from areal.engine.fsdp import check_model
 from areal.engine.mesh import TrainerMesh
 from areal.launcher.preflight import refused_models
-from areal.models.recurrent_layers import for_each_sequence, neighbours, resets_state, state_layers
+from areal.models.recurrent_layers import choosing_layers, for_each_sequence, neighbours, resets_state, state_layers
 from tests.engine import engine_cases as cases
 from tests.engine.test_every_family import FAMILIES, small_model
 from tests.rank_processes import run_ranks
 
-QUICK = ("qwen3_5_text", "nemotron_h", "lfm2", "jamba")
+QUICK = ("qwen3_5_text", "nemotron_h", "lfm2", "jamba", "deepseek_v32", "llama4_text")
 """In `make test`."""
 PACKED = {
-    *QUICK, "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "kimi_linear", "lfm2_moe",
+    *QUICK[:4], "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "kimi_linear", "lfm2_moe",
     "lfm2_vl", "lfm3", "mamba", "mamba2", "minicpmv4_6", "minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_next", "zamba2", "zaya",
 }  # fmt: skip
 TENSOR = {"bamba", "falcon_h1", "minicpmv4_6", "qwen3_5", "qwen3_5_text"}
 """Computed by tensor ranks: a layer with a state is whole on each."""
+CHOOSING = {
+    "axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "llama4_text", "qwen4_exp",
+    "qwen4_exp_text",
+}  # fmt: skip
+"""Their tokens see those that an indexer chooses, or those of their chunk."""
 SPARSE = (
-    "deepseek_v32",
-    "glm_moe_dsa",
     "glm5_next",
-    "hy_v4",
     "deepseek_v4",
-    "llama4_text",
     "inkling_text",
     "recurrent_gemma",
     "rwkv",
@@ -123,7 +124,8 @@ def check(family: str, folder: Path) -> None:
 def check_lora(family: str, folder: Path, batch: TrainBatch) -> None:
     """Adapters of every projection train, also of the layers with a state, and are a part of what is exported."""
     engine = cases.make_engine(folder, lora=LoRAConfig(rank=2, target_modules=["all-linear"]), seed=3)
-    layers = state_layers(engine._model.model).values()
+    model = engine._model.model
+    layers = [*state_layers(model).values(), *choosing_layers(model)]
     adapted = [weight for layer in layers for name, weight in layer.named_parameters() if weight.requires_grad]
     cases.train(engine, batch)  # B is 0 before, and then A has no gradient
     engine.forward_backward(batch, cases.policy_loss, denominator=1.0)
@@ -142,7 +144,7 @@ def test_a_packed_row_equals_each_sequence_alone(tmp_path, family):
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("family", sorted(PACKED - {*QUICK}))
+@pytest.mark.parametrize("family", sorted((PACKED | CHOOSING) - {*QUICK}))
 def test_packed_rows_of_every_family(tmp_path, family):
     check(family, tmp_path / family)
 
@@ -178,9 +180,9 @@ def write_cases(folder: Path, families: set[str]) -> None:
 
 @pytest.mark.parallel
 def test_two_data_ranks_compute_what_one_does(tmp_path):
-    write_cases(tmp_path, PACKED)
+    write_cases(tmp_path, PACKED | CHOOSING)
     for found in run_ranks(on_two_ranks, tmp_path):
-        assert found.keys() == PACKED
+        assert found.keys() == PACKED | CHOOSING
         for family, (gap, weights) in found.items():
             assert gap < 1e-5, family
             assert weights < 1e-5, family
@@ -251,7 +253,9 @@ def test_calls_are_padded_where_that_costs_little(runs, expected):
 SFT = str(Path(__file__).parents[2] / "examples" / "quickstart" / "sft.yaml")
 
 
-@pytest.mark.parametrize(("family", "mesh"), [("deepseek_v32", "d1"), ("qwen3_5_text", "c2"), ("qwen3_5_text", "d1")])
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("glm5_next", "d1"), ("deepseek_v32", "c2"), ("qwen3_5_text", "c2"), ("qwen3_5_text", "d1")]
+)
 def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh):
     small_model(family).save_pretrained(tmp_path)
     config = load_experiment(["--config", SFT, f"model.path={tmp_path}", f"allocation_mode=fsdp:{mesh}"])
