@@ -198,6 +198,18 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         look_at="batch/reward_min and batch/reward_max; the reward function, with a correct and a wrong answer",
     ),
     AlarmRule(
+        code="alarm.short_selection",
+        value="`rollout/selection/length_ratio`: length of the answers that are trained on, as a share of that of "
+        "all generated ones",
+        side="below",
+        limit=0.8,
+        steps=3,
+        meaning="the answers that are trained on are much shorter than those that were generated, so the policy learns "
+        "from a biased choice",
+        causes="a time limit, staleness (rollout.on_stale=drop), a filter, or failures that mostly remove long answers",
+        look_at="rollout/selection/lost/*, which says what removes them; the limit or the filter of that name",
+    ),
+    AlarmRule(
         code="alarm.slow_replica",
         value="lowest `rollout/replica_tokens_per_s/REPLICA` as a share of the median of the others, "
         "means over 5 steps; the first 5 steps of a replica do not count",

@@ -34,8 +34,11 @@ def help_if_asked(words: Sequence[str], usage: str) -> None:
         raise SystemExit(0)
 
 
-EPISODES = ("admitted", "running", "waiting", "batched", "consumed", "rejected", "failed", "reasons", "first_failure")
-"""What is known about the episodes of a run: numbers by state, and by reason; and the first failure."""
+EPISODES = (
+    *("admitted", "running", "waiting", "batched", "consumed", "rejected", "failed", "reasons", "first_failure"),
+    "selection",
+)
+"""What is known about the episodes of a run: numbers by state, and by reason; the first failure; what was lost."""
 _FIELDS = {field.name for field in dataclasses.fields(Alarm)}
 
 
@@ -162,6 +165,8 @@ def facts_text(episodes: Mapping[str, Any] | None, alarms: list[Alarm]) -> str:
             own = {name.removeprefix(prefix): count for name, count in reasons.items() if name.startswith(prefix)}
             named = ", ".join(f"{name} {count}" for name, count in sorted(own.items(), key=lambda pair: -pair[1]))
             parts.append(f"{episodes[outcome]} {outcome}" + (f" ({named})" if named else ""))
+        if episodes.get("selection"):
+            parts.append(f"of the newest, {episodes['selection']}")
     first: dict[str, int] = {}
     for alarm in alarms:
         first.setdefault(alarm.name, alarm.step)

@@ -241,6 +241,7 @@ MEASURES: dict[str, Measure] = {
     "reward_collapse": reward_share,
     "reward_constant": reward_range,
     "slow_replica": slowest_replica,
+    "short_selection": latest("rollout/selection/length_ratio"),
     "stale_tokens": latest("rollout/stale_tokens_frac"),
     "truncated_answers": latest("batch/unfinished_ratio"),
     "uniform_groups": uniform_groups,

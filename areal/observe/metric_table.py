@@ -45,6 +45,11 @@ rollout/accepted_frac: share: Accepted among accepted and rejected episodes.
 rollout/dropped_tokens_mean: tokens: Mean tokens of the dropped episodes.
 rollout/dropped_to_kept_tokens: ratio: Mean tokens of dropped episodes divided by those of the episodes in the batch.
 rollout/ended/NAME: number: As rollout/episode/NAME, but over accepted and rejected episodes, in the batch or not.
+rollout/selection/lost_frac: share: Episodes that are not trained on, of the newest 20 batches of them.
+rollout/selection/lost/REASON: share: Of them, those lost by staleness, a filter, a time limit or another reason.
+rollout/selection/length_ratio: ratio: Mean length of the answers that are trained on, divided by that of all.
+rollout/selection/reward_gap: reward: Mean reward of the episodes that are trained on minus that of all with a reward.
+rollout/selection/source_shift: share: Half the sum of the differences of the shares of both by data source.
 rollout/produced_tokens: tokens: Tokens that all servers generated, for training and evaluation.
 rollout/generated_tokens_per_s: tokens/s: Tokens that all servers generated, for training and evaluation.
 rollout/replica_tokens_per_s/REPLICA: tokens/s: Mean speed of one answer of a replica.

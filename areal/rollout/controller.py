@@ -22,8 +22,9 @@ from areal.observe.log import get_logger
 from areal.observe.spans import track
 from areal.rollout.control_requests import RunShape
 from areal.rollout.evaluation import BackgroundEvaluation, Evaluations, HeldOutOptions
-from areal.rollout.executor import EpisodeAlarms, Executor, ProducerStats
+from areal.rollout.executor import WINDOW_BATCHES, EpisodeAlarms, Executor, ProducerStats
 from areal.rollout.gate import GateLimits
+from areal.rollout.selection import Selection, selection_text
 from areal.rollout.share_codec import WeightsNeeded
 from areal.rollout.train_batches import TrainBatches
 
@@ -231,7 +232,7 @@ class Controller:
         self.weights = FleetWeights(fleet, ledger, on_change=self._on_weight_update)
         self._is_attached = self._has_met_trainer = False
         self._restoring: asyncio.Task[None] | None = None
-        self._producer = ProducerStats()
+        self._producer = ProducerStats(Selection(WINDOW_BATCHES * config.train_dataset.batch_size))
         alarms = EpisodeAlarms(
             config.alarms.chosen(),
             alarms_path,
@@ -259,6 +260,7 @@ class Controller:
             ledger=ledger,
             accept=accept,
             options=options,
+            source_key=config.reward.source_key,
             producer=self._producer,
             alarms=alarms,
             on_decided=self.batches.compose_if_ready,
@@ -513,7 +515,8 @@ class Controller:
         """The numbers of episodes by state and reason, and the first failure, JSON-ready."""
         state, first = self._ledger.state, self._executor.first_failure
         counts = {"admitted": state.num_admitted, **state.counts_by_name()}
-        return {**counts, "reasons": dict(state.reasons), "first_failure": first}
+        selection = selection_text(self._producer.selection.stats())
+        return {**counts, "reasons": dict(state.reasons), "first_failure": first, "selection": selection}
 
     def status(self) -> dict[str, Any]:
         """The state of the run, JSON-ready."""

@@ -39,6 +39,7 @@ from areal.observe.log import get_logger
 from areal.observe.spans import episode_ended, span, track
 from areal.observe.step_files import LoggedMetrics, append_step_line
 from areal.rollout.gate import GateCounts, GateLimits, room, why_closed
+from areal.rollout.selection import TRAINED, Outcome, Selection
 from areal.system.stacks import waiting_stack
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -147,7 +148,9 @@ RATE_WINDOW_S = 10.0
 class ProducerStats:
     """The executor and the evaluations write it; batches and the status read it."""
 
-    def __init__(self) -> None:
+    def __init__(self, selection: Selection) -> None:
+        """`selection`: of the newest episodes, which the executor fills."""
+        self.selection = selection
         self.generated_tokens = 0
         """Tokens generated since this process started, for training and evaluation."""
         self.num_accepted = self.num_rejected = self.num_failed = self.num_agent_errors = 0
@@ -193,6 +196,7 @@ class ProducerStats:
             dropped = sum(self._dropped_lengths) / len(self._dropped_lengths)
             stats["dropped_tokens_mean"] = dropped
             stats["dropped_to_kept_tokens"] = dropped / (sum(kept_lengths) / len(kept_lengths))
+        stats |= self.selection.stats()
         stats |= {f"ended/{name}": sum(values) / len(values) for name, values in self._ended.items()}
         self._ended.clear()
         stats["produced_tokens"] = float(self.generated_tokens - self._last_batch_tokens)
@@ -385,8 +389,11 @@ class EpisodeEngine:
         "_num_kept",
         "_temperature",
         "answers",
+        "num_answers",
         "num_interruptions",
+        "num_tokens",
         "replicas",
+        "source",
     )
 
     def __init__(
@@ -408,7 +415,9 @@ class EpisodeEngine:
         self._engine = engine
         self._count_answer = count_answer
         self._may_send = may_send
-        self.num_interruptions = 0
+        self.source = ""
+        """Data source of the row."""
+        self.num_interruptions = self.num_answers = self.num_tokens = 0
         self.replicas: list[str] = []
 
     @property
@@ -466,6 +475,8 @@ class EpisodeEngine:
         temperature = request.gconfig.temperature
         if self._temperature not in (None, temperature) and not request.gconfig.greedy:
             response = replace(response, temperature=temperature)
+        self.num_answers += 1
+        self.num_tokens += len(response.output_ids)
         self.answers.append(response)
         del self.answers[: max(len(self.answers) - self._num_kept, 0)]
         self.num_interruptions += response.num_interruptions
@@ -557,6 +568,7 @@ class Executor:
         options: InferenceEngineConfig,
         temperature: float,
         longest_row: int,
+        source_key: str,
         producer: ProducerStats,
         alarms: EpisodeAlarms,
         on_decided: Callable[[], None],
@@ -573,6 +585,7 @@ class Executor:
         self._options = options
         self._temperature = temperature
         self._longest_row = longest_row
+        self._source_key = source_key
         self._producer = producer
         self._alarms = alarms
         state = ledger.state
@@ -664,6 +677,7 @@ class Executor:
         self._dropped_below = oldest
         for episode in [one for one in self._ledger.state.waiting.values() if 0 <= one.min_version < oldest]:
             self._producer.count_dropped(episode.num_tokens)
+            self._producer.selection.dropped(episode.episode_id, "stale")
             self._ledger.reject(episode.episode_id, "stale")
             self._trace(episode.episode_id, "dropped (stale)")
 
@@ -705,6 +719,8 @@ class Executor:
             group, verdict, stats = None, None, {}
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
+                if self._source_key in row:
+                    engine.source = f"{row[self._source_key]}"
                 EPISODE_ID.set(episode_id)
                 with track("episode", episode_id), LoggedMetrics() as logged:
                     group = await self._workflow.arun_episode(engine, row)
@@ -784,7 +800,11 @@ class Executor:
             return
         agent_error = "" if group is None else group.agent_error
         self._alarms.ended(("agent_errors",) if agent_error else (), agent_error, now_s)
-        if 0 <= verdict.min_version < self._oldest_version():
+        is_stale = 0 <= verdict.min_version < self._oldest_version()
+        lost_by = "stale" if is_stale else TRAINED
+        outcome = Outcome(lost_by, engine.num_answers, engine.num_tokens, verdict.counts.reward, engine.source)
+        self._producer.selection.ended(episode_id, outcome)
+        if is_stale:
             self._failures.ended(has_reward=True)
             self._producer.count_dropped(verdict.num_tokens)
             self._reject(episode_id, "stale", verdict.payload, status="dropped")
@@ -813,6 +833,10 @@ class Executor:
         self._alarms.ended(signs, f"episode {episode_id}: {reason}" if is_missing else agent_error, now_s)
         self._failures.ended(has_reward=not (has_failed_agent or is_missing))
         self._producer.num_rejected += 1
+        rows = [] if group is None else group.trajectories
+        reward = sum(row.reward for row in rows) / len(rows) if rows and not is_missing else math.nan
+        outcome = Outcome(reason.partition(":")[0], engine.num_answers, engine.num_tokens, reward, engine.source)
+        self._producer.selection.ended(episode_id, outcome)
         self._reject(episode_id, reason, verdict.payload or _answers_of(episode_id, engine))
         counts = has_failed_agent or (is_missing and reason != "agent_timeout")
         self._stop(self._failures.rejected(reason, episode_id if counts else None))
@@ -828,6 +852,9 @@ class Executor:
         without_traceback = isinstance(error, ArealError) or self._failures.failed_in_a_row > 0
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if without_traceback else error)
         self._producer.num_failed += 1
+        lost_by = "time_limit" if isinstance(error, StuckEpisode) else "failed"
+        outcome = Outcome(lost_by, engine.num_answers, engine.num_tokens, math.nan, engine.source)
+        self._producer.selection.ended(episode_id, outcome)
         is_of_agent = isinstance(error, ArealError) and error.code == "agent.failed"
         self._producer.num_agent_errors += is_of_agent
         kind = error.counted_as if isinstance(error, ArealError) else type(error).__name__
