@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import orjson
 
@@ -28,7 +28,7 @@ from areal.data.images import PromptImages
 from areal.data.tokenizer import tokenizer_of
 from areal.environments.process import EnvironmentFailed
 from areal.environments.workflow import EnvironmentWorkflow
-from areal.reward.pool import RewardPool
+from areal.reward.pool import RewardPool, pool_size
 from areal.reward.table import reward_table
 from areal.trainer.first_row import Trial
 from areal.workflow.registry import build_workflow
@@ -38,6 +38,8 @@ _REFUSAL = "I'm sorry, but I can't help with that."
 _WRONG = {"empty": "", "yes": "yes", "zero": "0", "refusal": _REFUSAL}
 _CHANCE = 0.05  # Share of rows in which a wrong answer may be right by chance: it is that of another row, or a prompt.
 _FORM_ROWS = 4
+_QUICK_SOURCE_S = 2.0  # A quick check of a source starts no further row after this time.
+_FATAL = ("env.not_found", "env.server_died")
 _REFERENCES = (
     "answer",
     "solution",
@@ -65,6 +67,8 @@ class Call:
 
 class Scores(Protocol):
     """What scores the rows of a dataset."""
+
+    parallel: int  # Rows at the same time.
 
     def source(self, row: Mapping[str, Any]) -> str: ...
     async def question(self, row: dict[str, Any]) -> str: ...
@@ -124,10 +128,10 @@ class SourceReport:
 def changes(reference: str) -> dict[str, Callable[[Callable[[str], str]], str]]:
     """Ways to write a right answer that change nothing, by name: each is called with the form."""
     if "\n" in reference or len(reference) > 100:
-        return {"sentence": lambda form: f"I worked it out step by step.\n\n{form(reference)}\n"}
+        return {"sentence": lambda form: _sentence(form(reference))}
     ways: dict[str, Callable[[Callable[[str], str]], str]] = {
         "spaces": lambda form: f"  {form(f' {reference} ')}\n",
-        "sentence": lambda form: f"I worked it out step by step. The answer is {form(reference)}",
+        "sentence": lambda form: _sentence(form(reference)),
     }
     if re.fullmatch(r"-?\d+(\.\d+)?", reference):
         ways["latex"] = lambda form: form(f"${reference}$")
@@ -137,6 +141,10 @@ def changes(reference: str) -> dict[str, Callable[[Callable[[str], str]], str]]:
         if abs(float(reference)) >= 1000 and "." not in reference:
             ways["commas"] = lambda form: form(f"{int(reference):,}")
     return ways
+
+
+def _sentence(answer: str) -> str:
+    return f"I worked it out step by step.{chr(10) * 2 if chr(10) in answer else ' The answer is '}{answer}"
 
 
 def reference_of(row: Mapping[str, Any]) -> str | None:
@@ -165,6 +173,7 @@ class FunctionScores:
     def __init__(self, config: PPOConfig, trial_of: Callable[[dict[str, Any]], Trial]) -> None:
         self._table = reward_table(config.reward_fn, config.reward)
         self._pool = RewardPool(config.reward)
+        self.parallel = 2 * pool_size(config.reward)
         self._config, self._trial_of = config, trial_of
         self._prompts: dict[int, EncodedPrompt] = {}
 
@@ -240,6 +249,8 @@ def _is_kept(value: Any, again: Any) -> bool:
 class EnvironmentScores:
     """The worker of an adapter with `reference`, `question`, `extracted` and `score`. Implements Scores."""
 
+    parallel = 1
+
     def __init__(self, workflow: EnvironmentWorkflow, env: str) -> None:
         self._workflow, self._env = workflow, env
 
@@ -269,7 +280,7 @@ class EnvironmentScores:
                 return Call(0.0, now_s() - began_s)
             value = await self._call("score", row=row, answer=answer, through_json=through_json)
         except EnvironmentFailed as error:
-            if error.code in ("env.not_found", "env.server_died"):
+            if error.code in _FATAL:
                 raise
             return Call(0.0, now_s() - began_s, f"raised {error}")
         return Call(float(value), now_s() - began_s)
@@ -284,52 +295,71 @@ class EnvironmentScores:
 async def check_source(scores: Scores, name: str, rows: Sequence[dict[str, Any]], *, is_quick: bool) -> SourceReport:
     """Check one source. `is_quick`: references and wrong answers only."""
     report = SourceReport(source=name, rows=len(rows))
-    references = [await scores.reference(row) for row in rows]
-    report.without_reference = sum(one is None for one in references)
-    report.form = await _best_form(scores, rows, references)
-    check = _SourceCheck(scores, report, references, is_quick)
-    limit = asyncio.Semaphore(8)
+    asked: list[_Asked] = []
+    for row in rows:
+        try:
+            asked.append(_Asked(row, await scores.question(row), await scores.reference(row)))
+        except EnvironmentFailed as error:
+            if error.code in _FATAL:
+                raise
+            report.raises += 1
+            report.note("raises", f"the question of {row}: {error}")
+    report.without_reference = sum(one.reference is None for one in asked)
+    report.form = await _best_form(scores, asked)
+    check = _SourceCheck(scores, report, asked, is_quick)
+    limit = asyncio.Semaphore(scores.parallel)
 
-    async def bounded(number: int, row: dict[str, Any]) -> None:
+    now_s = asyncio.get_running_loop().time
+    end_s = now_s() + _QUICK_SOURCE_S if is_quick else math.inf
+
+    async def bounded(number: int) -> None:
         async with limit:
-            await check.row(number, row)
+            if now_s() < end_s:
+                await check.row(number)
 
     async with asyncio.TaskGroup() as group:
-        for number, row in enumerate(rows):
-            group.create_task(bounded(number, row))
+        for number in range(len(asked)):
+            group.create_task(bounded(number))
     report.seconds /= max(report.calls, 1)
     if report.without_reference:
         report.note("no_reference", f"{report.without_reference} rows of {len(rows)} have none")
+    shares = [f"{kind}: {paid} of {report.wrong[kind]}" for kind, paid in report.wrong_as_right.items() if paid]
+    report.note("wrong_as_right", ", ".join(shares))
     if report.seconds > SLOW_S:
         report.note("slow", f"{report.seconds:.2f} s a call, the longest {report.longest_s:.2f} s")
     return report
 
 
-async def _best_form(scores: Scores, rows: Sequence[dict[str, Any]], references: Sequence[str | None]) -> str:
-    """The first of FORMS in which the references of some rows score highest."""
+class _Asked(NamedTuple):
+    row: dict[str, Any]
+    question: str
+    reference: str | None
+
+
+async def _best_form(scores: Scores, asked: Sequence[_Asked]) -> str:
+    """The first of FORMS in which the references of some rows score highest; without one, in which `yes` does."""
     sums = dict.fromkeys(FORMS, 0.0)
-    pairs = [(row, one) for row, one in zip(rows, references, strict=True) if one is not None]
-    for row, reference in pairs[:_FORM_ROWS]:
-        calls = await scores.score(row, [form.format(reference) for form in FORMS.values()])
+    texts = [(one.row, one.reference) for one in asked if one.reference is not None] or [
+        (one.row, "yes") for one in asked
+    ]
+    for row, text in texts[:_FORM_ROWS]:
+        calls = await scores.score(row, [form.format(text) for form in FORMS.values()])
         for name, call in zip(FORMS, calls, strict=True):
             sums[name] += call.value
-    if not pairs and rows:  # no reference: the form in which any text counts most
-        calls = await scores.score(rows[0], [form.format("yes") for form in FORMS.values()])
-        sums = {name: call.value for name, call in zip(FORMS, calls, strict=True)}
     return max(sums, key=lambda name: sums[name])
 
 
 class _SourceCheck:
-    def __init__(self, scores: Scores, report: SourceReport, references: Sequence[str | None], is_quick: bool) -> None:
-        self._scores, self._report, self._references, self._is_quick = scores, report, references, is_quick
+    def __init__(self, scores: Scores, report: SourceReport, asked: Sequence[_Asked], is_quick: bool) -> None:
+        self._scores, self._report, self._asked, self._is_quick = scores, report, asked, is_quick
 
     def _form(self, text: str) -> str:
         return FORMS[self._report.form].format(text)
 
-    async def row(self, number: int, row: dict[str, Any]) -> None:
+    async def row(self, number: int) -> None:
         """Score all texts of one row in one call, and count what is found."""
-        reference = self._references[number]
-        wrong = await self._wrong(number, row)
+        row, _, reference = self._asked[number]
+        wrong = self._wrong(number)
         changed = {} if reference is None or self._is_quick else changes(reference.strip())
         right = [] if reference is None else [self._form(reference)]
         again = [] if self._is_quick else [*right, *[text for kind, text in wrong if kind in ("yes", "zero")][-1:]]
@@ -352,15 +382,15 @@ class _SourceCheck:
             self._report.differs += self._differ("differs", again, before, calls[at:])
             self._report.changed_by_json += await self._changes_by_json(row, again, calls[at:])
 
-    async def _wrong(self, number: int, row: dict[str, Any]) -> list[tuple[str, str]]:
+    def _wrong(self, number: int) -> list[tuple[str, str]]:
         """Wrong answers with their kind, as they are and in the form of the source."""
-        reference = self._references[number]
+        _, question, reference = self._asked[number]
         others = [
             other
-            for other in (self._references[(number + step) % len(self._references)] for step in (1, 2, 3))
+            for other in (self._asked[(number + step) % len(self._asked)].reference for step in (1, 2, 3))
             if other is not None and reference is not None and not _same(other, reference)
         ]
-        plain = _WRONG | {"prompt": await self._scores.question(row)}
+        plain = _WRONG | {"prompt": question}
         plain = {kind: text for kind, text in plain.items() if reference is None or not _same(text, reference)}
         found = list(plain.items())
         found += [(kind, self._form(text)) for kind, text in plain.items() if self._form(text) != text]
