@@ -41,6 +41,7 @@ COMMANDS = (
     Command(
         "prove-template", "prove what a chat template keeps between answers", "areal.cli.prove_template:prove_template"
     ),
+    Command("check-reward", "find what a reward pays for, before a run", "areal.cli.check_reward:check_reward"),
     Command("rehearse", "play failures against an agent, without a model", "areal.cli.rehearse:rehearse"),
     Command("config", "print a configuration, explain an option, import a file", "areal.cli.config:config"),
 )

@@ -297,7 +297,7 @@ def _answers(given: argparse.Namespace) -> list[str]:
     return found
 
 
-def _config(words: list[str]) -> BaseExperimentConfig:
+def config_without_optimizer(words: list[str]) -> BaseExperimentConfig:
     """The configuration, which needs no optimiser: nothing is trained."""
     try:
         return load_experiment(words, allow_unknown_top_level=True)
@@ -320,7 +320,7 @@ async def _run(trial: Trial, answers: Sequence[str], config: PPOConfig) -> Episo
 
 def try_workflow(words: Sequence[str]) -> int:
     given = _parser().parse_intermixed_args(words)
-    config = _config(["--config", given.config, *given.overrides])
+    config = config_without_optimizer(["--config", given.config, *given.overrides])
     if not isinstance(config, PPOConfig):
         raise ConfigError(f"{given.config}: this kind of training has no workflow", code="config.conflict")
     answers = _answers(given)

@@ -73,10 +73,11 @@ class Adapter:
         """The answer of a row as text; None = it has none."""
         return self.item(row)[1]["answer"]
 
-    def score(self, row, answer):
-        """The score of the package for an answer that is already extracted; None = there was none."""
+    def score(self, row, answer, through_json=False):
+        """The score of the package for an answer that is already extracted; `through_json`: of the item as JSON keeps
+        it."""
         dataset, item = self.item(row)
-        return float(dataset.score_answer(answer, item))
+        return float(dataset.score_answer(answer, json.loads(json.dumps(item, default=str)) if through_json else item))
 
 
 class Episode:

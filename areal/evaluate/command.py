@@ -17,7 +17,7 @@ from pathlib import Path
 
 from areal.api.config import PPOConfig
 from areal.api.config.validate import raise_problems
-from areal.api.errors import ArealError, InputError, RewardError
+from areal.api.errors import ArealError, InputError, LaunchError, RewardError
 from areal.data.tokenizer import Tokenizer, tokenizer_of
 from areal.evaluate.samples import (
     Report,
@@ -52,7 +52,7 @@ def run_eval(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     given = parser.parse_intermixed_args(words)
     config = evaluation_config(_requested(given), scores=True)
-    if status := _make_answers(config, given):
+    if status := _make_answers(config, fresh=given.fresh, dry_run=given.dry_run):
         return status
     if given.dry_run:
         return 0
@@ -68,7 +68,7 @@ def run_generate(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the numbers of answers as JSON")
     given = parser.parse_intermixed_args(words)
     config = evaluation_config(_requested(given), scores=False)
-    if status := _make_answers(config, given):
+    if status := _make_answers(config, fresh=given.fresh, dry_run=given.dry_run):
         return status
     if not given.dry_run:
         shutil.copyfile(RunPaths.of(config).answers, given.output)
@@ -99,22 +99,30 @@ def _requested(given: argparse.Namespace) -> Requested:
     return Requested(**{one.name: getattr(given, one.name) for one in dataclasses.fields(Requested)})
 
 
-def _make_answers(config: PPOConfig, given: argparse.Namespace) -> int:
+def answered_samples(requested: Requested) -> list[Sample]:
+    """The scored answers of an evaluation, which runs unless they exist. LaunchError when it fails."""
+    config = evaluation_config(requested, scores=True)
+    if status := _make_answers(config, fresh=False, dry_run=False):
+        raise LaunchError(f"the evaluation ended with exit code {status}", code="launch.cannot_start")
+    return list(read_samples(RunPaths.of(config).answers).values())
+
+
+def _make_answers(config: PPOConfig, *, fresh: bool, dry_run: bool) -> int:
     launched = with_attached_servers(config, os.environ)
     raise_problems(list(function_problems(launched, has_script=False)))
     paths, line = RunPaths.of(config), StatusLine()
-    if given.fresh and paths.root.is_dir() and not given.dry_run:
+    if fresh and paths.root.is_dir() and not dry_run:
         with run_lock(paths):
             paths.answers.unlink(missing_ok=True)
             paths.results.unlink(missing_ok=True)
-    if paths.results.is_file() and not given.dry_run:
+    if paths.results.is_file() and not dry_run:
         line.say(f"areal: all answers exist in {paths.answers}; --fresh makes them again")
         return 0
     if num_before := len(read_samples(paths.answers)):
         line.say(f"areal: continues with {num_before} answers in {paths.answers}")
-    request = Launch(config=launched, extras={}, script=None, dry_run=given.dry_run)
-    status = launch(request, LocalCluster(this_machine(), preloads=not given.dry_run))
-    if status == 0 and not given.dry_run:
+    request = Launch(config=launched, extras={}, script=None, dry_run=dry_run)
+    status = launch(request, LocalCluster(this_machine(), preloads=not dry_run))
+    if status == 0 and not dry_run:
         report = _report(config, [])
         if not report.num_failed:  # a later start makes the failed ones again
             write_atomic(paths.results, json.dumps(report.as_json(), indent=1).encode())

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -49,6 +50,7 @@ from areal.launcher.preflight import (
     notices,
     overwrite_run,
     refused_models,
+    reward_notice,
     run_lock,
     sandbox_problems,
     server_problems,
@@ -389,10 +391,13 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
         problems += memory_problems(config, plan, card_bytes=gpu_memory_bytes(), host_bytes=host_memory_bytes())
     refused = [] if problems else refused_models(config)
     problems += [text for text, _ in refused]
-    tried = TriedRow()
+    tried, notice = TriedRow(), ""
     if isinstance(config, PPOConfig) and request.script is None and not problems:  # a script has rows of its own
-        tried = tried_row(config)
-    for text in (tried.notice, *(f"warning: {warning}" for warning in tried.warnings)):
+        with ThreadPoolExecutor(1) as thread:
+            checked = thread.submit(reward_notice, config) if request.dry_run else None
+            tried = tried_row(config)
+            notice = checked.result() if checked is not None and not tried.problems else ""
+    for text in (tried.notice, notice, *(f"warning: {warning}" for warning in tried.warnings)):
         if text:
             line.say(f"areal: {text}")
     raise_problems(tried.problems)

@@ -141,6 +141,7 @@ def unreachable(targets: Sequence[Target], limit_s: float, meanwhile: Callable[[
 # Checks that run code of the user or of other packages: each in a process of this interpreter, under a time limit.
 
 _ROW_LIMIT_S = 60.0
+_REWARD_LIMIT_S = 20.0
 _CHECK_LIMIT_S = 90.0
 
 
@@ -198,6 +199,16 @@ def tried_row(config: PPOConfig) -> TriedRow:
         return TriedRow(problems=[ConfigProblem("row 0", f"its trial ended: {error}", "launch.first_row")])
     facts = json.loads(answer)
     return TriedRow(**facts | {"problems": [ConfigProblem(**problem) for problem in facts["problems"]]})
+
+
+def reward_notice(config: PPOConfig) -> str:
+    """What a check of a few answers says of the reward functions; empty = nothing, or no time for it."""
+    try:
+        return _answer_about(config, "areal.trainer.reward_check", _REWARD_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"the rewards were not checked within {_REWARD_LIMIT_S:g} s: areal check-reward has no such limit"
+    except _NoAnswer as error:
+        return f"the rewards were not checked: {error}"
 
 
 def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:

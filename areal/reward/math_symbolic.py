@@ -214,7 +214,7 @@ class MathProcess:
 
 # The verifiers of answers to questions on images: a number in square brackets, and a formula in a box.
 
-_COUNT = re.compile(r"\[\s*(\d{1,9}(?:\.\d{1,9})?)\s*\]")
+_COUNT = re.compile(r"\[\s*\$?\s*(\d{1,9}(?:\.\d{1,9})?)(?:\s*\$)?(?:\s+[A-Za-z ]{1,40})?\s*\]")
 _BRACKETED = re.compile(r"(?<![\\\w])\[([^\[\]]{1,200})(?<!\\)\]")
 r"""Text in brackets, but not in the delimiters `\[` and `\]` of a formula, and not the index of a root."""
 
@@ -222,7 +222,7 @@ r"""Text in brackets, but not in the delimiters `\[` and `\]` of a formula, and 
 def count_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **row: Any
 ) -> float:
-    """1 when the last number in square brackets, as in `[3]`, equals that of the row's `answer`, else 0.
+    """1 when the last number in square brackets, as in `[3]` or `[3 cubes]`, equals that of the row's `answer`, else 0.
 
     InputError when `answer` has no number.
     """

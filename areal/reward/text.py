@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal.api.config import PPOConfig
@@ -136,6 +136,7 @@ _WRONG = re.compile(r"\)?\s*(?:选项|選項|项)?\s*(?:不(?:对|對|正|是)|�
 """What says after a letter that it is not chosen."""
 _PUNCTUATION = {ord(char): plain for char, plain in zip("。、【】「」『』〔〕", ".,()()()()", strict=True)}
 _BARE_LETTER = re.compile(r"[\W_]*(?:(?i:option|choice|answer)[\W_]+)?([A-Ja-j])[\W_]*")
+_LABEL = re.compile(r"[(\[]?[A-Ja-j][)\].:]\**\s*\S")
 _ARTICLE = re.compile(r"\s+(?!is\b|or\b|and\b|because\b|since\b|as\b)[a-z]")
 """Text after a single A or I that makes it a word."""
 
@@ -175,11 +176,22 @@ def extract_choice(text: str) -> str | None:
         and not _DENIED.search(text[max(0, match.start() - 30) : match.start()])
         and not _WRONG.match(text, match.end())
     ]
-    if _ONLY_LETTERS.fullmatch(text):
+    if _ONLY_LETTERS.fullmatch(text) or _is_list_of_options(text, lone):
         return None
     if len(lone) > 1 and _JOINED.fullmatch(text, lone[-2].end(), lone[-1].start()):
         return None
     return _letter_of(lone[-1]) if lone else None
+
+
+def _is_list_of_options(text: str, lone: Sequence[re.Match[str]]) -> bool:
+    """Whether the letters only number the options, one a line: a question that is repeated chooses nothing."""
+    begins = [match for match in lone if _LABEL.match(text, match.start()) and _is_line_start(text, match.start())]
+    letters = "".join(_letter_of(match) for match in begins)
+    return len(begins) == len(lone) > 1 and "ABCDEFGHIJ".startswith(letters)
+
+
+def _is_line_start(text: str, at: int) -> bool:
+    return not text[:at].rpartition("\n")[2].strip(" *-")
 
 
 def _sole_letter(text: str) -> str | None:

@@ -1,0 +1,124 @@
+"""`areal check-reward`: what the reward of each source pays for, found out before a run."""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, pstdev
+
+from areal.api.config import PPOConfig
+from areal.api.data import row_json
+from areal.api.errors import ConfigError
+from areal.cli.try_workflow import config_without_optimizer
+from areal.evaluate.command import answered_samples
+from areal.evaluate.samples import rows_of
+from areal.evaluate.settings import Requested
+from areal.launcher.status import StatusLine
+from areal.system.durable import write_atomic
+from areal.trainer.reward_check import FAULTS, RewardCheck, SourceReport
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal check-reward",
+        usage="%(prog)s --config FILE.yaml [key.sub=value ...] [--rows N] [--model PATH] [--strict] [--json]",
+        description="Score reference answers, the same in other words, and wrong answers of train_dataset, before a "
+        "run, and show for each source what its reward pays for.",
+        epilog="Exit status: 0, or with --strict 1 when a source has a fault; 2 it could not start.",
+    )
+    parser.add_argument("--config", metavar="FILE", required=True)
+    parser.add_argument("--rows", type=int, default=50, metavar="N", help="rows of each source (default: 50)")
+    parser.add_argument(
+        "--model", default="", metavar="PATH", help="also answer the rows, gconfig.n_samples times each"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when there is a fault")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
+
+
+def check_reward(words: Sequence[str]) -> int:
+    given = _parser().parse_intermixed_args(words)
+    if given.rows < 1:
+        raise ConfigError(f"--rows {given.rows} must be at least 1", code="config.conflict")
+    config = config_without_optimizer(["--config", given.config, *given.overrides])
+    if not isinstance(config, PPOConfig):
+        raise ConfigError(f"{given.config}: this kind of training has no reward", code="config.conflict")
+    line, check = StatusLine(), RewardCheck.of(config, num_rows=given.rows)
+    reports = asyncio.run(check.reports(is_quick=False, say=lambda text: line.say(f"areal: {text}")))
+    shares = gradient_shares(config, check, given) if given.model else {}
+    facts = [asdict(one) | {"faults": one.faults} | shares.get(one.source, {}) for one in reports]
+    sys.stdout.write(json.dumps({"sources": facts}, indent=1) + "\n" if given.json else text_of(reports, shares))
+    return int(given.strict and any(one.faults for one in reports))
+
+
+def text_of(reports: Sequence[SourceReport], shares: dict[str, dict[str, float]]) -> str:
+    """The table, then an example of each fault."""
+    names = ["rows", "form", "no ref", "right<1", "changed", "wrong=right", "differs", "json", "raises", "s/call"]
+    lines = [[*names[:-1], names[-1], *(["equal groups", "gradient"] if shares else []), "source"]]
+    for one in reports:
+        wrong = sorted(kind for kind, count in one.wrong_as_right.items() if count)
+        cells = [
+            one.rows, one.form, one.without_reference, one.right_below, sum(one.changed_below.values()),
+            f"{max(one.wrong_as_right.values(), default=0)} {','.join(wrong)}".strip(), one.differs,
+            one.changed_by_json, one.raises, f"{one.seconds:.3f}",
+        ]  # fmt: skip
+        if shares:
+            found = shares.get(one.source, {})
+            cells += [f"{found.get(name, math.nan):.0%}" for name in ("equal_groups", "gradient_share")]
+        lines.append([*map(str, cells), one.source or "all rows"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines]
+    faults = [
+        f"{one.source or 'all rows'}: {FAULTS[fault]}: {one.examples.get(fault, '')}"
+        for one in reports
+        for fault in one.faults
+    ]
+    return "\n".join([*rows, "", *(faults or ["no fault was found"]), ""])
+
+
+def gradient_shares(config: PPOConfig, check: RewardCheck, given: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """By source, with answers of the model: the share of groups with equal rewards, which teach nothing, and the part
+    of the sum of advantages, each divided by the deviation of its group."""
+    lines = b"".join(row_json(row) + b"\n" for rows in check.rows.values() for row in rows)
+    file = Path(config.cluster.fileroot, "check-reward", f"{hashlib.sha256(lines).hexdigest()[:16]}.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, lines)
+    mapped = [f"train_dataset.path={file}", "train_dataset.map_fn=", "valid_dataset=null", "evaluator.modes=[sampled]"]
+    wanted = Requested(
+        files=[given.config],
+        overrides=[*given.overrides, *mapped],
+        model=given.model,
+        data=[str(file)],
+        num_samples=config.gconfig.n_samples,
+    )
+    groups: dict[str, list[list[float]]] = {}
+    for samples in rows_of(answered_samples(wanted)):
+        rewards = [one.reward for one in samples if one.reward is not None]
+        if len(rewards) > 1:
+            groups.setdefault(check.scores.source(samples[0].data), []).append(rewards)
+    return shares_of(groups)
+
+
+def shares_of(groups: dict[str, list[list[float]]]) -> dict[str, dict[str, float]]:
+    """The shares of each source, from the rewards of its groups."""
+    sizes = {source: sum(map(_advantages, found)) for source, found in groups.items()}
+    total = sum(sizes.values()) or 1.0
+    return {
+        source: {
+            "equal_groups": fmean(not pstdev(one) for one in found),
+            "gradient_share": sizes[source] / total,
+        }
+        for source, found in groups.items()
+    }
+
+
+def _advantages(rewards: Sequence[float]) -> float:
+    """The sum of absolute advantages of one group."""
+    spread, mean = pstdev(rewards), fmean(rewards)
+    return sum(abs(reward - mean) for reward in rewards) / spread if spread else 0.0
