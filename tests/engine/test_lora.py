@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from areal.api.config.train import LoRAConfig
 from areal.api.errors import ArealError
@@ -260,6 +260,7 @@ def test_a_linear_router_gets_an_adapter_only_by_name(monkeypatch):
     model["experts"] = torch.nn.Module()
     model["experts"].gate_up_proj = torch.nn.Parameter(torch.zeros(3, 8, 4))
     model.get_output_embeddings, model.get_decoder = lambda: None, torch.nn.Module
+    model.config = PretrainedConfig()
     found = [list(_targets(model, LoRAConfig(target_modules=names))) for names in ("all-linear", ["gate", "q_proj"])]
     assert found == [["q_proj"], ["q_proj", "gate"]]
 
