@@ -55,7 +55,6 @@ def help_text() -> str:
         [
             "usage: areal COMMAND [arguments]      (areal COMMAND --help explains one)",
             *rows,
-            "",
             "RUN is a run folder, or experiment/trial below the default fileroot or ./runs.",
             "The run may be running, finished or dead. --json prints facts as JSON.",
             "Exit status: 0 success, 1 failed or different, 2 wrong usage, 130 Ctrl-C.",
