@@ -26,9 +26,11 @@ from areal.data.chat import encode_prompt
 from areal.data.token_spans import common_spans, pieces_of, spread
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.fleet.server_client import ServerClient
+from areal.observe.log import get_logger
 from areal.observe.spans import span
 from areal.system.network import TEACHER_TOKEN
 
+_log = get_logger(__name__)
 _CALLS_PER_SERVER = 64
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
@@ -104,7 +106,10 @@ class TeacherServers:
         self._room = asyncio.Semaphore(_CALLS_PER_SERVER * len(self._clients))
 
     async def scores(self, token_ids: Sequence[int], first: int) -> Scores:
-        """Of the tokens from `first` on. ServerUnavailable when no server answers in time, RequestError if refused."""
+        """Of the tokens from `first` on. ServerUnavailable when no server answers in time or an answer has another
+        form, RequestError if refused."""
+        if first == len(token_ids):
+            return Scores([], [])
         last: ServerUnavailable | None = None
         try:
             async with asyncio.timeout(self._timeout_s), self._room:
@@ -113,6 +118,10 @@ class TeacherServers:
                     try:
                         return await self._asked(next(self._next), token_ids, first)
                     except ServerUnavailable as error:
+                        if error.code == "server.unreadable_answer":  # the next one would be the same
+                            raise
+                        if last is None:
+                            _log.warning("%s; asked again for %g s", error, self._timeout_s)
                         last = error
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _MAX_PAUSE_S)
