@@ -28,7 +28,7 @@ class Adapter:
     def make(self, name, options):
         if name not in self._arena.envs.registration.ENV_REGISTRY:
             raise NoSuchGame(
-                f"TextArena has no game {name!r}: python -c 'import textarena; print(textarena.ENV_REGISTRY)'"
+                f"TextArena has no game {name!r}: python -c 'import textarena.envs.registration as r; print(*r.ENV_REGISTRY)'"
             )
         return self._arena.make(name, **options)
 
