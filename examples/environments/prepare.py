@@ -15,7 +15,7 @@ from pathlib import Path
 from areal.data.tiny_model import character_tokenizer, tiny_model
 
 Row = dict[str, str]
-NUM_ROWS = 160 * 128
+NUM_ROWS = {"mixture": 480 * 128, "guess": 160 * 128, "nim": 160 * 128}
 SUM, SPELL = (
     "State the final answer to the following arithmetic problem: ",
     "Spell this word backward (example: sun -> nus): ",
@@ -36,7 +36,7 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-RIGHT = 0.5
+RIGHT = 0.6
 """Share of good answers in the warm-up of mixture and guess: the others teach the form only."""
 
 
@@ -113,7 +113,7 @@ def main() -> None:
     tokenizer = character_tokenizer(tokens, end="<|end|>", context_length=CONTEXT[args.task], chat_template=TEMPLATE)
     tokenizer.save_pretrained(folder / "model")
     tiny_model(tokenizer, args.seed, num_heads=8, initializer_range=0.1).save_pretrained(folder / "model")
-    rows = [MAKERS[args.task](rng) for _ in range(NUM_ROWS)]
+    rows = [MAKERS[args.task](rng) for _ in range(NUM_ROWS[args.task])]
     (folder / "warm_up.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
