@@ -18,6 +18,7 @@ from areal.api.config.experiment import LengthRule, sweep_words
 from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigError, InputError
 from areal.models.checkpoint_files import stored_weights
+from areal.observe.trace import WAIT, waits_text
 from areal.system.durable import write_atomic
 from areal.system.process import run_to_its_end
 from areal.system.run_paths import RunPaths
@@ -59,14 +60,16 @@ class Throughput:
     failed_episodes: int
     dropped_episodes: int  # Rejected as too stale.
     seconds_by_phase: Mapping[str, float]  # Mean seconds of a step in each phase of the trainer, the longest first.
-    waiting_share: float  # Share of the time in which the trainers waited for a batch.
+    waiting_share: float  # Share of the time in which the trainers did nothing but wait.
+    waits: Mapping[str, float]  # The same by what they waited for, the longest first.
     bound: str  # generation or training: what limits the run.
     weight_update_s: float  # Mean seconds in which the trainer sends new weights or waits until the servers have them.
     weight_update_share: float
     staleness_mean: float
     staleness_max: float
+    tree_ratio: float | None  # Tokens of the batches for each token that was computed; None where no row shares any.
     mfu: float | None
-    """Model FLOPs of the trained tokens divided by the peak of the trainers' GPUs, over the whole time."""
+    """Model FLOPs of the computed tokens divided by the peak of the trainers' GPUs, over the whole time."""
     dollars_per_million_trained_tokens: float | None
     memory_gib: Mapping[str, float]
     """Process -> its largest resident memory in a measured step, with that of its children."""
@@ -87,8 +90,12 @@ def throughput(rows: Sequence[Mapping[str, float]], *, warmup_steps: int, steps:
     effective = sum(row["batch/num_trained_tokens"] for row in measured)
     phases = {name.removeprefix("seconds/") for row in measured for name in row if name.startswith("seconds/")}
     mean = {name: fmean(row.get(f"seconds/{name}", 0.0) for row in measured) for name in phases - {"step", "elapsed"}}
+    mean = dict(sorted(mean.items(), key=lambda item: -item[1]))
+    waits = {name: spent * len(measured) / seconds for name, spent in mean.items() if name.startswith(WAIT)}
+    ratios = [row["actor/tree_ratio"] for row in measured if "actor/tree_ratio" in row]
+    tree_ratio = fmean(ratios) if ratios else None
     trained, generated = total["tokens"], total["produced_tokens"]
-    gpus, share = hardware.num_gpus, sum(row["seconds/rollout"] for row in measured) / seconds
+    gpus = hardware.num_gpus
     per_gpu = (lambda tokens: tokens / seconds / gpus) if gpus else (lambda tokens: None)
     dollars = hardware.dollars_per_gpu_hour
     return Throughput(
@@ -105,14 +112,16 @@ def throughput(rows: Sequence[Mapping[str, float]], *, warmup_steps: int, steps:
         rejected_episodes=int(total["rejected"]),
         failed_episodes=int(total["failed"]),
         dropped_episodes=int(total["dropped"]),
-        seconds_by_phase=dict(sorted(mean.items(), key=lambda item: -item[1])),
-        waiting_share=share,
-        bound="generation" if share >= _GENERATION_BOUND else "training",
+        seconds_by_phase={name: spent for name, spent in mean.items() if not name.startswith(WAIT)},
+        waiting_share=sum(waits.values()),
+        waits={name.removeprefix(WAIT): share for name, share in waits.items()},
+        bound="generation" if waits.get(f"{WAIT}batch", 0.0) >= _GENERATION_BOUND else "training",
         weight_update_s=mean.get("publish_weights", 0.0),
         weight_update_share=mean.get("publish_weights", 0.0) * len(measured) / seconds,
         staleness_mean=fmean(row["rollout/staleness_mean"] for row in measured),
         staleness_max=max(row["rollout/staleness_max"] for row in measured),
-        mfu=_mfu(trained / seconds, hardware),
+        tree_ratio=tree_ratio,
+        mfu=_mfu(trained / (tree_ratio or 1.0) / seconds, hardware),
         dollars_per_million_trained_tokens=(
             dollars * gpus * seconds / 3600 / trained * 1e6 if dollars and gpus and trained else None
         ),
@@ -144,7 +153,8 @@ def table_lines(found: Throughput) -> list[str]:
         ("trained", each(found.trained_tokens_per_s, "tokens/s")),
         ("effective", each(found.effective_tokens_per_s, "tokens/s")),
         ("trained per GPU", each(found.trained_tokens_per_s_per_gpu, "tokens/s")),
-        ("limited by", f"{found.bound} (trainers wait {found.waiting_share:.0%} of the time)"),
+        ("limited by", found.bound),
+        ("trainer waits", waits_text(found.waits)),
         ("weight update", f"{found.weight_update_s:.3g} s each ({found.weight_update_share:.1%} of the time)"),
         ("staleness", f"mean {found.staleness_mean:.2f}, maximum {found.staleness_max:g}"),
         (
@@ -152,6 +162,7 @@ def table_lines(found: Throughput) -> list[str]:
             f"{found.unused_share:.1%} of the generated tokens; episodes: {found.rejected_episodes} rejected, "
             f"{found.failed_episodes} failed, {found.dropped_episodes} too stale",
         ),
+        ("tree ratio", "nothing shared" if found.tree_ratio is None else f"{found.tree_ratio:.2f}"),
         ("MFU", each(None if found.mfu is None else 100 * found.mfu, "%")),
         ("memory", ", ".join(f"{name} {size:.2f} GiB" for name, size in found.memory_gib.items())),
         ("cost", each(found.dollars_per_million_trained_tokens, "dollars per million trained tokens")),

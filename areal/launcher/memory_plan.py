@@ -250,7 +250,10 @@ def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, st
             texts[process.name] = f"about {_gib(LIBRARY_BYTES + process.memory_bytes)} in all"
         elif process.role == "trainer" and memory is not None:
             held = LIBRARY_BYTES + memory.weights + memory.gradients + memory.optimizer + memory.gathered
-            each = f"{_gib(memory.activations * 1000 // tokens)} for 1,000 tokens of a micro-batch (at most {tokens:,})"
+            models = config.models.values()
+            once = ", those that rows share once" if any(model.shared_prefixes != "off" for model in models) else ""
+            size = _gib(memory.activations * 1000 // tokens)
+            each = f"{size} for 1,000 tokens of a micro-batch (at most {tokens:,}{once})"
             texts[process.name] = f"about {_gib(held)} in all and {each}"
     return texts
 

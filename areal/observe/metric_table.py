@@ -30,6 +30,9 @@ trained_tokens_per_s: tokens/s: Tokens of the batch, prompts included, per secon
 seconds/elapsed: s: Time of training so far; after a recovery it continues from that of the checkpoint.
 seconds/step: s: Time of the step until its metrics are written; evaluation, exports and checkpoints are not included.
 seconds/PHASE: s: Time of one phase of the step on trainer rank 0; after_step is that of the step before.
+seconds/wait_batch: s: Wait for a batch, inside of rollout.
+seconds/wait_servers: s: Wait until the servers have the last version, inside of publish_weights.
+seconds/wait_evaluation: s: Wait for an evaluation after the step before; so are wait_export and wait_checkpoint.
 memory/PROCESS: GiB: Resident memory of a process with all that it started, a few seconds before the end of the step.
 
 # Episodes since the last batch (the rollout controller)

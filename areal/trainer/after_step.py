@@ -23,6 +23,7 @@ from areal.api.engine import Ranks, TrainEngine
 from areal.api.metrics import Metrics, metric_values, result_text
 from areal.observe.alarms import Alarm, AlarmRules, Row, alarm_stop, alarms_text, by_meaning
 from areal.observe.log import get_logger
+from areal.observe.phase import phase
 from areal.observe.step_files import SampleRow, StepLines, read_step_lines
 from areal.observe.trackers import Tracker, build_trackers
 from areal.system.durable import COMPLETE, finish_interrupted_writes, remove_folder, write_atomic
@@ -434,7 +435,8 @@ class AfterStep:
         for name in due & self._cadences.keys():
             self._cadences[name].last_fired_s = elapsed_s  # before the checkpoint that contains it
         if "save" in due or info.is_last or ends:
-            self._saver.save(info.step + 1, values, is_last=info.is_last or ends, evaluating=self._evaluating)
+            with phase("wait_export"):
+                self._saver.save(info.step + 1, values, is_last=info.is_last or ends, evaluating=self._evaluating)
         is_end = info.is_last or ends or stopped_by is not None
         if "recover" in due or (self._config.recover.mode != "disabled" and is_end):
             goal = self._config.evaluator.stop_at if ends else {}
@@ -454,15 +456,18 @@ class AfterStep:
         is_due, results = "evaluate" in due, list[dict[str, float]]()
         if self._evaluating is not None and background is not None and due & {"evaluate", "evaluated"}:
             before, self._evaluating = self._evaluating, None
-            if (found := background.result(before)) is not None:
+            with phase("wait_evaluation"):
+                found = background.result(before)
+            if found is not None:
                 self._saver.scored(before, found)
                 results.append(found)
             else:
-                return [evaluate(steps_done)]
+                is_due, background = True, None
         if is_due and not info.is_last and background is not None and self._begin(steps_done):
             self._evaluating = steps_done
         elif is_due:
-            results.append(evaluate(steps_done))
+            with phase("wait_evaluation"):
+                results.append(evaluate(steps_done))
         return results
 
     def _begin(self, steps_done: int) -> bool:
@@ -528,7 +533,8 @@ class AfterStep:
                 tracker.flush()
             if self._alarms is not None:
                 self._alarms.flush()
-            self._recover.save(point, waits=waits or not self._config.recover.async_save)
+            with phase("wait_checkpoint"):
+                self._recover.save(point, waits=waits or not self._config.recover.async_save)
         elif waits:
             self._recover.finish()
 

@@ -334,7 +334,8 @@ class PPOLoop:
             self._clock.begin_step(info.step)
             with _batch_of(info.step):
                 with phase("rollout"):
-                    share = self._next_share(info.step)
+                    with phase("wait_batch"):
+                        share = self._next_share(info.step)
                     batch = to_train_batch(share)
                 with phase("scores"):
                     batch, scored = reward_model.with_scores(batch) if reward_model else (batch, {})
@@ -353,7 +354,7 @@ class PPOLoop:
                 with phase("advantages"):
                     batch = actor.with_advantages(batch)
                     batch, distilled = teacher.with_advantages(batch) if teacher else (batch, {})
-                with phase("publish_weights"):
+                with phase("publish_weights"), phase("wait_servers"):
                     self._channel.wait_served()
                 with phase("update"):
                     chosen, resampled = actor.with_resampling(batch)

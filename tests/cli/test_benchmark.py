@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal.api.config.experiment import sweep_words
-from areal.cli.benchmark import Hardware, benchmark, throughput
+from areal.cli.benchmark import Hardware, benchmark, table_lines, throughput
 from tests.expect import raises_code
 from tests.test_end_to_end import folder
 
@@ -19,6 +19,7 @@ def row(step, time, **values):
     found = {"tokens": 0, "produced_tokens": 0, "generated_tokens": 0, "rejected": 0, "failed": 0, "dropped": 0}
     found |= {"staleness_mean": 1.0, "staleness_max": 2.0} | values
     rates = {"seconds/step": 2.0, "seconds/elapsed": 9.0, "seconds/rollout": 0.5, "seconds/update": 1.2}
+    rates |= {"seconds/wait_servers": 0.05, "seconds/wait_batch": 0.4, "actor/tree_ratio": 2.0}
     memory = {"memory/server-0": 1.0 + 1 / step, "memory/trainer-0": 0.5}
     return {"step": step, "time": time, "batch/num_trained_tokens": 300.0, **rates, **memory} | {
         f"rollout/{name}": float(value) for name, value in found.items()
@@ -40,10 +41,13 @@ def test_the_steps_between_warm_up_and_end_are_measured():
     assert found.unused_share == pytest.approx(1 - 1400 / 1600)
     assert (found.rejected_episodes, found.failed_episodes, found.dropped_episodes) == (3, 1, 0)
     assert found.seconds_by_phase == {"update": 1.2, "rollout": 0.5}
-    assert (found.waiting_share, found.bound) == (pytest.approx(0.2), "generation")
+    assert list(found.waits.items()) == [("batch", pytest.approx(0.16)), ("servers", pytest.approx(0.02))]
+    assert (found.waiting_share, found.bound) == (pytest.approx(0.18), "generation")
+    assert "trainer waits    18.0% (batch 16.0%, servers 2.0%)" in table_lines(found)
+    assert found.tree_ratio == 2.0
     assert (found.staleness_mean, found.staleness_max) == (1.5, 2.0)
     assert found.memory_gib == {"server-0": 1.5, "trainer-0": 0.5}
-    assert found.mfu == pytest.approx(6 * 1e6 * 500 / (2 * 1e9))
+    assert found.mfu == pytest.approx(6 * 1e6 * 250 / (2 * 1e9))
     assert found.dollars_per_million_trained_tokens == pytest.approx(9 * 4 * (5 / 3600) / 2500 * 1e6)
 
 

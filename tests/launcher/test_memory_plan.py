@@ -194,7 +194,8 @@ def test_a_plan_says_what_processes_need_in_all(tmp_path):
     plan = make_plan(config, [Machine(cores=2)])
     texts = memory_texts(config, plan)
     assert texts["server-0"] == "about 3.0 GiB in all"
-    assert texts["trainer-0"] == ("about 1.1 GiB in all and 1.4 GiB for 1,000 tokens of a micro-batch (at most 10,240)")
+    each = "1.4 GiB for 1,000 tokens of a micro-batch (at most 10,240, those that rows share once)"
+    assert texts["trainer-0"] == f"about 1.1 GiB in all and {each}"
     assert texts["trainer-0"] in plan_text(plan, None, memory_of=texts)
     assert memory_texts(replace(config, actor=replace(actor, path="org/model")), plan).keys() == {"server-0"}
 

@@ -76,6 +76,10 @@ def test_a_step_lasts_until_the_next_one_begins():
     (table,) = time_tables(events)
     assert (table.kind, table.count, table.mean_s) == ("step", 2, 4.0)
     assert table.parts == pytest.approx({"rollout": 1.0, "update": 2.5, "other": 0.5})
+    waits = [("wait_batch", 0, 0.5), ("wait_servers", 1, 1.2)]
+    events += [{"ph": "X", "pid": 7, "name": name, "ts": a * 1e6, "dur": (b - a) * 1e6} for name, a, b in waits]
+    (table,) = time_tables(events)
+    assert table.lines()[1] == "  waits 8.8% (batch 6.2%, servers 2.5%)"
 
 
 def test_the_command_prints_the_tables_and_writes_the_joined_trace(tmp_path, capsys):
