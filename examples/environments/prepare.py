@@ -31,7 +31,7 @@ PIECES = {
     "nim": (WELCOME, RULES, PILES, "  pile ", "[GAME] Player ", " removes ", " from pile ", "[Player "),
 }
 """By task, the texts of one token each; all others are single characters."""
-CONTEXT = {"mixture": 96, "guess": 64, "nim": 448}
+CONTEXT = {"mixture": 96, "guess": 96, "nim": 448}
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -93,7 +93,7 @@ def nim_row(rng: random.Random) -> Row:
     if turn != me:
         return nim_row(rng)
     pile = rng.choice([place for place in range(3) if piles[place]])
-    move = (pile, rng.randrange(1, piles[pile] + 1)) if rng.random() < 0.8 else (rng.randrange(3), rng.randrange(1, 6))
+    move = (pile, rng.randrange(1, piles[pile] + 1)) if rng.random() < 0.9 else (rng.randrange(3), rng.randrange(1, 6))
     return {"prompt": asked(*texts, new), "answer": f"[{move[0]} {move[1]}]"}
 
 
