@@ -19,8 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal.system.network import TOKEN_VARIABLE
-from areal.trainer.teacher_servers import TEACHER_TOKEN
+from areal.system.network import TEACHER_TOKEN, TOKEN_VARIABLE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARE = 0.95

@@ -24,6 +24,7 @@ from areal.models.adapter_files import (
     adapter_weights,
     base_fingerprint,
 )
+from areal.models.checkpoint_files import stored_weights
 from areal.weights.weight_files import write_tensors
 
 
@@ -99,9 +100,12 @@ class PeftAdapter:
 
     def load(self, folder: Path) -> None:
         """Continue from an adapter folder; a collective. Raises InputError when it does not fit."""
-        adapter_weights(folder, self.adapters.config, self._base)
         targets = self.adapters.trained()
         names = {_peft_name(name): name for name in targets}
+        shapes = {name: weight.shape for name, weight in stored_weights(self._base).items()}
+        # the checkpoint of a model with a tied head does not have it
+        shapes |= {f"{name}.weight": layer.weight.shape for name, layer in self.adapters.layers.items()}
+        adapter_weights(folder, self.adapters.config, self._base, shapes)
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as opened:
             found = set(opened.keys())
             if other := sorted(found ^ set(names)):

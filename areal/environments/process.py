@@ -19,7 +19,7 @@ import orjson
 
 from areal.api.errors import ArealError, ConfigError
 from areal.observe.log import get_logger
-from areal.system.network import TOKEN_VARIABLE
+from areal.system.network import TEACHER_TOKEN, TOKEN_VARIABLE
 from areal.system.process import AREAL_PROCESS, ProcessContext, opened_log
 from areal.system.worker_process import WorkerEnded, WorkerProcess
 
@@ -27,7 +27,7 @@ START_LIMIT_S = 180.0  # Packages of others import for long on a busy machine.
 _GRACE_S = 5.0
 _CONCURRENT = 64  # Episodes at the same time where the environment has no limit.
 _HERE = Path(__file__).parent
-_NOT_PASSED = (TOKEN_VARIABLE, AREAL_PROCESS, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_NOT_PASSED = (TOKEN_VARIABLE, TEACHER_TOKEN, AREAL_PROCESS, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _log = get_logger(__name__)
 
 

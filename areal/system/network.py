@@ -20,6 +20,8 @@ from areal.api.errors import ConfigError, LaunchError
 LOOPBACK = "127.0.0.1"
 TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 """Environment variable that holds the run's token. A token is never in a plan, a command line or a log."""
+TEACHER_TOKEN = "AREAL_TEACHER_TOKEN"
+"""Environment variable with the token or API key of the servers of teachers. Code of users gets neither."""
 _TOKEN = re.compile(r"[!-~]+")
 BACKLOG = 4096
 TRAINERS_VARIABLE = "AREAL_TRAINER_ADDRESSES"

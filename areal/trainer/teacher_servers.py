@@ -27,9 +27,8 @@ from areal.data.token_spans import common_spans, pieces_of, spread
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.fleet.server_client import ServerClient
 from areal.observe.spans import span
+from areal.system.network import TEACHER_TOKEN
 
-TEACHER_TOKEN = "AREAL_TEACHER_TOKEN"
-"""Environment variable with the token or API key of the teachers' servers."""
 _CALLS_PER_SERVER = 64
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 

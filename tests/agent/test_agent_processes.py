@@ -1,6 +1,7 @@
 """The pool of agent processes: results, errors, blocked and dead workers, commands."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -21,9 +22,11 @@ def job(name: str, **row) -> AgentJob:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool():
+    os.environ["AREAL_TEACHER_TOKEN"] = "of the teacher"
     made = AgentPool(num_workers=1, sessions_per_worker=8)
     yield made
     await made.aclose()
+    del os.environ["AREAL_TEACHER_TOKEN"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

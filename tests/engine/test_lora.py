@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from areal.api.config.train import LoRAConfig
 from areal.api.errors import ArealError
@@ -260,6 +260,7 @@ def test_a_linear_router_gets_an_adapter_only_by_name(monkeypatch):
     model["experts"] = torch.nn.Module()
     model["experts"].gate_up_proj = torch.nn.Parameter(torch.zeros(3, 8, 4))
     model.get_output_embeddings, model.get_decoder = lambda: None, torch.nn.Module
+    model.config = PretrainedConfig()
     found = [list(_targets(model, LoRAConfig(target_modules=names))) for names in ("all-linear", ["gate", "q_proj"])]
     assert found == [["q_proj"], ["q_proj", "gate"]]
 
@@ -267,3 +268,15 @@ def test_a_linear_router_gets_an_adapter_only_by_name(monkeypatch):
 def test_a_model_without_lora_has_no_adapter_to_save(cases, models, tmp_path):
     with raises_code("adapter.none"):
         cases.make_engine(models / "qwen3").save_adapter(tmp_path / "adapter")
+
+
+def test_the_adapter_of_a_tied_head_is_loaded_again(cases, models, tmp_path):
+    """The checkpoint of such a model has no weight of the head."""
+    lora = LoRAConfig(rank=2, target_modules=["q_proj", "output-head"])
+    first = cases.make_engine(models / "qwen2", lora=lora)
+    cases.train(first, cases.make_batch())
+    first.lora.write(tmp_path, first.lora.named_weights())
+    again = cases.make_engine(models / "qwen2", lora=replace(lora, path=str(tmp_path)))
+    expected, found = (dict(engine.lora.named_weights()) for engine in (first, again))
+    assert any("lm_head" in name for name in expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

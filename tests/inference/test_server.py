@@ -19,8 +19,8 @@ from areal.inference import engine, server
 from areal.inference.generate_route import _BYTES_PER_ID, _FIXED_BODY_BYTES
 from areal.inference.server import serve
 from areal.system import heartbeat
-from areal.system.network import Host
-from areal.trainer.teacher_servers import TEACHER_TOKEN, TeacherServers
+from areal.system.network import TEACHER_TOKEN, Host
+from areal.trainer.teacher_servers import TeacherServers
 from tests.attack.requests import REFUSED_HEADERS, status_of
 from tests.run_token import TOKEN
 
