@@ -34,13 +34,13 @@ _log = get_logger(__name__)
 class EnvironmentFailed(ArealError, RuntimeError):
     """A call of an environment failed. It says nothing about the policy, so there is no reward."""
 
-    def __init__(self, kind: str, text: str, code: str) -> None:
+    def __init__(self, kind: str, text: str, *, code: str) -> None:
         """`kind`: name of the exception in the worker, which begins the message."""
         super().__init__(f"{kind}: {text}", code=code)
 
 
 def _server_died(text: str) -> EnvironmentFailed:
-    return EnvironmentFailed("EnvironmentDied", text, "env.server_died")
+    return EnvironmentFailed("EnvironmentDied", text, code="env.server_died")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class _Live:
                 self.process = WorkerProcess(setup.command, _variables(setup, folder), log=log)
             except OSError as error:
                 text = f"workflow_args.python: {setup.interpreter} cannot be started: {error.strerror}"
-                raise EnvironmentFailed("EnvironmentMissing", text, "env.not_found") from error
+                raise EnvironmentFailed("EnvironmentMissing", text, code="env.not_found") from error
         self.calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.facts: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.has_ended = False
@@ -130,9 +130,11 @@ class _Live:
         except TimeoutError:
             _log.warning("environment worker %d does not answer: it is killed", self.process.pid)
             self.process.kill()
-            raise EnvironmentFailed("EnvironmentTimeout", f"{text} and blocked its process", "env.timeout") from None
+            raise EnvironmentFailed(
+                "EnvironmentTimeout", f"{text} and blocked its process", code="env.timeout"
+            ) from None
         if answer.get("error", {}).get("code") == "env.timeout":
-            raise EnvironmentFailed("EnvironmentTimeout", text, "env.timeout")
+            raise EnvironmentFailed("EnvironmentTimeout", text, code="env.timeout")
         return result_of(answer)  # it ended just in time
 
     def cancel(self, number: int) -> None:
@@ -147,7 +149,7 @@ class _Live:
 def result_of(answer: Mapping[str, Any]) -> Any:
     """The result in an answer of the worker. Raises EnvironmentFailed."""
     if (error := answer.get("error")) is not None:
-        raise EnvironmentFailed(error["kind"], error["text"], error["code"])
+        raise EnvironmentFailed(error["kind"], error["text"], code=error["code"])
     return answer["result"]
 
 
