@@ -21,6 +21,7 @@ from areal.data.balance import balanced_parts
 from areal.data.pack import take
 from areal.engine.fsdp import check_model
 from areal.engine.mesh import TrainerMesh
+from areal.inference.model_runner import ModelRunner, use_paged_attention
 from areal.launcher.preflight import refused_models
 from areal.models.recurrent_layers import choosing_layers, for_each_sequence, neighbours, resets_state, state_layers
 from tests.engine import engine_cases as cases
@@ -286,3 +287,12 @@ def test_expert_ranks_compute_what_one_rank_does(tmp_path):
         for family, (gap, weights) in found.items():
             assert gap < 1e-5, family
             assert weights < 1e-5, family
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "llama4_text", "qwen4_exp_text"])
+def test_the_native_server_refuses_tokens_that_choose(family):
+    model = small_model(family).eval()
+    use_paged_attention(model)
+    with pytest.raises(ConfigError) as caught:
+        ModelRunner(model)
+    assert caught.value.code == "model.unsupported"
