@@ -1,22 +1,17 @@
 """The adapters against the real packages: equal rewards, exact token spans, and kills in the middle of a run."""
 
 import json
-import os
 import random
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
-import yaml
 
 from areal.data.dataset import environment_rows
 from areal.environments.adapters import OpenEnvWorkflow, TextArenaWorkflow
 from areal.environments.reasoning_gym import ReasoningGymWorkflow
-from tests.environments.environment_kit import build, policy, trained_text
-from tests.faults.driver import ROOT, Run
+from tests.environments.environment_kit import build, kill_worker_then_controller, policy, run_of, trained_text
+from tests.faults.driver import ROOT
 
 PYTHON = ROOT / ".venv-environments/bin/python"
 OWN = Path(__file__).parent / "own_rewards.py"
@@ -81,76 +76,18 @@ async def test_rewards_of_an_openenv_server_are_those_of_its_class() -> None:
     assert await played(workflow, asked) == [[value] for value in own("openenv", asked)]
 
 
-CONFIG = """
-experiment_name: environments
-trial_name: KIND
-seed: 3
-allocation_mode: native:d1+fsdp:d1
-cluster: {fileroot: RUNS, n_gpus_per_node: 0}
-total_train_steps: 12
-train_dataset: {path: "ROWS", batch_size: 4}
-workflow: KIND
-workflow_args: ARGS
-gconfig: {n_samples: 2, max_new_tokens: 8, max_tokens: 96}
-rollout: {max_head_offpolicyness: 2}
-native: {dtype: float32, max_running_requests: 64, context_length: 96}
-actor:
-  path: MODEL
-  dtype: float32
-  ppo_n_minibatches: 1
-  use_decoupled_loss: true
-  optimizer: {lr: 1.0e-3, lr_scheduler_type: constant, warmup_steps_proportion: 0.0}
-recover: {mode: auto, freq_steps: 3, retries: 9}
-"""
 RUNS = {
     "reasoning_gym": ("env:chain_sum?size=200&seed=1", {"args": {"extract": False}, "curriculum": {"target": 0.5}}),
     "openenv": ("env:guessing?size=200&seed=1", {"env": str(ROOT / "examples/environments/guess_server.py:app")}),
 }
 
 
-def workers(run):
-    """Processes of the environment's worker program, and what they have started."""
-    roots = [one for one in psutil.process_iter(["cmdline"]) if "worker.py" in " ".join(one.info["cmdline"] or [])]
-    ours = [one for one in roots if one.environ().get("HOME", "").startswith(str(run.folder))]
-    return {process for one in ours for process in (one, *one.children(recursive=True))}
-
-
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_killed_environment_and_a_killed_controller_lose_and_repeat_nothing(kind, tmp_path) -> None:
     rows, args = RUNS[kind]
-    task = {"reasoning_gym": "mixture", "openenv": "guess"}[kind]
-    prepared = [sys.executable, "examples/environments/prepare.py", str(tmp_path / "data"), "--task", task]
-    subprocess.run(prepared, cwd=ROOT, check=True)
-    text = CONFIG.replace("KIND", kind).replace("RUNS", str(tmp_path)).replace("ROWS", rows)
-    text = text.replace("MODEL", str(tmp_path / "data/model")).replace(
-        "ARGS", json.dumps({"python": str(PYTHON), **args})
-    )
-    (tmp_path / "config.yaml").write_text(text)
-    assert yaml.safe_load(text)["workflow"] == kind
-    run = Run(
-        arguments=["--config", str(tmp_path / "config.yaml")],
-        folder=tmp_path / "environments" / kind,
-        log_path=tmp_path / "launcher.log",
-    )
-    run.start()
-    try:
-        run.train_up_to(3)
-        for process in workers(run):
-            os.kill(process.pid, signal.SIGKILL)
-        run.train_up_to(6)
-        before = workers(run)
-        assert before
-        run.kill(["controller"])
-        assert not psutil.wait_procs(before, timeout=30)[1], "a worker outlives its controller"
-        assert run.wait_for_the_end(200) == 0, run.log_path.read_text()[-3000:]
-        assert not workers(run)
-    finally:
-        run.abandon()
-    audited = subprocess.run(
-        [sys.executable, "-m", "areal.ledger", "audit", str(run.folder)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert audited.returncode == 0, audited.stdout
+    run = run_of(tmp_path, kind, rows, {"python": str(PYTHON), **args})
+    kill_worker_then_controller(run)
     if kind == "reasoning_gym":
         lines = [json.loads(line) for line in (run.folder / "environments/levels.jsonl").read_text().splitlines()]
         begun = [line["episode"] for line in lines if line["event"] == "begin"]
