@@ -1,6 +1,9 @@
 """Teachers on servers: what they are asked, what their answers become, and what happens when they do not answer."""
 
+import asyncio
 import math
+import socket
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -16,6 +19,7 @@ from areal.trainer.teacher_servers import (
     TEACHER_LOGPROBS,
     TEACHER_TOP,
     TaughtWorkflow,
+    TeacherServers,
     parsed_scores,
     scoring_body,
     teacher_problem,
@@ -32,6 +36,7 @@ class Teacher:
     def __init__(self) -> None:
         self.asked: list[dict] = []
         self.failures: list[int] = []
+        self.has_top = True
 
     async def answer(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
@@ -41,7 +46,7 @@ class Teacher:
         ids = body["input_ids"]
         places = [(None if place == 0 else -token / 8, token, None) for place, token in enumerate(ids)]
         meta = {"input_token_logprobs": places[body["logprob_start_len"] :]}
-        if k := body["top_logprobs_num"]:
+        if (k := body["top_logprobs_num"]) and self.has_top:
             top = [[(-number / 4, number, None) for number in range(k)] for _ in ids]
             meta["input_top_logprobs"] = top[body["logprob_start_len"] :]
         return web.json_response({"meta_info": meta})
@@ -159,6 +164,27 @@ async def test_a_request_is_repeated_until_a_server_answers(teacher, monkeypatch
     await workflow.aclose()
 
 
+async def test_an_answer_of_another_form_fails_the_episode_at_once(teacher):
+    wrong = config(teacher.address, top_k=2, loss_coef=1.0)
+    workflow = TaughtWorkflow(Episodes(trajectory([1, 8], [0, 1])), wrong, None)
+    teacher.has_top = False
+    with raises_code("server.unreadable_answer"):
+        await workflow.arun_episode(None, {})
+    assert len(teacher.asked) == 1
+    await workflow.aclose()
+
+
+async def test_a_server_that_hangs_does_not_hold_up_the_other_one(teacher):
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # it takes connections and never answers
+        address = f"127.0.0.1:{hung.getsockname()[1]}"
+        both = config(address, teacher.address, server_timeout_s=4.0)
+        servers = TeacherServers(both.servers[0], both)
+        found = await asyncio.gather(*(servers.scores([1, 8], 1) for _ in range(200)))
+        assert [scores.logprobs for scores in found] == [[-1.0]] * 200
+        servers.close()
+        assert "did not answer" in await asyncio.to_thread(teacher_problem, config(address, server_timeout_s=0.1))
+
+
 async def test_a_teacher_that_never_answers_fails_the_episode():
     workflow = TaughtWorkflow(Episodes(trajectory([1, 8], [0, 1])), config("127.0.0.1:9", server_timeout_s=0.05), None)
     with raises_code("teacher.unavailable", "server_timeout_s"):
@@ -183,6 +209,16 @@ async def test_a_teacher_with_other_tokens_is_compared_by_spans(teacher, tmp_pat
     of = {token: -number / 8 for token, number in ids.items()}
     expected = [of["ab"] / 2] * 2 + [of[" "]] + [of["cd"] / 2] * 2 + [of["a"], of["<eos>"]]
     assert scored.columns[TEACHER_LOGPROBS].tolist() == pytest.approx([0.0, 0.0, *expected])
+    silent = trajectory([3, 0], [0, 1])  # the answer is a token without text, which ended it
+    [unscored] = (
+        await TaughtWorkflow(Episodes(silent), workflow._config, ours).arun_episode(None, {"prompt": "d"})
+    ).trajectories
+    assert unscored.columns[TEACHER_LOGPROBS].tolist() == [0.0, of["<eos>"]]
+    unended = replace(trajectory([3, 0, 0], [0, 1, 1]), rollout_logprobs=[0.0, -0.5, -2.0])
+    [own] = (
+        await TaughtWorkflow(Episodes(unended), workflow._config, ours).arun_episode(None, {"prompt": "d"})
+    ).trajectories
+    assert own.columns[TEACHER_LOGPROBS].tolist() == [0.0, -0.5, of["<eos>"]]
     several = TaughtWorkflow(
         Episodes(trajectory([3, 4, 5], [1, 0, 1])), config(teacher.address, tokenizer_path=str(tmp_path)), ours
     )
