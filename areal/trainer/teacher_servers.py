@@ -5,7 +5,6 @@ the scores of its first time. An answer without scores has no use for the policy
 """
 
 import asyncio
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +17,14 @@ from areal.api.config import TeacherConfig, TeacherServersConfig
 from areal.api.config.rollout import server_url
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
-from areal.api.errors import ArealError, InputError, ServerUnavailable
+from areal.api.errors import ArealError, ConfigError, InputError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
+from areal.api.registry import registered
 from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import encode_prompt
 from areal.data.token_spans import common_spans, pieces_of, spread
 from areal.data.tokenizer import Tokenizer, load_tokenizer
+from areal.fleet.server_backend import ScoringCall, TokenScores
 from areal.fleet.server_client import ServerClient
 from areal.observe.log import get_logger
 from areal.observe.spans import span
@@ -45,54 +46,6 @@ TEACHER_TOP = ColumnSpec("teacher_top_logprobs", fill=0.0, show="")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The requests of each kind of server, and what its answers contain. Pure.
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What a teacher says of the tokens from a place on."""
-
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-    """(token, log-probability) of its likeliest tokens at each place; empty lists without top_k."""
-
-
-def path_of(backend: str) -> str:
-    return "/v1/completions" if backend == "vllm" else "/generate"
-
-
-def scoring_body(backend: str, token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any]:
-    """A request for the log-probabilities of the tokens from `first` >= 1 on, at temperature 1."""
-    ids = list(token_ids)
-    if backend == "vllm":
-        return {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
-    # SGLang returns null for the first token of its range, so the range begins one token earlier
-    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
-    return body | {"logprob_start_len": first - 1, "top_logprobs_num": top_k, "stream": False}
-
-
-def parsed_scores(backend: str, answer: Mapping[str, Any], token_ids: Sequence[int], first: int, top_k: int) -> Scores:
-    """The scores in the answer to `scoring_body`. KeyError, TypeError or ValueError when it has another form."""
-    count, top = len(token_ids) - first, list[list[tuple[int, float]]]()
-    if backend == "vllm":
-        places = answer["choices"][0]["prompt_logprobs"][first:]
-        logprobs = [place[str(token)]["logprob"] for place, token in zip(places, token_ids[first:], strict=True)]
-        for place in places if top_k else ():
-            ranked = sorted(place.items(), key=lambda entry: entry[1]["rank"])[:top_k]
-            top.append([(int(token), entry["logprob"]) for token, entry in ranked])
-    else:
-        meta = answer["meta_info"]
-        logprobs = [entry[0] for entry in meta["input_token_logprobs"][-count:]]
-        for place in meta["input_top_logprobs"][-count:] if top_k else ():
-            top.append([(token, logprob) for logprob, token, *_ in place])
-    if len(logprobs) != count or not all(isinstance(one, float) and math.isfinite(one) for one in logprobs):
-        raise ValueError(f"log-probabilities of {count} tokens are not {count} finite numbers")
-    if top_k and (len(top) != count or any(len(place) != top_k for place in top)):
-        raise ValueError(f"it does not list {top_k} tokens at each of {count} places")
-    return Scores(logprobs, top)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # One teacher, on one or more servers.
 
 
@@ -108,16 +61,21 @@ class TeacherServers:
 
     def __init__(self, options: TeacherServersConfig, teacher: TeacherConfig) -> None:
         self.tokenizer = load_tokenizer(options.tokenizer_path) if options.tokenizer_path else None
-        self._options, self._top_k, self._timeout_s = options, teacher.top_k, teacher.server_timeout_s
+        self._top_k, self._timeout_s = teacher.top_k, teacher.server_timeout_s
+        scoring = registered("backends", options.backend, key="teacher.servers.backend").load().scoring
+        if scoring is None:
+            text = f"teacher.servers.backend: {options.backend} servers do not score given tokens: use others"
+            raise ConfigError(text, code="teacher.no_scores")
+        self._scoring: ScoringCall = scoring
         addresses, token = map(server_url, options.server_addrs), os.environ.get(TEACHER_TOKEN, "")
         self._servers = [_Server(ServerClient("the teacher", url, token=token)) for url in addresses]
         self._room = asyncio.Semaphore(_CALLS_PER_SERVER * len(self._servers))
 
-    async def scores(self, token_ids: Sequence[int], first: int) -> Scores:
+    async def scores(self, token_ids: Sequence[int], first: int) -> TokenScores:
         """Of the tokens from `first` on. ServerUnavailable when no server answers in time or an answer has another
         form, RequestError if refused."""
         if first == len(token_ids):
-            return Scores([], [])
+            return TokenScores([], [])
         last: ServerUnavailable | None = None
         failed: _Server | None = None
         try:
@@ -146,24 +104,24 @@ class TeacherServers:
         for server in self._servers:
             await self._asked(server, [1, 1], 1, limit_s=min(self._timeout_s, _CHECK_LIMIT_S))
 
-    async def _asked(self, server: _Server, token_ids: Sequence[int], first: int, *, limit_s: float) -> Scores:
-        backend, top_k, client = self._options.backend, self._top_k, server.client
+    async def _asked(self, server: _Server, token_ids: Sequence[int], first: int, *, limit_s: float) -> TokenScores:
+        scoring, top_k, client = self._scoring, self._top_k, server.client
         server.num_running += 1
         try:
             async with asyncio.timeout(limit_s):
-                answer = await client.post(path_of(backend), scoring_body(backend, token_ids, first, top_k))
+                answer = await client.post(scoring.path, scoring.body(token_ids, first, top_k))
         except TimeoutError as error:
-            raise client.no_answer(path_of(backend), f"nothing in {limit_s:g} s") from error
+            raise client.no_answer(scoring.path, f"nothing in {limit_s:g} s") from error
         finally:
             server.num_running -= 1
-        return client.parsed(answer, lambda found: parsed_scores(backend, found, token_ids, first, top_k))
+        return client.parsed(answer, lambda body: scoring.parse(body, token_ids, first, top_k))
 
     def close(self) -> None:
         for server in self._servers:
             server.client.close()
 
 
-def _columns(trajectory: Trajectory, first: int, scores: Scores, top_k: int) -> dict[ColumnSpec, Any]:
+def _columns(trajectory: Trajectory, first: int, scores: TokenScores, top_k: int) -> dict[ColumnSpec, Any]:
     """The columns of a trajectory, 0 outside the loss."""
     size, mask = len(trajectory.token_ids), np.array(to_array("i", trajectory.loss_mask), dtype=bool)
     logprobs = np.zeros(size, np.float32)
@@ -227,7 +185,7 @@ class TaughtWorkflow(RolloutWorkflow):
                 text = "a teacher with its own tokenizer_path scores one answer to a prompt, and this row has several"
                 raise InputError(f"{text}: use a teacher with the policy's tokens", code="teacher.several_answers")
             own = list(trajectory.rollout_logprobs[first:])
-            scores = Scores(await self._aligned(teacher, teacher.tokenizer, ids[first:], own, row), [])
+            scores = TokenScores(await self._aligned(teacher, teacher.tokenizer, ids[first:], own, row), [])
         columns = _columns(trajectory, first, scores, self._config.top_k)
         return replace(trajectory, columns={**trajectory.columns, **columns})
 

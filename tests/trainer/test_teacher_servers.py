@@ -14,14 +14,15 @@ from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.workflow import RolloutWorkflow
 from areal.data.tiny_model import character_tokenizer
 from areal.data.tokenizer import load_tokenizer
+from areal.fleet.native import NATIVE
+from areal.fleet.sglang import SGLANG
+from areal.fleet.vllm import VLLM
 from areal.trainer.teacher_servers import (
     TEACHER_IDS,
     TEACHER_LOGPROBS,
     TEACHER_TOP,
     TaughtWorkflow,
     TeacherServers,
-    parsed_scores,
-    scoring_body,
     teacher_problem,
 )
 from tests.expect import raises_code
@@ -93,26 +94,26 @@ def config(*addresses: str, sources=(), tokenizer_path="", **options) -> Teacher
 
 
 def test_vllm_answers_have_ranks():
-    body = scoring_body("vllm", [5, 6, 7], 1, 2)
+    body = VLLM.scoring.body([5, 6, 7], 1, 2)
     assert body == {"prompt": [5, 6, 7], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 2}
     places = [
         None,
         {"6": {"logprob": -3.0, "rank": 9}, "1": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -1.0, "rank": 2}},
         {"7": {"logprob": -0.25, "rank": 1}, "3": {"logprob": -2.0, "rank": 2}},
     ]
-    scores = parsed_scores("vllm", {"choices": [{"prompt_logprobs": places}]}, [5, 6, 7], 1, 2)
+    scores = VLLM.scoring.parse({"choices": [{"prompt_logprobs": places}]}, [5, 6, 7], 1, 2)
     assert scores.logprobs == [-3.0, -0.25]
     assert scores.top == [[(1, -0.5), (2, -1.0)], [(7, -0.25), (3, -2.0)]]
 
 
 def test_sglang_begins_with_a_token_that_has_no_log_probability():
-    body = scoring_body("sglang", [5, 6, 7], 1, 1)
+    body = SGLANG.scoring.body([5, 6, 7], 1, 1)
     assert (body["logprob_start_len"], body["top_logprobs_num"]) == (0, 1)
     meta = {
         "input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]],
         "input_top_logprobs": [None, [[-0.5, 8, None]], [[-0.25, 9, None]]],
     }
-    scores = parsed_scores("sglang", {"meta_info": meta}, [5, 6, 7], 1, 1)
+    scores = SGLANG.scoring.parse({"meta_info": meta}, [5, 6, 7], 1, 1)
     assert scores.logprobs == [-1.0, -2.0]
     assert scores.top == [[(8, -0.5)], [(9, -0.25)]]
 
@@ -121,7 +122,7 @@ def test_sglang_begins_with_a_token_that_has_no_log_probability():
 def test_an_answer_without_a_number_for_each_token_is_refused(values):
     meta = {"input_token_logprobs": [[value, 0, None] for value in values]}
     with pytest.raises((ValueError, TypeError)):
-        parsed_scores("native", {"meta_info": meta}, [5, 6, 7], 1, 0)
+        NATIVE.scoring.parse({"meta_info": meta}, [5, 6, 7], 1, 0)
 
 
 async def test_trained_tokens_get_the_scores_of_the_teacher(teacher):
