@@ -9,7 +9,7 @@ ARGS ?=
 PART ?= 1
 BIN := .venv/bin
 
-.PHONY: quickstart agent-quickstart vision-quickstart real-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-tinker \
+.PHONY: quickstart agent-quickstart vision-quickstart real-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-tinker test-environments \
 	test-etcd test-gpu test-parallel test-templates test-real test-megatron bench-trl lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
@@ -52,7 +52,7 @@ test: .venv/.installed
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint tests
 
 # Marks of tests that run only by other commands.
-SEPARATE := gpu or templates or real or tinker or vllm or sglang or attack or cluster or etcd or parallel or megatron
+SEPARATE := gpu or templates or real or tinker or environments or vllm or sglang or attack or cluster or etcd or parallel or megatron
 
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
@@ -114,6 +114,11 @@ WITHOUT_OPERATORS = truncate -s 0 $(1)/lib/python3*/site-packages/torchvision/_m
 	.venv-tinker/bin/python $(PIP_EXACT) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r tests/tinker/environment.txt
 	touch $@
 
+.venv-environments/.installed: tests/environments/real/environment.txt
+	$(PYTHON) -m venv .venv-environments
+	.venv-environments/bin/python $(PIP_EXACT) -r tests/environments/real/environment.txt
+	touch $@
+
 # areal against TRL's GRPOTrainer, in a separate environment with the same transformers: benchmark/versus_trl.py
 .venv-trl/.installed: constraints.txt
 	$(PYTHON) -m venv .venv-trl
@@ -135,6 +140,10 @@ test-sglang: .venv/.installed .venv-sglang/.installed
 # The Tinker SDK and unmodified recipes of its cookbook, in a separate environment, against `areal serve`.
 test-tinker: .venv/.installed .venv-tinker/.installed
 	$(PYTEST) -m tinker tests/tinker $(ARGS)
+
+# Environments that others published, in a separate environment: examples/environments.
+test-environments: .venv/.installed .venv-environments/.installed
+	$(PYTEST) -n 2 -m environments tests/environments $(ARGS)
 
 # Every mesh of trainer ranks against one process: docs/train_engines.md.
 test-parallel: .venv/.installed

@@ -11,7 +11,6 @@ from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents
 from areal.agent.agent_worker import MARK_BYTES, MARK_VARIABLE, guilty_job, job_message
 from areal.api.data import row_json
 from areal.observe.log import get_logger
-from areal.system.network import TEACHER_TOKEN, TOKEN_VARIABLE
 from areal.system.worker_process import WorkerEnded, WorkerProcess, areal_worker
 
 _START_LIMIT_S = 120.0
@@ -26,9 +25,7 @@ class _Worker:
         self._mark_file.truncate(MARK_BYTES)
         self._mark = mmap.mmap(self._mark_file.fileno(), MARK_BYTES)
         env = {MARK_VARIABLE: self._mark_file.name}
-        self.process = WorkerProcess(
-            *areal_worker("areal.agent.agent_worker", env, without=(TOKEN_VARIABLE, TEACHER_TOKEN))
-        )
+        self.process = WorkerProcess(*areal_worker("areal.agent.agent_worker", env))
         self.jobs: dict[int, asyncio.Future[AgentOutcome]] = {}
         self.ready = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._receive(), name=f"agent worker {self.process.pid}")

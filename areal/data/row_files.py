@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from areal.api.config.data import is_environment_path
 from areal.api.errors import ConfigError, InputError
 
 Row = dict[str, Any]
@@ -159,7 +160,7 @@ def count_rows_of(path: Path) -> int:
 def dataset_files(path: str) -> list[Path]:
     """The local files that the path of a dataset names, in the order of their names: itself, or those of a pattern."""
     name = os.path.expanduser(path)
-    if not glob.has_magic(name) or Path(name).exists():
+    if is_environment_path(path) or not glob.has_magic(name) or Path(name).exists():
         return [Path(name)]
     return [Path(found) for found in sorted(glob.glob(name, recursive=True)) if Path(found).suffix in READERS]
 

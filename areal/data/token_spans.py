@@ -66,13 +66,13 @@ def common_spans(pieces: Pieces, other: Pieces) -> list[Span]:
     return spans
 
 
-def spread(spans: Sequence[Span], other_logprobs: Sequence[float], num_tokens: int) -> list[float]:
+def spread(spans: Sequence[Span], other_logprobs: Sequence[float], own_logprobs: Sequence[float]) -> list[float]:
     """The log-probability that the other model gives to each span, in equal parts on the tokens of the span.
 
     The sum over a span of this minus the log-probabilities of its tokens is the log-ratio of both models for its text.
-    other_logprobs: one for each other token, in nats -> one for each of `num_tokens` tokens.
+    other_logprobs, own_logprobs: one for each token, in nats -> one for each own token, that in no span unchanged.
     """
-    parts = [0.0] * num_tokens
+    parts = list(own_logprobs)
     for tokens, other_tokens in spans:
         count = tokens.stop - tokens.start
         if count:

@@ -9,6 +9,7 @@ import socket
 import sys
 import urllib.error
 import urllib.request
+from typing import Any
 
 INSTALL = "pip install openenv-core==0.3.0 uvicorn"
 _START_LIMIT_S = 120.0
@@ -37,7 +38,7 @@ class Adapter:
     def __init__(self, env, args):
         self._client_class = importlib.import_module("openenv.core").GenericEnvClient
         self._env, self.args = env, args
-        self._server = None
+        self._server: Any = None
         self._address = env if "://" in env else ""
         self._starting = asyncio.Lock()
 
@@ -131,7 +132,7 @@ class Episode:
 
     def __init__(self, adapter):
         self._adapter, self._args = adapter, adapter.args
-        self._client = None
+        self._client: Any = None
 
     async def reset(self, row):
         self._client = await self._adapter.client()

@@ -27,9 +27,8 @@ class Adapter:
 
     def make(self, name, options):
         if name not in self._arena.envs.registration.ENV_REGISTRY:
-            raise NoSuchGame(
-                f"TextArena has no game {name!r}: python -c 'import textarena; print(textarena.ENV_REGISTRY)'"
-            )
+            listed = "python -c 'import textarena.envs.registration as r; print(*r.ENV_REGISTRY)'"
+            raise NoSuchGame(f"TextArena has no game {name!r}; they are listed by {listed}")
         return self._arena.make(name, **options)
 
 

@@ -15,7 +15,7 @@ from areal.api.config import PPOConfig
 from areal.api.data import GenerationRequest, PromptScores, WeightUpdate
 from areal.api.errors import ArealError, ServerUnavailable
 from areal.fleet.replica import ALL_TOKENS, AnswerForm, Chunks, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
-from areal.fleet.server_backend import ServerBackend, ServerCommand
+from areal.fleet.server_backend import GENERATE_SCORING, ServerBackend, ServerCommand
 from areal.fleet.server_client import (
     WRONG_FIELD,
     HttpReplica,
@@ -271,4 +271,5 @@ NATIVE = ServerBackend(
     model_key="model_path",
     returns_experts=True,
     context_key="context_length",
+    scoring=GENERATE_SCORING,
 )

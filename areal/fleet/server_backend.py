@@ -192,6 +192,52 @@ SamplingLimits = Callable[[GenerationHyperparameters, Flags, bool], Problems]
 does not apply exactly."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a model says of the tokens of a text from a place on, at temperature 1."""
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+    """(token, log-probability) of the likeliest tokens at each place; no places without top_k."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringCall:
+    """How servers are asked for the log-probabilities of given tokens."""
+
+    path: str
+    body: Callable[[Sequence[int], int, int], dict[str, Any]]
+    """(token ids, first >= 1 to be scored, number of likeliest tokens at each place) -> the request."""
+    parse: Callable[[Any, Sequence[int], int, int], TokenScores]
+    """(answer, and the same) -> the scores. KeyError, TypeError or ValueError for another form."""
+
+
+def _generate_body(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any]:
+    # SGLang returns null for the first token of its range, so the range begins one token earlier
+    body = {"input_ids": list(token_ids), "return_logprob": True, "logprob_start_len": first - 1, "stream": False}
+    return body | {"sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "top_logprobs_num": top_k}
+
+
+def _generate_scores(answer: Any, token_ids: Sequence[int], first: int, top_k: int) -> TokenScores:
+    meta, count, top = answer["meta_info"], len(token_ids) - first, list[list[tuple[int, float]]]()
+    for place in meta["input_top_logprobs"][-count:] if top_k else ():
+        top.append([(token, logprob) for logprob, token, *_ in place])
+    return checked_scores([entry[0] for entry in meta["input_token_logprobs"][-count:]], top, count, top_k)
+
+
+def checked_scores(logprobs: list[float], top: list[list[tuple[int, float]]], count: int, top_k: int) -> TokenScores:
+    """ValueError unless there is a finite number for each of `count` tokens, with `top_k` tokens at each place."""
+    if len(logprobs) != count or not all(isinstance(value, float) and math.isfinite(value) for value in logprobs):
+        raise ValueError(f"log-probabilities of {count} tokens are not {count} finite numbers")
+    if top_k and (len(top) != count or any(len(place) != top_k for place in top)):
+        raise ValueError(f"it does not list {top_k} tokens at each of {count} places")
+    return TokenScores(logprobs, top)
+
+
+GENERATE_SCORING = ScoringCall("/generate", _generate_body, _generate_scores)
+"""That of SGLang and of the native server."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerBackend:
     """One row of `areal.fleet.server_backend`."""
@@ -207,6 +253,8 @@ class ServerBackend:
     """The option that names the model to serve; empty = actor.path."""
     context_key: str
     """The option that limits prompt plus answer, in tokens."""
+    scoring: ScoringCall | None = None
+    """How a teacher on these servers scores answers; None: it cannot."""
     sampling_problems: SamplingLimits | None = None
     image_problems: Callable[[PPOConfig], Problems] | None = None
     """What these servers cannot do with a model that takes images; None: they can do everything."""

@@ -47,8 +47,11 @@ from areal.fleet.server_backend import (
     FlagRules,
     Flags,
     Problems,
+    ScoringCall,
     ServerBackend,
     ServerCommand,
+    TokenScores,
+    checked_scores,
     cpu_cache_tokens,
     element_bytes,
     foreign_command,
@@ -597,6 +600,19 @@ def part_words(part: int, num_parts: int) -> tuple[str, ...]:
     return (*words, "--headless") if part else words
 
 
+def _scoring_body(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any]:
+    return {"prompt": list(token_ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
+
+
+def _scores(answer: Any, token_ids: Sequence[int], first: int, top_k: int) -> TokenScores:
+    places, top = answer["choices"][0]["prompt_logprobs"][first:], list[list[tuple[int, float]]]()
+    logprobs = [place[str(token)]["logprob"] for place, token in zip(places, token_ids[first:], strict=True)]
+    for place in places if top_k else ():
+        ranked = sorted(place.items(), key=lambda entry: entry[1]["rank"])[:top_k]
+        top.append([(int(token), entry["logprob"]) for token, entry in ranked])
+    return checked_scores(logprobs, top, len(token_ids) - first, top_k)
+
+
 VLLM = ServerBackend(
     name="vllm",
     title="vLLM",
@@ -604,6 +620,7 @@ VLLM = ServerBackend(
     command=_command,
     model_key="model",
     context_key="max_model_len",
+    scoring=ScoringCall("/v1/completions", _scoring_body, _scores),
     sampling_problems=sampling_problems,
     image_problems=image_problems,
     image_families=(*QWEN_VL, "llava", *_PROCESSOR_SETTINGS),

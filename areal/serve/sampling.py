@@ -192,8 +192,17 @@ class Sampling:
 
     def _ended(self, task: asyncio.Task[bytes]) -> None:
         request_id = task.get_name()
-        self._queue(queue_of(request_id)).add(request_id)
-        asyncio.get_running_loop().call_later(KEEP_S, self._tasks.pop, request_id, None)
+        if self._tasks.get(request_id) is task:  # else it was cancelled, or sent again since
+            self._queue(queue_of(request_id)).add(request_id)
+            asyncio.get_running_loop().call_later(KEEP_S, self._expire, task)
+
+    def _expire(self, task: asyncio.Task[bytes]) -> None:
+        """Drop a result that its client has not asked for in time."""
+        request_id = task.get_name()
+        if self._tasks.get(request_id) is task:
+            del self._tasks[request_id]
+        if (queue := self._queues.get(queue_of(request_id))) is not None:
+            queue.drop(request_id)
 
     async def wait(self, request_id: str, limit_s: float) -> "asyncio.Task[bytes] | None":
         """The finished sample; None when it needs longer than `limit_s`. KeyError for one that is not known."""
@@ -300,6 +309,11 @@ class CompletionQueue:
         self._ids.append(request_id)
         self._last += 1
         self._has_more.set()
+
+    def drop(self, request_id: str) -> None:
+        """Forget an id, if it is the oldest: a client that asks for each result never reads the queue."""
+        if self._ids and self._ids[0] == request_id:
+            self._ids.popleft()
 
     async def after(self, cursor: int, limit_s: float) -> tuple[int, list[str]]:
         while self._ids and self._last - len(self._ids) < cursor:

@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import orjson
 
+from areal.system.network import TEACHER_TOKEN, TOKEN_VARIABLE
 from areal.system.process import AREAL_PROCESS, watch_parent
 
 _READ_BYTES = 1 << 18
@@ -111,18 +112,17 @@ class WorkerProcess:
                 self._process.kill()
 
 
-def areal_worker(
-    module: str, env: Mapping[str, str], *, without: Collection[str] = ()
-) -> tuple[list[str], dict[str, str]]:
+def areal_worker(module: str, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """The command and the environment of a worker with this main module of areal. `env`: variables in addition to those
-    of this process, `without` some of them."""
+    of this process, without its tokens: a worker runs code of users."""
     command = [sys.executable, "-m", module, str(os.getpid()), orjson.dumps(sys.path).decode()]
-    return command, {name: value for name, value in {**_environment(), **env}.items() if name not in without}
+    return command, {**_environment(), **env}
 
 
 def _environment() -> dict[str, str]:
     """A worker is not a process of the run, imports areal from the same place as its parent, and uses one thread."""
-    env = {name: value for name, value in os.environ.items() if name != AREAL_PROCESS}
+    left_out = (AREAL_PROCESS, TOKEN_VARIABLE, TEACHER_TOKEN)
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     env["PYTHONPATH"] = os.pathsep.join(part for part in (root, env.get("PYTHONPATH", "")) if part)
     env.setdefault("OMP_NUM_THREADS", "1")

@@ -5,8 +5,6 @@ the scores of its first time. An answer without scores has no use for the policy
 """
 
 import asyncio
-import itertools
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +17,24 @@ from areal.api.config import TeacherConfig, TeacherServersConfig
 from areal.api.config.rollout import server_url
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
-from areal.api.errors import ArealError, InputError, ServerUnavailable
+from areal.api.errors import ArealError, ConfigError, InputError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
+from areal.api.registry import registered
 from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import encode_prompt
 from areal.data.token_spans import common_spans, pieces_of, spread
 from areal.data.tokenizer import Tokenizer, load_tokenizer
+from areal.fleet.server_backend import ScoringCall, TokenScores
 from areal.fleet.server_client import ServerClient
+from areal.observe.log import get_logger
 from areal.observe.spans import span
 from areal.system.network import TEACHER_TOKEN
 
+_log = get_logger(__name__)
 _CALLS_PER_SERVER = 64
+_ATTEMPTS = 4
+"""A request has this part of teacher.server_timeout_s on one server; it is then sent to another one."""
+_CHECK_LIMIT_S = 30.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
 TEACHER_LOGPROBS = ColumnSpec("teacher_logprobs", fill=0.0)
@@ -41,78 +46,51 @@ TEACHER_TOP = ColumnSpec("teacher_top_logprobs", fill=0.0, show="")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The requests of each kind of server, and what its answers contain. Pure.
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What a teacher says of the tokens from a place on."""
-
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-    """(token, log-probability) of its likeliest tokens at each place; empty lists without top_k."""
-
-
-def path_of(backend: str) -> str:
-    return "/v1/completions" if backend == "vllm" else "/generate"
-
-
-def scoring_body(backend: str, token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any]:
-    """A request for the log-probabilities of the tokens from `first` >= 1 on, at temperature 1."""
-    ids = list(token_ids)
-    if backend == "vllm":
-        return {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
-    # SGLang returns null for the first token of its range, so the range begins one token earlier
-    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
-    return body | {"logprob_start_len": first - 1, "top_logprobs_num": top_k, "stream": False}
-
-
-def parsed_scores(backend: str, answer: Mapping[str, Any], token_ids: Sequence[int], first: int, top_k: int) -> Scores:
-    """The scores in the answer to `scoring_body`. KeyError, TypeError or ValueError when it has another form."""
-    count, top = len(token_ids) - first, list[list[tuple[int, float]]]()
-    if backend == "vllm":
-        places = answer["choices"][0]["prompt_logprobs"][first:]
-        logprobs = [place[str(token)]["logprob"] for place, token in zip(places, token_ids[first:], strict=True)]
-        for place in places if top_k else ():
-            ranked = sorted(place.items(), key=lambda entry: entry[1]["rank"])[:top_k]
-            top.append([(int(token), entry["logprob"]) for token, entry in ranked])
-    else:
-        meta = answer["meta_info"]
-        logprobs = [entry[0] for entry in meta["input_token_logprobs"][-count:]]
-        for place in meta["input_top_logprobs"][-count:] if top_k else ():
-            top.append([(token, logprob) for logprob, token, *_ in place])
-    if len(logprobs) != count or not all(isinstance(one, float) and math.isfinite(one) for one in logprobs):
-        raise ValueError(f"log-probabilities of {count} tokens are not {count} finite numbers")
-    if top_k and (len(top) != count or any(len(place) != top_k for place in top)):
-        raise ValueError(f"it does not list {top_k} tokens at each of {count} places")
-    return Scores(logprobs, top)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # One teacher, on one or more servers.
 
 
+@dataclass(slots=True, eq=False)
+class _Server:
+    client: ServerClient
+    num_running: int = 0
+
+
 class TeacherServers:
-    """The servers of one teacher. Requests alternate between them, and are repeated while a server is unavailable."""
+    """The servers of one teacher. The one with the fewest requests gets the next; a request that fails goes to another
+    one."""
 
     def __init__(self, options: TeacherServersConfig, teacher: TeacherConfig) -> None:
         self.tokenizer = load_tokenizer(options.tokenizer_path) if options.tokenizer_path else None
-        self._options, self._top_k, self._timeout_s = options, teacher.top_k, teacher.server_timeout_s
+        self._top_k, self._timeout_s = teacher.top_k, teacher.server_timeout_s
+        scoring = registered("backends", options.backend, key="teacher.servers.backend").load().scoring
+        if scoring is None:
+            text = f"teacher.servers.backend: {options.backend} servers do not score given tokens: use others"
+            raise ConfigError(text, code="teacher.no_scores")
+        self._scoring: ScoringCall = scoring
         addresses, token = map(server_url, options.server_addrs), os.environ.get(TEACHER_TOKEN, "")
-        self._clients = [ServerClient("the teacher", url, token=token) for url in addresses]
-        self._next = itertools.cycle(self._clients)
-        self._room = asyncio.Semaphore(_CALLS_PER_SERVER * len(self._clients))
+        self._servers = [_Server(ServerClient("the teacher", url, token=token)) for url in addresses]
+        self._room = asyncio.Semaphore(_CALLS_PER_SERVER * len(self._servers))
 
-    async def scores(self, token_ids: Sequence[int], first: int) -> Scores:
-        """Of the tokens from `first` on. ServerUnavailable when no server answers in time, RequestError if refused."""
+    async def scores(self, token_ids: Sequence[int], first: int) -> TokenScores:
+        """Of the tokens from `first` on. ServerUnavailable when no server answers in time or an answer has another
+        form, RequestError if refused."""
+        if first == len(token_ids):
+            return TokenScores([], [])
         last: ServerUnavailable | None = None
+        failed: _Server | None = None
         try:
             async with asyncio.timeout(self._timeout_s), self._room:
                 pause_s = _FIRST_PAUSE_S
                 while True:
+                    server = min(self._servers, key=lambda one: (one is failed, one.num_running))
                     try:
-                        return await self._asked(next(self._next), token_ids, first)
+                        return await self._asked(server, token_ids, first, limit_s=self._timeout_s / _ATTEMPTS)
                     except ServerUnavailable as error:
+                        failed = server
+                        if error.code == "server.unreadable_answer":  # the next one would be the same
+                            raise
+                        if last is None:
+                            _log.warning("%s; asked again for %g s", error, self._timeout_s)
                         last = error
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _MAX_PAUSE_S)
@@ -123,21 +101,27 @@ class TeacherServers:
 
     async def check(self) -> None:
         """Ask each server once. ServerUnavailable or RequestError names the one that gives no scores."""
-        async with asyncio.timeout(self._timeout_s):
-            for client in self._clients:
-                await self._asked(client, [1, 1], 1)
+        for server in self._servers:
+            await self._asked(server, [1, 1], 1, limit_s=min(self._timeout_s, _CHECK_LIMIT_S))
 
-    async def _asked(self, client: ServerClient, token_ids: Sequence[int], first: int) -> Scores:
-        backend, top_k = self._options.backend, self._top_k
-        answer = await client.post(path_of(backend), scoring_body(backend, token_ids, first, top_k))
-        return client.parsed(answer, lambda found: parsed_scores(backend, found, token_ids, first, top_k))
+    async def _asked(self, server: _Server, token_ids: Sequence[int], first: int, *, limit_s: float) -> TokenScores:
+        scoring, top_k, client = self._scoring, self._top_k, server.client
+        server.num_running += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await client.post(scoring.path, scoring.body(token_ids, first, top_k))
+        except TimeoutError as error:
+            raise client.no_answer(scoring.path, f"nothing in {limit_s:g} s") from error
+        finally:
+            server.num_running -= 1
+        return client.parsed(answer, lambda body: scoring.parse(body, token_ids, first, top_k))
 
     def close(self) -> None:
-        for client in self._clients:
-            client.close()
+        for server in self._servers:
+            server.client.close()
 
 
-def _columns(trajectory: Trajectory, first: int, scores: Scores, top_k: int) -> dict[ColumnSpec, Any]:
+def _columns(trajectory: Trajectory, first: int, scores: TokenScores, top_k: int) -> dict[ColumnSpec, Any]:
     """The columns of a trajectory, 0 outside the loss."""
     size, mask = len(trajectory.token_ids), np.array(to_array("i", trajectory.loss_mask), dtype=bool)
     logprobs = np.zeros(size, np.float32)
@@ -197,30 +181,31 @@ class TaughtWorkflow(RolloutWorkflow):
         if teacher.tokenizer is None:
             scores = await teacher.scores(ids, first)
         else:
-            logprobs = await self._aligned(teacher, teacher.tokenizer, ids[first:], mask[first:], row)
-            scores = Scores(logprobs, [])
+            if not all(mask[first:]):
+                text = "a teacher with its own tokenizer_path scores one answer to a prompt, and this row has several"
+                raise InputError(f"{text}: use a teacher with the policy's tokens", code="teacher.several_answers")
+            own = list(trajectory.rollout_logprobs[first:])
+            scores = TokenScores(await self._aligned(teacher, teacher.tokenizer, ids[first:], own, row), [])
         columns = _columns(trajectory, first, scores, self._config.top_k)
         return replace(trajectory, columns={**trajectory.columns, **columns})
 
     async def _aligned(
-        self, teacher: TeacherServers, other: Tokenizer, answer: Sequence[int], mask: Sequence[int], row: dict[str, Any]
+        self, teacher: TeacherServers, other: Tokenizer, answer: Sequence[int], own: list[float], row: dict[str, Any]
     ) -> list[float]:
         """The scores of an answer from a teacher with other tokens.
 
-        The teacher gets the prompt of the row in its own chat template and the text of the answer in its own tokens. An
-        end token of the policy is the end token of the teacher.
+        The teacher gets the prompt of the row in its own chat template and the text of the answer in its own tokens. A
+        last token without text ends the answer: it is the end token of the teacher. Tokens of an answer without any
+        text keep the policy's log-probabilities `own`, so they have no gradient.
         """
-        if not all(mask):
-            text = "a teacher with its own tokenizer_path scores one answer to a prompt, and this row has several"
-            raise InputError(f"{text}: use a teacher with the policy's tokens", code="teacher.several_answers")
-        ended = answer[-1] == self._tokenizer.eos_token_id and other.eos_token_id is not None
+        ended = not self._tokenizer.decode([answer[-1]], skip_special_tokens=True) and other.eos_token_id is not None
         mine = pieces_of(self._tokenizer, answer[:-1] if ended else answer)
         other_ids = other.encode(mine.text, add_special_tokens=False)
-        spans, num_tokens = common_spans(mine, pieces_of(other, other_ids)), len(answer) - ended
+        spans, kept = common_spans(mine, pieces_of(other, other_ids)), own[: len(answer) - ended]
         prompt = list(encode_prompt(row, other).token_ids)
         ids = [*prompt, *other_ids, *([other.eos_token_id] if ended else [])]
         logprobs = (await teacher.scores(ids, len(prompt))).logprobs
-        return spread(spans, logprobs, num_tokens) + logprobs[len(other_ids) :]
+        return spread(spans, logprobs, kept) + logprobs[len(other_ids) :]
 
     def check_row(self, row: dict[str, Any]) -> None:
         self._workflow.check_row(row)

@@ -84,4 +84,8 @@ def test_other_text_is_one_span():
 
 def test_the_log_probability_of_a_span_is_spread_over_its_tokens():
     spans = [Span(slice(0, 1), slice(0, 3)), Span(slice(1, 3), slice(3, 4))]
-    assert spread(spans, [-1.0, -0.5, -0.5, -3.0], 3) == [-2.0, -1.5, -1.5]
+    assert spread(spans, [-1.0, -0.5, -0.5, -3.0], [0.0] * 3) == [-2.0, -1.5, -1.5]
+
+
+def test_a_token_without_text_keeps_its_log_probability():
+    assert spread([], [], [-0.25]) == [-0.25]

@@ -12,6 +12,7 @@ from aiohttp import ClientSession, web
 from areal.api.data import GenerationResponse, PromptScores
 from areal.observe.log import HttpLogger
 from areal.serve import gateway as gateway_module
+from areal.serve import sampling as sampling_module
 from areal.serve import wire
 from areal.serve.gateway import SAMPLES_AHEAD, Gateway, Keys, TrainerRoutes, make_app, parsed
 from areal.serve.sampling import SampleBody, Sampling
@@ -384,6 +385,7 @@ async def test_a_session_ends_and_its_model_stays(tmp_path, slots, monkeypatch):
         assert service.tenants.samplers == service.tenants.numbers == {}
     async with opened(tmp_path) as (api, *_):
         assert (await api.call("session_heartbeat", {"session_id": session}))[0] == 410
+        assert session not in api.gateway._heard  # else it would end again
 
 
 async def test_inflight_samplers_follow_later_saves(tmp_path, slots):
@@ -447,3 +449,34 @@ async def test_a_sample_waits_for_the_start_of_the_fleet():
     assert fleet.requests == []
     sampling.has_started.set()
     assert decode_sample((await sampling.wait("s:1", 5.0)).result())[0].token_ids == [7, 7, 7]
+
+
+async def test_a_sample_that_is_cancelled_or_forgotten_leaves_nothing():
+    fleet = FakeFleet()
+    fleet.may_answer.clear()
+    sampling = Sampling(fleet, max_adapters=1, context_length=64)
+    body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
+    sampling.has_started.set()
+    for number in range(3):
+        sampling.start(f"s:sample:0:{number}", body, None)
+    sampling.cancel("s:sample:0:0")
+    sampling.start("s:sample:0:0", body, None)  # the client sends it again
+    await asyncio.sleep(0)
+    assert "s:sample:0:0" in sampling
+    assert (await sampling.completions("s:sample:0:0", 0, [], 0))[1] == []
+    tasks = list(sampling._tasks.values())
+    sampling.forget("s:sample:0")
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert sampling._tasks == sampling._queues == {}
+
+
+async def test_a_result_that_nobody_asks_for_is_dropped_after_a_time(monkeypatch):
+    monkeypatch.setattr(sampling_module, "KEEP_S", 0.0)
+    sampling = Sampling(FakeFleet(), max_adapters=1, context_length=64)
+    body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
+    sampling.has_started.set()
+    for number in range(3):
+        sampling.start(f"s:sample:0:{number}", body, None)
+    while sampling._tasks:
+        await asyncio.sleep(0)
+    assert (await sampling.completions("s:sample:0:0", 0, [], 0))[1] == []

@@ -1,6 +1,9 @@
 """Teachers on servers: what they are asked, what their answers become, and what happens when they do not answer."""
 
+import asyncio
 import math
+import socket
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -11,13 +14,15 @@ from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.workflow import RolloutWorkflow
 from areal.data.tiny_model import character_tokenizer
 from areal.data.tokenizer import load_tokenizer
+from areal.fleet.native import NATIVE
+from areal.fleet.sglang import SGLANG
+from areal.fleet.vllm import VLLM
 from areal.trainer.teacher_servers import (
     TEACHER_IDS,
     TEACHER_LOGPROBS,
     TEACHER_TOP,
     TaughtWorkflow,
-    parsed_scores,
-    scoring_body,
+    TeacherServers,
     teacher_problem,
 )
 from tests.expect import raises_code
@@ -32,6 +37,7 @@ class Teacher:
     def __init__(self) -> None:
         self.asked: list[dict] = []
         self.failures: list[int] = []
+        self.has_top = True
 
     async def answer(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
@@ -41,7 +47,7 @@ class Teacher:
         ids = body["input_ids"]
         places = [(None if place == 0 else -token / 8, token, None) for place, token in enumerate(ids)]
         meta = {"input_token_logprobs": places[body["logprob_start_len"] :]}
-        if k := body["top_logprobs_num"]:
+        if (k := body["top_logprobs_num"]) and self.has_top:
             top = [[(-number / 4, number, None) for number in range(k)] for _ in ids]
             meta["input_top_logprobs"] = top[body["logprob_start_len"] :]
         return web.json_response({"meta_info": meta})
@@ -88,26 +94,26 @@ def config(*addresses: str, sources=(), tokenizer_path="", **options) -> Teacher
 
 
 def test_vllm_answers_have_ranks():
-    body = scoring_body("vllm", [5, 6, 7], 1, 2)
+    body = VLLM.scoring.body([5, 6, 7], 1, 2)
     assert body == {"prompt": [5, 6, 7], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 2}
     places = [
         None,
         {"6": {"logprob": -3.0, "rank": 9}, "1": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -1.0, "rank": 2}},
         {"7": {"logprob": -0.25, "rank": 1}, "3": {"logprob": -2.0, "rank": 2}},
     ]
-    scores = parsed_scores("vllm", {"choices": [{"prompt_logprobs": places}]}, [5, 6, 7], 1, 2)
+    scores = VLLM.scoring.parse({"choices": [{"prompt_logprobs": places}]}, [5, 6, 7], 1, 2)
     assert scores.logprobs == [-3.0, -0.25]
     assert scores.top == [[(1, -0.5), (2, -1.0)], [(7, -0.25), (3, -2.0)]]
 
 
 def test_sglang_begins_with_a_token_that_has_no_log_probability():
-    body = scoring_body("sglang", [5, 6, 7], 1, 1)
+    body = SGLANG.scoring.body([5, 6, 7], 1, 1)
     assert (body["logprob_start_len"], body["top_logprobs_num"]) == (0, 1)
     meta = {
         "input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]],
         "input_top_logprobs": [None, [[-0.5, 8, None]], [[-0.25, 9, None]]],
     }
-    scores = parsed_scores("sglang", {"meta_info": meta}, [5, 6, 7], 1, 1)
+    scores = SGLANG.scoring.parse({"meta_info": meta}, [5, 6, 7], 1, 1)
     assert scores.logprobs == [-1.0, -2.0]
     assert scores.top == [[(8, -0.5)], [(9, -0.25)]]
 
@@ -116,7 +122,7 @@ def test_sglang_begins_with_a_token_that_has_no_log_probability():
 def test_an_answer_without_a_number_for_each_token_is_refused(values):
     meta = {"input_token_logprobs": [[value, 0, None] for value in values]}
     with pytest.raises((ValueError, TypeError)):
-        parsed_scores("native", {"meta_info": meta}, [5, 6, 7], 1, 0)
+        NATIVE.scoring.parse({"meta_info": meta}, [5, 6, 7], 1, 0)
 
 
 async def test_trained_tokens_get_the_scores_of_the_teacher(teacher):
@@ -159,6 +165,27 @@ async def test_a_request_is_repeated_until_a_server_answers(teacher, monkeypatch
     await workflow.aclose()
 
 
+async def test_an_answer_of_another_form_fails_the_episode_at_once(teacher):
+    wrong = config(teacher.address, top_k=2, loss_coef=1.0)
+    workflow = TaughtWorkflow(Episodes(trajectory([1, 8], [0, 1])), wrong, None)
+    teacher.has_top = False
+    with raises_code("server.unreadable_answer"):
+        await workflow.arun_episode(None, {})
+    assert len(teacher.asked) == 1
+    await workflow.aclose()
+
+
+async def test_a_server_that_hangs_does_not_hold_up_the_other_one(teacher):
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # it takes connections and never answers
+        address = f"127.0.0.1:{hung.getsockname()[1]}"
+        both = config(address, teacher.address, server_timeout_s=4.0)
+        servers = TeacherServers(both.servers[0], both)
+        found = await asyncio.gather(*(servers.scores([1, 8], 1) for _ in range(200)))
+        assert [scores.logprobs for scores in found] == [[-1.0]] * 200
+        servers.close()
+        assert "did not answer" in await asyncio.to_thread(teacher_problem, config(address, server_timeout_s=0.1))
+
+
 async def test_a_teacher_that_never_answers_fails_the_episode():
     workflow = TaughtWorkflow(Episodes(trajectory([1, 8], [0, 1])), config("127.0.0.1:9", server_timeout_s=0.05), None)
     with raises_code("teacher.unavailable", "server_timeout_s"):
@@ -183,6 +210,16 @@ async def test_a_teacher_with_other_tokens_is_compared_by_spans(teacher, tmp_pat
     of = {token: -number / 8 for token, number in ids.items()}
     expected = [of["ab"] / 2] * 2 + [of[" "]] + [of["cd"] / 2] * 2 + [of["a"], of["<eos>"]]
     assert scored.columns[TEACHER_LOGPROBS].tolist() == pytest.approx([0.0, 0.0, *expected])
+    silent = trajectory([3, 0], [0, 1])  # the answer is a token without text, which ended it
+    [unscored] = (
+        await TaughtWorkflow(Episodes(silent), workflow._config, ours).arun_episode(None, {"prompt": "d"})
+    ).trajectories
+    assert unscored.columns[TEACHER_LOGPROBS].tolist() == [0.0, of["<eos>"]]
+    unended = replace(trajectory([3, 0, 0], [0, 1, 1]), rollout_logprobs=[0.0, -0.5, -2.0])
+    [own] = (
+        await TaughtWorkflow(Episodes(unended), workflow._config, ours).arun_episode(None, {"prompt": "d"})
+    ).trajectories
+    assert own.columns[TEACHER_LOGPROBS].tolist() == [0.0, -0.5, of["<eos>"]]
     several = TaughtWorkflow(
         Episodes(trajectory([3, 4, 5], [1, 0, 1])), config(teacher.address, tokenizer_path=str(tmp_path)), ours
     )

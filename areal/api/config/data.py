@@ -36,8 +36,7 @@ class DatasetConfig:
     """A dataset and how its rows are read."""
 
     path: str | list[str] = option("???", also="verl: data.train_files, data.val_files; ROLL: data_args.file_name")
-    """Files (data/*.jsonl), a folder of `datasets`, a hub name, a function (file.py:function), rows of an environment
-    (env:NAME?size=1000&seed=0), or a list of these."""
+    """Files (data/*.jsonl), a folder of `datasets`, a hub name, file.py:f, env:NAME?size=N, or a list of them."""
     type: str = choice("rl", "rl", "sft", "rw")
     """Kind of rows: rl = prompt and reward data, sft = prompt and answer, rw = chosen and rejected answer."""
     split: str = option("", relevant=_FROM_LIBRARY, also="cosmos-rl: dataset.split")

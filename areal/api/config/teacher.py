@@ -14,8 +14,8 @@ class TeacherServersConfig:
 
     server_addrs: list[str] = field(default_factory=list[str])
     """Their addresses (host:port or http://host:port); requests alternate between them."""
-    backend: str = choice("native", "native", "sglang", "vllm")
-    """Kind of these servers."""
+    backend: str = "native"
+    """Kind of these servers, as in allocation_mode."""
     sources: list[str] = field(default_factory=list[str])
     """Values of teacher.source_key whose answers they teach; [] = those that no other entry names."""
     tokenizer_path: str = ""

@@ -1,0 +1,94 @@
+"""The adapters against the real packages: equal rewards, exact token spans, and kills in the middle of a run."""
+
+import json
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from areal.data.dataset import environment_rows
+from areal.environments.adapters import OpenEnvWorkflow, TextArenaWorkflow
+from areal.environments.reasoning_gym import ReasoningGymWorkflow
+from tests.environments.environment_kit import build, kill_worker_then_controller, policy, run_of, trained_text
+from tests.faults.driver import ROOT
+
+PYTHON = ROOT / ".venv-environments/bin/python"
+OWN = Path(__file__).parent / "own_rewards.py"
+EPISODES = 256
+
+
+def own(kind, asked):
+    """What the package itself says, in another process."""
+    given = json.dumps(asked)
+    done = subprocess.run([PYTHON, OWN, kind], input=given, capture_output=True, text=True, cwd=ROOT, check=True)
+    return json.loads(done.stdout)
+
+
+async def played(workflow, asked):
+    """The rewards of the sessions of each episode, whose policy gives the answers of `asked` one after another."""
+    found = []
+    try:
+        for row, answers in asked:
+            left = list(answers)
+            group = await workflow.arun_episode(policy(lambda _, left=left: left.pop(0)), row)
+            texts = [trained_text(one).split("<|im_end|>")[:-1] for one in group.trajectories]
+            used = answers[: len(answers) - len(left)]
+            assert sorted(text for one in texts for text in one) == sorted(used)
+            assert len(texts) > 1 or texts[0] == used
+            found.append([one.reward for one in group.trajectories])
+    finally:
+        await workflow.aclose()
+    return found
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "countdown"])
+async def test_rewards_of_reasoning_gym_are_those_of_the_package(name) -> None:
+    rows = environment_rows(f"env:{name}?size={EPISODES}&seed=5")
+    references = own("reference", [(row, []) for row in rows])
+    answers = [text if k % 3 else references[(k + 1) % EPISODES] for k, text in enumerate(references)]
+    expected = own("reasoning_gym", [(row, [text]) for row, text in zip(rows, answers, strict=True)])
+    workflow = build(ReasoningGymWorkflow, python=str(PYTHON))
+    asked = [(row, [f"<answer>{text}</answer>"]) for row, text in zip(rows, answers, strict=True)]
+    assert await played(workflow, asked) == [[value] for value in expected]
+    assert 0.5 < sum(value == 1 for value in expected) / EPISODES < 0.8
+
+
+MOVES = {
+    "GuessTheNumber-v0": [f"[{number}]" for number in range(1, 21)],
+    "Nim-v0": [f"[{pile} {count}]" for pile in range(3) for count in (1, 2, 3)],
+    "TicTacToe-v0": [f"[{cell}]" for cell in range(9)],
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+async def test_rewards_of_games_are_those_of_the_package(name) -> None:
+    rows = environment_rows(f"env:{name}?size={EPISODES}&seed=5")
+    asked = [(row, random.Random(row["index"]).choices(MOVES[name], k=64)) for row in rows]
+    workflow = build(TextArenaWorkflow, python=str(PYTHON))
+    assert await played(workflow, asked) == own("textarena", asked)
+
+
+async def test_rewards_of_an_openenv_server_are_those_of_its_class() -> None:
+    rows = environment_rows(f"env:guessing?size={EPISODES}&seed=5")
+    asked = [(row, random.Random(row["index"]).choices("0123456789", k=4)) for row in rows]
+    workflow = build(OpenEnvWorkflow, python=str(PYTHON), env=str(ROOT / "examples/environments/guess_server.py:app"))
+    assert await played(workflow, asked) == [[value] for value in own("openenv", asked)]
+
+
+RUNS = {
+    "reasoning_gym": ("env:chain_sum?size=200&seed=1", {"args": {"extract": False}, "curriculum": {"target": 0.5}}),
+    "openenv": ("env:guessing?size=200&seed=1", {"env": str(ROOT / "examples/environments/guess_server.py:app")}),
+}
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_killed_environment_and_a_killed_controller_lose_and_repeat_nothing(kind, tmp_path) -> None:
+    rows, args = RUNS[kind]
+    run = run_of(tmp_path, kind, rows, {"python": str(PYTHON), **args})
+    kill_worker_then_controller(run)
+    if kind == "reasoning_gym":
+        lines = [json.loads(line) for line in (run.folder / "environments/levels.jsonl").read_text().splitlines()]
+        begun = [line["episode"] for line in lines if line["event"] == "begin"]
+        assert len(begun) == len(set(begun)), "an episode has two levels"
