@@ -1,6 +1,7 @@
 """OpenEnv in a worker: a WebSocket session for each episode; its HTTP routes have no state."""
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 INSTALL = "pip install openenv-core==0.3.0 uvicorn"
 _START_LIMIT_S = 120.0
+_END_LIMIT_S = 2.0
 _CODE = re.compile(r"\(code: (\w+)\)")
 _NOT_SEEN = ("reward", "done", "metadata")
 _NUMBERS = {"integer": int, "number": float}
@@ -77,6 +79,12 @@ class Adapter:
             if not self._address or (self._server is not None and self._server.returncode is not None):
                 await self._serve()
         return self._address
+
+    async def may_have_ended(self):
+        """A connection was lost: give a server that is about to end the time to do so, so that another one starts."""
+        if self._server is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._server.wait(), _END_LIMIT_S)
 
     async def _serve(self):
         file, _, name = self._env.rpartition(":")
@@ -168,6 +176,7 @@ class Episode:
             return await call
         except Exception as error:
             if isinstance(error, OSError) or _is_closed(error):
+                await self._adapter.may_have_ended()
                 raise ServerDied(str(error)) from error
             raise
 

@@ -124,7 +124,7 @@ def test_rows_come_from_the_specification_of_a_dataset() -> None:
     config = TrainDatasetConfig(path=["env:sums?size=3&seed=5&terms=4", "env:raising?size=1"], weights=[3, 1])
     rows = load_rows(config, default_split="train")
     assert [row for row in rows if row["env"] == "sums"][2] == {
-        "env": "sums", "config": {"terms": 4}, "seed": 5, "index": 2
+        "env": "sums", "config": {"terms": 4}, "seed": 5, "size": 3, "index": 2
     }  # fmt: skip
 
 
