@@ -35,12 +35,20 @@ class Adapter:
         return name
 
     def max_level(self, row):
-        """The highest level of the curriculum of a dataset; None = it has none."""
+        """The highest level of the curriculum of a dataset that makes an item; None = there is none."""
         name = self.name_of(row)
         if not self._factory.has_curriculum(name):
             return None
         attributes = self._factory.create_curriculum(name).attributes
-        return max((len(attribute.levels) for attribute in attributes.values()), default=1) - 1
+        top = max((len(attribute.levels) for attribute in attributes.values()), default=1) - 1
+        return next((level for level in range(top, -1, -1) if self._makes_items(row, level)), None)
+
+    def _makes_items(self, row, level):
+        """Whether a level makes an item: some curricula have values that their own dataset refuses."""
+        try:
+            return bool(self.item({**row, "level": level}))
+        except Exception:  # noqa: BLE001 - of the package
+            return False
 
     def item(self, row):
         """The dataset and the item of a row. With `level`, the curriculum of the dataset changes its config."""
