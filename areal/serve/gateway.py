@@ -226,6 +226,7 @@ class Gateway:
     def __init__(self, service: Service, sampling: Sampling, keys: Keys, *, hold_s: float = HOLD_S) -> None:
         self._service, self._sampling, self._keys, self._hold_s = service, sampling, keys, hold_s
         self._tenants = service.tenants
+        service.is_sampled = sampling.uses
         self._lost = {name: (one.first, one.limit) for name, one in self._tenants.numbers.items()}
         """Queue -> the samples that an earlier gateway may not have answered."""
         open_sessions = [name for name in self._tenants.sessions if name not in self._tenants.ended]

@@ -401,8 +401,36 @@ async def test_inflight_samplers_follow_later_saves(tmp_path, slots):
                 await api.result((await api.ok("asample", body))["request_id"])
         names = [one.adapter for one in fleet.requests]
         assert [len(set(part)) for part in (names, names[1:3], names[3:])] == [3, 1, 1]
+        assert len(fleet.loaded) == 2  # the first left the servers after the third save
+        body = {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 4, "kind": "inflight"}
+        await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
         saves = (tmp_path / "sampler_weights" / model.replace(":", "-") / ".inflight").iterdir()
-        assert sorted(one.name for one in saves) == ["00000002", "00000003"]
+        assert sorted(one.name for one in saves) == ["00000002", "00000003", "00000004"]
+
+
+async def test_inflight_weights_stay_while_a_sample_waits_for_them(tmp_path, slots):
+    async with opened(tmp_path) as (api, _, fleet, _, address), trainer(slots, tmp_path, address):
+        model = await api.new_model()
+        api.gateway._sampling.has_started.clear()  # the fleet starts: samples wait
+
+        async def save(seq):
+            body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq, "kind": "inflight"}
+            return await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
+
+        body = {**await save(1), "seq_id": 0, "prompt": prompt_of(7)}
+        asked = await api.ok("asample", body)
+        for seq in (2, 3, 4):
+            await save(seq)
+        saves = tmp_path / "sampler_weights" / model.replace(":", "-") / ".inflight"
+        assert sorted(one.name for one in saves.iterdir()) == ["00000001", "00000003", "00000004"]
+        api.gateway._sampling.has_started.set()
+        assert decode_sample(await api.result(asked["request_id"]))[0].token_ids == [7, 7, 7]
+        await save(5)  # a server that starts again loads what the others have
+        assert sorted(one.name for one in saves.iterdir()) == ["00000001", "00000004", "00000005"]
+        assert len(fleet.loaded) == 1
+        api.gateway._sampling._adapters._loaded.clear()  # it has left the servers
+        await save(6)
+        assert sorted(one.name for one in saves.iterdir()) == ["00000005", "00000006"]
 
 
 async def test_external_weights_are_downloaded(tmp_path, slots):
