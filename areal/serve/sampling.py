@@ -217,8 +217,9 @@ class Sampling:
     def _expire(self, task: asyncio.Task[bytes]) -> None:
         """Drop a result that its client has not asked for in time."""
         request_id = task.get_name()
-        if self._tasks.get(request_id) is task:
-            del self._tasks[request_id]
+        if self._tasks.get(request_id, task) is not task:
+            return  # the client sent it again
+        self._tasks.pop(request_id, None)
         if (queue := self._queues.get(queue_of(request_id))) is not None:
             queue.drop(request_id)
 

@@ -338,6 +338,28 @@ async def test_a_client_waits_for_all_samples_in_one_request(tmp_path):
         assert (await other.call("retrieve_futures", last))[0] == 404
 
 
+async def test_a_clone_without_samples_has_no_queue(tmp_path):
+    async with opened(tmp_path) as (api, _, _, service, _):
+        sampler = await base_sampler(api)
+        poll = {"target": {"sampling_session_id": sampler, "cloned_sampler_id": 3}, "prev_cursor": 0}
+        found = await api.ok("retrieve_futures", poll | {"timeout": 0})
+        assert found == {"completions": [], "cursor": 0}
+        assert api.gateway._sampling._queues == {}
+        waits, wait = asyncio.Event(), service.wait
+
+        def noted(*arguments):
+            waits.set()
+            return wait(*arguments)
+
+        service.wait = noted
+        waiting = asyncio.create_task(api.ok("retrieve_futures", poll | {"timeout": 60}))
+        await waits.wait()
+        await api.ok("asample", {"sampling_session_id": sampler, "seq_id": 3 * 10**9, "prompt": prompt_of(7)})
+        assert (await waiting)["completions"] == []  # it asks again at once
+        (one,) = (await api.ok("retrieve_futures", poll))["completions"]
+        assert one["request_id"] == f"{sampler}:{3 * 10**9}"
+
+
 async def test_a_client_learns_which_samples_an_earlier_gateway_has_lost(tmp_path):
     async with opened(tmp_path) as (api, _, fleet, *_):
         sampler = await base_sampler(api)
@@ -385,6 +407,15 @@ async def test_a_session_ends_and_its_model_stays(tmp_path, slots, monkeypatch):
         assert service.tenants.samplers == service.tenants.numbers == {}
     async with opened(tmp_path) as (api, *_):
         assert (await api.call("session_heartbeat", {"session_id": session}))[0] == 410
+        assert session not in api.gateway._heard  # else it would end again
+
+
+async def test_a_repeated_request_for_a_session_that_has_ended_does_not_open_it(tmp_path):
+    async with opened(tmp_path) as (api, *_):
+        again = {"headers": {"X-Idempotency-Key": "k"}}
+        session = (await api.ok("create_session", {}, **again))["session_id"]
+        await api.ok(f"sessions/{session}/finish")
+        assert (await api.ok("create_session", {}, **again))["session_id"] == session
         assert session not in api.gateway._heard  # else it would end again
 
 
@@ -508,3 +539,21 @@ async def test_a_result_that_nobody_asks_for_is_dropped_after_a_time(monkeypatch
     while sampling._tasks:
         await asyncio.sleep(0)
     assert (await sampling.completions("s:sample:0:0", 0, [], 0))[1] == []
+
+
+async def test_a_sample_that_is_sent_again_outlives_the_time_of_the_first(monkeypatch):
+    monkeypatch.setattr(sampling_module, "KEEP_S", 3600.0)
+    fleet, name = FakeFleet(), "s:sample:0:1"
+    sampling = Sampling(fleet, max_adapters=1, context_length=64)
+    body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
+    sampling.has_started.set()
+    sampling.start(name, body, None)
+    first = await sampling.wait(name, 5.0)
+    cursor, names = await sampling.completions("s:sample:0:0", 0, [], 5.0)
+    assert names == [name]
+    await sampling.completions("s:sample:0:0", cursor, [name], 0)
+    sampling.start(name, body, None)
+    await sampling.wait(name, 5.0)
+    sampling._expire(first)
+    assert name in sampling
+    assert (await sampling.completions("s:sample:0:0", cursor, [], 5.0))[1] == [name]
