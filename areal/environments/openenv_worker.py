@@ -145,16 +145,23 @@ class Episode:
     async def step(self, message, is_cut):
         """The reward is that of this turn. An episode ends at `done`: a further step would be paid again."""
         try:
-            result = await self._asked(self._client.step(self._action(message["content"] or "")))
-        except (ValueError, RuntimeError) as error:  # the policy's action, and not a failure
-            if isinstance(error, RuntimeError) and code_of(error) != "VALIDATION_ERROR":
+            action = self._action(message["content"] or "")
+        except ValueError as error:
+            return self._refused(error)
+        try:
+            result = await self._asked(self._client.step(action))
+        except RuntimeError as error:
+            if code_of(error) != "VALIDATION_ERROR":  # else the policy's action is wrong
                 raise
-            text = f"The action was refused: {str(error).splitlines()[0]}"
-            reward = self._args.get("invalid_reward", 0.0)
-            return {"messages": [{"role": "user", "content": text}], "reward": reward, "done": False}
+            return self._refused(error)
         text = self._seen(result.observation)
         reward = 0.0 if result.reward is None else float(result.reward)
         return {"messages": [{"role": "user", "content": text}], "reward": reward, "done": bool(result.done)}
+
+    def _refused(self, error):
+        text = f"The action was refused: {str(error).splitlines()[0]}"
+        reward = self._args.get("invalid_reward", 0.0)
+        return {"messages": [{"role": "user", "content": text}], "reward": reward, "done": False}
 
     async def _asked(self, call):
         try:

@@ -84,7 +84,8 @@ class _Live:
         text = "its process did not start"
         try:
             first = await self.process.connect(limit_s=START_LIMIT_S)
-            self.facts.set_result(first["result"])
+            if not self.facts.done():
+                self.facts.set_result(first["result"])
             text = "its process ended"
             while True:
                 for message in await self.process.receive(limit_s=None):
@@ -169,7 +170,7 @@ class EnvironmentWorker:
 
     async def facts(self) -> dict[str, Any]:
         """What the adapter says of itself, after its start. Raises EnvironmentFailed."""
-        return _facts(await self._started().facts)
+        return _facts(await asyncio.shield(self._started().facts))  # others wait for it too
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -190,7 +191,7 @@ class EnvironmentWorker:
         live = self._started() if episode is None else self._episodes.get(episode) or self._started()
         if episode is not None:
             self._episodes[episode] = live  # an episode that has lost its worker does not continue in the next one
-        _facts(await live.facts)
+        _facts(await asyncio.shield(live.facts))
         return await live.call(name, given, episode=episode, limit_s=limit_s)
 
     async def close_episode(self, episode: str, *, limit_s: float) -> None:

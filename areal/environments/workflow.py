@@ -81,7 +81,7 @@ class EnvironmentWorkflow(SessionWorkflow):
                     sessions.remove(seat.entry)
             if outcomes[0].status != "died":
                 break
-        played = [number for number, seat in enumerate(seats) if not number or seat.entry.session.counts.turns]
+        played = [number for number, seat in enumerate(seats) if seat.entry.session.counts.turns] or [0]
         return [
             await self._finished(seats[number].entry, outcomes[number], row, seats[number].num_open)
             for number in played

@@ -79,6 +79,12 @@ async def test_a_player_without_a_turn_is_no_session(make) -> None:
     assert group.rejected == ""
 
 
+async def test_a_game_that_player_1_begins_and_ends_is_that_of_player_1(make) -> None:
+    group = await arena(make, env="Late-v0").arun_episode(scripted("x"), dict(ROW))
+    assert [one.reward for one in group.trajectories] == [0.4]
+    assert group.rejected == ""
+
+
 async def test_a_function_plays_the_other_side(make, tmp_path) -> None:
     file = tmp_path / "opponent.py"
     file.write_text(f"def play(text, rng):\n    return '{(target(ROW) + 1) % 9}'\n")
@@ -137,9 +143,10 @@ def test_a_server_that_is_missing_is_one_line(env, text) -> None:
     assert error.value.code == "env.not_found"
 
 
-async def test_a_fault_of_the_server_is_no_reward(make) -> None:
-    with pytest.raises(AgentFailed, match="EXECUTION_ERROR"):
-        await guessing(make).arun_episode(policy(lambda _: "99"), dict(ROW))
+@pytest.mark.parametrize(("answer", "error"), [("99", "EXECUTION_ERROR"), ("98", "JSONDecodeError")])
+async def test_a_fault_of_the_server_is_no_reward(make, answer, error) -> None:
+    with pytest.raises(AgentFailed, match=error):
+        await guessing(make, args={"invalid_reward": -1.0}).arun_episode(policy(lambda _: answer), dict(ROW))
 
 
 async def test_an_episode_whose_server_was_killed_runs_again_on_a_new_one(make) -> None:

@@ -68,6 +68,15 @@ async def test_an_episode_whose_worker_dies_runs_again_and_later_ones_use_a_new_
     assert workflow.worker.pid != first
 
 
+async def test_an_episode_that_is_cancelled_does_not_stop_the_start_of_the_worker(make) -> None:
+    workflow = make()
+    waiters = [asyncio.create_task(workflow.worker.facts()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiters[0].cancel()
+    assert await waiters[1] == await waiters[2]
+    assert waiters[0].cancelled()
+
+
 async def test_an_episode_whose_worker_dies_twice_has_no_reward(make) -> None:
     workflow = make()
 

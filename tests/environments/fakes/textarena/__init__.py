@@ -50,5 +50,13 @@ class Race(Game):
     players = 2
 
 
+class Late(Race):
+    """Player 1 begins."""
+
+    def reset(self, num_players, seed=None):
+        super().reset(num_players, seed)
+        self.player = 1
+
+
 def make(name, **options):
-    return {"Guess-v0": Game, "Race-v0": Race}[name](**options)
+    return {"Guess-v0": Game, "Race-v0": Race, "Late-v0": Late}[name](**options)

@@ -23,6 +23,8 @@ def answer(state, kind, data):
         return {"code": "VALIDATION_ERROR", "text": "not an integer"}
     if data["number"] == 99:
         return {"code": "EXECUTION_ERROR", "text": "a fault"}
+    if data["number"] == 98:
+        return None
     state["turns"] += 1
     right = data["number"] == state["number"]
     return result("right" if right else "wrong", float(right), right or state["turns"] == 3)
@@ -42,7 +44,8 @@ async def serve(reader, writer):
     OPEN.add(writer)
     with contextlib.suppress(ConnectionError):
         while first:
-            writer.write(json.dumps(answer(state, *json.loads(first))).encode() + b"\n")
+            found = answer(state, *json.loads(first))
+            writer.write((b"<html>502" if found is None else json.dumps(found).encode()) + b"\n")
             first = await reader.readline()
     OPEN.discard(writer)
 
