@@ -23,6 +23,7 @@ from importlib.machinery import SourceFileLoader
 
 _LINE_BYTES = 1 << 28
 _PR_SET_PDEATHSIG = 1
+_CANCELLED = {"error": {"kind": "TimeoutError", "text": "it was cancelled", "code": "env.timeout"}}
 
 
 class _Refused(Exception):
@@ -150,7 +151,12 @@ class Server:
                 continue
             number = message["id"]
             self._calls[number] = task = asyncio.ensure_future(self._answer(message))
-            task.add_done_callback(lambda _, number=number: self._calls.pop(number, None))
+            task.add_done_callback(lambda task, number=number: self._ended(task, number))
+
+    def _ended(self, task, number):
+        self._calls.pop(number, None)
+        if task.cancelled():  # before it began
+            self._send({"id": number, **_CANCELLED})
 
     def _send(self, message):
         self._writer.write(json.dumps(message).encode() + b"\n")
@@ -171,7 +177,7 @@ class Server:
             result = await self._result(message["call"], message["given"], message.get("episode"))
             answer |= result if isinstance(result, _Answer) else {"result": result}
         except asyncio.CancelledError:
-            answer |= {"error": {"kind": "TimeoutError", "text": "it was cancelled", "code": "env.timeout"}}
+            answer |= _CANCELLED
         except Exception as error:  # noqa: BLE001 - code of others
             if not isinstance(error, _Died):
                 traceback.print_exc()
