@@ -251,7 +251,8 @@ def environment_rows(path: str) -> list[Row]:
     if type(size) is not int or type(seed) is not int or size < 1:
         message = f"dataset {path}: size and seed must be whole numbers: {ENVIRONMENT_PREFIX}NAME?size=1000&seed=0"
         raise InputError(message, code="data.invalid_file")
-    return [{"env": name, "config": config, "seed": seed, "index": index} for index in range(size)]
+    shared: Row = {"env": name, "config": config, "seed": seed, "size": size}
+    return [{**shared, "index": index} for index in range(size)]
 
 
 def _made_rows(name: str) -> Iterator[Row]:

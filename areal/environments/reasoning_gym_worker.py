@@ -53,20 +53,21 @@ class Adapter:
     def item(self, row):
         """The dataset and the item of a row. With `level`, the curriculum of the dataset changes its config."""
         name, config = self.name_of(row), row.get("config") or {}
-        key = json.dumps([name, config, row["seed"], row.get("level")], sort_keys=True)
+        size = max(row.get("size", 0), row["index"] + 1)  # some datasets make all items at once
+        key = json.dumps([name, config, size, row["seed"], row.get("level")], sort_keys=True)
         if key not in self._datasets:
             if len(self._datasets) >= _DATASETS:
                 del self._datasets[next(iter(self._datasets))]
-            self._datasets[key] = self._dataset(name, config, row["seed"], row.get("level"))
+            self._datasets[key] = self._dataset(name, {"size": size, "seed": row["seed"], **config}, row.get("level"))
         dataset = self._datasets[key]
         return dataset, dataset[row["index"]]
 
-    def _dataset(self, name, config, seed, level):
+    def _dataset(self, name, config, level):
         if level is None:
-            return self._gym.create_dataset(name, **{"size": 1, "seed": seed, **config})
+            return self._gym.create_dataset(name, **config)
         curriculum = self._factory.create_curriculum(name)
         curriculum.set_global_level(level)
-        made = curriculum.generate_configuration({"size": 1, "seed": seed, **config})
+        made = curriculum.generate_configuration(config)
         return self._factory.DATASETS[name][0](config=made)
 
     def extracted(self, text):

@@ -150,11 +150,14 @@ class EnvironmentWorkflow(SessionWorkflow):
         return {}
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Start the worker, and an episode of each environment of the rows. ConfigError with the command that helps."""
+        """Start the worker, and the first and the last episode of each environment of the rows. ConfigError with the
+        command that helps."""
         first = {row.get("env"): row for row in reversed(rows)}
+        last = {row.get("env"): row for row in rows}
+        ends = [row for name in first for row in (first[name], last[name])]
         with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
             try:
-                thread.submit(asyncio.run, self._tried(list(first.values())[:_CHECKED_ENVIRONMENTS])).result()
+                thread.submit(asyncio.run, self._tried(ends[: 2 * _CHECKED_ENVIRONMENTS])).result()
             except EnvironmentFailed as error:
                 name = f"workflow={self.adapter}"
                 raise ConfigError(f"{name}: {error}", code=error.code) from error

@@ -124,7 +124,7 @@ def test_rows_come_from_the_specification_of_a_dataset() -> None:
     config = TrainDatasetConfig(path=["env:sums?size=3&seed=5&terms=4", "env:raising?size=1"], weights=[3, 1])
     rows = load_rows(config, default_split="train")
     assert [row for row in rows if row["env"] == "sums"][2] == {
-        "env": "sums", "config": {"terms": 4}, "seed": 5, "index": 2
+        "env": "sums", "config": {"terms": 4}, "seed": 5, "size": 3, "index": 2
     }  # fmt: skip
 
 
@@ -166,3 +166,9 @@ def test_a_first_level_above_the_top_becomes_the_top_and_falls_from_there(tmp_pa
 @pytest.mark.parametrize(("env", "top"), [("sums", 2), ("few", 1), ("nothing", None), ("raising", None)])
 async def test_the_top_is_the_highest_level_that_the_dataset_accepts(make, env, top) -> None:
     assert await make().worker.call("max_level", {"row": ROW | {"env": env}}, limit_s=20) == top
+
+
+def test_the_last_row_of_an_environment_is_tried_before_the_start() -> None:
+    with pytest.raises(ConfigError) as error:
+        build(ReasoningGymWorkflow).check_rows([ROW, ROW, ROW | {"config": {"terms": "many"}}])
+    assert error.value.code == "env.failed"

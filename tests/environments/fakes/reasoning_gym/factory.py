@@ -17,6 +17,8 @@ class Sums:
         self.config = config
 
     def __getitem__(self, index):
+        if index >= self.config.size:
+            raise IndexError(index)
         numbers = [(self.config.seed + index + place) % 10 for place in range(self.config.terms)]
         return {"question": " + ".join(map(str, numbers)), "answer": str(sum(numbers)), "metadata": {}}
 
