@@ -23,7 +23,6 @@ from importlib.machinery import SourceFileLoader
 
 _LINE_BYTES = 1 << 28
 _PR_SET_PDEATHSIG = 1
-_CANCELLED = {"error": {"kind": "TimeoutError", "text": "it was cancelled", "code": "env.timeout"}}
 
 
 class _Refused(Exception):
@@ -131,6 +130,10 @@ def _serve_child(adapter, channel):
             channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
+def _cancelled(number):
+    return {"id": number, "error": {"kind": "TimeoutError", "text": "it was cancelled", "code": "env.timeout"}}
+
+
 class Server:
     """Runs the calls of the controller at the same time, on one event loop."""
 
@@ -151,12 +154,12 @@ class Server:
                 continue
             number = message["id"]
             self._calls[number] = task = asyncio.ensure_future(self._answer(message))
-            task.add_done_callback(lambda task, number=number: self._ended(task, number))
+            task.add_done_callback(lambda task, number=number: self._done(number, task))
 
-    def _ended(self, task, number):
-        self._calls.pop(number, None)
-        if task.cancelled():  # before it began
-            self._send({"id": number, **_CANCELLED})
+    def _done(self, number, task):
+        del self._calls[number]
+        if task.cancelled():  # before its first step
+            self._send(_cancelled(number))
 
     def _send(self, message):
         self._writer.write(json.dumps(message).encode() + b"\n")
@@ -177,7 +180,7 @@ class Server:
             result = await self._result(message["call"], message["given"], message.get("episode"))
             answer |= result if isinstance(result, _Answer) else {"result": result}
         except asyncio.CancelledError:
-            answer |= _CANCELLED
+            answer = _cancelled(message["id"])
         except Exception as error:  # noqa: BLE001 - code of others
             if not isinstance(error, _Died):
                 traceback.print_exc()
