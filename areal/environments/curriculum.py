@@ -91,6 +91,8 @@ class Curriculum:
         if event["event"] == "begin":
             if episode is not None:
                 self._levels[episode] = event["level"]
+            if event["level"] < task.level:  # that was above the top
+                task.level, task.rates = event["level"], []
             return
         if episode is not None:
             self._ended.add(episode)

@@ -35,12 +35,21 @@ class Adapter:
         return name
 
     def max_level(self, row):
-        """The highest level of the curriculum of a dataset; None = it has none."""
+        """The highest level of the curriculum of a dataset that it accepts; None = there is none."""
         name = self.name_of(row)
         if not self._factory.has_curriculum(name):
             return None
         attributes = self._factory.create_curriculum(name).attributes
-        return max((len(attribute.levels) for attribute in attributes.values()), default=1) - 1
+        top = max((len(attribute.levels) for attribute in attributes.values()), default=1) - 1
+        return next((level for level in range(top, -1, -1) if self._accepts(row, level)), None)
+
+    def _accepts(self, row, level):
+        """Whether the dataset takes a level: some refuse values of their own curriculum. An item may take minutes."""
+        try:
+            self._dataset(self.name_of(row), {"size": 1, "seed": row["seed"], **(row.get("config") or {})}, level)
+        except Exception:  # noqa: BLE001 - of the package
+            return False
+        return True
 
     def item(self, row):
         """The dataset and the item of a row. With `level`, the curriculum of the dataset changes its config."""

@@ -226,6 +226,7 @@ class Gateway:
     def __init__(self, service: Service, sampling: Sampling, keys: Keys, *, hold_s: float = HOLD_S) -> None:
         self._service, self._sampling, self._keys, self._hold_s = service, sampling, keys, hold_s
         self._tenants = service.tenants
+        service.is_sampled = sampling.uses
         self._lost = {name: (one.first, one.limit) for name, one in self._tenants.numbers.items()}
         """Queue -> the samples that an earlier gateway may not have answered."""
         open_sessions = [name for name in self._tenants.sessions if name not in self._tenants.ended]
@@ -307,7 +308,8 @@ class Gateway:
         session = uuid.uuid5(uuid.NAMESPACE_URL, given).hex
         if session not in self._tenants.sessions:
             await self._service.record_once(session, {"event": "session", "id": session, "key": request["key"]})
-        self._heard[session] = time.monotonic()
+        if session not in self._tenants.ended:
+            self._heard[session] = time.monotonic()
         return _json({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, request: web.Request) -> web.Response:
@@ -560,6 +562,9 @@ class Gateway:
             numbers = range(*self._lost[queue])
             lost = [name for name in (f"{sampler.id}:{seq}" for seq in numbers) if name not in self._sampling]
         limit_s = 0.0 if lost else self._hold_s if body.timeout is None else min(body.timeout, self._hold_s)
+        if queue not in self._tenants.numbers:  # a clone that has sent nothing yet, or a name that a client made up
+            await self._service.wait(lambda: queue in self._tenants.numbers, limit_s)
+            return _json({"completions": [], "cursor": body.prev_cursor})
         retrieved = body.retrieved_request_ids
         cursor, names = await self._sampling.completions(queue, body.prev_cursor, retrieved, limit_s)
         facts: list[dict[str, Any]] = [{"state": "failed", "request_id": name} for name in lost]

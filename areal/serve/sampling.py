@@ -109,7 +109,7 @@ class AdapterPool:
 
         Waits for room while all adapters are in use.
         """
-        name = f"{folder.parent.parent.name[:40]}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+        name = _adapter_name(folder)
         async with self._changed:
             while name not in self._loaded:
                 if name not in self._leaving and len(self._loaded) + len(self._leaving) < self._limit:
@@ -133,6 +133,10 @@ class AdapterPool:
                 del self._users[name]
             async with self._changed:
                 self._changed.notify_all()
+
+    def __contains__(self, folder: Path) -> bool:
+        """Whether servers may read the adapter in `folder`: also one that starts again loads it."""
+        return (name := _adapter_name(folder)) in self._loaded or name in self._leaving
 
     async def close(self) -> None:
         """Cancel loads and unloads, and wait for their end."""
@@ -173,6 +177,8 @@ class Sampling:
         """The owner sets it when the fleet has started. Requests wait for it."""
         self._tasks: dict[str, asyncio.Task[bytes]] = {}
         """Samples by their ids."""
+        self._named: Counter[Path] = Counter()
+        """Folders of adapters -> the samples without a result that use them."""
         self._queues: dict[str, CompletionQueue] = {}
         """By the sampling session with its clone."""
 
@@ -186,6 +192,18 @@ class Sampling:
             work = self._sample(requests, adapter, body.topk_sample_logprobs, with_logprobs=bool(body.prompt_logprobs))
         task = self._tasks[request_id] = asyncio.create_task(work, name=request_id)
         task.add_done_callback(self._ended)
+        if adapter is not None:
+            self._named[adapter] += 1
+            task.add_done_callback(partial(self._release, adapter))
+
+    def uses(self, adapter: Path) -> bool:
+        """Whether the adapter in a folder is on the servers, or a sample without a result needs it."""
+        return adapter in self._named or adapter in self._adapters
+
+    def _release(self, adapter: Path, _task: asyncio.Task[bytes]) -> None:
+        self._named[adapter] -= 1
+        if not self._named[adapter]:
+            del self._named[adapter]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tasks
@@ -199,8 +217,9 @@ class Sampling:
     def _expire(self, task: asyncio.Task[bytes]) -> None:
         """Drop a result that its client has not asked for in time."""
         request_id = task.get_name()
-        if self._tasks.get(request_id) is task:
-            del self._tasks[request_id]
+        if self._tasks.get(request_id, task) is not task:
+            return  # the client sent it again
+        self._tasks.pop(request_id, None)
         if (queue := self._queues.get(queue_of(request_id))) is not None:
             queue.drop(request_id)
 
@@ -280,6 +299,10 @@ class Sampling:
 
     def _generated(self, requests: list[GenerationRequest]) -> Awaitable[list[GenerationResponse]]:
         return gather_or_cancel([self._fleet.agenerate(request) for request in requests])
+
+
+def _adapter_name(folder: Path) -> str:
+    return f"{folder.parent.parent.name[:40]}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
 
 
 def _set(future: "asyncio.Future[None]", *_: object) -> None:

@@ -87,6 +87,8 @@ class Service:
         self._reported: set[int] = set()
         """The ranks that have executed the command."""
         self._result = b"", False
+        self.is_sampled: Callable[[Path], bool] = lambda _adapter: False
+        """Whether samples need the adapter in a folder. Who samples sets it."""
 
     def describe(self) -> str:
         """What the service does, for the heartbeat."""
@@ -262,10 +264,11 @@ class Service:
         sampler = {"event": "sampler", "id": arguments["sampler"], "session": model.session, "path": path}
         is_inflight = arguments["name"] == INFLIGHT
         await self.record(sampler | {"seq": None if is_inflight else operation.seq})
-        if is_inflight:  # the weights before these may be in use
+        if is_inflight:  # those that are still sampled leave after a later save
             folders = sorted(weights_folder(self.folder, path, 0).parent.iterdir())
             for folder in folders[:-2]:
-                await asyncio.to_thread(remove_folder, folder)
+                if not self.is_sampled(folder / ADAPTER):
+                    await asyncio.to_thread(remove_folder, folder)
         return orjson.dumps({"sampling_session_id": arguments["sampler"]})
 
     async def change(self, saved: SavedWeights, **changes: Any) -> None:

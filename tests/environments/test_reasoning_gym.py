@@ -151,3 +151,24 @@ def test_a_curriculum_falls_below_half_of_its_target_and_ignores_groups_of_anoth
     levels.end(2, "sums", 1, 0.25, 2)
     levels.end(2, "sums", 1, 0.0, 2)  # the same episode after a restart
     assert levels.begin(3, "sums", 2) == 0
+
+
+def test_a_first_level_above_the_top_becomes_the_top_and_falls_from_there(tmp_path) -> None:
+    file = tmp_path / "levels.jsonl"
+    levels = Curriculum(CurriculumRule(target=0.5, groups=1, start=5), file)
+    assert levels.begin(0, "sums", 2) == 2
+    levels.end(0, "sums", 2, 0.0, 2)
+    assert levels.begin(1, "sums", 2) == 1
+    levels.close()
+    assert Curriculum(CurriculumRule(target=0.5, groups=1, start=5), file).begin(2, "sums", 2) == 1
+
+
+@pytest.mark.parametrize(("env", "top"), [("sums", 2), ("few", 1), ("nothing", None), ("raising", None)])
+async def test_the_top_is_the_highest_level_that_the_dataset_accepts(make, env, top) -> None:
+    assert await make().worker.call("max_level", {"row": ROW | {"env": env}}, limit_s=20) == top
+
+
+def test_the_last_row_of_an_environment_is_tried_before_the_start() -> None:
+    with pytest.raises(ConfigError) as error:
+        build(ReasoningGymWorkflow).check_rows([ROW, ROW, ROW | {"config": {"terms": "many"}}])
+    assert error.value.code == "env.failed"

@@ -338,6 +338,28 @@ async def test_a_client_waits_for_all_samples_in_one_request(tmp_path):
         assert (await other.call("retrieve_futures", last))[0] == 404
 
 
+async def test_a_clone_without_samples_has_no_queue(tmp_path):
+    async with opened(tmp_path) as (api, _, _, service, _):
+        sampler = await base_sampler(api)
+        poll = {"target": {"sampling_session_id": sampler, "cloned_sampler_id": 3}, "prev_cursor": 0}
+        found = await api.ok("retrieve_futures", poll | {"timeout": 0})
+        assert found == {"completions": [], "cursor": 0}
+        assert api.gateway._sampling._queues == {}
+        waits, wait = asyncio.Event(), service.wait
+
+        def noted(*arguments):
+            waits.set()
+            return wait(*arguments)
+
+        service.wait = noted
+        waiting = asyncio.create_task(api.ok("retrieve_futures", poll | {"timeout": 60}))
+        await waits.wait()
+        await api.ok("asample", {"sampling_session_id": sampler, "seq_id": 3 * 10**9, "prompt": prompt_of(7)})
+        assert (await waiting)["completions"] == []  # it asks again at once
+        (one,) = (await api.ok("retrieve_futures", poll))["completions"]
+        assert one["request_id"] == f"{sampler}:{3 * 10**9}"
+
+
 async def test_a_client_learns_which_samples_an_earlier_gateway_has_lost(tmp_path):
     async with opened(tmp_path) as (api, _, fleet, *_):
         sampler = await base_sampler(api)
@@ -388,6 +410,15 @@ async def test_a_session_ends_and_its_model_stays(tmp_path, slots, monkeypatch):
         assert session not in api.gateway._heard  # else it would end again
 
 
+async def test_a_repeated_request_for_a_session_that_has_ended_does_not_open_it(tmp_path):
+    async with opened(tmp_path) as (api, *_):
+        again = {"headers": {"X-Idempotency-Key": "k"}}
+        session = (await api.ok("create_session", {}, **again))["session_id"]
+        await api.ok(f"sessions/{session}/finish")
+        assert (await api.ok("create_session", {}, **again))["session_id"] == session
+        assert session not in api.gateway._heard  # else it would end again
+
+
 async def test_inflight_samplers_follow_later_saves(tmp_path, slots):
     async with opened(tmp_path) as (api, _, fleet, _service, address), trainer(slots, tmp_path, address):
         model = await api.new_model()
@@ -401,8 +432,36 @@ async def test_inflight_samplers_follow_later_saves(tmp_path, slots):
                 await api.result((await api.ok("asample", body))["request_id"])
         names = [one.adapter for one in fleet.requests]
         assert [len(set(part)) for part in (names, names[1:3], names[3:])] == [3, 1, 1]
+        assert len(fleet.loaded) == 2  # the first left the servers after the third save
+        body = {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 4, "kind": "inflight"}
+        await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
         saves = (tmp_path / "sampler_weights" / model.replace(":", "-") / ".inflight").iterdir()
-        assert sorted(one.name for one in saves) == ["00000002", "00000003"]
+        assert sorted(one.name for one in saves) == ["00000002", "00000003", "00000004"]
+
+
+async def test_inflight_weights_stay_while_a_sample_waits_for_them(tmp_path, slots):
+    async with opened(tmp_path) as (api, _, fleet, _, address), trainer(slots, tmp_path, address):
+        model = await api.new_model()
+        api.gateway._sampling.has_started.clear()  # the fleet starts: samples wait
+
+        async def save(seq):
+            body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq, "kind": "inflight"}
+            return await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
+
+        body = {**await save(1), "seq_id": 0, "prompt": prompt_of(7)}
+        asked = await api.ok("asample", body)
+        for seq in (2, 3, 4):
+            await save(seq)
+        saves = tmp_path / "sampler_weights" / model.replace(":", "-") / ".inflight"
+        assert sorted(one.name for one in saves.iterdir()) == ["00000001", "00000003", "00000004"]
+        api.gateway._sampling.has_started.set()
+        assert decode_sample(await api.result(asked["request_id"]))[0].token_ids == [7, 7, 7]
+        await save(5)  # a server that starts again loads what the others have
+        assert sorted(one.name for one in saves.iterdir()) == ["00000001", "00000004", "00000005"]
+        assert len(fleet.loaded) == 1
+        api.gateway._sampling._adapters._loaded.clear()  # it has left the servers
+        await save(6)
+        assert sorted(one.name for one in saves.iterdir()) == ["00000005", "00000006"]
 
 
 async def test_external_weights_are_downloaded(tmp_path, slots):
@@ -480,3 +539,21 @@ async def test_a_result_that_nobody_asks_for_is_dropped_after_a_time(monkeypatch
     while sampling._tasks:
         await asyncio.sleep(0)
     assert (await sampling.completions("s:sample:0:0", 0, [], 0))[1] == []
+
+
+async def test_a_sample_that_is_sent_again_outlives_the_time_of_the_first(monkeypatch):
+    monkeypatch.setattr(sampling_module, "KEEP_S", 3600.0)
+    fleet, name = FakeFleet(), "s:sample:0:1"
+    sampling = Sampling(fleet, max_adapters=1, context_length=64)
+    body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
+    sampling.has_started.set()
+    sampling.start(name, body, None)
+    first = await sampling.wait(name, 5.0)
+    cursor, names = await sampling.completions("s:sample:0:0", 0, [], 5.0)
+    assert names == [name]
+    await sampling.completions("s:sample:0:0", cursor, [name], 0)
+    sampling.start(name, body, None)
+    await sampling.wait(name, 5.0)
+    sampling._expire(first)
+    assert name in sampling
+    assert (await sampling.completions("s:sample:0:0", cursor, [], 5.0))[1] == [name]

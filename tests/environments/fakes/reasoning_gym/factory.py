@@ -1,4 +1,5 @@
-"""Three datasets: sums, with levels, one whose score raises for a word, and one that ends its process."""
+"""Datasets: sums, with levels; one whose score raises for a word; one that ends its process; two that refuse levels of
+their own curriculum."""
 
 import os
 from dataclasses import dataclass
@@ -35,6 +36,17 @@ class Dying(Sums):
         os._exit(1)
 
 
+class Few(Sums):
+    def __init__(self, config):
+        assert config.terms < 5
+        super().__init__(config)
+
+
+class Nothing(Sums):
+    def __init__(self, config):
+        raise AssertionError("no level of its curriculum is valid")
+
+
 class Attribute:
     levels = (2, 3, 5)
 
@@ -51,10 +63,11 @@ class Curriculum:
 
 
 DATASETS = {"sums": (Sums, Config), "raising": (Raising, Config), "dying": (Dying, Config)}
+DATASETS |= {"few": (Few, Config), "nothing": (Nothing, Config)}
 
 
 def has_curriculum(name):
-    return name == "sums"
+    return name in ("sums", "few", "nothing")
 
 
 def create_curriculum(name):
