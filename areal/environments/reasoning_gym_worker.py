@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import itertools
 import json
 
 INSTALL = "pip install reasoning-gym==0.1.25"
@@ -35,13 +36,14 @@ class Adapter:
         return name
 
     def max_level(self, row):
-        """The highest level of the curriculum of a dataset that it accepts; None = there is none."""
+        """The highest level of the curriculum of a dataset up to which it accepts all; None = there is none."""
         name = self.name_of(row)
         if not self._factory.has_curriculum(name):
             return None
         attributes = self._factory.create_curriculum(name).attributes
         top = max((len(attribute.levels) for attribute in attributes.values()), default=1) - 1
-        return next((level for level in range(top, -1, -1) if self._accepts(row, level)), None)
+        accepted = itertools.takewhile(lambda level: self._accepts(row, level), range(top + 1))
+        return max(accepted, default=None)
 
     def _accepts(self, row, level):
         """Whether the dataset takes a level: some refuse values of their own curriculum. An item may take minutes."""

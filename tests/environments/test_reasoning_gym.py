@@ -163,8 +163,8 @@ def test_a_first_level_above_the_top_becomes_the_top_and_falls_from_there(tmp_pa
     assert Curriculum(CurriculumRule(target=0.5, groups=1, start=5), file).begin(2, "sums", 2) == 1
 
 
-@pytest.mark.parametrize(("env", "top"), [("sums", 2), ("few", 1), ("nothing", None), ("raising", None)])
-async def test_the_top_is_the_highest_level_that_the_dataset_accepts(make, env, top) -> None:
+@pytest.mark.parametrize(("env", "top"), [("sums", 2), ("few", 1), ("gap", 0), ("nothing", None), ("raising", None)])
+async def test_the_top_is_the_highest_level_up_to_which_the_dataset_accepts_all(make, env, top) -> None:
     assert await make().worker.call("max_level", {"row": ROW | {"env": env}}, limit_s=20) == top
 
 

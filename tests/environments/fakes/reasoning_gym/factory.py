@@ -42,6 +42,12 @@ class Few(Sums):
         super().__init__(config)
 
 
+class Gap(Sums):
+    def __init__(self, config):
+        assert config.terms != 3
+        super().__init__(config)
+
+
 class Nothing(Sums):
     def __init__(self, config):
         raise AssertionError("no level of its curriculum is valid")
@@ -63,11 +69,11 @@ class Curriculum:
 
 
 DATASETS = {"sums": (Sums, Config), "raising": (Raising, Config), "dying": (Dying, Config)}
-DATASETS |= {"few": (Few, Config), "nothing": (Nothing, Config)}
+DATASETS |= {"few": (Few, Config), "gap": (Gap, Config), "nothing": (Nothing, Config)}
 
 
 def has_curriculum(name):
-    return name in ("sums", "few", "nothing")
+    return name in ("sums", "few", "gap", "nothing")
 
 
 def create_curriculum(name):
