@@ -188,3 +188,15 @@ async def _answered(seat: Seat, tools: Sequence[dict[str, Any]]) -> Any:
     (answer,) = await session.answer(TurnRequest(messages=tuple(seat.messages), tools=tuple(tools), num_bytes=size))
     session.delivered([answer])
     return answer
+
+
+class TextArenaWorkflow(EnvironmentWorkflow):
+    """Games of TextArena. In a game of two players without `args.opponent` the policy is both, each with a session."""
+
+    adapter = "textarena"
+
+
+class OpenEnvWorkflow(EnvironmentWorkflow):
+    """Environments of OpenEnv, each episode in a session of their server. The reward of a step is that of the turn."""
+
+    adapter = "openenv"

@@ -171,7 +171,7 @@ def plan_text(
     if plan.weight_path is not None:
         lines.append(f"weight updates: {plan.weight_path.transport} ({plan.weight_path.reason})")
     if plan.evaluations:
-        how = {"background": "training goes on, one server keeps the version", "blocking": "training waits"}
+        how = {"background": "during training, on one server that keeps the version", "blocking": "training waits"}
         lines.append(f"evaluations: {plan.evaluations} ({how[plan.evaluations]})")
     lines.append("numbers:")
     lines += [f"  {name}: {value}" for name, value in describe(plan).items()]

@@ -266,7 +266,7 @@ def removable(steps: Collection[int], scores: Mapping[int, float], config: Saver
 
 
 class BackgroundEvaluator(Protocol):
-    """Evaluates a version while training goes on."""
+    """Evaluates a version during the training of later ones."""
 
     def begin(self, steps_done: int) -> bool:
         """Begin the evaluation after `steps_done` train steps; False: it cannot. Called on rank 0."""

@@ -97,7 +97,7 @@ def kill_worker_then_controller(run) -> None:
         assert killed
         assert left - killed
         run.kill(["controller"])
-        assert not psutil.wait_procs(left, timeout=30)[1], "a worker outlives its controller"
+        assert not psutil.wait_procs(left, timeout=30)[1], "a worker is alive after the end of its controller"
         assert run.wait_for_the_end(200) == 0, run.log_path.read_text()[-3000:]
         assert not workers(run)
     finally:

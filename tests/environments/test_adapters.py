@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from areal.api.errors import AgentFailed, ConfigError
-from areal.environments.adapters import OpenEnvWorkflow, TextArenaWorkflow
+from areal.environments.workflow import OpenEnvWorkflow, TextArenaWorkflow
 from tests.environments.environment_kit import FAKES, build, policy, trained_text
 
 ROW = {"config": {}, "seed": 4, "index": 1}

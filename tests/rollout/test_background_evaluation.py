@@ -1,4 +1,4 @@
-"""Evaluations on a replica that keeps its version while training goes on: when they begin, what a trainer learns."""
+"""Evaluations on a replica that keeps its version during training: when they begin, what a trainer learns."""
 
 import asyncio
 

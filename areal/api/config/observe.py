@@ -93,7 +93,7 @@ class EvaluatorConfig(Cadence):
     eval_before_train: bool = option(False, also="verl: trainer.val_before_train")
     """Evaluate once before the first train step."""
     mode: str = choice("auto", "auto", "background", "blocking", relevant=_GENERATES)
-    """background = training goes on, one server keeps the version; auto = so with two servers and no stop_at."""
+    """blocking: training waits; background: one server keeps the version; auto: that with 2 servers, no stop_at."""
     modes: list[str] = section(lambda: ["sampled"], relevant=_GENERATES)
     """Evaluation modes: sampled = with eval_gconfig, greedy = the same with greedy decoding."""
     sets: dict[str, str] = section(dict[str, str], relevant=_GENERATES)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal.data.dataset import environment_rows
-from areal.environments.adapters import OpenEnvWorkflow, TextArenaWorkflow
 from areal.environments.reasoning_gym import ReasoningGymWorkflow
+from areal.environments.workflow import OpenEnvWorkflow, TextArenaWorkflow
 from tests.environments.environment_kit import build, kill_worker_then_controller, policy, run_of, trained_text
 from tests.faults.driver import ROOT
 
