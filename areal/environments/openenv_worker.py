@@ -90,14 +90,14 @@ class Adapter:
         file, _, name = self._env.rpartition(":")
         if not os.path.isfile(file):
             raise NoServer(f"workflow_args.env={self._env!r} is no address http://... and no FILE.py:APP")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         folder, module = os.path.split(os.path.abspath(file))
         app = f"{module.removesuffix('.py')}:{name}"
-        options = ["--host", "127.0.0.1", "--port", str(port), "--app-dir", folder, "--log-level", "warning"]
-        self._server = await asyncio.create_subprocess_exec(sys.executable, "-m", "uvicorn", app, *options)
-        self._address = f"http://127.0.0.1:{port}"
+        with socket.socket() as bound:  # the server inherits it, so that no other process gets the port
+            bound.bind(("127.0.0.1", 0))
+            options = ["--fd", str(bound.fileno()), "--app-dir", folder, "--log-level", "warning"]
+            command = [sys.executable, "-m", "uvicorn", app, *options]
+            self._server = await asyncio.create_subprocess_exec(*command, pass_fds=[bound.fileno()])
+            self._address = f"http://127.0.0.1:{bound.getsockname()[1]}"
         async with asyncio.timeout(_START_LIMIT_S):
             while self._server.returncode is None:
                 try:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 
 OPEN = set()
@@ -50,9 +51,9 @@ async def serve(reader, writer):
     OPEN.discard(writer)
 
 
-async def main(port):
-    async with await asyncio.start_server(serve, "127.0.0.1", port) as server:
+async def main(bound):
+    async with await asyncio.start_server(serve, sock=bound) as server:
         await server.serve_forever()
 
 
-asyncio.run(main(int(sys.argv[sys.argv.index("--port") + 1])))
+asyncio.run(main(socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))))
