@@ -119,6 +119,11 @@ WITHOUT_OPERATORS = truncate -s 0 $(1)/lib/python3*/site-packages/torchvision/_m
 	.venv-environments/bin/python $(PIP_EXACT) -r tests/environments/real/environment.txt
 	touch $@
 
+.venv-verifiers/.installed: tests/environments/real/verifiers.txt
+	$(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python $(PIP_EXACT) -r tests/environments/real/verifiers.txt
+	touch $@
+
 # areal against TRL's GRPOTrainer, in a separate environment with the same transformers: benchmark/versus_trl.py
 .venv-trl/.installed: constraints.txt
 	$(PYTHON) -m venv .venv-trl
@@ -141,8 +146,8 @@ test-sglang: .venv/.installed .venv-sglang/.installed
 test-tinker: .venv/.installed .venv-tinker/.installed
 	$(PYTEST) -m tinker tests/tinker $(ARGS)
 
-# Environments that others published, in a separate environment: examples/environments.
-test-environments: .venv/.installed .venv-environments/.installed
+# Environments that others published, in environments of their own: examples/environments.
+test-environments: .venv/.installed .venv-environments/.installed .venv-verifiers/.installed
 	$(PYTEST) -n 2 -m environments tests/environments $(ARGS)
 
 # Every mesh of trainer ranks against one process: docs/train_engines.md.
@@ -191,4 +196,4 @@ docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-tinker .venv-trl runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-tinker .venv-trl .venv-environments .venv-verifiers runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

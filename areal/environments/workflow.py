@@ -200,3 +200,23 @@ class OpenEnvWorkflow(EnvironmentWorkflow):
     """Environments of OpenEnv, each episode in a session of their server. The reward of a step is that of the turn."""
 
     adapter = "openenv"
+
+
+class VerifiersWorkflow(EnvironmentWorkflow):
+    """Tasksets of verifiers. The package calls the policy itself, in a session, and scores its episode."""
+
+    adapter = "verifiers"
+
+    async def _episode(
+        self, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+    ) -> Sequence[AgentOutcome]:
+        entry = seats[0].entry
+        session = {"base_url": f"{self._services.base_url}/v1", "key": entry.key}
+        given = {"row": row, "session": session}
+        found = await self.worker.call("run", given, limit_s=self._config.timeout_s)
+        refused = entry.session.counts.refused
+        refusal = next((code for code in sorted(BUDGET_CODES) if refused[code]), "")
+        return [AgentOutcome(**found, refusal="" if found["status"] == "ok" else refusal)]
+
+    async def _tried_row(self, worker: EnvironmentWorker, key: str, row: dict[str, Any]) -> None:
+        await worker.call("check", {"row": row}, limit_s=self.timeout_s)

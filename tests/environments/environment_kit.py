@@ -61,7 +61,7 @@ recover: {mode: auto, freq_steps: 3, retries: 9}
 
 def run_of(folder, kind, rows, args) -> Run:
     """A run of a tiny model, not yet started."""
-    task = {"reasoning_gym": "mixture", "openenv": "guess"}[kind]
+    task = {"openenv": "guess"}.get(kind, "mixture")
     prepared = [sys.executable, "examples/environments/prepare.py", str(folder / "data"), "--task", task]
     subprocess.run(prepared, cwd=ROOT, check=True)
     values = {"KIND": kind, "RUNS": folder, "ROWS": json.dumps(rows), "MODEL": folder / "data/model"}

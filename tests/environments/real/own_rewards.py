@@ -1,7 +1,10 @@
 """The rewards that a package itself gives to answers: PYTHON own_rewards.py KIND < [[row, answers], ...]. No areal."""
 
+import asyncio
 import importlib
+import itertools
 import json
+import pathlib
 import random
 import sys
 
@@ -42,7 +45,41 @@ def openenv(row, answers):
     raise AssertionError("the answers do not end the game")
 
 
-KINDS = {"reasoning_gym": reasoning_gym, "reference": reference, "textarena": textarena, "openenv": openenv}
+def verifiers(row, answers):
+    """The reward and the metrics of the last answer, as the package scores a trace of these turns."""
+    task = verifiers_task(row)
+    vf, trace, graph = (importlib.import_module(f"verifiers.v1{name}") for name in ("", ".trace", ".graph"))
+    nodes = [graph.MessageNode(message=vf.UserMessage(content=task.data.prompt))]
+    for answer in answers:
+        message = vf.AssistantMessage(content=answer)
+        nodes.append(graph.MessageNode(parent=len(nodes) - 1, message=message, sampled=True))
+    agent = trace.AgentInfo(config=vf.AgentConfig())
+    scored = trace.Trace(agent=agent, task=trace.TraceTask(type="Task", data=task.data), nodes=nodes)
+    asyncio.run(task.score(scored))
+    return [scored.reward, scored.metrics]
+
+
+def verifiers_task(row):
+    file = pathlib.Path(row["env"])
+    sys.path.insert(0, str(file.parent))
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    config = loaders.taskset_config_type(file.stem).model_validate({"id": file.stem, **row["config"]})
+    number = row["seed"] + row["index"]
+    return next(itertools.islice(loaders.load_taskset(config), number, None))
+
+
+def verifiers_answer(row, answers):
+    return verifiers_task(row).data.answer
+
+
+KINDS = {
+    "verifiers": verifiers,
+    "verifiers_answer": verifiers_answer,
+    "reasoning_gym": reasoning_gym,
+    "reference": reference,
+    "textarena": textarena,
+    "openenv": openenv,
+}
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)

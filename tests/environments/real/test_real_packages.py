@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,19 +10,21 @@ import pytest
 
 from areal.data.dataset import environment_rows
 from areal.environments.reasoning_gym import ReasoningGymWorkflow
-from areal.environments.workflow import OpenEnvWorkflow, TextArenaWorkflow
+from areal.environments.workflow import OpenEnvWorkflow, TextArenaWorkflow, VerifiersWorkflow
+from tests.agent.policies import ScriptedEngine
 from tests.environments.environment_kit import build, kill_worker_then_controller, policy, run_of, trained_text
 from tests.faults.driver import ROOT
 
 PYTHON = ROOT / ".venv-environments/bin/python"
+VERIFIERS = ROOT / ".venv-verifiers/bin/python"
 OWN = Path(__file__).parent / "own_rewards.py"
 EPISODES = 256
 
 
-def own(kind, asked):
+def own(kind, asked, python=PYTHON):
     """What the package itself says, in another process."""
     given = json.dumps(asked)
-    done = subprocess.run([PYTHON, OWN, kind], input=given, capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run([python, OWN, kind], input=given, capture_output=True, text=True, cwd=ROOT, check=True)
     return json.loads(done.stdout)
 
 
@@ -76,9 +79,58 @@ async def test_rewards_of_an_openenv_server_are_those_of_its_class() -> None:
     assert await played(workflow, asked) == [[value] for value in own("openenv", asked)]
 
 
+SUMS, PRODUCTS = ROOT / "tests/environments/real/sums_taskset.py", ROOT / "examples/environments/products.py"
+
+
+async def test_rewards_of_a_taskset_of_verifiers_are_those_of_the_package() -> None:
+    rows = environment_rows(f"env:{SUMS}?size={EPISODES}&seed=5&terms=3")
+    right = own("verifiers_answer", [(row, []) for row in rows], VERIFIERS)
+    answers = [text if k % 3 else f"about {text}" for k, text in enumerate(right)]
+    asked = [(row, [text]) for row, text in zip(rows, answers, strict=True)]
+    workflow, found = build(VerifiersWorkflow, python=str(VERIFIERS)), []
+    try:
+        for row, (text,) in asked:
+            group = await workflow.arun_episode(policy(lambda _, text=text: text), row)
+            assert trained_text(group.trajectories[0]) == f"{text}<|im_end|>"
+            found.append([group.trajectories[0].reward, {"letters": group.stats["reward/letters"]}])
+    finally:
+        await workflow.aclose()
+    assert found == own("verifiers", asked, VERIFIERS)
+    assert len({reward for reward, _ in found}) > 3
+
+
+def calculate(prompt: str) -> str:
+    """Calls the calculator, then repeats what it says; every third product is guessed."""
+    one, other = map(int, re.findall(r"What is (\d+)\*(\d+)", prompt)[-1])
+    if (one + other) % 3 == 0:
+        return str(one + other)
+    if results := re.findall(r"<\|im_start\|>tool\n(\d+)<\|im_end\|>", prompt):
+        return results[-1]
+    arguments = json.dumps({"expression": f"{one}*{other}"})
+    return f'<tool_call>\n{{"name": "calculator", "arguments": {arguments}}}\n</tool_call>'
+
+
+async def test_a_tool_of_verifiers_answers_the_calls_of_the_policy() -> None:
+    rows = environment_rows(f"env:{PRODUCTS}?size={EPISODES}&seed=5")
+    workflow, asked, found = build(VerifiersWorkflow, python=str(VERIFIERS)), [], []
+    try:
+        for row in rows:
+            engine = ScriptedEngine(calculate)
+            group = await workflow.arun_episode(engine, row)
+            texts = trained_text(group.trajectories[0]).split("<|im_end|>")[:-1]
+            assert len(texts) == len(engine.requests) == group.stats["num_turns"]
+            asked.append((row, texts))
+            found.append([group.trajectories[0].reward, {"turns": group.stats["reward/turns"]}])
+    finally:
+        await workflow.aclose()
+    assert found == own("verifiers", asked, VERIFIERS)
+    assert {reward: sum(reward == one for one, _ in found) > 64 for reward in (0.0, 1.0)} == {0.0: True, 1.0: True}
+
+
 RUNS = {
     "reasoning_gym": ("env:chain_sum?size=200&seed=1", {"args": {"extract": False}, "curriculum": {"target": 0.5}}),
     "openenv": ("env:guessing?size=200&seed=1", {"env": str(ROOT / "examples/environments/guess_server.py:app")}),
+    "verifiers": (f"env:{SUMS}?size=200&seed=1", {"python": str(VERIFIERS)}),
 }
 
 

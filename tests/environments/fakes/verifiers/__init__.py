@@ -1,0 +1,1 @@
+"""A tiny verifiers with the names that the adapter uses."""

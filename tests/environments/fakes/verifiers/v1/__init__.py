@@ -1,0 +1,77 @@
+"""Configs, and an environment whose agents ask the policy once."""
+
+import contextlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+REPLIES = []  # Of the program, in the order of the episodes.
+
+
+@dataclass
+class EvalClientConfig:
+    base_url: str
+    api_key_var: str
+
+
+@dataclass
+class ModelContext:
+    model: str
+    client: EvalClientConfig
+    sampling: dict
+
+
+class SamplingConfig(dict):
+    pass
+
+
+@dataclass
+class AgentConfig:
+    harness: dict = field(default_factory=dict)
+    client: dict | None = None
+
+
+@dataclass
+class Reward:
+    score: float
+    weight: float
+
+    @property
+    def value(self):
+        return self.score * self.weight
+
+
+def error(kind, message):
+    return SimpleNamespace(type=kind, message=message)
+
+
+class Env:
+    def __init__(self, config, taskset, harness):
+        self.config, self.taskset, self._harness = config, taskset, harness
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        yield
+
+    def slots(self, task):
+        return [task]
+
+    async def run_slot(self, task, ctx):
+        trace = SimpleNamespace(
+            agent=SimpleNamespace(trainable=True), rewards={}, metrics={}, reward=0.0, num_turns=0, errors=[]
+        )
+        trace.is_timeout = task.kind == "late"
+        episode = SimpleNamespace(traces=[trace], errors=[], ok=True, is_timeout=False)
+        if task.kind == "late":
+            return SimpleNamespace(**{**vars(episode), "ok": False})
+        if task.kind == "silent":
+            trace.reward = 0.5
+            return episode
+        done = await self._harness.launch(ctx, trace, None, ctx.client.base_url, "EMPTY", {}, task)
+        if done.exit_code:
+            trace.errors.append(error("HarnessError", done.stderr))
+            return SimpleNamespace(**{**vars(episode), "ok": False})
+        trace.num_turns = 1
+        right = Reward(float(REPLIES.pop() == task.answer), 2.0)
+        trace.rewards, trace.metrics = {"right": right, "later": None}, {"length": len(task.answer)}
+        trace.reward = right.value
+        return episode

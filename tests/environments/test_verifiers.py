@@ -1,0 +1,83 @@
+"""`workflow: verifiers` over a fake package."""
+
+import pytest
+import pytest_asyncio
+
+from areal.api.errors import AgentFailed, ConfigError
+from areal.environments.workflow import VerifiersWorkflow
+from tests.environments.environment_kit import FAKES, build, policy, trained_text
+
+ROW = {"env": "adding", "config": {}, "seed": 0, "index": 0}
+
+
+@pytest.fixture(autouse=True)
+def in_fakes(monkeypatch) -> None:
+    monkeypatch.chdir(FAKES)
+
+
+@pytest_asyncio.fixture
+async def make():
+    made = []
+
+    def new(**options):
+        made.append(build(VerifiersWorkflow, **options))
+        return made[-1]
+
+    yield new
+    for workflow in made:
+        await workflow.aclose()
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("4", 2.0), ("5", 0.0)])
+async def test_the_reward_is_weighted_by_the_package_and_has_its_parts(make, answer, reward) -> None:
+    engine = policy(lambda _: answer)
+    group = await make().arun_episode(engine, ROW | {"config": {"system": "add"}})
+    assert [one.reward for one in group.trajectories] == [reward]
+    assert (group.stats["reward/right"], group.stats["reward/length"]) == (reward, 1.0)
+    assert "reward/later" not in group.stats  # it was not scored
+    assert trained_text(group.trajectories[0]) == f"{answer}<|im_end|>"
+
+
+@pytest.mark.parametrize(("task", "reason"), [(1, "agent_timeout"), (2, "no_turns")])
+async def test_an_episode_that_failed_or_asked_nothing_has_no_reward(make, task, reason) -> None:
+    group = await make().arun_episode(policy(lambda _: "4"), ROW | {"index": task})
+    assert (group.trajectories, group.rejected) == ([], reason)
+
+
+async def test_an_error_of_the_package_is_that_of_the_agent(make) -> None:
+    def fail(_):
+        raise RuntimeError("no server")
+
+    with pytest.raises(AgentFailed, match="InternalServerError") as failed:
+        await make().arun_episode(policy(fail), dict(ROW))
+    assert failed.value.counted_as == "agent_error: HarnessError"
+
+
+async def test_a_request_beyond_the_budget_is_scored_as_the_budget_says(make) -> None:
+    row = ROW | {"config": {"system": "long " * 9000}}
+    group = await make(agent={"budget_reward": "none"}).arun_episode(policy(lambda _: "4"), row)
+    assert (group.trajectories, group.rejected) == ([], "turn_budget")
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "text"),
+    [
+        ({"env": "of_the_old_api"}, "env.old_api", "written for the API 0.1"),
+        ({"env": "addding"}, "env.not_found", "pip install addding"),
+        ({"env": "needing"}, "env.not_found", "needing needs the module no_such_module"),
+        ({"env": "no/adding.py"}, "env.not_found", "no file no/adding.py"),
+        ({"index": 3}, "env.not_found", "has 3 tasks"),
+        ({"env": "judged"}, "env.not_found", "judged has agent, judge"),
+    ],
+)
+def test_what_cannot_run_is_one_line_before_the_start(row, code, text) -> None:
+    with pytest.raises(ConfigError, match=text) as error:
+        build(VerifiersWorkflow).check_rows([ROW | row])
+    assert error.value.code == code
+    assert "\n" not in str(error.value)
+
+
+async def test_agents_with_a_client_of_their_own_are_not_the_policy(make) -> None:
+    workflow = make(args={"judge": {"client": {"base_url": "http://127.0.0.1:9/v1"}}})
+    group = await workflow.arun_episode(policy(lambda _: "4"), ROW | {"env": "judged"})
+    assert [one.reward for one in group.trajectories] == [2.0]
