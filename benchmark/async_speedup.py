@@ -80,6 +80,9 @@ class SimulatedFleet:
     async def start(self) -> None:
         return None
 
+    def pin(self) -> None:
+        return None
+
     def stream(self, request: GenerationRequest) -> AsyncGenerator[Any, None]:
         raise NotImplementedError("no workflow here streams")
 

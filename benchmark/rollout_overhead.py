@@ -60,6 +60,9 @@ class NoFleet:
     async def start(self) -> None:
         return None
 
+    def pin(self) -> None:
+        return None
+
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         raise NotImplementedError("no-op episodes generate nothing")
 
