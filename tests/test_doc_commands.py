@@ -260,6 +260,7 @@ def with_inputs(place: Path, monkeypatch) -> None:
         monkeypatch.setattr(module, "launch", started)
     monkeypatch.setattr(slurm, "submit", submitted)
     monkeypatch.setattr(local, "tried_row", lambda config: TriedRow())  # a process each
+    monkeypatch.setattr(local, "reward_notice", lambda config: "")
     monkeypatch.setattr(local, "server_problems", lambda *given: [])
     monkeypatch.setattr(local, "nccl_versions", lambda config: None)
 

@@ -21,16 +21,19 @@ _TILE = 256
 """Queries that are computed at once on the CPU."""
 _KEY_BLOCK = 512
 """Keys that torch's attention on the CPU multiplies at once."""
+_EQUAL_KEYS = 192
+"""MKL sums up to 256 keys in one order on processors of Intel, and up to 192 on those of AMD."""
 _QUERY_ROWS = 16
 
 
 def padded_keys(count: int) -> int:
     """The number of keys for which a query that sees at most `count` gets the same bits as with more keys, on the CPU.
 
-    Keys that it does not see count as zeros. Sums over up to 256 of them, or over a whole block, are in the same order,
-    those over other numbers are not; sums of a multiple of 16 have no rest that vector instructions do not cover.
+    Keys that it does not see count as zeros. Sums over a few of them (`_EQUAL_KEYS`), or over a whole block, are in the
+    same order, those over other numbers are not; sums of a multiple of 16 have no rest that vector instructions do not
+    cover.
     """
-    return count + -count % (_KEY_BLOCK if count % _KEY_BLOCK > _KEY_BLOCK // 2 else 16)
+    return count + -count % (_KEY_BLOCK if count % _KEY_BLOCK > _EQUAL_KEYS else 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

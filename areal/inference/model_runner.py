@@ -495,6 +495,8 @@ class ModelRunner:
         table = self._rows.inputs.blocks[:count]
         if order is not None:
             table = table[torch.from_numpy(order).to(self.device)]
+        if (lacking := max(widths) - table.shape[1]) > 0:  # the table has a power of two
+            table = pad(table, (0, lacking), value=self._spare_block)
         groups: list[DecodeGroup] = []
         start = 0
         while start < count:
