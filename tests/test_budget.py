@@ -38,7 +38,7 @@ BUDGET = {
     "evaluate": Size(968, 5, 0),
     "fleet": Size(6048, 14, 0),
     "importers": Size(3417, 8, 0),
-    "inference": Size(5873, 17, 0),
+    "inference": Size(5878, 17, 0),
     "launcher": Size(8668, 25, 0),
     "ledger": Size(3871, 10, 0),
     "models": Size(1487, 10, 0),
