@@ -24,6 +24,7 @@ COMMANDS = (
         "run", "start a run: local, on Ray, Slurm or over ssh; change a run", "areal.launcher.__main__:run_command"
     ),
     Command("serve", "serve the Tinker API: train and sample adapters", "areal.serve.command:run_serve"),
+    Command("plan", "predict speed, staleness and bottleneck before a run", "areal.planner.command:plan_command"),
     Command("eval", "evaluate a model on held-out rows: pass@k, majority vote", "areal.evaluate.command:run_eval"),
     Command("generate", "answer rows with a model, without scores", "areal.evaluate.command:run_generate"),
     Command("score", "score generations made elsewhere: any reward, pass@k", "areal.evaluate.command:run_score"),
@@ -55,9 +56,8 @@ def help_text() -> str:
         [
             "usage: areal COMMAND [arguments]      (areal COMMAND --help explains one)",
             *rows,
-            "RUN is a run folder, or experiment/trial below the default fileroot or ./runs.",
-            "The run may be running, finished or dead. --json prints facts as JSON.",
-            "Exit status: 0 success, 1 failed or different, 2 wrong usage, 130 Ctrl-C.",
+            "RUN: a running or ended run, as a folder, or experiment/trial below ./runs.",
+            "--json: facts. Exit status: 0 success, 1 failed, 2 wrong usage, 130 Ctrl-C.",
         ]
     )
 

@@ -1,0 +1,53 @@
+"""Measures service times on this machine: a short run of the configuration, which is then read as any other run."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal.api.errors import InputError
+from areal.observe.step_files import read_step_lines
+from areal.planner.measured import WARMUP_STEPS
+from areal.system.run_paths import RunPaths
+
+LIMIT_S = 60.0
+STEPS, STOP_S, POLL_S = 20, 15.0, 0.2
+NAME = ("areal-plan", "calibration")
+_OPTIONS = (
+    f"experiment_name={NAME[0]}", f"trial_name={NAME[1]}", f"total_train_steps={STEPS}", "total_train_epochs=null",
+    "total_train_n_seqs=null", "valid_dataset=null", "evaluator.eval_before_train=false", "evaluator.stop_at={}",
+    "saver={}", "recover.mode=disabled", "strict_config=false", "perf_tracer.enabled=true", "alarms.action=off",
+)  # fmt: skip
+
+
+def calibrate(words: Sequence[str], folder: Path) -> Path:
+    """Run the configuration of a command line in `folder`, for at most LIMIT_S; returns the folder of the run.
+
+    InputError when it does not train enough steps in that time.
+    """
+    paths = RunPaths(folder / NAME[0] / NAME[1])
+    command = [sys.executable, "-m", "areal.launcher", *words, *_OPTIONS, f"cluster.fileroot={folder}"]
+    log = folder / "calibration.log"
+    ends_s = time.monotonic() + LIMIT_S - STOP_S
+    with log.open("wb") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            while run.poll() is None and time.monotonic() < ends_s:
+                time.sleep(POLL_S)
+        finally:
+            if run.poll() is None:
+                run.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(STOP_S)
+            if run.poll() is None:
+                run.kill()
+                run.wait()
+    steps = len(read_step_lines(paths.metrics))
+    if steps < WARMUP_STEPS + 3:
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        text = f"--calibrate trained {steps} steps in {LIMIT_S:.0f} s, {WARMUP_STEPS + 3} are needed: plan with --from "
+        raise InputError(f"{text}a longer run, or --card; its last line: {last}", code="plan.calibration")
+    return paths.root

@@ -1,0 +1,227 @@
+"""`areal plan`: what a configuration would do, before devices are rented for it."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal.api.config import PPOConfig
+from areal.api.config.experiment import LengthRule
+from areal.api.config.load import load_experiment
+from areal.api.errors import ConfigError
+from areal.observe.log import get_logger
+from areal.planner.calibration import calibrate
+from areal.planner.cards import card_times
+from areal.planner.measured import MeasuredRun, measured_run
+from areal.planner.report import Figures, Gain, bound_line, figure_lines, gains, simulated
+from areal.planner.search import BEST, STALENESS, Ranked, search
+from areal.planner.service import ServiceTimes, Workload
+from areal.planner.simulation import Setting
+from areal.system.device import cpu_count
+from areal.system.durable import write_atomic
+from areal.system.run_paths import existing_run
+
+STEPS, SEEDS = 30, 3
+"""Of one simulation, and simulations of one setting."""
+SIMULATED_TOKENS = 4_000_000
+"""Generated tokens of one simulation from which on one simulated token stands for several."""
+_ASSUMED_PROMPT, _ASSUMED_SHARE, _ASSUMED_SIGMA = 256, 0.25, 0.9
+
+
+def plan_command(words: Sequence[str]) -> int:
+    """`areal plan --config FILE [key=value ...] [--from RUN | --calibrate | --card NAME]`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="areal plan",
+        usage="%(prog)s --config FILE [key.sub=value ...] (--from RUN | --calibrate | --card NAME)\n"
+        "                  [--devices N] [--search [--write FILE]] [--json]",
+        description="Simulate a run: the real gate, executor, batches, router and weight updates on a virtual clock, "
+        "against servers, rewards and trainers whose times come from a run, a calibration or a specification.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument("--config", metavar="FILE", action="append", help="default: that of the run of --from")
+    source.add_argument("--from", dest="run", metavar="RUN", type=existing_run, help="times of a recorded run")
+    source.add_argument("--calibrate", action="store_true", help="times of a run of at most 60 s on this machine")
+    source.add_argument("--card", metavar="NAME", help="times from a specification: a100, h100, h200, b200")
+    parser.add_argument("--devices", metavar="N", type=int, help="use the best split of N devices")
+    parser.add_argument("--search", action="store_true", help="rank splits and staleness for the devices")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="the best allocation, to be given as --config too")
+    parser.add_argument("--steps", metavar="N", type=int, help="train steps for the device hours")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parser.parse_intermixed_args(words)
+    if given.write is not None and not (given.search or given.devices):
+        raise ConfigError("--write: there is a choice to write only with --devices or --search", code="plan.no_choice")
+    setting, seen = _setting(given)
+    plan = _Plan(given, setting, seen)
+    plan.make()
+    sys.stdout.write((json.dumps(plan.facts()) if given.json else "\n".join(plan.lines())) + "\n")
+    return 0
+
+
+def _setting(given: argparse.Namespace) -> tuple[Setting, MeasuredRun | None]:
+    """What the command line asks to simulate, and the run that its times come from."""
+    if given.config is None and given.run is None:
+        raise ConfigError("areal plan needs --config FILE, or --from RUN with its own", code="plan.no_config")
+    files = given.config or [str(given.run / "config.yaml")]
+    config_words = [word for path in files for word in ("--config", path)] + given.overrides
+    config = _load(config_words, is_own=given.config is None)
+    inference = config.allocation.inference
+    if inference is None:
+        text = f"allocation_mode={config.allocation_mode} has no servers: a plan needs them"
+        raise ConfigError(text, code="plan.no_servers")
+    servers, dp_size = inference.num_replicas, config.allocation.train[0].parallel.dp
+    seen: MeasuredRun | None = None
+    if given.card:
+        ranks = config.allocation.num_train_ranks
+        times = card_times(given.card, config, ranks=ranks, server_size=inference.instance_size)
+        work = assumed_work(config)
+    else:
+        seen = _measured(given, config_words)
+        times, work = adapted(seen, config)
+    setting = Setting(config=config, times=times, work=work, servers=servers, dp_size=dp_size, steps=STEPS)
+    return replace(setting, unit=unit_of(setting)), seen
+
+
+def _load(words: Sequence[str], *, is_own: bool) -> PPOConfig:
+    config = load_experiment(words, allow_unknown_top_level=is_own, is_quiet=True)
+    if not isinstance(config, PPOConfig):
+        message = "areal plan simulates runs with rollouts: use a configuration with an actor"
+        raise ConfigError(message, code="plan.no_rollouts")
+    return config
+
+
+def _measured(given: argparse.Namespace, config_words: Sequence[str]) -> MeasuredRun:
+    if given.run is not None:
+        return measured_run(given.run, cores=cpu_count())
+    with tempfile.TemporaryDirectory(prefix="areal-plan-") as folder:
+        _say("calibrates: runs the configuration for at most 60 s")
+        return measured_run(calibrate(config_words, Path(folder)), cores=cpu_count())
+
+
+def adapted(seen: MeasuredRun, config: PPOConfig) -> tuple[ServiceTimes, Workload]:
+    """Times and work of a measured run for another configuration: more trainers divide the time by tokens."""
+    before, after = (each.allocation.train[0].parallel for each in (seen.config, config))
+    trainer = seen.times.trainer.divided(after.dp / before.dp)
+    work = replace(seen.work, answers=config.gconfig.n_samples, max_tokens=config.gconfig.max_new_tokens)
+    if config.benchmark.length:
+        work = assumed_work(config)
+    if not config.rollout.should_accept_fn:
+        work = replace(work, rejected=tuple(one for one in work.rejected if one[0] != "filter"))
+    return replace(seen.times, trainer=trainer), work
+
+
+def assumed_work(config: PPOConfig) -> Workload:
+    """Lengths of `benchmark.length`, else a long-tailed distribution below gconfig.max_new_tokens."""
+    options, longest = config.benchmark, config.gconfig.max_new_tokens
+    if options.length:
+        rule, prompt = LengthRule.parse(options.length), options.prompt_length
+    else:
+        median = max(1.0, longest * _ASSUMED_SHARE)
+        rule, prompt = LengthRule("lognormal", (median, _ASSUMED_SIGMA, float(longest))), _ASSUMED_PROMPT
+    return Workload(prompt=prompt, answers=config.gconfig.n_samples, rule=rule)
+
+
+def unit_of(setting: Setting) -> int:
+    """How many tokens one simulated token stands for: memory and time of a simulation grow with its tokens."""
+    first = [sum(map(sum, setting.work.episode(1, number).turns)) for number in range(64)]
+    tokens = sum(first) / len(first) * setting.config.train_dataset.batch_size * setting.steps
+    return max(1, round(tokens / SIMULATED_TOKENS))
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"areal plan: {text}\n")
+        sys.stderr.flush()
+
+
+class _Plan:
+    """Simulates, and describes the result."""
+
+    def __init__(self, given: argparse.Namespace, setting: Setting, seen: MeasuredRun | None) -> None:
+        self._given, self._setting, self._seen = given, setting, seen
+        self._ranked: list[Ranked] = []
+        self._figures: Figures | None = None
+        self._gains: list[Gain] = []
+
+    def make(self) -> None:
+        logger = get_logger("areal")
+        level, given = logger.level, self._given
+        logger.setLevel("ERROR")  # the fleet of a simulation logs what that of a run does
+        try:
+            if given.search or given.devices:
+                devices = given.devices or self._setting.config.allocation.world_size
+                bound = self._setting.config.rollout.max_head_offpolicyness
+                staleness = tuple(sorted({*STALENESS, bound})) if given.search else (bound,)
+                self._ranked = search(self._setting, devices, staleness=staleness, seeds=SEEDS, say=_say)
+                self._setting = self._ranked[0].choice.setting
+            self._figures = simulated(self._setting, SEEDS)
+            self._gains = gains(self._setting, _say)
+        finally:
+            logger.setLevel(level)
+        if given.write is not None:
+            write_atomic(given.write, yaml.safe_dump(_nested(self._ranked[0].choice.options)).encode())
+
+    @property
+    def _steps(self) -> int | None:
+        return self._given.steps or self._setting.config.total_train_steps
+
+    @property
+    def _devices(self) -> int:
+        return self._setting.config.allocation.world_size
+
+    def lines(self) -> list[str]:
+        assert self._figures is not None
+        times, seen = self._setting.times, self._seen
+        note = " (extrapolated)" if times.is_extrapolated else ""
+        head = (
+            f"{self._setting.config.allocation_mode}, staleness {self._setting.config.rollout.max_head_offpolicyness}"
+        )
+        lines = [f"plan of {head}: {times.source}; [95% interval over {SEEDS} seeds]"]
+        if seen is not None:
+            lines.append(f"the measured run: {seen.step_s:.3g} s a step, staleness {seen.staleness:.2f}")
+        lines += figure_lines(self._figures, devices=self._devices, steps=self._steps, note=note)
+        lines.append(bound_line(self._figures.bound, self._gains) + note)
+        for place, ranked in enumerate(self._ranked[:BEST], start=1):
+            per_hour = f"{ranked.figures.steps_per_hour} steps per hour"
+            lines.append(f"{place}. {ranked.choice.title}: {per_hour}; {ranked.reason}{note}")
+        if self._given.write is not None:
+            lines.append(f"{self._given.write}: the first of these; give it as a further --config")
+        return lines
+
+    def facts(self) -> dict[str, Any]:
+        assert self._figures is not None
+        times = self._setting.times
+        return {
+            "allocation": self._setting.config.allocation_mode,
+            "staleness": self._setting.config.rollout.max_head_offpolicyness,
+            "source": times.source,
+            "extrapolated": times.is_extrapolated,
+            "devices": self._devices,
+            "steps": self._steps,
+            "bound": self._figures.bound,
+            "figures": dataclasses.asdict(self._figures),
+            "gains": [{"change": one.choice.title, "gain": one.gain, **one.choice.options} for one in self._gains],
+            "ranked": [
+                {**one.choice.options, "reason": one.reason, "figures": dataclasses.asdict(one.figures)}
+                for one in self._ranked
+            ],
+        }
+
+
+def _nested(options: Any) -> dict[str, Any]:
+    """Options by their dotted keys as a tree of sections."""
+    tree: dict[str, Any] = {}
+    for key, value in options.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = yaml.safe_load(value)
+    return tree

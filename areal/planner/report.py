@@ -1,0 +1,245 @@
+"""What simulated runs say about a configuration: figures with intervals, what bounds it, and what would move that."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from areal.api.allocation import AllocationMode, ModelAllocation
+from areal.api.config import PPOConfig
+from areal.planner.simulation import Outcome, Setting, simulate
+
+SETTLING_STEPS = 4
+"""The first steps of a run are not like the others: its servers start empty."""
+BOUND_SHARE = 0.1
+"""Share of the time that the trainers wait, from which on what they wait for bounds the run."""
+LEAST_GAIN = 0.01
+_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
+"""Quantile 0.975 of Student's t by the number of values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with the 95% interval over the seeds of the simulation."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Interval":
+        mean = fmean(values)
+        half = _T[min(len(values), 8)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        return cls(mean, mean - half, mean + half)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} [{max(0.0, self.low):.3g}, {self.high:.3g}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The steady state of a simulated run."""
+
+    step_s: Interval
+    steps_per_hour: Interval
+    generated_tokens_per_s: Interval
+    trained_tokens_per_s: Interval
+    """Tokens of the batches, prompts included."""
+    staleness_mean: Interval
+    staleness_p99: Interval
+    dropped: Interval
+    """Episodes of each step that are dropped as stale."""
+    recomputed: Interval
+    """Prompt tokens that servers compute again after interruptions, for each generated token."""
+    waits_batch: Interval
+    """Share of the time in which the trainers wait for a batch."""
+    waits_servers: Interval
+    """The same for servers that install weights."""
+    servers_busy: Interval
+    """Share of the time in which a server computes."""
+    running: Interval
+    """Sequences of a server that computes."""
+
+    @property
+    def bound(self) -> str:
+        """generation, publication or training."""
+        if self.waits_batch.mean >= BOUND_SHARE:
+            return "generation"
+        return "publication" if self.waits_servers.mean >= BOUND_SHARE else "training"
+
+
+def figures_of(outcomes: Sequence[Outcome]) -> Figures:
+    """Of simulations that differ in their seeds."""
+    found = [_steady(outcome) for outcome in outcomes]
+    return Figures(**{name: Interval.of([one[name] for one in found]) for name in found[0]})
+
+
+def _steady(outcome: Outcome) -> dict[str, float]:
+    first = min(SETTLING_STEPS, len(outcome.steps) - 2)
+    # Towards its end a run generates less, because no batch needs more.
+    last = max(first + 1, len(outcome.steps) - 1 - first)
+    steps = outcome.steps[first + 1 : last + 1]
+    seconds = outcome.steps[last].end_s - outcome.steps[first].end_s
+    by_staleness = Counter[int]()
+    for step in steps:
+        by_staleness.update(step.by_staleness)
+    tokens = by_staleness.total() or 1
+    generated = sum(step.generated for step in outcome.steps) or 1.0
+    return {
+        "step_s": seconds / len(steps),
+        "steps_per_hour": 3600 * len(steps) / seconds,
+        "generated_tokens_per_s": sum(step.generated for step in steps) / seconds,
+        "trained_tokens_per_s": sum(step.tokens for step in steps) / seconds,
+        "staleness_mean": sum(value * count for value, count in by_staleness.items()) / tokens,
+        "staleness_p99": quantile(by_staleness, 0.99),
+        "dropped": fmean(step.dropped for step in steps),
+        "recomputed": max(0.0, outcome.prefilled - outcome.prompts) / generated,
+        "waits_batch": sum(step.wait_batch_s for step in steps) / seconds,
+        "waits_servers": sum(step.wait_servers_s for step in steps) / seconds,
+        "servers_busy": outcome.busy,
+        "running": outcome.running,
+    }
+
+
+def quantile(counts: Mapping[int, int], share: float) -> float:
+    """Smallest value that is not below this share of all."""
+    wanted, seen = share * sum(counts.values()), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= wanted:
+            return float(value)
+    return 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings that differ from one another.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A setting by its options, and how it differs from another one."""
+
+    title: str
+    options: Mapping[str, str]
+    """key -> value, as on a command line."""
+    setting: Setting
+
+
+def with_servers(setting: Setting, servers: int) -> Choice:
+    allocation = resized(setting.config.allocation, servers=servers)
+    changed = replace(setting, servers=servers, config=_with(setting.config, str(allocation)))
+    more = servers - setting.servers
+    title = f"{more:+d} server{'s' if abs(more) > 1 else ''}"
+    return Choice(title=title, options={"allocation_mode": str(allocation)}, setting=changed)
+
+
+def with_ranks(setting: Setting, dp_size: int) -> Choice:
+    """Trainers with another data-parallel size: the time by tokens is divided."""
+    allocation = resized(setting.config.allocation, dp_size=dp_size)
+    times = replace(setting.times, trainer=setting.times.trainer.divided(dp_size / setting.dp_size))
+    changed = replace(setting, dp_size=dp_size, times=times, config=_with(setting.config, str(allocation)))
+    title = f"{dp_size} instead of {setting.dp_size} data-parallel trainers"
+    return Choice(title=title, options={"allocation_mode": str(allocation)}, setting=changed)
+
+
+def with_staleness(setting: Setting, staleness: int) -> Choice:
+    rollout = setting.config.rollout
+    config = replace(setting.config, rollout=replace(rollout, max_head_offpolicyness=staleness))
+    title = f"staleness {staleness} instead of {rollout.max_head_offpolicyness}"
+    options = {"rollout.max_head_offpolicyness": str(staleness)}
+    return Choice(title=title, options=options, setting=replace(setting, config=config))
+
+
+def with_concurrency(setting: Setting, episodes: int) -> Choice:
+    rollout = replace(setting.config.rollout, max_concurrent_rollouts=episodes)
+    title = f"{episodes} instead of {setting.config.max_concurrent_rollouts} episodes in flight"
+    options = {"rollout.max_concurrent_rollouts": str(episodes)}
+    changed = replace(setting, config=replace(setting.config, rollout=rollout))
+    return Choice(title=title, options=options, setting=changed)
+
+
+def with_kept_requests(setting: Setting) -> Choice:
+    rollout = replace(setting.config.rollout, weight_update="keep_cache")
+    changed = replace(setting, config=replace(setting.config, rollout=rollout))
+    title = "weight_update keep_cache instead of " + setting.config.rollout.weight_update
+    return Choice(title=title, options={"rollout.weight_update": "keep_cache"}, setting=changed)
+
+
+def _with(config: PPOConfig, allocation: str) -> PPOConfig:
+    return replace(config, allocation_mode=allocation)
+
+
+def resized(mode: AllocationMode, *, servers: int | None = None, dp_size: int | None = None) -> AllocationMode:
+    """The allocation with another number of servers, and another data-parallel size of the first trainer."""
+    found: list[ModelAllocation] = []
+    for one in mode.allocations:
+        size = servers if one is mode.inference else dp_size if one is mode.train[0] else None
+        found.append(one if size is None else replace(one, parallel=replace(one.parallel, dp=size)))
+    return replace(mode, allocations=tuple(found))
+
+
+def simulated(setting: Setting, seeds: int) -> Figures:
+    return figures_of([simulate(replace(setting, seed=setting.seed + 17 * place)) for place in range(seeds)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What one change of a setting gives."""
+
+    choice: Choice
+    gain: float
+    """Steps per hour more, as a share."""
+
+
+def gains(setting: Setting, say: Callable[[str], None]) -> list[Gain]:
+    """Each change alone, the largest gain first. All are simulated with one seed, so that they differ by the change."""
+    config, rollout = setting.config, setting.config.rollout
+    choices = [
+        with_servers(setting, setting.servers + 1),
+        with_ranks(setting, setting.dp_size * 2),
+        with_staleness(setting, rollout.max_head_offpolicyness + 1),
+        with_concurrency(setting, config.max_concurrent_rollouts * 2),
+    ]
+    if rollout.weight_update != "keep_cache":
+        choices.append(with_kept_requests(setting))
+    found: list[Gain] = []
+    before = simulated(setting, 1).steps_per_hour.mean
+    for choice in choices:
+        say(choice.title)
+        found.append(Gain(choice=choice, gain=simulated(choice.setting, 1).steps_per_hour.mean / before - 1))
+    return sorted(found, key=lambda one: -one.gain)
+
+
+def figure_lines(found: Figures, *, devices: int, steps: int | None, note: str) -> list[str]:
+    """For people. `note` is added to each figure."""
+    rows = [
+        ("steps per hour", f"{found.steps_per_hour}, {found.step_s} s each"),
+        ("generated", f"{found.generated_tokens_per_s} tokens/s"),
+        ("trained", f"{found.trained_tokens_per_s} tokens/s"),
+        (
+            "trainers wait",
+            f"{_share(found.waits_batch)} of the time for batches, {_share(found.waits_servers)} for servers "
+            "that install weights",
+        ),
+        ("servers compute", f"{_share(found.servers_busy)} of the time, {found.running} sequences each"),
+        ("staleness", f"mean {found.staleness_mean}, 99% {found.staleness_p99}"),
+        ("lost", f"{found.dropped} episodes of a step are dropped; {found.recomputed} tokens computed again per token"),
+    ]
+    if steps is not None:
+        hours = [
+            steps * seconds * devices / 3600 for seconds in (found.step_s.mean, found.step_s.low, found.step_s.high)
+        ]
+        rows.append(("device hours", f"{Interval(*hours)} for {steps} steps on {devices} devices"))
+    return [f"{name:<16} {text}{note}" for name, text in rows]
+
+
+def _share(value: Interval) -> str:
+    return f"{value.mean:.0%} [{max(0.0, value.low):.0%}, {value.high:.0%}]"
+
+
+def bound_line(bound: str, found: Sequence[Gain]) -> str:
+    """What bounds the run, and the changes that move it."""
+    useful = [one for one in found if one.gain >= LEAST_GAIN]
+    texts = [f"{one.choice.title} gives {one.gain:+.0%}" for one in useful[:3]]
+    return f"{bound}-bound: " + ("; ".join(texts) if texts else "no single change gives 1% more")

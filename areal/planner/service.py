@@ -1,0 +1,136 @@
+"""How long the parts of a run take: pure records, which a run, a calibration or the specification of a card fills."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+from areal.api.config.experiment import LengthRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTimes:
+    """Of one server. A decode step of b sequences with C tokens of context together takes
+    `step_s + b * sequence_s + C * context_s` seconds, and computes one token of each sequence."""
+
+    step_s: float
+    sequence_s: float
+    context_s: float = 0.0
+    prefill_s: float = 0.0
+    """For each prompt token that it computes; the decode steps wait meanwhile."""
+    request_s: float = 0.0
+    """Of each request besides: sockets, queue, the first step."""
+    prepare_s: float = 0.0
+    """To receive new weights, while it generates."""
+    install_s: float = 0.0
+    """To exchange the weights, while it does not generate."""
+    has_second_copy: bool = True
+    """It generates while it receives weights."""
+
+    def decode_s(self, steps: float, sequences: int, context: float) -> float:
+        """Seconds of a number of steps. The context grows by `sequences` tokens in each."""
+        first_s = self.step_s + self.sequence_s * sequences + self.context_s * context
+        return steps * first_s + 0.5 * self.context_s * sequences * steps * steps
+
+    def steps_in(self, seconds: float, sequences: int, context: float) -> float:
+        """How many steps, and parts of one, are computed in a time: the inverse of `decode_s`."""
+        first_s = self.step_s + self.sequence_s * sequences + self.context_s * context
+        growth_s = self.context_s * sequences
+        if growth_s == 0:
+            return seconds / first_s
+        return 2 * seconds / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * seconds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerTimes:
+    """Of all ranks together, which work at the same time."""
+
+    before_s: float = 0.0
+    before_token_s: float = 0.0
+    """From the arrival of a batch to its update: log-probabilities, advantages; for each token of the batch."""
+    update_s: float = 0.0
+    update_token_s: float = 0.0
+    publish_s: float = 0.0
+    """The part of a publication for which the trainer does nothing else."""
+    after_s: float = 0.0
+    """From the report of a step to the request for the next batch: exports, checkpoints, trackers."""
+    spread: tuple[float, ...] = (1.0,)
+    """What the time of a step is multiplied by: one of these, at random."""
+
+    def divided(self, factor: float) -> Self:
+        """The same work on `factor` times as many data-parallel ranks: the time by tokens is divided."""
+        before_s, update_s = self.before_token_s / factor, self.update_token_s / factor
+        return replace(self, before_token_s=before_s, update_token_s=update_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceTimes:
+    """All parts of a run."""
+
+    server: ServerTimes
+    trainer: TrainerTimes
+    rewards_s: tuple[float, ...] = (0.0,)
+    """Seconds of the reward of one answer: one of these, at random."""
+    reward_workers: int = 2**31
+    """Rewards that are computed at the same time."""
+    tools_s: tuple[float, ...] = (0.0,)
+    """Seconds from an answer of an agent to its next request: one of these, at random."""
+    cores: float = math.inf
+    """CPU cores that servers and trainer share, one each: more of them than cores slow each other down."""
+    source: str = "assumed"
+    """Where the figures come from, for people."""
+    is_extrapolated: bool = False
+    """From a specification, not from a measurement."""
+
+
+class EpisodeWork(NamedTuple):
+    """What one episode does."""
+
+    prompt: int
+    """Tokens."""
+    turns: Sequence[Sequence[int]]
+    """Of each answer of the group: the generated tokens of its turns."""
+    rejected: str
+    """Why it is rejected; empty = it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What the episodes of a run do. One of them depends on the seed and its number only."""
+
+    prompt: int
+    answers: int
+    """Of each episode (gconfig.n_samples)."""
+    rule: LengthRule | None = None
+    """Of the answers, where no lengths were recorded."""
+    recorded: tuple[tuple[int, ...], ...] = ()
+    """Lengths of the answers of recorded episodes."""
+    turns: int = 1
+    """Of each answer."""
+    rejected: tuple[tuple[str, float], ...] = ()
+    """Share of the episodes that are rejected, by reason."""
+    max_tokens: int = 2**31
+
+    def episode(self, seed: int, number: int) -> EpisodeWork:
+        """A recorded episode with another group size gives its lengths as often as needed."""
+        rng = random.Random(seed * 1_000_003 + number)
+        if self.rule is not None:
+            lengths = [self.rule.draw(rng) for _ in range(self.answers)]
+        else:
+            found = rng.choice(self.recorded)
+            lengths = list(found) if len(found) == self.answers else rng.choices(found, k=self.answers)
+        lengths = [max(1, min(length, self.max_tokens)) for length in lengths]
+        draw, why = rng.random(), ""
+        for reason, share in self.rejected:
+            if 0 <= draw < share:
+                why = reason
+            draw -= share
+        turns = [_parts(length, self.turns) for length in lengths]
+        return EpisodeWork(self.prompt, turns, why)
+
+
+def _parts(tokens: int, count: int) -> list[int]:
+    """`tokens` in `count` parts, of which none is empty, as equal as possible."""
+    count = min(tokens, count)
+    return [tokens * (part + 1) // count - tokens * part // count for part in range(count)]

@@ -1,0 +1,372 @@
+"""One simulated run: the real controller and fleet on a virtual loop, against simulated servers, rewards and trainer.
+
+The gate, the executor, the batches, the router, the weight updates and the rules of staleness are those of a run. What
+is simulated is time: of servers, rewards, tools and the trainer, and what episodes generate.
+"""
+
+import asyncio
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from areal.api.columns import packed_ids
+from areal.api.config import GenerationHyperparameters, PPOConfig
+from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
+from areal.api.engine import InferenceEngine
+from areal.api.errors import LedgerError
+from areal.api.metrics import gather_or_cancel
+from areal.api.workflow import EPISODE_ID, RolloutWorkflow
+from areal.data.prompt_stream import PromptStream
+from areal.fleet.fleet import Fleet
+from areal.fleet.replica import AnswerForm, Replica
+from areal.ledger.ledger import EventLog, Ledger
+from areal.ledger.state import Event
+from areal.planner.server import Cores, Registrations, SimulatedServer
+from areal.planner.service import ServiceTimes, Workload
+from areal.planner.virtual_loop import run_virtual
+from areal.rollout.controller import Controller
+from areal.system.discovery import NameRegistry
+from areal.workflow.scoring import new_request, single_turn_rows
+
+_CALL_S = 3600.0
+"""Longest wait of one call of the trainer; it repeats the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostServer:
+    """The first server ends, and another process takes its place."""
+
+    at_s: float
+    back_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is simulated."""
+
+    config: PPOConfig
+    times: ServiceTimes
+    work: Workload
+    servers: int
+    dp_size: int
+    steps: int
+    seed: int = 1
+    unit: int = 1
+    """Tokens that one simulated token stands for: a large plan needs less memory and time, and loses no step."""
+    lost: LostServer | None = None
+    work_from: Callable[[int, int], Workload] | None = None
+    """(version, episode) -> the work of an episode, when it changes in the run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepFigures:
+    """One train step."""
+
+    end_s: float
+    """Virtual time of its report."""
+    wait_batch_s: float
+    wait_servers_s: float
+    train_s: float
+    tokens: float
+    """Of the batch, prompts included."""
+    staleness: float
+    """Mean over the generated tokens."""
+    by_staleness: Counter[int]
+    """Generated tokens of the batch by staleness."""
+    dropped: float
+    rejected: float
+    generated: float
+    """Tokens that the servers have generated since the batch before."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a simulated run did."""
+
+    steps: list[StepFigures] = field(default_factory=list[StepFigures])
+    events: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
+    """Virtual time and event of the ledger, where they were asked for."""
+    busy: float = 0.0
+    """Mean share of the time in which a server computes."""
+    running: float = 0.0
+    """Mean number of sequences of a server that computes."""
+    prefilled: int = 0
+    prompts: int = 0
+    """Prompt tokens that the servers computed, and those of all requests: the rest was computed again."""
+
+
+class _RecordingLog(EventLog):
+    """Holds events in memory, and no payload."""
+
+    def __init__(self, outcome: Outcome, *, keeps: bool) -> None:
+        self._outcome, self._keeps = outcome, keeps
+        self._size = 0
+        self.by_version: dict[int, Sequence[tuple[int, int, int]]] = {}
+        """Of accepted episodes that no batch has."""
+
+    def start(self, on_failure: Callable[[LedgerError], None]) -> None: ...
+
+    def append(self, event: Event) -> None:
+        if event["event"] == "accepted":
+            self.by_version[event["id"]] = event["by_version"]
+        elif event["event"] == "rejected":
+            self.by_version.pop(event["id"], None)
+        if self._keeps:
+            self._outcome.events.append((asyncio.get_running_loop().time(), event))
+
+    def append_payload(self, data: bytes) -> tuple[int, int, int]:
+        self._size += len(data)
+        return 1, self._size, len(data)
+
+    def keep(self, episode_id: int, attempt: int, data: bytes) -> None: ...
+    async def durable(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class SimulatedWorkflow(RolloutWorkflow):
+    """Generates what the workload says, waits for tools and the reward, and returns the trajectories."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._rng = random.Random(setting.seed)
+        self._reward_workers = asyncio.Semaphore(setting.times.reward_workers)
+        unit, work = setting.unit, setting.work
+        self._prompt = packed_ids(range(max(1, work.prompt // unit)))
+        self._settings = GenerationHyperparameters(max_new_tokens=1, max_tokens=2**30, ignore_eos=True)
+        self.num_prompt_tokens = 0
+        """Of all requests."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
+        setting, number = self._setting, EPISODE_ID.get() or 0
+        work = setting.work if setting.work_from is None else setting.work_from(engine.version, number)
+        found = work.episode(setting.seed, number)
+        rewards = [float(self._rng.randrange(2)) for _ in found.turns]
+        turns = [[max(1, length // setting.unit) for length in each] for each in found.turns]
+        self.num_prompt_tokens += len(self._prompt)
+        if work.turns == 1:
+            requests = [
+                new_request(self._prompt, replace(self._settings, max_new_tokens=each[0]), group_id=f"{number}",
+                            number=place)
+                for place, each in enumerate(turns)
+            ]  # fmt: skip
+            responses = await engine.agenerate_group(requests)
+            rows = single_turn_rows(self._prompt, responses, rewards)
+        else:
+            answers = zip(turns, rewards, strict=True)
+            calls = [self._converse(engine, f"{number}-{place}", *each) for place, each in enumerate(answers)]
+            rows = await gather_or_cancel(calls)
+        if any(setting.times.rewards_s):
+            await gather_or_cancel([self._score() for _ in rows])
+        if found.rejected:
+            return TrajectoryGroup(trajectories=[], rejected=found.rejected)
+        return TrajectoryGroup(trajectories=rows)
+
+    async def _score(self) -> None:
+        async with self._reward_workers:
+            await asyncio.sleep(self._rng.choice(self._setting.times.rewards_s))
+
+    async def _converse(self, engine: InferenceEngine, name: str, turns: Sequence[int], reward: float) -> Trajectory:
+        """The answers of one agent, whose prompts grow."""
+        ids, versions = array("i", self._prompt), array("i", [-1] * len(self._prompt))
+        for turn, length in enumerate(turns):
+            if turn and (tool_s := self._rng.choice(self._setting.times.tools_s)):
+                await asyncio.sleep(tool_s)
+            settings = replace(self._settings, max_new_tokens=length)
+            response = await engine.agenerate(new_request(packed_ids(ids), settings, group_id=name, number=turn))
+            ids.extend(response.output_ids)
+            versions.extend(response.output_versions)
+        return Trajectory(
+            token_ids=packed_ids(ids),
+            loss_mask=[int(version >= 0) for version in versions],
+            rollout_logprobs=[0.0] * len(ids),
+            output_versions=versions.tolist(),
+            reward=reward,
+            finished=False,
+        )
+
+
+class _Work:
+    """The computation of the trainer, on the cores that it shares with the servers."""
+
+    def __init__(self, cores: Cores) -> None:
+        self._cores, self._loop = cores, asyncio.get_running_loop()
+        self._left_s = self._looked_s = 0.0
+        self._speed = 1.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._done: asyncio.Future[None] | None = None
+
+    async def run(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        self._left_s, self._looked_s, self._speed = seconds, self._loop.time(), self._cores.speed
+        self._done = self._loop.create_future()
+        self._cores.enter(self, self._look)
+        self._look()
+        await self._done
+        self._cores.leave(self)
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        self._left_s -= (now_s - self._looked_s) * self._speed
+        self._looked_s, self._speed = now_s, self._cores.speed
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._done is None or self._done.done():
+            return
+        if self._left_s <= 1e-9:
+            self._done.set_result(None)
+        else:
+            self._timer = self._loop.call_at(now_s + self._left_s / self._speed, self._look)
+
+
+def simulate(setting: Setting, *, keeps_events: bool = False) -> Outcome:
+    """Raises the error that ends the run, as that of a real one. `keeps_events`: of the ledger, in the outcome."""
+    return run_virtual(_simulate(setting, keeps_events=keeps_events))
+
+
+def checked_for_plan(config: PPOConfig, setting_unit: int) -> PPOConfig:
+    """The configuration with what is no rule of a plan left out: limits on the wall clock, probes, alarms."""
+    rollout = replace(
+        config.rollout,
+        canary="off",
+        should_accept_fn="",
+        health_check_interval_s=max(config.rollout.health_check_interval_s, 5.0),
+        stream_interval=max(1, config.rollout.stream_interval // setting_unit),
+    )
+    return replace(config, rollout=rollout, alarms=replace(config.alarms, action="off"), valid_dataset=None)
+
+
+async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
+    config, times = checked_for_plan(setting.config, setting.unit), setting.times
+    outcome, cores = Outcome(), Cores(times.cores)
+    servers: dict[str, SimulatedServer] = {}
+
+    def connect(name: str, address: str, form: AnswerForm, /) -> Replica:
+        if name not in servers:
+            servers[name] = SimulatedServer(name, times.server, cores, unit=setting.unit, max_running=_most(config))
+        return servers[name]
+
+    registry = Registrations(setting.servers)
+    fleet = Fleet(cast(NameRegistry, registry), setting.servers, config.rollout, connect)
+    log, workflow = _RecordingLog(outcome, keeps=keeps_events), SimulatedWorkflow(setting)
+    batch_size = config.train_dataset.batch_size
+    stream: PromptStream[dict[str, Any]] = PromptStream(_Rows(batch_size), seed=setting.seed, batch_size=batch_size)
+    ledger = Ledger(log, read_payload=lambda where: b"", clock=asyncio.get_running_loop().time)
+    controller = Controller(
+        config, fleet=fleet, workflow=workflow, rows=stream, ledger=ledger, total_steps=setting.steps
+    )
+    await controller.start()
+    tasks = [asyncio.create_task(_lose(setting.lost, servers, registry), name="a lost server")] if setting.lost else []
+    try:
+        trainer = asyncio.create_task(_Trainer(setting, controller, log, cores, outcome).run(), name="trainer")
+        ended = asyncio.create_task(controller.ended(), name="the controller")
+        await asyncio.wait([trainer, ended], return_when=asyncio.FIRST_COMPLETED)
+        if ended.done() and not trainer.done():
+            trainer.cancel()
+            ended.result()
+        trainer.result()
+        total_s = asyncio.get_running_loop().time()
+        busy_s = sum(server.busy_s for server in servers.values())
+        outcome.busy = busy_s / total_s / max(1, len(servers))
+        outcome.running = sum(server.sequence_s for server in servers.values()) / busy_s if busy_s else 0.0
+        outcome.prefilled = sum(server.num_prefilled for server in servers.values())
+        outcome.prompts = workflow.num_prompt_tokens * setting.unit
+    finally:
+        for task in tasks:
+            task.cancel()
+        controller.finish()
+        await controller.close()
+    return outcome
+
+
+def _most(config: PPOConfig) -> int:
+    """Sequences that a server runs at the same time."""
+    return config.native.max_running_requests if config.server_backend == "native" else 2**31
+
+
+class _Rows(Sequence[dict[str, Any]]):
+    """Rows of a dataset: nothing but their number."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"index": index}
+
+
+async def _lose(lost: LostServer, servers: dict[str, SimulatedServer], registry: Registrations) -> None:
+    await asyncio.sleep(lost.at_s)
+    server = servers["server-0"]
+    server.die()
+    await asyncio.sleep(lost.back_after_s)
+    server.revive()
+    registry.replaced(0)
+
+
+class _Trainer:
+    """The calls of the trainers, in the order of `areal.trainer.ppo_loop.PPOLoop.run`."""
+
+    def __init__(
+        self, setting: Setting, controller: Controller, log: _RecordingLog, cores: Cores, outcome: Outcome
+    ) -> None:
+        self._setting, self._controller, self._log, self._outcome = setting, controller, log, outcome
+        self._work = _Work(cores)
+        self._rng = random.Random(setting.seed + 1)
+        self._sent: WeightUpdate | None = None
+        """What the servers install, until it was waited for."""
+
+    async def run(self) -> None:
+        setting, controller, times = self._setting, self._controller, self._setting.times.trainer
+        loop = asyncio.get_running_loop()
+        await controller.attach(rank=0, world_size=1, dp_size=setting.dp_size, step=0, version=0)
+        for step in range(setting.steps):
+            began_s = loop.time()
+            while (record := await controller.next_batch(step, timeout_s=_CALL_S)) is None:
+                pass
+            got_s, spread = loop.time(), self._rng.choice(times.spread)
+            tokens = record.stats["tokens"] * setting.unit
+            before_s = spread * (times.before_s + times.before_token_s * tokens)
+            await self._work.run(before_s)
+            waited_s = await self._wait_served()
+            update_s = spread * (times.update_s + times.update_token_s * tokens)
+            await self._work.run(update_s)
+            await self._work.run(times.publish_s)
+            update = WeightUpdate(version=step + 1, kind="disk", path=f"v{step + 1:06d}")
+            while not await controller.weights.start(update, timeout_s=_CALL_S):
+                pass
+            self._sent = update
+            await controller.consumed(step, step + 1)
+            by_staleness = Counter[int]()
+            for episode_id in record.episode_ids:
+                for version, _, generated in self._log.by_version.pop(episode_id):
+                    if version >= 0:
+                        by_staleness[record.version - version] += generated * setting.unit
+            figures = StepFigures(
+                end_s=loop.time(),
+                wait_batch_s=got_s - began_s,
+                wait_servers_s=waited_s,
+                train_s=loop.time() - got_s - waited_s,
+                tokens=tokens,
+                staleness=record.stats["staleness_mean"],
+                by_staleness=by_staleness,
+                dropped=record.stats["dropped"],
+                rejected=record.stats["rejected"],
+                generated=record.stats["produced_tokens"] * setting.unit,
+            )
+            self._outcome.steps.append(figures)
+            await self._work.run(times.after_s)
+        await self._wait_served()
+
+    async def _wait_served(self) -> float:
+        """Seconds until the servers have the version sent last."""
+        began_s, update = asyncio.get_running_loop().time(), self._sent
+        self._sent = None
+        while update is not None and not await self._controller.weights.publish(update, timeout_s=_CALL_S):
+            pass
+        return asyncio.get_running_loop().time() - began_s
