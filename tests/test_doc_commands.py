@@ -60,9 +60,11 @@ ELSEWHERE = {
 SLOW = {
     *("watch", "show", "audit", "stats", "replay", "compare", "export", "trace", "eval", "generate", "benchmark"),
     "prove-template",
+    "plan",
 }
 """Subcommands that read a run, start processes or compute for seconds."""
 REFUSED = {
+    "areal plan --config my.yaml --from RUN": "plan.too_few_steps",  # the small run has two
     "areal export RUN --role critic": "export.no_checkpoint",  # the small run has no critic
     "areal run --attach": "launch.no_answer",  # its launcher has ended
     "areal run --launcher slurm --attach": "launch.no_run_folder",  # it is no run of Slurm

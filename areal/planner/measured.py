@@ -28,6 +28,8 @@ _MAX_EPISODES = 4000
 """The newest accepted episodes whose payloads are read."""
 _VARIES = 0.2
 """Standard deviation of the lengths, as a share of their mean, from which on they tell the time of a step."""
+_EXPLAINS = 0.7
+"""Share of the squared errors that may be left for a time of each request, besides its steps, to be believed."""
 _BEFORE = (
     "scores",
     "filters",
@@ -286,10 +288,21 @@ def decode_times(episodes: Sequence[Episode]) -> tuple[float, float, float]:
     longest = [float(max(one.lengths)) for one in steady]
     curve = next(iter(curves.values()))
     loads = [curves.get(one.server, curve).mean(one.start_s, one.generated_s) for one in steady]
+    each = [spent / length for spent, length in zip(seconds, longest, strict=True)]  # the error grows with the length
+    ones, inverse = [1.0] * len(steady), [1 / length for length in longest]
+    step_s, sequence_s = nonnegative_fit([ones, loads], each)
+    request_s, *other = nonnegative_fit([inverse, ones, loads], each)
+    alone = sum((one - step_s - sequence_s * load) ** 2 for one, load in zip(each, loads, strict=True))
+    rest = sum(
+        (one - request_s * part - other[0] - other[1] * load) ** 2
+        for one, part, load in zip(each, inverse, loads, strict=True)
+    )
+    # A busy machine slows some requests down, whatever their length: that is no time of each request.
     varies = float(np.std(longest)) > _VARIES * fmean(longest)
-    ones = [float(varies)] * len(steady)  # else the steps cannot be told from the rest
-    weighted = [length * load for length, load in zip(longest, loads, strict=True)]
-    request_s, step_s, sequence_s = nonnegative_fit([ones, longest, weighted], seconds)
+    if varies and rest < _EXPLAINS * alone:
+        step_s, sequence_s = other
+    else:
+        request_s = 0.0
     if step_s == sequence_s == 0:
         step_s = fmean(seconds) / fmean(longest)
     return request_s, step_s, sequence_s
