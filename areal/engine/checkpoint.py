@@ -255,6 +255,10 @@ class RecoveryReader:
         prefix = f"optimizer/{weight}/"
         return {name[len(prefix) :]: found for name, found in self._tensors.items() if name.startswith(prefix)}
 
+    def gradient(self, weight: str) -> TensorStorageMetadata | None:
+        """Size and type of the gradient of a weight; None = there is none."""
+        return self._tensors.get(f"gradients/{weight}")
+
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors, by the names in the files, with their values; a sharded one with its part."""
         self._read(DefaultLoadPlanner(flatten_state_dict=False), tensors)

@@ -370,17 +370,20 @@ class FSDPEngine:
         is_exact = name == FLOAT32_HEAD or name.endswith(EXPERT_BIAS) or name in self._unused
         return self._dtype if weight.is_floating_point() and not is_exact else weight.dtype
 
-    def save(self, path: Path, *, with_optimizer: bool) -> None:
+    def save(self, path: Path, *, with_optimizer: bool, with_gradients: bool = False) -> None:
+        """`with_gradients`: also those since the last optimiser step, which `load` sets again."""
         if not with_optimizer:
             model, options = self._model.model, {"source": self._source, "mesh": self._mesh}
             name = type(model).__name__
             return export_model(path, self, model.config, architecture=name, dtype=self._dtype, **options)
-        staged = self.stage(copies=False)
+        staged = self.stage(copies=False, with_gradients=with_gradients)
         write_folder(path, self._mesh, staged.write)
 
-    def stage(self, *, copies: bool) -> StagedPieces:
-        optimizer = self._optimizer
-        tensors = {f"weights/{name}": value for name, value in self._changing().items()}
+    def stage(self, *, copies: bool, with_gradients: bool = False) -> StagedPieces:
+        optimizer, own = self._optimizer, self._changing()
+        tensors = {f"weights/{name}": value for name, value in own.items()}
+        if with_gradients:
+            tensors |= {f"gradients/{name}": one.grad for name, one in own.items() if one.grad is not None}
         if optimizer is not None:
             tensors |= {f"optimizer/{name}": value for name, value in optimizer.state().items()}
         pieces = own_pieces(tensors, self._mesh.rank, self._mesh.world_size)
@@ -400,6 +403,11 @@ class FSDPEngine:
             for kind, found in reader.kinds(name).items():
                 state[f"{name}/{kind}"] = empty_like(weight, found)
         weights = {f"weights/{name}": weight.detach() for name, weight in own.items()}
+        gradients: dict[str, Tensor] = {}
+        for name, weight in own.items():
+            if (found := reader.gradient(name)) is not None:
+                weight.grad = gradients[f"gradients/{name}"] = empty_like(weight, found)
+        weights |= gradients
         reader.fill(weights | {f"optimizer/{name}": value for name, value in state.items()})
         if self._optimizer is not None:
             self._optimizer.load_state(state, reader.num_steps)

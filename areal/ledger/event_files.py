@@ -122,7 +122,7 @@ def encode_group(after: GroupEnd, at: float, events: Sequence[Event]) -> tuple[b
     return b"".join((head, _CRC_KEY, b"%d}\n" % crc, body)), GroupEnd(after.number + 1, crc)
 
 
-def _decode_group(data: bytes, offset: int) -> tuple[list[Event], int] | None:
+def decode_group(data: bytes, offset: int) -> tuple[list[Event], int] | None:
     """The events of the group at `offset`, its mark first, and the offset of its end; None when it is not valid."""
     end = data.find(b"\n", offset)
     head, key, _ = data[offset : max(end, offset)].rpartition(_CRC_KEY)
@@ -153,9 +153,10 @@ class LedgerReader:
     `incomplete`, `damage` and `end` are final once the pass is complete. A missing folder is empty.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.numbers = _numbers(folder, _EVENTS)
+    def __init__(self, folder: Path, *, first: int = 0) -> None:
+        """`first`: number of the file to begin with, if its first group does not depend on those before it."""
+        self._folder, self._first = folder, first
+        self.numbers = [number for number in event_numbers(folder) if number >= first]
         """Numbers of the event files."""
         self.segments = segment_numbers(folder)
         """Numbers of the payload files."""
@@ -205,7 +206,7 @@ class LedgerReader:
     def _groups_of(self, path: Path, data: bytes) -> Iterator[list[Event]]:
         offset = 0
         while offset < len(data):
-            group = _decode_group(data, offset)
+            group = decode_group(data, offset)
             if group is None:
                 if _has_group(data, offset + 1):
                     self.damage = f"{path} is damaged at byte {offset}, but a later group is valid"
@@ -213,6 +214,8 @@ class LedgerReader:
                     self.incomplete = IncompleteTail(path=path, offset=offset, size=len(data) - offset)
                 return
             mark = group[0][0]
+            if self._first and self.end == NO_GROUP:
+                self.end = GroupEnd(mark["number"] - 1, mark["after"])
             if (mark["number"], mark.get("after")) != (self.end.number + 1, self.end.crc):
                 self.damage = (
                     f"{path}: the group at byte {offset} does not follow group {self.end.number}: "
@@ -249,7 +252,7 @@ def _has_group(data: bytes, offset: int) -> bool:
     """Whether a valid group starts at `offset` or later."""
     start = data.find(_GROUP_START, offset)
     while start >= 0:
-        if _decode_group(data, start) is not None:
+        if decode_group(data, start) is not None:
             return True
         start = data.find(_GROUP_START, start + 1)
     return False
@@ -323,6 +326,11 @@ def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(int(match[1]) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name)))
+
+
+def event_numbers(folder: Path) -> list[int]:
+    """The numbers of the event files, ascending."""
+    return _numbers(folder, _EVENTS)
 
 
 def segment_numbers(folder: Path) -> list[int]:

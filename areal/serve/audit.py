@@ -12,10 +12,10 @@ from pathlib import Path
 
 from areal.api.errors import LedgerError
 from areal.ledger import __main__ as ledger_command
-from areal.ledger.event_files import open_reader
-from areal.serve.journal import read_body
+from areal.ledger.event_files import events_path
+from areal.serve.journal import Event, opened_journal, read_body, seal_of
 from areal.serve.service import ADAPTER, STATE, snapshot_folder, weights_folder
-from areal.serve.tenants import TRAINING, Tenants
+from areal.serve.tenants import TRAINING, Model, Tenants
 from areal.system.durable import is_complete
 from areal.system.run_paths import existing_run
 
@@ -48,26 +48,27 @@ def audit_service(folder: Path) -> tuple[dict[str, int], list[str]]:
     """Counts of requests, and what is wrong. LedgerError when the journal cannot be read."""
     tenants, seen, counts = Tenants(), Counter[tuple[str, str, int]](), Counter[str]()
     violations: list[str] = []
-    for event in open_reader(folder / "journal").events():
+    for event in opened_journal(folder / "journal")[1]:
         kind = event["event"]
-        if kind == "group":
-            continue
+        if kind == "cut" and (text := wrong_seal(folder / "journal", event)):
+            violations.append(text)
         if kind in ("request", "result"):
             key = kind, event["model"], event["seq"]
             seen[key] += 1
             if seen[key] > 1:
                 violations.append(f"request {event['seq']} of {event['model']} has {seen[key]} records of its {kind}")
                 continue
+            if is_forgotten(tenants.models[event["model"]], event["seq"]):
+                violations.append(f"request {event['seq']} of {event['model']} has a {kind} again after a cut")
+                continue
             if kind == "result" and not seen["request", event["model"], event["seq"]]:
                 violations.append(f"request {event['seq']} of {event['model']} has a result but was not accepted")
                 continue
         tenants.apply(event)
     for model in tenants.models.values():
+        counts.update(model.forgotten)
         for operation in model.operations.values():
-            counts["requests"] += 1
-            state = "waiting" if not operation.is_done else "computed" if operation.is_ok else "failed"
-            counts[state] += 1
-            counts["optimiser_steps"] += operation.kind == "step" and state == "computed"
+            counts.update(operation.counts)
             for place in (operation.body, operation.result):
                 try:
                     if place is not None:
@@ -77,19 +78,42 @@ def audit_service(folder: Path) -> tuple[dict[str, int], list[str]]:
         for number, operation in sorted(model.operations.items()):
             if operation.is_done and number >= model.num_done:
                 violations.append(f"request {number} of {model.id} was computed before request {model.num_done}")
-        if model.snapshot is not None and not is_complete(snapshot_folder(folder, model.id, model.snapshot)):
-            violations.append(f"{model.id}: the snapshot after request {model.snapshot} is not complete")
-    violations += missing_weights(tenants, folder)
+        if model.snapshot is not None:
+            later = sum(one.is_step for seq, one in model.operations.items() if seq > model.snapshot)
+            state = snapshot_folder(folder, model.id, model.snapshot)
+            if text := wrong_state(state, model.num_steps - later):
+                violations.append(f"{model.id}: the snapshot after request {model.snapshot} {text}")
+    violations += wrong_weights(tenants, folder)
     names = ("requests", "computed", "failed", "waiting", "optimiser_steps")
     return {"models": len(tenants.models), **{name: counts[name] for name in names}}, violations
 
 
-def missing_weights(tenants: Tenants, folder: Path) -> Iterator[str]:
-    """Saved weights that are not complete on disk."""
+def is_forgotten(model: Model, seq: int) -> bool:
+    """Whether a cut has dropped a request. The state of a cut is complete with its "progress"."""
+    return model.forgotten.total() > 0 and seq < model.num_done and seq not in model.operations
+
+
+def wrong_seal(journal: Path, cut: Event) -> str:
+    """How the files that a cut has replaced differ from its seal, if they are all still there; empty = they do not."""
+    files = [events_path(journal, number) for number in cut["sealed"]]
+    if all(path.exists() for path in files) and seal_of(journal, cut["sealed"]) != cut["sha256"]:
+        return f"{files[0]} and those up to {files[-1].name} are not what the cut after them has sealed"
+    return ""
+
+
+def wrong_state(folder: Path, num_steps: int) -> str:
+    """What is wrong with a state in which the optimiser has made `num_steps` steps; empty = nothing."""
+    if not is_complete(folder):
+        return "is not complete"
+    found = json.loads((folder / "state.json").read_bytes())["num_steps"]
+    return "" if found == num_steps else f"has {found} optimiser steps, but the journal {num_steps}"
+
+
+def wrong_weights(tenants: Tenants, folder: Path) -> Iterator[str]:
+    """What is wrong with saved weights."""
     for saved in tenants.saved.values():
-        parts = (STATE, ADAPTER) if saved.kind == TRAINING else (ADAPTER,)
-        yield from (
-            f"{saved.path}: its {part} is not complete"
-            for part in parts
-            if not is_complete(weights_folder(folder, saved.path, saved.seq) / part)
-        )
+        place = weights_folder(folder, saved.path, saved.seq)
+        if not is_complete(place / ADAPTER):
+            yield f"{saved.path}: its {ADAPTER} is not complete"
+        if saved.kind == TRAINING and (text := wrong_state(place / STATE, saved.num_steps)):
+            yield f"{saved.path}: its {STATE} {text}"

@@ -24,7 +24,7 @@ from areal.api.errors import ArealError, RequestError
 from areal.observe.log import get_logger
 from areal.serve.sampling import Body, Number, SampleBody, Sampling, queue_of
 from areal.serve.service import ADAPTER, Service, failure, weights_folder
-from areal.serve.tenants import EXTERNAL, INFLIGHT, SAMPLER, TRAINING, Model, NotFound, SavedWeights
+from areal.serve.tenants import EXTERNAL, INFLIGHT, SAMPLER, TRAINING, Forgotten, Model, NotFound, SavedWeights
 from areal.serve.wire import PROTOBUF, address_of
 from areal.system.durable import COMPLETE
 from areal.system.http_guard import RequestGuard, read_body
@@ -42,6 +42,7 @@ MAX_BODY_BYTES = 64 * 2**20
 API, DOWNLOAD = "/api/v1", "/download"
 URL_S = 3600
 """A URL for a download is valid for this time."""
+_STATUSES = {NotFound.code: 404, "request.too_many": 429}
 _NAME = re.compile(r"[\w-][\w.-]{0,127}")
 _CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 
@@ -409,6 +410,7 @@ class Gateway:
             await self._new_model(key, body.session_id, body.model_seq_id, saved.settings, body.user_metadata)
         self._tenants.model(model, key)
         arguments = {"path": body.path, "saved_seq": saved.seq, "optimizer": body.optimizer}
+        arguments |= {"num_steps": saved.num_steps if body.optimizer else 0}
         return await self._accepted(model, seq, "load", arguments | {"settings": dict(saved.settings)})
 
     async def get_info(self, request: web.Request) -> web.Response:
@@ -544,10 +546,14 @@ class Gateway:
         request_id = parsed(FutureBody, await read_body(request)).request_id
         if ":sample:" in request_id:
             return await self._sampled(request_id, request["key"])
-        operation = self._tenants.operation(request_id, request["key"])
+        try:
+            operation = self._tenants.operation(request_id, request["key"])
+        except Forgotten as error:  # as a result: the SDK sends a request again after other answers
+            return web.Response(body=failure(str(error)), content_type="application/json")
         if not await self._service.wait(lambda: operation.is_done, self._hold_s):
             return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         assert operation.result is not None
+        operation.is_read = True
         data = self._service.journal.read(operation.result)
         is_message = operation.kind == "loss" and operation.is_ok
         return web.Response(body=data, content_type=PROTOBUF if is_message else "application/json")
@@ -738,7 +744,10 @@ def make_app(gateway: Gateway, trainer: TrainerRoutes, keys: Keys, *, token: str
         try:
             return await handler(request)
         except ArealError as error:
-            return _json({"error": str(error), "code": error.code}, _status_of(error))
+            answer = _json({"error": str(error), "code": error.code}, _status_of(error))
+            if answer.status == 429:
+                answer.headers["Retry-After"] = "1"
+            return answer
         except web.HTTPException:
             raise
         except Exception as error:  # noqa: BLE001 - one request: the service and other clients continue
@@ -751,6 +760,4 @@ def make_app(gateway: Gateway, trainer: TrainerRoutes, keys: Keys, *, token: str
 
 
 def _status_of(error: ArealError) -> int:
-    if not isinstance(error, RequestError):
-        return 503
-    return 404 if isinstance(error, NotFound) else 422
+    return _STATUSES.get(error.code, 422) if isinstance(error, RequestError) else 503

@@ -2,27 +2,37 @@
 
 The files are those of a ledger (`areal.ledger.event_files`): groups of events with checksums, and payload files with
 the bodies of requests and results.
+
+A cut keeps them short: a new events file begins with a group that makes the whole state, and the files before it are
+removed once it is on disk. The group follows the last one before it, and its first event, "cut", has the names and the
+SHA-256 of the events files that it replaces, which begin with the cut before. A start reads from the newest cut on.
 """
 
 import asyncio
+import hashlib
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol
 
 from areal.api.errors import LedgerError
 from areal.ledger.event_files import (
     AppendFile,
     LedgerReader,
+    decode_group,
     encode_group,
+    event_numbers,
     events_path,
     not_writable,
     payload_path,
+    segment_numbers,
 )
 from areal.system.durable import fsync_path
 
+CUT_EVENTS = 512
+"""A journal is cut when it has this many events, besides twice those that the cut before has left."""
 Event = dict[str, Any]
 
 
@@ -42,35 +52,59 @@ class _Pending:
     done: "asyncio.Future[None]"
 
 
+class State(Protocol):
+    """What the events make."""
+
+    def apply(self, event: Event) -> None:
+        """Change the state by an event that is on disk."""
+        ...
+
+    def shortened(self) -> list[Event]:
+        """Forget what nobody needs any more, and return events that make the rest from nothing."""
+        ...
+
+
 class Journal:
-    """Appends events of one gateway. One task writes them in groups, with one fsync for each."""
+    """Appends events of one gateway. One task writes them in groups, with one fsync for each, and applies them."""
 
-    def __init__(self, folder: Path, number: int, reader: LedgerReader) -> None:
-        self._folder, self._number, self._end = folder, number, reader.end
-        self._events = AppendFile(events_path(folder, number))
-        self._payload = AppendFile(payload_path(folder, number))
-        self._size = 0
-        self._pending: list[_Pending] = []
-        self._has_pending = asyncio.Event()
-
-    @classmethod
-    def open(cls, folder: Path) -> tuple[Self, list[Event]]:
-        """A journal that continues in `folder`, and its events so far. LedgerError when they are damaged."""
+    def __init__(self, folder: Path, state: State) -> None:
+        """Continue in `folder`, whose events so far are applied. LedgerError when they are damaged."""
+        self._folder, self._state = folder, state
         try:
             folder.mkdir(parents=True, exist_ok=True)
             fsync_path(folder.parent)
-            reader = LedgerReader(folder)
-            events = [event for event in reader.events() if event["event"] != "group"]
+            reader, events = opened_journal(folder)
+            self._num_events, used = 0, set[int]()
+            for event in events:
+                state.apply(event)
+                self._num_events += 1
+                used.add(_segment_of(event))
             if reader.incomplete is not None:
                 with open(reader.incomplete.path, "r+b") as file:
                     file.truncate(reader.incomplete.offset)
                     os.fsync(file.fileno())
-            return cls(folder, reader.next_number, reader), events
+            last = max(reader.numbers, default=0)  # an earlier process may have died between a write and its fsync
+            for number in (one for one in reader.segments if one >= last):
+                fsync_path(payload_path(folder, number))
+            if last:
+                fsync_path(events_path(folder, last))
+            self._cut_at, self._end = CUT_EVENTS, reader.end
+            self._first = min(reader.numbers, default=reader.next_number)
+            self._remove_before(self._first, used)
+            self._begin(reader.next_number)
         except OSError as error:
             raise not_writable(folder, error) from error
+        self._pending: list[_Pending] = []
+        self._has_pending = asyncio.Event()
+
+    def _begin(self, number: int) -> None:
+        """New files. An events file is made before its payload file."""
+        self._number, self._size = number, 0
+        self._events = AppendFile(events_path(self._folder, number))
+        self._payload = AppendFile(payload_path(self._folder, number))
 
     async def append(self, event: Event, body: bytes | None = None) -> None:
-        """Return when `event` is on disk. With a body the event gets its `Place` as "body"."""
+        """Return when `event` is on disk and applied. With a body the event gets its `Place` as "body"."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending.append(_Pending(event, body, done))
         self._has_pending.set()
@@ -91,8 +125,12 @@ class Journal:
                         one.done.set_exception(failure)
                 raise failure from error
             for one in group:
+                self._state.apply(one.event)
                 if not one.done.done():
                     one.done.set_result(None)
+            self._num_events += len(group)
+            if self._num_events >= self._cut_at:
+                await asyncio.to_thread(self.cut, self._state.shortened())
 
     def _write(self, group: Sequence[_Pending]) -> None:
         """The bodies, then the events that name them."""
@@ -107,6 +145,35 @@ class Journal:
         data, self._end = encode_group(self._end, 0.0, [one.event for one in group])
         self._events.write(data)
         self._events.sync()
+
+    def cut(self, events: Sequence[Event]) -> None:
+        """Begin new files with `events`, which make the state, and remove those before. While it runs, nothing is
+        appended. A process that ends within it leaves a journal with the same state."""
+        old, after = (self._events, self._payload), self._end
+        sealed = list(range(self._first, self._number + 1))
+        head = {"event": "cut", "sealed": sealed, "sha256": seal_of(self._folder, sealed)}
+        try:
+            self._begin(self._number + 1)
+            data, self._end = encode_group(after, 0.0, [head, *events])
+            self._events.write(data)
+            self._events.sync()
+            self._first = self._number
+            for file in old:
+                file.close()
+            self._remove_before(self._first, set(map(_segment_of, events)))
+        except OSError as error:
+            raise not_writable(self._folder, error) from error
+        self._num_events = len(events)
+        self._cut_at = CUT_EVENTS + 2 * len(events)
+
+    def _remove_before(self, first: int, used: set[int]) -> None:
+        """Remove the events files before number `first`, and the payload files before it that are not `used`."""
+        old = [events_path(self._folder, number) for number in event_numbers(self._folder) if number < first]
+        segments = [number for number in segment_numbers(self._folder) if number < first and number not in used]
+        for path in [*old, *(payload_path(self._folder, number) for number in segments)]:
+            path.unlink()
+        if old or segments:
+            fsync_path(self._folder)
 
     def read(self, place: Place) -> bytes:
         """A body. LedgerError when it is not what was written."""
@@ -125,3 +192,33 @@ def read_body(folder: Path, place: Place) -> bytes:
     if len(data) != place.size or zlib.crc32(data) != place.crc:
         raise LedgerError(f"{path} is damaged at byte {place.offset}", code="ledger.bad_payload")
     return data
+
+
+def opened_journal(folder: Path) -> tuple[LedgerReader, Iterator[Event]]:
+    """A reader that begins with the newest cut, and its events. LedgerError, also later, when they are damaged."""
+    newest = reversed(event_numbers(folder))
+    reader = LedgerReader(folder, first=next((one for one in newest if _begins_with_cut(folder, one)), 0))
+    first = min(reader.numbers, default=0)
+    for number in reader.segments:
+        if number > first and number not in reader.numbers:
+            text = f"{events_path(folder, number)} is missing: restore the folder from a copy"
+            raise LedgerError(text, code="ledger.damaged")
+    return reader, (event for event in reader.events() if event["event"] != "group")
+
+
+def _begins_with_cut(folder: Path, number: int) -> bool:
+    group = decode_group(events_path(folder, number).read_bytes(), 0)
+    return group is not None and group[0][1]["event"] == "cut"
+
+
+def _segment_of(event: Event) -> int:
+    """The payload file of an event; 0 = none."""
+    return (event.get("body") or (0,))[0]
+
+
+def seal_of(folder: Path, numbers: Sequence[int]) -> str:
+    """SHA-256 of the events files with these numbers, one after another."""
+    digest = hashlib.sha256()
+    for path in (events_path(folder, number) for number in numbers):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

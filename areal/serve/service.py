@@ -68,10 +68,8 @@ class Service:
     def __init__(self, folder: Path, served: ServedModel, *, world_size: int) -> None:
         """`folder`: of the journal and all weights. `world_size`: trainer ranks."""
         self.folder, self.served = folder, served
-        self.journal, events = Journal.open(folder / "journal")
         self.tenants = Tenants()
-        for event in events:
-            self.tenants.apply(event)
+        self.journal = Journal(folder / "journal", self.tenants)
         self._schedule = Schedule(self.tenants, max_resident=served.max_resident)
         self._schedule.reset()
         self._world_size = world_size
@@ -97,9 +95,8 @@ class Service:
         return f"{self._command.kind} {self._command.seq} of {self._command.model}"
 
     async def record(self, event: Event, body: bytes | None = None) -> None:
-        """Journal an event, then change the state by it and wake who waits for that."""
+        """Journal an event, which changes the state, and wake who waits for that."""
         await self.journal.append(event, body)
-        self.tenants.apply(event)
         await self._notify()
 
     async def record_once(self, key: str, event: Event, body: bytes | None = None) -> None:
@@ -126,11 +123,13 @@ class Service:
         self, model: str, seq: int, kind: str, arguments: Mapping[str, Any], body: bytes | None = None
     ) -> str:
         """Journal a request of a client and return its id. A repeated one gets the same id; RequestError when `seq`
-        was used for another content."""
+        was used for another content, or has no room now."""
         content = orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS) + (body or b"")
         digest = hashlib.sha256(kind.encode() + content).hexdigest()
         operations = self.tenants.models[model].operations
         if seq not in operations:
+            self.tenants.models[model].check_known(seq)
+            self.tenants.models[model].check_room(seq)
             event = {"event": "request", "model": model, "seq": seq, "kind": kind, "arguments": dict(arguments)}
             await self.record_once(f"{model}:{seq}", event | {"digest": digest}, body)
         if operations[seq].digest != digest:
@@ -258,6 +257,7 @@ class Service:
         path = f"tinker://{model.id}/{kind}/{arguments['name']}"
         event = {"event": "saved", "model": model.id, "kind": kind, "name": arguments["name"], "at": at}
         event |= {"settings": model.settings, "seq": operation.seq, "expires_at": None if ttl_s is None else at + ttl_s}
+        event |= {"num_steps": model.num_steps}
         await self.record(event | {"user_metadata": arguments.get("user_metadata")})
         if "sampler" not in arguments:
             return orjson.dumps({"path": path})

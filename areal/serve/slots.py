@@ -78,7 +78,7 @@ class AdapterSlots:
                 copy_part(weight, whole)
 
     def restore(self, name: str, settings: AdapterSettings, folder: Path) -> None:
-        """The adapter that `save` wrote, in the engine, with its optimiser state. After an error there is none."""
+        """The adapter that `save` wrote, in the engine, with all of its state. After an error there is none."""
         self._reset(name, settings)
         try:
             self._engine.load(folder)
@@ -149,9 +149,9 @@ class AdapterSlots:
             self.drop(self._active)
             raise
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, with_gradients: bool = False) -> None:
         """Write the active adapter with its optimiser state."""
-        self._engine.save(folder, with_optimizer=True)
+        self._engine.save(folder, with_optimizer=True, with_gradients=with_gradients)
 
     def export(self, folder: Path) -> None:
         """Write the active adapter in the format of peft."""

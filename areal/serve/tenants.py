@@ -3,8 +3,9 @@
 The state is made from the events of the journal alone: `apply` is called for every event once it is on disk.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from areal.api.errors import RequestError
@@ -15,7 +16,12 @@ Kind = Literal["create", "load", "loss", "step", "save", "export", "invalid"]
 READ_ONLY = ("save", "export", "invalid")
 """Kinds that leave the adapter as it was."""
 MAX_REPLAYED = 64
-"""Requests after which the next optimiser step is followed by a snapshot: what a restarted trainer repeats at most."""
+"""Requests after which the next optimiser step is followed by a snapshot. After twice as many any request is, with the
+gradients: that is what a restarted trainer repeats at most."""
+MAX_KEPT, MAX_UNREAD = 256, 8192
+"""A cut of the journal keeps the results of as many newest requests of a model, and more where no client has asked."""
+MAX_AHEAD, MAX_WAITING_BYTES = 1024, 2**30
+"""Requests of a model, and their bytes, that may wait. The one that is to be computed next is accepted even so."""
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 """Kinds of saved weights: with the state of training, for servers, and for download."""
 INFLIGHT = ".inflight"
@@ -28,6 +34,12 @@ class NotFound(RequestError):
     """There is no such object, or it belongs to another key."""
 
     code = "serve.not_found"
+
+
+class Forgotten(RequestError):
+    """The request was computed once, and its result is not kept any more."""
+
+    code = "request.forgotten"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,10 +58,23 @@ class Operation:
     result: Place | None = None
     deliveries: int = 0
     """How often it was sent to the trainer."""
+    is_read: bool = False
+    """A client has asked for its result."""
 
     @property
     def request_id(self) -> str:
         return f"{self.model}:{self.seq}"
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it has changed the weights by a step."""
+        return self.kind == "step" and self.is_done and self.is_ok
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the audit counts of it."""
+        state = "waiting" if not self.is_done else "computed" if self.is_ok else "failed"
+        return {"requests": 1, state: 1, "optimiser_steps": int(self.is_step)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +95,10 @@ class Model:
     """The newest request whose effect is in a snapshot."""
     failed_loss: int | None = None
     """A request since the last optimiser step whose gradients failed."""
-    has_gradients: bool = False
+    num_steps: int = 0
+    """Optimiser steps in its state, up to the newest request that was computed."""
+    forgotten: Counter[str] = field(default_factory=Counter[str])
+    """Requests before `num_done` that a cut has dropped: how many were computed, failed, and were optimiser steps."""
     is_resident: bool = False
     """The trainer has it."""
     is_stuck: bool = False
@@ -83,11 +111,47 @@ class Model:
         """The trainer lost it: its requests since the snapshot are computed again."""
         self.next_seq = 0 if self.snapshot is None else self.snapshot + 1
         self.is_resident = False
-        self.has_gradients = False
 
     @property
     def is_runnable(self) -> bool:
         return self.next_seq in self.operations
+
+    def check_known(self, seq: int) -> None:
+        """Forgotten for a request that a cut has dropped."""
+        if seq < self.num_done and seq not in self.operations:
+            text = f"request {seq} of {self.id} was computed once, long before request {self.num_done}: its result is"
+            raise Forgotten(f"{text} not kept any more, use the next seq_id")
+
+    def check_room(self, seq: int) -> None:
+        """RequestError unless a new request may wait: a client may leave out a number for ever."""
+        ahead = (self.operations.get(one) for one in range(self.num_done, self.num_done + MAX_AHEAD))
+        num_bytes = sum(one.body.size for one in ahead if one is not None and one.body is not None)
+        if seq > self.num_done and (seq >= self.num_done + MAX_AHEAD or num_bytes > MAX_WAITING_BYTES):
+            text = f"request {seq} of {self.id} has no room: its request {self.num_done} has no result"
+            text += f", and {num_bytes} bytes of requests wait for that: send it again later"
+            raise RequestError(text, code="request.too_many")
+
+    def shorten(self) -> None:
+        """Forget requests whose effect is in the snapshot, except the newest ones."""
+        through = -1 if self.snapshot is None else self.snapshot
+        for seq, one in [(seq, one) for seq, one in self.operations.items() if seq <= through]:
+            one.body = None
+            if seq < self.num_done - (MAX_KEPT if one.is_read else MAX_UNREAD):
+                self.forgotten.update(one.counts)
+                del self.operations[seq]
+
+    def events(self) -> Iterator[Event]:
+        """Events that make it."""
+        facts: Event = {"event": "model", "id": self.id, "session": self.session, "settings": self.settings}
+        yield facts | {"created_at": self.created_at, "user_metadata": self.user_metadata}
+        for seq, one in sorted(self.operations.items()):
+            facts = {"event": "request", "model": self.id, "seq": seq, "kind": one.kind, "digest": one.digest}
+            yield facts | {"arguments": one.arguments, "body": one.body and [*one.body], "is_read": one.is_read}
+            if one.result is not None:
+                yield {"event": "result", "model": self.id, "seq": seq, "ok": one.is_ok, "body": [*one.result]}
+        facts = {"event": "progress", "id": self.id, "settings": self.settings, "snapshot": self.snapshot}
+        facts |= {"num_done": self.num_done, "failed_loss": self.failed_loss, "num_steps": self.num_steps}
+        yield facts | {"forgotten": dict(self.forgotten)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +165,8 @@ class SavedWeights:
     settings: Mapping[str, Any]
     seq: int
     """Of the request that saved them."""
+    num_steps: int
+    """Optimiser steps in their state."""
     expires_at: float | None = None
     is_public: bool = False
     user_metadata: Mapping[str, str] | None = None
@@ -161,12 +227,18 @@ class Tenants:
                     arguments=event["arguments"],
                     digest=event["digest"],
                     body=None if body is None else Place(*body),
+                    is_read=event.get("is_read", False),
                 )
                 self.models[operation.model].operations[operation.seq] = operation
             case "result":
                 self._finish(self.models[event["model"]], event)
             case "snapshot":
                 self.models[event["model"]].snapshot = event["seq"]
+            case "progress":
+                model = self.models[event["id"]]
+                model.settings, model.snapshot, model.num_done = event["settings"], event["snapshot"], event["num_done"]
+                model.failed_loss, model.num_steps = event["failed_loss"], event["num_steps"]
+                model.forgotten = Counter(event["forgotten"])
             case "sampler":
                 names = ("id", "session", "path", "seq")
                 self.samplers[event["id"]] = Sampler(**{name: event[name] for name in names})
@@ -182,6 +254,8 @@ class Tenants:
                 self.numbers = {name: one for name, one in self.numbers.items() if name.rpartition(":")[0] not in gone}
             case "deleted":
                 self.saved.pop(event["path"], None)
+            case "cut":  # what follows makes the state
+                pass
             case kind:
                 raise ValueError(f"the journal has an event of unknown kind {kind}")
 
@@ -196,8 +270,24 @@ class Tenants:
             model.failed_loss = None
         elif operation.kind in ("create", "load"):
             model.failed_loss = None if operation.is_ok else operation.seq
+        if operation.is_step:
+            model.num_steps += 1
         if operation.kind == "load" and operation.is_ok:  # with its snapshot: the path may be deleted from now on
             model.snapshot, model.settings = operation.seq, operation.arguments["settings"]
+            model.num_steps = operation.arguments["num_steps"]
+
+    def shortened(self) -> list[Event]:
+        """Forget what nobody needs any more, and return events that make the rest from nothing."""
+        events: list[Event] = [{"event": "session", "id": name, "key": key} for name, key in self.sessions.items()]
+        events += [{"event": "ended", "id": name} for name in self.ended]
+        for model in self.models.values():
+            model.shorten()
+            events += model.events()
+        events += [{"event": "sampler", **asdict(one)} for one in self.samplers.values()]
+        events += [{"event": "saved", **asdict(one)} for one in self.saved.values()]
+        for queue, numbers in self.numbers.items():
+            events.append({"event": "samples", "queue": queue, **numbers._asdict()})
+        return events
 
     def key_of(self, session: str) -> str:
         return self.sessions.get(session, "")
@@ -241,9 +331,12 @@ class Tenants:
         return (model for model in self.models.values() if self.key_of(model.session) == key)
 
     def operation(self, request_id: str, key: str) -> Operation:
-        model, _, seq = request_id.rpartition(":")
-        found = self.model(model, key).operations.get(int(seq)) if seq.isdigit() else None
+        name, _, seq = request_id.rpartition(":")
+        model = self.model(name, key)
+        found = model.operations.get(int(seq)) if seq.isdigit() else None
         if found is None:
+            if seq.isdigit():
+                model.check_known(int(seq))
             raise NotFound(f"request {request_id} is not known")
         return found
 
@@ -307,7 +400,7 @@ class Schedule:
     def _to_evict(self) -> Command | None:
         """Makes room for another adapter: the one that waited longest leaves, once its state is in a snapshot."""
         resident = [model for model in self._tenants.models.values() if model.is_resident]
-        idle = [model for model in resident if not model.has_gradients and not model.is_stuck]
+        idle = [model for model in resident if not model.is_stuck]
         if len(resident) < self._max_resident or not idle:
             return None
         model = min(idle, key=lambda one: one.last_used)
@@ -332,17 +425,14 @@ class Schedule:
             model.last_used = self._turn
             model.next_seq = command.seq + 1
             if kind in ("create", "load"):
-                model.is_resident, model.has_gradients = True, False
-            elif kind == "loss" and not command.arguments.get("forward_only"):
-                model.has_gradients = not error
-            elif kind in ("step", "clear"):
-                model.has_gradients = False
+                model.is_resident = True
 
     def snapshot_after(self, command: Command) -> Command | None:
         """The snapshot that is due after this command."""
         model = self._tenants.models[command.model]
         since = command.seq - (-1 if model.snapshot is None else model.snapshot)
-        if command.kind != "step" or since < MAX_REPLAYED or model.is_stuck:
+        limit = {"step": MAX_REPLAYED, "loss": 2 * MAX_REPLAYED, "save": 2 * MAX_REPLAYED, "export": 2 * MAX_REPLAYED}
+        if since < limit.get(command.kind, since + 1) or model.is_stuck:
             return None
         return Command(kind="snapshot", model=model.id, seq=command.seq)
 

@@ -94,7 +94,7 @@ class Executor:
                 metrics = slots.step(StepSettings(**arguments["settings"]))
                 return orjson.dumps({"metrics": {f"{name}:mean": found.value for name, found in metrics.items()}})
             case "snapshot":
-                slots.save(snapshot_folder(self._folder, command.model, command.seq))
+                slots.save(snapshot_folder(self._folder, command.model, command.seq), with_gradients=True)
             case "save":
                 slots.save(self._path(command, TRAINING) / STATE)
                 slots.export(self._path(command, TRAINING) / ADAPTER)

@@ -22,7 +22,7 @@ from tests.serve.adapters import make_slots, random_data, write_model
 from tests.serve.test_gateway import opened
 
 ROUTES = [f"{API}/{path}" for path in (*BODIES, *GETS, "forward_backward")] + ["/trainer/command", "/trainer/result"]
-EXPECTED = {200, 204, 400, 401, 403, 404, 405, 408, 410, 413, 415, 417, 422, 431}
+EXPECTED = {200, 204, 400, 401, 403, 404, 405, 408, 410, 413, 415, 417, 422, 429, 431}
 
 
 @pytest.fixture(autouse=True)

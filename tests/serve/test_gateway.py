@@ -17,6 +17,7 @@ from areal.serve import wire
 from areal.serve.gateway import SAMPLES_AHEAD, Gateway, Keys, TrainerRoutes, make_app, parsed
 from areal.serve.sampling import SampleBody, Sampling
 from areal.serve.service import ServedModel, Service, failure
+from areal.serve.tenants import MAX_AHEAD
 from areal.serve.wire import (
     PROTOBUF,
     LossRequest,
@@ -268,6 +269,42 @@ async def test_a_wrong_request_uses_its_number_and_fails(tmp_path, slots):
             "error"
         ] == "the gradients of request 5 failed: nothing was updated"
         decode_loss_output(await api.result(await api.loss(model, 7)))
+
+
+async def test_requests_behind_a_missing_number_have_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal.serve.tenants.MAX_WAITING_BYTES", 1000)
+    async with opened(tmp_path) as (api, _, _, service, address):
+        session = (await api.ok("create_session", {}))["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        model = (await api.ok("create_model", body))["model_id"]
+        step = {"model_id": model, "adam_params": {}}
+        await api.ok("optim_step", step | {"seq_id": MAX_AHEAD - 1})  # request 0 has no result
+        status, answer = await api.call("optim_step", step | {"seq_id": MAX_AHEAD})
+        assert (status, answer["code"]) == (429, "request.too_many")
+        assert "its request 0 has no result" in answer["error"]
+        async with api._session.post(
+            f"{address}/api/v1/optim_step", json=step | {"seq_id": 2**62}, headers={"X-API-Key": api.key}
+        ) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+        await api.loss(model, 5, random_data(1, [60]))  # more than the limit of bytes
+        assert (await api.call("optim_step", step | {"seq_id": 6}))[0] == 429
+        service.tenants.apply({"event": "result", "model": model, "seq": 0, "ok": True, "body": [1, 0, 0, 0]})
+        await api.ok("optim_step", step | {"seq_id": 1})  # what the others wait for
+
+
+async def test_a_result_that_is_not_kept_is_a_clear_error(tmp_path, slots):
+    async with opened(tmp_path) as (api, other, _, service, address), trainer(slots, tmp_path, address):
+        model = await api.new_model()
+        step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+        asked = await api.ok("optim_step", step)
+        await api.result(asked["request_id"])
+        found = service.tenants.models[model]
+        del found.operations[1]
+        answer = await api.result(asked["request_id"])
+        assert answer == {"error": f"request 1 of {model} was computed once, long before request 2: its result is not "
+                          "kept any more, use the next seq_id", "category": "user"}  # fmt: skip
+        assert (await api.call("optim_step", step))[0] == 422
+        assert (await other.call("retrieve_future", asked))[0] == 404
 
 
 async def test_a_number_with_another_content_is_refused(tmp_path):

@@ -248,7 +248,13 @@ async def test_a_failed_create_makes_room_for_nobody_and_stops_nobody(tmp_path):
 async def test_the_answer_of_a_load_comes_with_its_snapshot(tmp_path):
     async with opened(tmp_path) as service:
         model = await model_of(service)
-        load = {"path": "tinker://x/weights/y", "saved_seq": 3, "optimizer": True, "settings": {"rank": 8}}
+        load = {
+            "path": "tinker://x/weights/y",
+            "saved_seq": 3,
+            "optimizer": True,
+            "settings": {"rank": 8},
+            "num_steps": 5,
+        }
         await service.accept(model, 1, "loss", {"forward_only": False}, b"a")
         await service.accept(model, 2, "load", load)
         trainer = Trainer(service)
@@ -321,7 +327,16 @@ async def test_the_audit_of_a_service_counts_and_finds_damage(tmp_path, capsys):
     async with opened(folder) as service:
         await service.record({"event": "result", "model": model, "seq": 2, "ok": True}, b"again")
         await service.record(
-            {"event": "saved", "model": model, "kind": "weights", "name": "lost", "at": 0.0, "settings": {}, "seq": 9}
+            {
+                "event": "saved",
+                "model": model,
+                "kind": "weights",
+                "name": "lost",
+                "at": 0.0,
+                "settings": {},
+                "seq": 9,
+                "num_steps": 0,
+            }
         )
     assert audit_command([str(tmp_path)]) == 1
     output = capsys.readouterr().out

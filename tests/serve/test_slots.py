@@ -183,6 +183,40 @@ def test_a_snapshot_continues_with_the_same_bits(executor, slots):
     assert (tenant.step(), tenant.loss(random_data(8, [9]), forward_only=True)[0][0].tolist()) == first
 
 
+def test_an_evicted_adapter_keeps_its_gradients(executor, slots):
+    def gradients():
+        return {name: weight.grad.clone() for name, weight in slots._trained.items()}
+
+    tenant = Tenant(executor, "a", seed=3)
+    tenant.loss(random_data(1, [5, 6]))
+    tenant.step()
+    tenant.loss(random_data(2, [7]))
+    tenant.run("snapshot")
+    seq, before = tenant.seq - 1, gradients()
+    tenant.loss(random_data(3, [4, 2]))
+    expected = gradients(), tenant.step(), tenant.loss(random_data(8, [9]), forward_only=True)[0][0].tolist()
+    tenant.run("drop")
+    other = Tenant(executor, "b")
+    other.loss(random_data(5, [5]))
+    tenant.seq = seq
+    tenant.run("restore", {"settings": {"rank": 4}})
+    assert all(torch.equal(one, before[name]) for name, one in gradients().items())
+    tenant.loss(random_data(3, [4, 2]))
+    found = gradients(), tenant.step(), tenant.loss(random_data(8, [9]), forward_only=True)[0][0].tolist()
+    assert all(torch.equal(one, expected[0][name]) for name, one in found[0].items())
+    assert found[1:] == expected[1:]
+    assert any(one.abs().sum() > 0 for one in before.values())
+
+
+def test_saved_weights_have_no_gradients(executor, slots, tmp_path):
+    tenant = Tenant(executor, "a")
+    tenant.loss(random_data(1, [5]))
+    tenant.run("save", {"name": "one"})
+    load = {"path": "tinker://a/weights/one", "saved_seq": tenant.seq - 1, "optimizer": True}
+    tenant.run("load", load | {"settings": {"rank": 4}})
+    assert all(weight.grad is None for weight in slots._trained.values())
+
+
 def test_parts_that_are_not_trained_stay(executor, slots):
     tenant = Tenant(executor, "a", train_unembed=False, train_mlp=False)
     tenant.loss(random_data(1, [5]))
