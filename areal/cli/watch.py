@@ -25,7 +25,7 @@ from rich.text import Text
 
 from areal.api.config import BaseExperimentConfig
 from areal.api.config.load import load_experiment
-from areal.api.errors import InputError
+from areal.api.errors import InputError, LedgerError
 from areal.api.metrics import evaluations_of, result_text, unscored_text
 from areal.cli.compare import Curve, sparkline
 from areal.cli.show import safe
@@ -33,6 +33,9 @@ from areal.launcher.preflight import has_launcher
 from areal.launcher.result import episodes_of, recorded_alarms
 from areal.launcher.status import StatusSource
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
+from areal.serve.audit import FOLDER
+from areal.serve.journal import opened_journal
+from areal.serve.tenants import Model, Tenants
 from areal.system.discovery import registry_of
 from areal.system.heartbeat import Beat, read_beats
 from areal.system.run_paths import RunPaths, existing_run
@@ -64,6 +67,28 @@ class WatchedProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedModel:
+    """An adapter of a service with its requests."""
+
+    user: str
+    model: str
+    rank: int
+    steps: int  # Of the optimiser, in its weights.
+    answered: int
+    failed: int
+    waiting: int
+    missing: int | None  # The request that others wait for, and that has not come.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedService:
+    sessions: int  # That have not ended.
+    samplers: int
+    saved_weights: int
+    models: Sequence[WatchedModel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     run: str
     state: str  # running, completed, failed, interrupted, or dead: it ended without a summary.
@@ -90,6 +115,8 @@ class RunView:
     """Rows of the newest table of samples: the highest reward, one between, the lowest."""
     samples_step: int | None
     processes: Sequence[WatchedProcess]
+    service: WatchedService | None
+    """The tenants of `areal serve`."""
 
 
 @dataclass(slots=True)
@@ -199,6 +226,7 @@ class Watched:
                 _process(process, beats.get(process["name"]), last, since_beats_s)
                 for process in plan.get("processes", ())
             ],
+            service=_service(paths.root / FOLDER / "journal"),
         )
 
     def _status(self, plan: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -232,6 +260,38 @@ class Watched:
             if match and curve:
                 found[match[1] or match[2]] = curve
         return found
+
+
+def _service(journal: Path) -> WatchedService | None:
+    """The tenants by the journal of a service. None = the run is no service, or the journal is just being cut."""
+    if not journal.is_dir():
+        return None
+    tenants = Tenants()
+    try:
+        for event in opened_journal(journal)[1]:
+            tenants.apply(event)
+    except (LedgerError, OSError):
+        return None
+    return WatchedService(
+        sessions=len(tenants.sessions) - len(tenants.ended),
+        samplers=len(tenants.samplers),
+        saved_weights=len(tenants.saved),
+        models=[_model(model, tenants.key_of(model.session)) for model in tenants.models.values()],
+    )
+
+
+def _model(model: Model, user: str) -> WatchedModel:
+    counts = model.counts()
+    return WatchedModel(
+        user=user,
+        model=model.id,
+        rank=model.settings["rank"],
+        steps=model.num_steps,
+        answered=counts["computed"] + counts["failed"],
+        failed=counts["failed"],
+        waiting=counts["waiting"],
+        missing=model.num_done if counts["waiting"] and model.num_done not in model.operations else None,
+    )
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -368,28 +428,25 @@ _WIDE = 100  # Columns from which on panels are next to each other.
 
 
 def view(found: RunView, width: int) -> RenderableType:
-    half = width // 2 - 4 if width >= _WIDE else width - 4
     parts: list[RenderableType] = [_head(found)]
-    main = {name: found.curves[name] for name in ("reward", "loss") if name in found.curves}
-    rest = {name: curve for name, curve in found.curves.items() if name not in main}
-    title = "reward and held-out sets" if "reward" in main else "loss"
-    left, right = _chart(main | found.held_out, half), _curves(rest | found.held_out, half)
-    parts.append(_row([_panel(title, left), _panel("curves", right)], width))
-    parts.append(
-        _row(
-            [
-                _panel(f"time of a step, mean of the last {WINDOW} steps", _times(found)),
-                _panel("episodes", _episodes(found)),
-            ],
-            width,
-        )
-    )
+    parts += _training(found, width) if found.service is None else [_panel("tenants", _tenants(found.service))]
     if problems := _problems(found):
         parts.append(Panel(problems, title="failures and alarms", title_align="left", border_style="red"))
     if found.samples:
         parts.append(_panel(f"samples of step {found.samples_step}", _sample_texts(found)))
     parts.append(_panel("processes", _processes(found.processes)))
     return Group(*parts)
+
+
+def _training(found: RunView, width: int) -> Sequence[RenderableType]:
+    half = width // 2 - 4 if width >= _WIDE else width - 4
+    main = {name: found.curves[name] for name in ("reward", "loss") if name in found.curves}
+    rest = {name: curve for name, curve in found.curves.items() if name not in main}
+    title = "reward and held-out sets" if "reward" in main else "loss"
+    left, right = _chart(main | found.held_out, half), _curves(rest | found.held_out, half)
+    times = _panel(f"time of a step, mean of the last {WINDOW} steps", _times(found))
+    curves = [_panel(title, left), _panel("curves", right)]
+    return _row(curves, width), _row([times, _panel("episodes", _episodes(found))], width)
 
 
 def _panel(title: str, body: RenderableType) -> Panel:
@@ -412,8 +469,9 @@ def _head(found: RunView) -> Text:
     text.append(f"  {found.state}", style=f"bold {_STATES.get(found.state, 'white')}")
     share = min(1.0, found.step / found.total_steps) if found.total_steps else 0.0
     filled = round(share * _BAR)
-    text.append(f"  {'━' * filled}", style="cyan").append("━" * (_BAR - filled), style="bright_black")
-    text.append(f" step {found.step}/{found.total_steps or '?'}")
+    if found.service is None:
+        text.append(f"  {'━' * filled}", style="cyan").append("━" * (_BAR - filled), style="bright_black")
+        text.append(f" step {found.step}/{found.total_steps or '?'}")
     for name, value in (
         ("ETA ", _duration(found.eta_s)),
         ("", None if found.step_s is None else f"{found.step_s:.3g} s/step"),
@@ -547,6 +605,18 @@ def _short(text: str) -> Text:
     """The end of a prompt or an answer, which has the question or the result."""
     text = safe(text).strip()
     return Text(text if len(text) <= _MAX_TEXT else f"...{text[-_MAX_TEXT:]}")
+
+
+def _tenants(service: WatchedService) -> RenderableType:
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="bright_black")
+    for name in ("user", "model", "rank", "steps", "answered", "failed", "waiting"):
+        table.add_column(name, overflow="ellipsis" if name == "model" else "fold")
+    for one in service.models:
+        waiting = f"{one.waiting}" if one.missing is None else f"{one.waiting} for request {one.missing}"
+        numbers = (one.rank, one.steps, one.answered, one.failed)
+        table.add_row(safe(one.user), safe(one.model), *map(str, numbers), waiting)
+    counts = f"{service.sessions} sessions, {service.samplers} samplers, {service.saved_weights} saved weights"
+    return Group(Text(counts), table)
 
 
 def _processes(processes: Sequence[WatchedProcess]) -> Table:

@@ -66,9 +66,8 @@ def audit_service(folder: Path) -> tuple[dict[str, int], list[str]]:
                 continue
         tenants.apply(event)
     for model in tenants.models.values():
-        counts.update(model.forgotten)
+        counts.update(model.counts())
         for operation in model.operations.values():
-            counts.update(operation.counts)
             for place in (operation.body, operation.result):
                 try:
                     if place is not None:

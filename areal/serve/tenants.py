@@ -140,6 +140,13 @@ class Model:
                 self.forgotten.update(one.counts)
                 del self.operations[seq]
 
+    def counts(self) -> Counter[str]:
+        """What the audit counts of its requests."""
+        found = self.forgotten.copy()
+        for one in self.operations.values():
+            found.update(one.counts)
+        return found
+
     def events(self) -> Iterator[Event]:
         """Events that make it."""
         facts: Event = {"event": "model", "id": self.id, "session": self.session, "settings": self.settings}

@@ -20,6 +20,7 @@ from areal.system.run_paths import RunPaths
 from areal.trainer.ppo_loop import sample_rows
 from tests.cli.test_command import QUICKSTART
 from tests.expect import raises_code
+from tests.serve.test_service import Trainer, model_of, opened
 from tests.shares import make_share
 from tests.trainer.test_sample_table import Letters
 
@@ -181,6 +182,29 @@ def test_silence_is_measured_with_the_times_of_the_files(run, monkeypatch):
 
 def test_without_a_terminal_the_picture_is_printed_once(run, text_of):
     assert "exp/trial" in text_of("watch", run.root)
+
+
+async def test_a_service_has_its_tenants(run, json_of):
+    async with opened(run.root / "serve") as service:
+        model = await model_of(service)
+        await service.accept(model, 1, "loss", {"forward_only": False}, b"a")
+        await service.accept(model, 2, "step", {"settings": {}})
+        trainer = Trainer(service)
+        await trainer.all()
+        await service.accept(model, 3, "loss", {"forward_only": False}, b"b")
+        await trainer.all(fails=(3,))
+        await service.accept(model, 5, "step", {"settings": {}})
+        assert service.describe() == "serves 1 models, 1 of 2 slots taken"
+        await service.record({"event": "session", "id": "\x1b[31m", "key": "you"})
+        await service.record({"event": "ended", "id": "\x1b[31m"})
+    found = json_of("watch", run.root)["service"]
+    assert found == {"sessions": 1, "samplers": 0, "saved_weights": 0, "models": [
+        {"user": "me", "model": model, "rank": 4, "steps": 1, "answered": 4, "failed": 1, "waiting": 1, "missing": 4},
+    ]}  # fmt: skip
+    text = drawn(Watched(run.root).look(), 100)
+    assert "1 sessions, 0 samplers" in text
+    assert "1 for request 4" in text
+    assert "step 4/10" not in text
 
 
 def test_a_run_before_its_first_step_has_a_picture(run):
