@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -45,6 +45,7 @@ from areal.serve.gateway import API, Gateway, Keys, TrainerRoutes, make_app
 from areal.serve.sampling import Sampling
 from areal.serve.service import ServedModel, Service
 from areal.serve.wire import Datum, LossRequest, RequestAddress, decode_sample, encode_loss_request
+from areal.system.heartbeat import read_beats
 from areal.system.network import Host, http_address, listen
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,13 +194,30 @@ class Tenant:
         return Datum(tokens=tokens[:-1], inputs={"target_tokens": tokens[1:], **inputs})
 
 
-async def measure_tenants(address: str, key: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the loops one after another and at once, for each round."""
+def cpu_seconds(run: Path) -> dict[str, float]:
+    """CPU time of the server and the trainer so far."""
+    times = {name: psutil.Process(beat.pid).cpu_times() for name, beat in read_beats(run / "alive.json").items()}
+    return {name: one.user + one.system for name, one in times.items() if name != "controller"}
+
+
+async def measure_tenants(address: str, key: str, run: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds, and CPU seconds of server and trainer, of the loops one after another and at once, for each round.
+
+    The ratio is at most the CPU time of both one after another by that of the busier one at once.
+    """
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         client = Client(session, address, key)
         tenants = [await Tenant.new(client, seed) for seed in range(TENANTS)]
         alone, together = list[float](), list[float]()
+        cpu_alone, cpu_together = list[dict[str, float]](), list[dict[str, float]]()
+
+        async def measured(works: Sequence[Sequence[Tenant]], wall: list[float], cpu: list[dict[str, float]]) -> None:
+            began, before = time.monotonic(), cpu_seconds(run)
+            for work in works:
+                await asyncio.gather(*[loop(tenant) for tenant in work])
+            wall.append(time.monotonic() - began)
+            cpu.append({name: spent - before[name] for name, spent in cpu_seconds(run).items()})
 
         async def loop(tenant: Tenant) -> None:
             for _ in range(args.steps):
@@ -209,22 +227,24 @@ async def measure_tenants(address: str, key: str, args: argparse.Namespace) -> d
             await tenant.step()
         for number in range(args.rounds):
             states = [tenant._draw.getstate() for tenant in tenants]
-            began = time.monotonic()
-            for tenant in tenants:
-                await loop(tenant)
-            alone.append(time.monotonic() - began)
+            await measured([[tenant] for tenant in tenants], alone, cpu_alone)
             for tenant, state in zip(tenants, states, strict=True):  # the same prompts and lengths again
                 tenant._draw.setstate(state)
-            began = time.monotonic()
-            await asyncio.gather(*[loop(tenant) for tenant in tenants])
-            together.append(time.monotonic() - began)
+            await measured([tenants], together, cpu_together)
             log(f"round {number}: one after another {alone[-1]:.2f} s, at once {together[-1]:.2f} s")
     ratios = [first / second for first, second in zip(alone, together, strict=True)]
     return {
         "tenants_ratio": round(median(ratios), 3),
         "alone_s": round(median(alone), 2),
         "at_once_s": round(median(together), 2),
+        "cpu_s_alone": {name: round(median(one[name] for one in cpu_alone), 2) for name in cpu_alone[0]},
+        "cpu_s_at_once": {name: round(median(one[name] for one in cpu_together), 2) for name in cpu_alone[0]},
+        "ratio_limit": round(median(map(_limit, cpu_alone, cpu_together)), 3),
     }
+
+
+def _limit(alone: dict[str, float], at_once: dict[str, float]) -> float:
+    return sum(alone.values()) / max(at_once.values())
 
 
 class FakeFleet:
@@ -423,7 +443,7 @@ def main() -> None:
         if args.only != "gateway":
             write_model(folder / "model")
             with served(folder) as (address, key):
-                facts |= asyncio.run(measure_tenants(address, key, args))
+                facts |= asyncio.run(measure_tenants(address, key, folder / "serve/model", args))
     print(json.dumps(facts))
 
 

@@ -93,8 +93,8 @@ class Service:
         models = self.tenants.models.values()
         slots = f"{sum(one.is_resident for one in models)} of {self.served.max_resident} slots taken"
         if self._command is None:
-            return f"serves {len(models)} models, {slots}"
-        return f"{self._command.kind} {self._command.seq} of {self._command.model}, {slots}"
+            return f"serves {len(models)} models; {slots}"
+        return f"{slots}; {self._command.kind} {self._command.seq} of {self._command.model}"
 
     async def record(self, event: Event, body: bytes | None = None) -> None:
         """Journal an event, which changes the state, and wake who waits for that."""

@@ -20,6 +20,8 @@ MAX_REPLAYED = 64
 gradients: that is what a restarted trainer repeats at most."""
 MAX_KEPT, MAX_UNREAD = 256, 8192
 """A cut of the journal keeps the results of as many newest requests of a model, and more where no client has asked."""
+MAX_TURN = 16
+"""Passes of a model that others wait for at most."""
 MAX_AHEAD, MAX_WAITING_BYTES = 1024, 2**30
 """Requests of a model, and their bytes, that may wait. The one that is to be computed next is accepted even so."""
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
@@ -363,11 +365,16 @@ class Command:
 
 
 class Schedule:
-    """Chooses what the trainer does next: the adapters take turns, each in the order of its request numbers."""
+    """Chooses what the trainer does next: the adapters take turns, each in the order of its request numbers.
+
+    A turn goes on while requests wait until an optimiser step, so that a tenant can sample while others train.
+    """
 
     def __init__(self, tenants: Tenants, *, max_resident: int) -> None:
         self._tenants, self._max_resident = tenants, max_resident
         self._turn = 0.0
+        self._staying: tuple[str, int] = "", 0
+        """The adapter whose turn goes on, and the requests of it so far."""
 
     def reset(self) -> None:
         """The trainer has started again, without any adapter."""
@@ -379,7 +386,8 @@ class Schedule:
         models = [model for model in self._tenants.models.values() if model.is_runnable]
         if not models:
             return None
-        model = min(models, key=lambda one: one.last_used)
+        name, count = self._staying
+        model = min(models, key=lambda one: -1.0 if one.id == name and count < MAX_TURN else one.last_used)
         command = self._of_operation(model, model.operations[model.next_seq])
         if model.is_resident or command.kind in ("skip", "clear") or model.problem:
             return command
@@ -430,6 +438,10 @@ class Schedule:
             model.is_resident = True
         else:
             model.last_used = self._turn
+            self._staying = (
+                (model.id if kind == "loss" else ""),
+                self._staying[1] + 1 if self._staying[0] == model.id else 1,
+            )
             model.next_seq = command.seq + 1
             if kind in ("create", "load"):
                 model.is_resident = True

@@ -194,7 +194,7 @@ async def test_a_service_has_its_tenants(run, json_of):
         await service.accept(model, 3, "loss", {"forward_only": False}, b"b")
         await trainer.all(fails=(3,))
         await service.accept(model, 5, "step", {"settings": {}})
-        assert service.describe() == "serves 1 models, 1 of 2 slots taken"
+        assert service.describe() == "serves 1 models; 1 of 2 slots taken"
         await service.record({"event": "session", "id": "\x1b[31m", "key": "you"})
         await service.record({"event": "ended", "id": "\x1b[31m"})
     found = json_of("watch", run.root)["service"]

@@ -8,7 +8,7 @@ import pytest
 
 from areal.serve.audit import audit_command, audit_service
 from areal.serve.service import MAX_DELIVERIES, ServedModel, Service
-from areal.serve.tenants import MAX_REPLAYED, Schedule, Tenants
+from areal.serve.tenants import MAX_REPLAYED, MAX_TURN, Schedule, Tenants
 from tests.expect import raises_code
 
 SERVED = ServedModel(name="base", tokenizer="t", context_length=64, max_rank=8, max_resident=2)
@@ -164,6 +164,22 @@ async def test_models_take_turns_and_leave_for_others(tmp_path):
         resident = [model for model in service.tenants.models.values() if model.is_resident]
         assert len(resident) == SERVED.max_resident
         assert all(len(results(service, model)) == 3 for model in models)
+
+
+async def test_a_turn_goes_on_until_an_optimiser_step_and_has_a_limit(tmp_path):
+    async with opened(tmp_path) as service:
+        models = [await model_of(service, number) for number in range(2)]
+        for model in models:
+            for seq in range(1, 4):
+                await service.accept(model, seq, "step" if seq == 3 else "loss", {"forward_only": False}, b"a")
+        trainer = Trainer(service)
+        found = await trainer.all()
+        assert found == ["reset", "0create0", "1create0", *(f"{one}{what}" for one in (0, 1)
+                         for what in ("loss1", "loss2", "step3"))]  # fmt: skip
+        for seq in range(4, 4 + 2 * MAX_TURN):
+            await service.accept(models[0], seq, "loss", {"forward_only": True}, b"a")
+        await service.accept(models[1], 4, "loss", {"forward_only": True}, b"a")
+        assert (await trainer.all()).index("1loss4") == MAX_TURN
 
 
 async def test_a_request_that_ends_the_trainer_again_and_again_fails(tmp_path):
