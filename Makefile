@@ -10,7 +10,7 @@ PART ?= 1
 BIN := .venv/bin
 
 .PHONY: quickstart agent-quickstart vision-quickstart real-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-tinker test-environments \
-	test-etcd test-gpu test-parallel test-templates test-real test-megatron bench-trl lint docs clean
+	test-etcd test-gpu test-parallel test-web test-templates test-real test-megatron bench-trl lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -52,7 +52,7 @@ test: .venv/.installed
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint tests
 
 # Marks of tests that run only by other commands.
-SEPARATE := gpu or templates or real or tinker or environments or vllm or sglang or attack or cluster or etcd or parallel or megatron
+SEPARATE := gpu or templates or real or tinker or environments or vllm or sglang or attack or cluster or etcd or parallel or megatron or web
 
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
@@ -174,6 +174,11 @@ test-real: .venv/.installed
 	@$(FOR_GGUF)
 	$(BIN)/areal fetch smollm2
 	GOMP_SPINCOUNT=10000 $(PYTEST) -n 2 --dist loadfile -rs -m real tests/real $(ARGS)
+
+# The pages of `areal watch --web` and `areal compare --html` in a headless Chromium, with screenshots in build/web:
+# apt-get install chromium. Without it the tests are skipped.
+test-web: .venv/.installed
+	$(PYTEST) -rs -m web tests/cli/test_web.py $(ARGS)
 
 # One of six parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/gpu.md). Without one: exit 2.
 test-gpu: .venv/.installed

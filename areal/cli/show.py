@@ -27,7 +27,8 @@ from areal.system.run_paths import RunPaths, existing_run
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _REPEATED = re.compile(r"(<[^<>\s]+>)\1+")  # The placeholders of an image.
-_COLORS = ((-0.1, 32), (-0.7, 36), (-2.3, 33), (-math.inf, 31))
+LEVELS = (-0.1, -0.7, -2.3)
+_COLORS = tuple(zip((*LEVELS, -math.inf), (32, 36, 33, 31), strict=True))
 """Lowest log-probability and terminal colour: probabilities above 0.9, 0.5, 0.1, and the rest."""
 _VERSION = "; <vN> = from here policy version N"
 _LEGEND = f"log-probability: green > -0.1, cyan > -0.7, yellow > -2.3, red below; grey = not in the loss{_VERSION}"
@@ -209,7 +210,7 @@ _LIMIT = 10
 Found = tuple[EpisodeRecord, Sample | None]  # An episode with one of its trajectories; None when none is recorded.
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def parse_question(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="areal show",
         description="Print prompts, answers and rewards of a run, the newest first; without a choice the last ones.",
@@ -312,10 +313,21 @@ def _limit(question: argparse.Namespace) -> int | None:
     return chosen or (None if question.episode is not None else _LIMIT)
 
 
-def show(words: Sequence[str]) -> int:
-    question = _parse(words)
-    run, folder = _Run(question), ledger_folder(question.run)
-    samples = Samples.read(folder)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The answers that a question selects."""
+
+    samples: list[dict[str, Any]]
+    """The facts of each, JSON-ready."""
+    more: bool
+    """There are more than the limit."""
+    notice: str
+    """Why token ids are shown in place of text; empty = text is shown."""
+
+
+def answers_of(question: argparse.Namespace, folder: Path) -> Answers:
+    """The answers in the ledger `folder` to a parsed command line of `areal show`. Raises LedgerError."""
+    run, samples = _Run(question), Samples.read(folder)
     found = _select(samples, question)
     if question.grep is not None:
         found = (
@@ -327,27 +339,35 @@ def show(words: Sequence[str]) -> int:
     chosen = list(itertools.islice(found, None if limit is None else limit + 1))
     is_more, chosen = limit is not None and len(chosen) > limit, chosen[:limit]
     tokenizer, notice = _tokenizer_of(run) if any(sample for _, sample in chosen) else (None, "")
-    if notice:
-        sys.stderr.write(f"areal: {notice}\n")
     shown = [
         facts_of(record, sample, tokenizer, tokens=question.tokens)
         | ({"columns": run.columns(record, samples.num_rows)} if question.row else {})
         for record, sample in chosen
     ]
+    return Answers(samples=shown, more=is_more, notice=notice)
+
+
+def show(words: Sequence[str]) -> int:
+    question = parse_question(words)
+    folder = ledger_folder(question.run)
+    found = answers_of(question, folder)
+    if found.notice:
+        sys.stderr.write(f"areal: {found.notice}\n")
+    shown = found.samples
     if question.images is not None:
         _write_images(shown, ImageFiles(folder.parent / "images"), question.images)
     history = _history(folder, question)
     if question.json:
-        result = {"run": str(question.run), "samples": shown, "more": is_more} | (
+        result = {"run": str(question.run), "samples": shown, "more": found.more} | (
             {"history": history} if history else {}
         )
         sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2, default=repr).decode() + "\n")
         return 0
     lines = [*history, *itertools.chain.from_iterable(sample_lines(facts) for facts in shown)]
-    if not chosen:
+    if not shown:
         lines.append("no episode matches")
-    elif is_more and not (question.best or question.worst):
-        lines.append(f"there are more: --limit N prints more than {limit}")
+    elif found.more and not (question.best or question.worst):
+        lines.append(f"there are more: --limit N prints more than {_limit(question)}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

@@ -46,7 +46,7 @@ WINDOW = 20  # Steps over which rates, phases and staleness are averaged.
 NUM_SAMPLES = 3
 _EVALUATION = re.compile(r"eval/([^/]+(?:/[^/]+)?)/reward|eval/(loss)")
 _NOT_EVALUATION = "/episode"
-_CURVES = {
+CURVES = {
     "reward": ("rollout/reward",), "loss": ("loss",), "entropy": ("actor/entropy",),
     "KL from the reference": ("batch/ref_kl",), "KL of the update": ("actor/approx_kl",),
     "answer length": ("batch/answer_length",), "gradient norm": ("actor/grad_norm", "grad_norm"),
@@ -89,6 +89,14 @@ class WatchedService:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    name: str  # eval/MODE or eval/MODE/SET
+    step: int  # Train steps done.
+    text: str  # Reward, standard error, and how many answers have no reward.
+    unscored: str  # Empty = all answers have one.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     run: str
     state: str  # running, completed, failed, interrupted, or dead: it ended without a summary.
@@ -100,6 +108,7 @@ class RunView:
     eta_s: float | None  # Seconds of training that remain of a running run, at the speed of the newest steps.
     curves: dict[str, Curve]
     held_out: dict[str, Curve]  # Evaluation -> its curve.
+    evaluations: Sequence[EvaluationResult]  # The newest result of each.
     unscored: Sequence[str]  # The newest results of evaluations with answers without a reward.
     staleness: Mapping[str, float]  # Staleness in versions -> share of the generated tokens of the newest steps.
     seconds_by_phase: Mapping[str, float]  # Mean of the newest steps, the longest first.
@@ -114,50 +123,71 @@ class RunView:
     samples: Sequence[Mapping[str, Any]]
     """Rows of the newest table of samples: the highest reward, one between, the lowest."""
     samples_step: int | None
+    servers: Sequence[Mapping[str, Any]]
+    """State, version and load of each server of a running run, from its controller."""
     processes: Sequence[WatchedProcess]
     service: WatchedService | None
     """The tenants of `areal serve`."""
 
 
 @dataclass(slots=True)
-class _Metrics:
-    """The rows of a growing metrics file. Only what is shown is kept."""
+class GrowingRows:
+    """Reads a metrics file to which a run adds lines."""
 
     path: Path
-    newest: deque[dict[str, Any]] = field(default_factory=lambda: deque[dict[str, Any]](maxlen=WINDOW + 1))
-    points: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
-    results: dict[str, str] = field(default_factory=dict[str, str])
-    """Evaluation -> its newest result, if answers of it have no reward."""
     _read_bytes: int = 0
     _file: int = -1
 
-    def read(self) -> None:
-        """Read the complete lines since the last call. A recovery replaces the file, which is then read again."""
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The rows of the complete lines since the last call, and whether they replace all earlier ones: a recovery
+        replaces the file, which is then read again."""
         try:
             with open(self.path, "rb") as file:
-                number = self.path.stat().st_ino
+                number, is_new = self.path.stat().st_ino, False
                 if number != self._file or self.path.stat().st_size < self._read_bytes:
-                    self.newest.clear()
-                    self.points.clear()
-                    self._file, self._read_bytes = number, 0
+                    self._file, self._read_bytes, is_new = number, 0, True
                 file.seek(self._read_bytes)
                 *lines, rest = file.read().split(b"\n")
                 self._read_bytes = file.tell() - len(rest)
         except FileNotFoundError:
-            return
-        for line in lines:
-            try:
-                row = orjson.loads(line)
-                self._take(row["step"], row)
-            except (ValueError, KeyError, TypeError):
-                continue
+            return [], False
+        return [row for line in lines if (row := _read_row(line))], is_new
+
+
+def _read_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = orjson.loads(line)
+        return row if isinstance(row["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass(slots=True)
+class _Metrics:
+    """The rows of a growing metrics file. Only what is shown is kept."""
+
+    rows: GrowingRows
+    newest: deque[dict[str, Any]] = field(default_factory=lambda: deque[dict[str, Any]](maxlen=WINDOW + 1))
+    points: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
+    results: dict[str, EvaluationResult] = field(default_factory=dict[str, EvaluationResult])
+    """Evaluation -> its newest result."""
+
+    def read(self) -> None:
+        rows, is_new = self.rows.read()
+        if is_new:
+            self.newest.clear()
+            self.points.clear()
+        for row in rows:
+            self._take(row["step"], row)
 
     def _take(self, step: int, row: dict[str, Any]) -> None:
         if step:  # line 0 is the evaluation before training
             self.newest.append(row)
         for name in evaluations_of(row):
-            self.results[name] = result_text(row, name) if unscored_text(row, name) else ""
-        shown = {key for keys in _CURVES.values() for key in keys} & row.keys()
+            self.results[name] = EvaluationResult(
+                name=name, step=step, text=result_text(row, name), unscored=unscored_text(row, name)
+            )
+        shown = {key for keys in CURVES.values() for key in keys} & row.keys()
         shown |= {key for key in row if _EVALUATION.fullmatch(key) and _NOT_EVALUATION not in key}
         for key in shown:
             if isinstance(row[key], int | float):
@@ -176,10 +206,10 @@ class Watched:
         self._paths = RunPaths(folder.absolute())
         if not self._paths.config.is_file():
             raise InputError(f"{folder} is no run folder: it has no config.yaml", code="launch.no_run_folder")
-        self._config: BaseExperimentConfig = load_experiment(
+        self.config: BaseExperimentConfig = load_experiment(
             ["--config", str(self._paths.config)], allow_unknown_top_level=True
         )
-        self._metrics = _Metrics(self._paths.metrics)
+        self._metrics = _Metrics(GrowingRows(self._paths.metrics))
         self._source: StatusSource | None = None
         self._token = ""
         self._last_status: dict[str, Any] | None = None
@@ -210,10 +240,11 @@ class Watched:
             eta_s=(total - step) * step_s if is_running and total and step_s is not None else None,
             curves=self._curves(),
             held_out=self._held_out(),
-            unscored=[f"{name}/reward: {text}" for name, text in self._metrics.results.items() if text],
+            evaluations=list(self._metrics.results.values()),
+            unscored=[f"{one.name}/reward: {one.text}" for one in self._metrics.results.values() if one.unscored],
             staleness=_staleness(rows),
-            seconds_by_phase=_phases(rows),
-            waits=_waits(rows),
+            seconds_by_phase=phases_of(rows),
+            waits=waits_of(rows),
             waiting_for=(status or {}).get("waiting_for", ""),
             tokens_per_s=status["tokens_per_s"] if status else _tokens_per_s(rows),
             episodes=episodes_of(paths, status or self._last_status) or {},
@@ -222,6 +253,7 @@ class Watched:
             samples=samples,
             samples_step=samples_step,
             restarts=summary.get("restarts", {}),
+            servers=((status or {}).get("replicas") or {}).get("replicas") or [],
             processes=[
                 _process(process, beats.get(process["name"]), last, since_beats_s)
                 for process in plan.get("processes", ())
@@ -239,7 +271,7 @@ class Watched:
             self._token, self._source = (
                 token,
                 StatusSource(
-                    registry_of(self._config),
+                    registry_of(self.config),
                     self._paths.metrics,
                     has_controller=has_controller,
                     total_steps=None,
@@ -250,7 +282,7 @@ class Watched:
         return status
 
     def _curves(self) -> dict[str, Curve]:
-        found = {name: [self._metrics.curve(key) for key in keys] for name, keys in _CURVES.items()}
+        found = {name: [self._metrics.curve(key) for key in keys] for name, keys in CURVES.items()}
         return {name: curves[0] for name, known in found.items() if (curves := [curve for curve in known if curve])}
 
     def _held_out(self) -> dict[str, Curve]:
@@ -332,7 +364,8 @@ def _number(name: str) -> int:
     return int(digits) if digits else 0
 
 
-def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def phases_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean seconds of each phase in the newest of these steps, the longest first."""
     newest = rows[-WINDOW:]
     names = {name for row in newest for name in row if name.startswith("seconds/")}
     names -= {"seconds/step", "seconds/elapsed"}
@@ -340,7 +373,7 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return dict(sorted(mean.items(), key=lambda item: -item[1]))
 
 
-def _waits(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def waits_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Shares of the newest steps, from the phases of trainer rank 0 and from the state when each batch was made."""
     newest = rows[-WINDOW:]
     if not newest or "rollout/running" not in newest[-1]:
@@ -644,8 +677,14 @@ def watch(words: Sequence[str]) -> int:
         "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the facts once as JSON")
+    parser.add_argument("--web", action="store_true", help="serve a page for a browser on this machine")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="of the page (default: any free one)")
     given = parser.parse_args(words)
     watched = Watched(given.run)
+    if given.web:
+        from areal.cli.page_server import serve_page
+
+        return serve_page(given.run.absolute(), port=given.port, interval_s=given.interval)
     found = watched.look()
     if given.json:
         sys.stdout.write(orjson.dumps(dataclasses.asdict(found)).decode() + "\n")

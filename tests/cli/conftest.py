@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from areal.cli.main import run_command
+from tests.cli.run_files import write_run
 
 
 @pytest.fixture
@@ -23,3 +24,9 @@ def text_of(capsys) -> Callable[..., str]:
 @pytest.fixture
 def json_of(text_of) -> Callable[..., Any]:
     return lambda *words: json.loads(text_of(*words, "--json"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has trained 4 of 10 steps."""
+    return write_run(tmp_path / "exp" / "trial")

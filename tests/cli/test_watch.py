@@ -16,51 +16,14 @@ from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusSource
 from areal.observe.step_files import JsonlTracker
 from areal.system.heartbeat import Beat, write_beats
-from areal.system.run_paths import RunPaths
 from areal.trainer.ppo_loop import sample_rows
-from tests.cli.test_command import QUICKSTART
+from tests.cli.run_files import row
 from tests.expect import raises_code
 from tests.serve.test_service import Trainer, model_of, opened
 from tests.shares import make_share
 from tests.trainer.test_sample_table import Letters
 
 BEAT = Beat(pid=1, beats=1, doing="work", for_s=0.0, step=None, node="node-b")
-
-
-def row(step, **values):
-    phases = {"seconds/step": 2.0, "seconds/rollout": 0.5, "seconds/publish_weights": 0.1, "seconds/update": 1.4}
-    shares = {"rollout/staleness_frac/0": 0.25, "rollout/staleness_frac/1": 0.75, "rollout/staleness_mean": 0.75}
-    own = {"rollout/reward": step / 10, "actor/entropy": 1.0, "rollout/running": 0.0, "memory/server-0": 0.5}
-    return {"step": step, "time": 100.0 + 3 * step, **phases, **shares, **own, **values}
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run that has trained 4 of 10 steps."""
-    paths = RunPaths(tmp_path / "exp" / "trial")
-    paths.samples.mkdir(parents=True)
-    with open(QUICKSTART) as file:
-        paths.config.write_text(file.read())
-    process = {"role": "server", "host": {"node": "node-a"}, "gpus": [], "device": "cpu"}
-    processes = [process | {"name": "server-0"}, process | {"name": "controller", "role": "controller"}]
-    paths.plan.write_text(json.dumps({"processes": processes, "numbers": {"total_steps": 10}}))
-    rows = [{"step": 0, "time": 100.0, "eval/greedy/reward": 0.1, "eval/greedy/episode/reward": 0.1}]
-    evaluated = {"eval/greedy/reward": 0.4, "eval/greedy/missing": 2, "eval/greedy/answers": 8}
-    rows += [
-        row(1),
-        row(2),
-        row(3, **evaluated, **{"eval/loss": 2.5, "batch/ref_kl": 0.01}),
-        row(4, **{"actor/entropy": None}),
-    ]
-    paths.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    names = {"reward_parts": {"format": 1.0}, "prompt": "a \x1b[31mprompt", "num_generated": 3, "stop_reason": "stop"}
-    samples = [names | {"reward": reward, "answer": f"answer {reward}"} for reward in (1.0, 0.8, 0.5, 0.2, 0.0)]
-    (paths.samples / "step-000004.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
-    (paths.samples / "step-000001.jsonl").write_text("")
-    alarm = {"name": "grad_norm", "code": "alarm.grad_norm", "value": 9.0, "limit": 5.0, "side": "above", "steps": 1}
-    alarm |= {"step": 3, "time": 1.0, "action": "warn", "meaning": "m", "causes": "c", "look_at": "l"}
-    paths.alarms.write_text(json.dumps(alarm) + "\n")
-    return paths
 
 
 def drawn(found, width):

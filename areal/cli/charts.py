@@ -1,0 +1,260 @@
+"""What the page of a run shows: its facts as charts, and the page as one HTML text without other files. Pure."""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from areal.api.config import BaseExperimentConfig, PPOConfig
+from areal.api.config.schema import find_field
+from areal.cli.watch import CURVES, WINDOW, RunView, phases_of, waits_of
+from areal.observe.metric_table import entry_of, matching
+from areal.observe.trace import WAIT
+
+LANE = "lane/"
+"""Begins the names of columns with shares of the time of a step."""
+_MIN_LANE = 0.01
+"""Least mean share of a phase that has a lane."""
+_COUNTED = ("rollout", "publish_weights", "after_step")
+"""Phases without a lane: the lanes of the waits show the first two, and the last one is not part of its step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoverningOption:
+    """An option that decides what a chart shows."""
+
+    name: str
+    value: Any
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    key: str  # Of its column.
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    section: str  # rewards, time, rollout or policy.
+    title: str
+    unit: str
+    kind: str  # line, lanes, or bars.
+    wide: bool = False  # It has a row of its own.
+    series: Sequence[Series] = ()
+    bars: Mapping[str, float] = field(default_factory=dict[str, float])  # Label -> value, of kind bars.
+    options: Sequence[GoverningOption] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepColumns:
+    """The values of new train steps. All columns have the length of `steps`; None = not recorded in this step."""
+
+    replaces: bool  # These are all steps: those sent before no longer count.
+    steps: Sequence[int]
+    elapsed_s: Sequence[float]  # Of training.
+    columns: Mapping[str, Sequence[float | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageFacts:
+    """What the page shows besides the values of train steps."""
+
+    view: RunView  # Without its curves, which the columns contain.
+    charts: Sequence[Chart]
+
+
+class _Spec(NamedTuple):
+    section: str
+    title: str
+    patterns: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    only_above_zero: bool = False
+
+
+_SPECS = (
+    _Spec("rewards", "reward of train batches and evaluations", ("rollout/reward", "eval/*/reward")),
+    _Spec("rewards", "answers of evaluations without a reward", ("eval/*/missing",), only_above_zero=True),
+    _Spec("rewards", "loss", ("loss", "eval/loss")),
+    _Spec("time", "who waits for whom, and what the trainer does", (f"{LANE}*",)),
+    _Spec(
+        "time",
+        "time of a step",
+        ("seconds/step", "seconds/after_step", "seconds/rollout", "seconds/update", "seconds/publish_weights"),
+    ),
+    _Spec("time", "speed", ("rollout/generated_tokens_per_s", "trained_tokens_per_s")),
+    _Spec(
+        "rollout",
+        "episodes when a batch was made",
+        ("rollout/running", "rollout/queue_length"),
+        ("rollout.max_concurrent_rollouts", "train_dataset.batch_size"),
+    ),
+    _Spec(
+        "rollout",
+        "staleness of a batch",
+        ("rollout/staleness_mean", "rollout/staleness_max"),
+        ("rollout.max_head_offpolicyness",),
+    ),
+    _Spec("rollout", "speed of one answer by server", ("rollout/replica_tokens_per_s/*",)),
+    *(_Spec("policy", name, keys) for name, keys in CURVES.items() if name not in ("reward", "loss")),
+)
+_HISTOGRAM = f"tokens by staleness in versions, last {WINDOW} steps"
+_PATTERNS = tuple(pattern for spec in _SPECS for pattern in spec.patterns)
+
+
+class StepTable:
+    """Makes the columns of a run from its metrics, row by row, and knows which charts they fill."""
+
+    def __init__(self) -> None:
+        self._is_shown: dict[str, bool] = {}
+        self._sums: dict[str, float] = {}
+        self._num_steps = 0
+        self._elapsed_s = 0.0
+
+    def take(self, rows: Sequence[Mapping[str, Any]], *, replaces: bool) -> StepColumns:
+        steps, elapsed_s = list[int](), list[float]()
+        columns: dict[str, list[float | None]] = {}
+        for place, row in enumerate(rows):
+            self._elapsed_s = row.get("seconds/elapsed") or self._elapsed_s
+            steps.append(row["step"])
+            elapsed_s.append(self._elapsed_s)
+            for key, value in (dict(row) | lanes_of(row)).items():
+                if self._shows(key) and isinstance(value, int | float):
+                    columns.setdefault(key, [None] * len(rows))[place] = value
+                    self._sums[key] = self._sums.get(key, 0.0) + value
+        self._num_steps += len(rows)
+        return StepColumns(replaces=replaces, steps=steps, elapsed_s=elapsed_s, columns=columns)
+
+    def _shows(self, key: str) -> bool:
+        if key not in self._is_shown:
+            self._is_shown[key] = bool(matching([key], _PATTERNS))
+        return self._is_shown[key]
+
+    def charts(self, view: RunView, options: Mapping[str, GoverningOption]) -> list[Chart]:
+        """The charts for which there are values, in the order of the page."""
+        charts: list[Chart] = []
+        for spec in _SPECS:
+            keys = matching(self._sums, spec.patterns)
+            is_lanes = spec.patterns == (f"{LANE}*",)
+            if is_lanes:
+                keys = self._lanes(keys)
+            if not keys or (spec.only_above_zero and not any(self._sums[key] for key in keys)):
+                continue
+            entry = entry_of(keys[0])
+            charts.append(
+                Chart(
+                    section=spec.section,
+                    title=spec.title,
+                    unit="share of the time of a step" if is_lanes else entry.unit if entry else "",
+                    kind="lanes" if is_lanes else "line",
+                    wide=is_lanes or spec.patterns[0] == "rollout/reward",
+                    series=[Series(key=key, label=_label(key, keys)) for key in keys],
+                    options=[options[name] for name in spec.options if name in options],
+                )
+            )
+            if "rollout.max_head_offpolicyness" in spec.options and view.staleness:
+                bars = replace(charts[-1], title=_HISTOGRAM, kind="bars", series=(), bars=view.staleness)
+                charts.append(replace(bars, unit="share of tokens"))
+        return charts
+
+    def _lanes(self, keys: Sequence[str]) -> list[str]:
+        """Who waits for whom, then the phases in which the trainer works, the longest first."""
+        waits = [key for key in keys if " " in key]
+        work = [key for key in keys if " " not in key and self._sums[key] >= _MIN_LANE * self._num_steps]
+        return waits + sorted(work, key=lambda key: -self._sums[key])
+
+
+def lanes_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Shares of the time of one step: who waits for whom, and what the trainer does."""
+    step_s = row.get("seconds/step")
+    if not step_s:
+        return {}
+    phases = phases_of([row])
+    work = {name: spent / step_s for name, spent in phases.items() if name not in _COUNTED and WAIT not in name}
+    return {f"{LANE}{name}": share for name, share in {**waits_of([row]), **work}.items()}
+
+
+def _label(key: str, keys: Sequence[str]) -> str:
+    """The part of a key in which it differs from the others of its chart."""
+    parts = [one.split("/") for one in keys]
+    common = 0
+    while len(keys) > 1 and len({tuple(one[: common + 1]) for one in parts}) == 1:
+        common += 1
+    if len(keys) > 1:
+        return "/".join(key.split("/")[common:])
+    return key if key.startswith("eval/") else key.rpartition("/")[2]
+
+
+def page_facts(view: RunView, table: StepTable, config: BaseExperimentConfig) -> PageFacts:
+    charts = table.charts(view, governing_options(config))
+    return PageFacts(view=replace(view, curves={}, held_out={}), charts=charts)
+
+
+def governing_options(config: BaseExperimentConfig) -> dict[str, GoverningOption]:
+    """The options that charts name, with their values in this run."""
+    if not isinstance(config, PPOConfig):
+        return {}
+    values = {
+        "rollout.max_head_offpolicyness": config.rollout.max_head_offpolicyness,
+        "rollout.max_concurrent_rollouts": config.max_concurrent_rollouts,
+        "train_dataset.batch_size": config.train_dataset.batch_size,
+    }
+    specs = {name: find_field(type(config), name) for name in values}
+    return {
+        name: GoverningOption(name=name, value=values[name], meaning=spec.sentence)
+        for name, spec in specs.items()
+        if spec is not None
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The page: one HTML text with its styles, the chart library uPlot, its scripts and, for a file, its data.
+
+
+class Page(NamedTuple):
+    html: str
+    policy: str
+    """Its Content-Security-Policy: only its own scripts and styles, by their checksums, and no other host."""
+
+
+def page(name: str, *, title: str, data: bytes = b"", connects: bool = False) -> Page:
+    """The page `name`.html with charts.js and `name`.js. `data`: JSON for the script. `connects`: to its server."""
+    styles = [_asset("uPlot.min.css"), _asset("page.css")]
+    scripts = [_asset("uPlot.min.js"), _asset("charts.js"), _asset(f"{name}.js")]
+    allowed = {
+        "default-src": ("'none'",),
+        "script-src": _checksums(scripts),
+        "style-src": _checksums(styles),
+        "connect-src": ("'self'",) if connects else ("'none'",),
+        "base-uri": ("'none'",),
+        "form-action": ("'none'",),
+    }
+    policy = "; ".join(f"{kind} {' '.join(sources)}" for kind, sources in allowed.items())
+    text = data.decode().replace("<", "\\u003c")  # no text of a run can end the element
+    html = "".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            *(f"<style>{style}</style>" for style in styles),
+            f"</head><body>{_asset(f'{name}.html')}",
+            f'<script type="application/json" id="data">{text}</script>' if data else "",
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>\n",
+        ]
+    )
+    return Page(html, policy)
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("areal.cli").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _checksums(texts: Iterable[str]) -> list[str]:
+    return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]

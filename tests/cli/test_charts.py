@@ -1,0 +1,84 @@
+"""The charts of a run and the page that has them, from facts of the run."""
+
+import base64
+import hashlib
+import json
+import re
+
+import pytest
+
+from areal.cli.charts import StepTable, lanes_of, page, page_facts
+from areal.cli.watch import GrowingRows, Watched
+from tests.cli.run_files import row
+
+
+def facts_of(run):
+    table, rows = StepTable(), GrowingRows(run.metrics).read()[0]
+    columns = table.take(rows, replaces=True)
+    watched = Watched(run.root)
+    return columns, page_facts(watched.look(), table, watched.config)
+
+
+def test_columns_have_the_values_of_each_step_and_none_where_there_is_none(run):
+    columns, _ = facts_of(run)
+    assert list(columns.steps) == [0, 1, 2, 3, 4]
+    assert columns.columns["rollout/reward"] == [None, 0.1, 0.2, 0.3, 0.4]
+    assert columns.columns["eval/greedy/reward"] == [0.1, None, None, 0.4, None]
+    assert columns.columns["actor/entropy"] == [None, 1.0, 1.0, 1.0, None]
+    assert "eval/greedy/episode/reward" not in columns.columns
+
+
+def test_time_continues_where_a_row_does_not_have_it():
+    rows = [{"step": 0}, {"step": 1, "seconds/elapsed": 2.5}, {"step": 2}, {"step": 3, "seconds/elapsed": 6.0}]
+    table = StepTable()
+    assert list(table.take(rows, replaces=True).elapsed_s) == [0.0, 2.5, 2.5, 6.0]
+    assert list(table.take([{"step": 4}], replaces=False).elapsed_s) == [6.0]
+
+
+def test_lanes_are_shares_of_the_time_of_a_step():
+    lanes = lanes_of(row(1))
+    assert lanes["lane/the trainer waits for answers"] == 0.25
+    assert lanes["lane/the servers wait for the trainer"] == 1.0
+    assert lanes["lane/update"] == pytest.approx(0.7)
+    assert "lane/rollout" not in lanes
+    assert lanes_of({"step": 0}) == {}
+
+
+def test_charts_name_their_series_units_and_the_options_that_govern_them(run):
+    _, facts = facts_of(run)
+    charts = {chart.title: chart for chart in facts.charts}
+    rewards = charts["reward of train batches and evaluations"]
+    assert [one.label for one in rewards.series] == ["rollout/reward", "eval/greedy/reward"]
+    assert charts["entropy"].unit == "nats"
+    (option,) = charts["staleness of a batch"].options
+    assert (option.name, option.value) == ("rollout.max_head_offpolicyness", 1)
+    assert option.meaning.startswith("Maximum staleness")
+    (bars,) = [chart for chart in facts.charts if chart.kind == "bars"]
+    assert bars.bars == {"0": 0.25, "1": 0.75}
+    (lanes,) = [chart for chart in facts.charts if chart.kind == "lanes"]
+    assert [one.label for one in lanes.series][-1] == "update", "phases below one percent have no lane"
+
+
+def test_answers_without_a_reward_have_a_chart_and_a_text(run):
+    _, facts = facts_of(run)
+    assert "answers of evaluations without a reward" in [chart.title for chart in facts.charts]
+    (found,) = facts.view.evaluations
+    assert (found.step, found.text) == (3, "0.400, 2 of 8 without a reward")
+    run.metrics.write_text(run.metrics.read_text().replace('"eval/greedy/missing": 2', '"eval/greedy/missing": 0'))
+    _, facts = facts_of(run)
+    assert "answers of evaluations without a reward" not in [chart.title for chart in facts.charts]
+
+
+def test_the_page_allows_its_own_scripts_only_and_names_no_other_host():
+    made = page("watch", title="<b>", data=json.dumps({"answer": "</script><script>"}).encode(), connects=True)
+    assert "<title>&lt;b&gt;</title>" in made.html
+    assert made.html.count("<script") == 4, "the data do not end their element"
+    scripts = re.findall(r"<script>(.*?)</script>", made.html, re.S)
+    sums = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    sources = " ".join(f"'sha256-{one}'" for one in sums)
+    (allowed,) = [part for part in made.policy.split("; ") if part.startswith("script-src")]
+    assert allowed == f"script-src {sources}"
+    assert "default-src 'none'" in made.policy
+    assert "unsafe" not in made.policy
+    assert set(re.findall(r"https?://[\w./-]+", made.html)) == {"https://github.com/leeoniya/uPlot"}
+    assert re.findall(r"\b(?:innerHTML|insertAdjacentHTML|document\.write)\b|\beval\(", made.html) == []

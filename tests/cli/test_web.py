@@ -1,0 +1,77 @@
+"""The pages in a headless Chromium: no error, fast with many steps, text of a run stays text. Run by `make test-web`.
+
+Screenshots at two widths are in build/web.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.chromium import PROGRAM, open_tab
+from tests.cli.run_files import row
+from tests.cli.test_page_server import HOSTILE, KEY, hostile_ledger, served
+
+pytestmark = [pytest.mark.web, pytest.mark.skipif(PROGRAM is None, reason="no chromium: apt-get install chromium")]
+NUM_STEPS = 5000
+DRAWN = "document.documentElement.dataset.drawnMs"
+PICTURES = Path(__file__).parents[2] / "build" / "web"
+
+
+def many_steps(run, num_steps=NUM_STEPS):
+    """Give the run this many steps, an evaluation after each twentieth."""
+    lines = []
+    for step in range(1, num_steps + 1):
+        wave = (step * 37 % 100) / 100
+        values = {"rollout/reward": 0.2 + 0.7 * step / num_steps + 0.05 * wave, "actor/entropy": 1 / (1 + step / 900)}
+        values |= {"rollout/queue_length": step % 64, "rollout/running": 64 * (step % 3), "seconds/elapsed": 2.0 * step}
+        values |= {"actor/approx_kl": 1e-4 * wave, "actor/grad_norm": 1 + wave, "batch/answer_length": 80 + step / 50}
+        values |= {"rollout/staleness_max": 2, "trained_tokens_per_s": 9e3, "rollout/generated_tokens_per_s": 8e3}
+        values |= {f"rollout/replica_tokens_per_s/server-{place}": 90 + 9 * place + wave for place in range(4)}
+        if step % 20 == 0:
+            values |= {"eval/greedy/reward": 0.3 + 0.5 * step / num_steps, "eval/greedy/answers": 8}
+            values |= {"eval/greedy/missing": step // 20 % 3}
+        lines.append(json.dumps(row(step) | values) + "\n")
+    run.metrics.write_text("".join(lines))
+
+
+async def pictures(tab, name):
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for width, dark in ((1500, False), (1500, True), (420, False), (420, True)):
+        path = PICTURES / f"{name}-{width}-{'dark' if dark else 'light'}.png"
+        await tab.picture(path, width=width, dark=dark)
+        assert await tab.value("document.documentElement.scrollWidth <= innerWidth"), f"{path} is wider than the screen"
+
+
+async def test_many_steps_are_drawn_within_a_second_and_answers_stay_text(run, tmp_path, monkeypatch):
+    many_steps(run)
+    hostile_ledger(run.root, monkeypatch)
+    async with served(run.root) as address, open_tab(tmp_path / "profile") as tab:
+        await tab.open(f"{address}/?key={KEY}")
+        assert float(await tab.until(DRAWN)) < 1000
+        assert await tab.value("location.search") == "", "the key leaves the address"
+        assert await tab.value("table.step.length") == NUM_STEPS
+        assert await tab.value("document.querySelectorAll('canvas').length") == 13
+        await tab.value("document.querySelector('[data-choice=newest]').click()")
+        shown = await tab.until("document.querySelector('.sample pre')?.textContent")
+        assert shown == f"2+3=v2{HOSTILE}<eos>"
+        assert await tab.value("document.querySelector('.sample [title]').title") == (
+            "token 60: log-probability -1.500 (probability 0.223), version 2, in the loss"
+        )
+        assert await tab.value("document.querySelectorAll('img').length") == 0
+        assert await tab.value("document.title") == "exp/trial: dead"
+        await tab.value("document.querySelector('[data-axis=time]').click()")
+        last = await tab.value("document.querySelector('.u-legend .u-value').textContent")
+        assert last == "2:46:40"
+        await pictures(tab, "watch")
+        assert tab.errors == []
+
+
+async def test_new_steps_appear_without_a_reload(run, tmp_path):
+    async with served(run.root) as address, open_tab(tmp_path / "profile") as tab:
+        await tab.open(f"{address}/?key={KEY}")
+        await tab.until(DRAWN)
+        with open(run.metrics, "a") as file:
+            file.write(json.dumps(row(5)) + "\n")
+        assert await tab.until("document.getElementById('facts').textContent.includes('step 5 of 10')")
+        assert tab.errors == []
