@@ -1,17 +1,13 @@
-"""What the page of a run shows: its facts as charts, and the page as one HTML text without other files. Pure."""
+"""What the page of `areal watch --web` shows: the facts of a run as columns and charts. Pure."""
 
-import base64
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from html import escape
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.schema import find_field
 from areal.cli.watch import CURVES, WINDOW, RunView, phases_of, waits_of
+from areal.cli.web_page import Chart, GoverningOption, Series
 from areal.observe.metric_table import entry_of, matching
 from areal.observe.trace import WAIT
 
@@ -21,33 +17,6 @@ _MIN_LANE = 0.01
 """Least mean share of a phase that has a lane."""
 _COUNTED = ("rollout", "publish_weights", "after_step")
 """Phases without a lane: the lanes of the waits show the first two, and the last one is not part of its step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoverningOption:
-    """An option that decides what a chart shows."""
-
-    name: str
-    value: Any
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    key: str  # Of its column.
-    label: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    section: str  # rewards, time, rollout or policy.
-    title: str
-    unit: str
-    kind: str  # line, lanes, or bars.
-    wide: bool = False  # It has a row of its own.
-    series: Sequence[Series] = ()
-    bars: Mapping[str, float] = field(default_factory=dict[str, float])  # Label -> value, of kind bars.
-    options: Sequence[GoverningOption] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +121,7 @@ class StepTable:
                     unit="share of the time of a step" if is_lanes else entry.unit if entry else "",
                     kind="lanes" if is_lanes else "line",
                     wide=is_lanes or spec.patterns[0] == "rollout/reward",
-                    series=[Series(key=key, label=_label(key, keys)) for key in keys],
+                    series=[Series(key=key, label=_label(key, keys), sparse=key.startswith("eval/")) for key in keys],
                     options=[options[name] for name in spec.options if name in options],
                 )
             )
@@ -209,52 +178,3 @@ def governing_options(config: BaseExperimentConfig) -> dict[str, GoverningOption
         for name, spec in specs.items()
         if spec is not None
     }
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The page: one HTML text with its styles, the chart library uPlot, its scripts and, for a file, its data.
-
-
-class Page(NamedTuple):
-    html: str
-    policy: str
-    """Its Content-Security-Policy: only its own scripts and styles, by their checksums, and no other host."""
-
-
-def page(name: str, *, title: str, data: bytes = b"", connects: bool = False) -> Page:
-    """The page `name`.html with charts.js and `name`.js. `data`: JSON for the script. `connects`: to its server."""
-    styles = [_asset("uPlot.min.css"), _asset("page.css")]
-    scripts = [_asset("uPlot.min.js"), _asset("charts.js"), _asset(f"{name}.js")]
-    allowed = {
-        "default-src": ("'none'",),
-        "script-src": _checksums(scripts),
-        "style-src": _checksums(styles),
-        "connect-src": ("'self'",) if connects else ("'none'",),
-        "base-uri": ("'none'",),
-        "form-action": ("'none'",),
-    }
-    policy = "; ".join(f"{kind} {' '.join(sources)}" for kind, sources in allowed.items())
-    text = data.decode().replace("<", "\\u003c")  # no text of a run can end the element
-    html = "".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            *(f"<style>{style}</style>" for style in styles),
-            f"</head><body>{_asset(f'{name}.html')}",
-            f'<script type="application/json" id="data">{text}</script>' if data else "",
-            *(f"<script>{script}</script>" for script in scripts),
-            "</body></html>\n",
-        ]
-    )
-    return Page(html, policy)
-
-
-@cache
-def _asset(name: str) -> str:
-    return files("areal.cli").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def _checksums(texts: Iterable[str]) -> list[str]:
-    return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]

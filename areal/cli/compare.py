@@ -4,18 +4,22 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public
 from areal.api.errors import ConfigError, InputError
 from areal.api.metrics import result_text, unscored_text
+from areal.cli.web_page import Chart, Series, page
 from areal.importers.draft import flat
-from areal.observe.metric_table import MAIN_METRICS, matching
+from areal.ledger.audit import ledger_folder
+from areal.ledger.evaluations import Interval, RowRewards, difference_interval, row_rewards
+from areal.observe.metric_table import MAIN_METRICS, entry_of, matching
 from areal.observe.step_files import read_step_lines
 from areal.replay.recorded import read_metrics
 from areal.system.durable import write_atomic
@@ -25,15 +29,34 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndValues:
+    last: float
+    last_tenth: float  # Mean.
+    num_values: int
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     steps: list[int]  # Train steps done.
     values: list[float]
     note: str = ""  # How many answers of the newest evaluation have no reward; empty = none.
 
-    def tail_mean(self) -> float:
-        last = self.values[-max(1, len(self.values) // 10) :]
-        return sum(last) / len(last)
+    def ends(self) -> EndValues:
+        tenth = self.values[-max(1, len(self.values) // 10) :]
+        return EndValues(last=self.values[-1], last_tenth=sum(tenth) / len(tenth), num_values=len(self.values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The newest result of an evaluation in a run, minus that in the first run."""
+
+    evaluation: str
+    run: str
+    base: str  # The first run.
+    steps: tuple[int, int]  # Of the run and of the first one, train steps done.
+    interval: Interval
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,83 +67,24 @@ class Comparison:
     curves: dict[str, list[Curve | None]]  # Metric -> its curve in each run; None = the run has not recorded it.
     changes: dict[str, list[dict[str, Any]]]
     """Run -> the options that later launches changed: `step` (train steps done before) and `changes`."""
-
-
-# The HTML file of `areal compare`: tables and SVG curves, without scripts and without other files.
-
-_COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
-_PAGE_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 240, 72, 26, 10
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 24px auto; max-width: 1480px; padding: 0 16px; color: #222; }
-table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: 3px 9px; text-align: left; }
-td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-all; }
-.charts { display: flex; flex-wrap: wrap; gap: 18px; } figure { margin: 0; } figcaption { font-weight: 600; }
-.key { display: inline-block; margin-right: 18px; } .key i { display: inline-block; width: 22px; height: 3px;
-margin-right: 6px; vertical-align: middle; } svg text { font-size: 11px; fill: #555; }
-"""
+    ends: dict[str, list[EndValues | None]]  # Metric -> its newest values in each run.
+    elapsed_s: list[Curve]  # Of each run: seconds of training by step.
+    differences: list[Difference]
 
 
 def html_page(found: Comparison) -> str:
-    keys = "".join(
-        f'<span class="key"><i style="background:{_color(place)}"></i>{escape(name)}</span>'
-        for place, name in enumerate(found.runs)
-    )
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("option", *found.runs))
-    rows = "".join(
-        f"<tr><td>{escape(option)}</td>{''.join(f'<td>{escape(_shown(value))}</td>' for value in values)}</tr>"
-        for option, values in found.config.items()
-    )
-    table = f"<table><tr>{head}</tr>{rows}</table>" if found.config else "<p>The options are equal.</p>"
-    charts = "".join(_chart(metric, curves) for metric, curves in found.curves.items())
-    title = escape(", ".join(found.runs))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>areal compare: {title}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>Comparison of runs</h1><p>{keys}</p>"
-        f'<h2>Curves by train step</h2><div class="charts">{charts}</div>'
-        f"<h2>Options that differ</h2>{table}</body></html>\n"
-    )
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=repr)
-
-
-def _label(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _color(place: int) -> str:
-    return _COLORS[place % len(_COLORS)]
-
-
-def _chart(metric: str, curves: Sequence[Curve | None]) -> str:
-    steps, values = _extent(curves)
-    first, last, low, high = *steps, *values
-    across = (_PAGE_WIDTH - _LEFT - 8) / max(last - first, 1)
-    up = (_HEIGHT - _BOTTOM - _TOP) / (high - low if high > low else 1.0)
-    floor = _HEIGHT - _BOTTOM
-
-    def place(step: int, value: float) -> str:
-        return f"{_LEFT + (step - first) * across:.1f},{floor - (value - low) * up:.1f}"
-
-    lines = "".join(
-        f'<polyline fill="none" stroke="{_color(number)}" stroke-width="1.6" '
-        f'points="{" ".join(map(place, curve.steps, curve.values))}"/>'
-        for number, curve in enumerate(curves)
-        if curve
-    )
-    frame = f'<path d="M{_LEFT},{_TOP}V{floor}H{_PAGE_WIDTH - 8}" fill="none" stroke="#999"/>'
-    labels = (
-        f'<text x="{_LEFT - 5}" y="{floor}" text-anchor="end">{_label(low)}</text>'
-        f'<text x="{_LEFT - 5}" y="{_TOP + 9}" text-anchor="end">{_label(high)}</text>'
-        f'<text x="{_LEFT}" y="{_HEIGHT - 8}">{first}</text>'
-        f'<text x="{_PAGE_WIDTH - 8}" y="{_HEIGHT - 8}" text-anchor="end">{last}</text>'
-    )
-    return (
-        f"<figure><figcaption>{escape(metric)}</figcaption>"
-        f'<svg viewBox="0 0 {_PAGE_WIDTH} {_HEIGHT}" width="{_PAGE_WIDTH}" '
-        f'height="{_HEIGHT}">{frame}{labels}{lines}</svg></figure>'
-    )
+    charts = [
+        Chart(
+            section="curves",
+            title=metric,
+            unit=entry.unit if (entry := entry_of(metric)) else "",
+            kind="line",
+            series=[Series(key=run, label=run, sparse=metric.startswith("eval/")) for run in found.runs],
+        )
+        for metric in found.curves
+    ]
+    data = orjson.dumps({"found": found, "charts": charts}, default=repr, option=orjson.OPT_NON_STR_KEYS)
+    return page("compare", title=f"areal compare: {', '.join(found.runs)}", data=data).html
 
 
 def compare(words: Sequence[str]) -> int:
@@ -164,7 +128,42 @@ def read_runs(folders: Sequence[Path], patterns: Sequence[str]) -> Comparison:
         raise ConfigError(f"no metric matches {', '.join(patterns)}", code="command.no_metric")
     recorded = [read_step_lines(RunPaths(path).option_changes) for path in folders]
     changes = {name: lines for name, lines in zip(names, recorded, strict=True) if lines}
-    return Comparison(names, _differences([_options(path) for path in folders]), curves, changes)
+    options = _differences([_options(path) for path in folders])
+    is_paired = not any(name.startswith("valid_dataset.") for name in options)
+    return Comparison(
+        names,
+        options,
+        curves,
+        changes,
+        {key: [curve and curve.ends() for curve in of_runs] for key, of_runs in curves.items()},
+        [_elapsed(rows) for rows in metrics],
+        differences(names, [row_rewards(ledger_folder(path)) for path in folders], is_paired=is_paired),
+    )
+
+
+def differences(
+    names: Sequence[str], results: Sequence[Mapping[str, RowRewards]], *, is_paired: bool
+) -> list[Difference]:
+    """The differences from the first run. `is_paired`: row N is the same held-out row in all runs."""
+    found: list[Difference] = []
+    base, *others = zip(names, results, strict=True)
+    for run, by_name in others:
+        for name in (name for name in by_name if name in base[1]):
+            one, first = by_name[name], base[1][name]
+            interval = difference_interval(one.rewards, first.rewards, is_paired=is_paired)
+            steps = (one.step, first.step)
+            found.append(
+                Difference(evaluation=name, run=run, base=base[0], steps=steps, interval=interval, text=interval.text)
+            )
+    return found
+
+
+def _elapsed(rows: dict[int, dict[str, Any]]) -> Curve:
+    now_s, times = 0.0, list[float]()
+    for _, row in sorted(rows.items()):
+        now_s = row.get("seconds/elapsed") or now_s
+        times.append(now_s)
+    return Curve(sorted(rows), times)
 
 
 def _curve(rows: dict[int, dict[str, Any]], key: str) -> Curve | None:
@@ -195,6 +194,10 @@ def _lines(found: Comparison) -> list[str]:
         lines.append(f"  {name}: " + " | ".join(json.dumps(value, default=repr) for value in values))
     for run, launches in found.changes.items():
         lines += [f"  {run}: changed after step {one['step']}: {'; '.join(one['changes'])}" for one in launches]
+    for one in found.differences:
+        step, base_step = one.steps
+        where = f"{one.evaluation}/reward of {one.run} after step {step}, against {one.base} after step {base_step}"
+        lines.append(f"{where}: {one.text}")
     width = max(map(len, found.runs))
     for metric, curves in found.curves.items():
         (first, end), (low, high) = _extent(curves)
@@ -203,7 +206,8 @@ def _lines(found: Comparison) -> list[str]:
             if curve is None:
                 lines.append(f"  {name:<{width}}  not recorded")
                 continue
-            facts = f"last {curve.values[-1]:.4g}, last tenth {curve.tail_mean():.4g}, {len(curve.values)} values"
+            ends = curve.ends()
+            facts = f"last {ends.last:.4g}, last tenth {ends.last_tenth:.4g}, {ends.num_values} values"
             facts += f"; newest evaluation: {curve.note}" if curve.note else ""
             lines.append(f"  {name:<{width}}  {bars_by_step(curve, (first, end), low, high)}  {facts}")
     return lines

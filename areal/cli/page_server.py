@@ -11,9 +11,10 @@ import orjson
 from aiohttp import web
 
 from areal.api.errors import ArealError
-from areal.cli.charts import Page, PageFacts, StepColumns, StepTable, page, page_facts
+from areal.cli.charts import PageFacts, StepColumns, StepTable, page_facts
 from areal.cli.show import LEVELS, answers_of, parse_question
 from areal.cli.watch import GrowingRows, Watched
+from areal.cli.web_page import Page, page
 from areal.ledger.audit import ledger_folder
 from areal.system.http_guard import RequestGuard
 from areal.system.network import Host, http_address, listen, new_token, store_prefix

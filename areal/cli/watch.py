@@ -32,6 +32,8 @@ from areal.cli.show import safe
 from areal.launcher.preflight import has_launcher
 from areal.launcher.result import episodes_of, recorded_alarms
 from areal.launcher.status import StatusSource
+from areal.ledger.event_files import open_reader
+from areal.ledger.state import LedgerState
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
 from areal.serve.audit import FOLDER
 from areal.serve.journal import opened_journal
@@ -213,6 +215,7 @@ class Watched:
         self._source: StatusSource | None = None
         self._token = ""
         self._last_status: dict[str, Any] | None = None
+        self._last_episodes: dict[str, Any] | None = None
         self._clock = RunClock()
 
     def look(self) -> RunView:
@@ -220,6 +223,8 @@ class Watched:
         paths, plan = self._paths, _json(self._paths.plan)
         self._metrics.read()
         is_running = has_launcher(paths)
+        if is_running:
+            self._last_episodes = None
         summary = {} if is_running else _newer(paths.summary, paths.plan)
         status = self._status(plan) if is_running else None
         rows = list(self._metrics.newest)
@@ -247,7 +252,7 @@ class Watched:
             waits=waits_of(rows),
             waiting_for=(status or {}).get("waiting_for", ""),
             tokens_per_s=status["tokens_per_s"] if status else _tokens_per_s(rows),
-            episodes=episodes_of(paths, status or self._last_status) or {},
+            episodes=episodes_of(paths, status or self._last_status) or ({} if is_running else self._of_ledger()),
             first_failure=(status or {}).get("first_failure", ""),
             alarms=recorded_alarms(paths.alarms),
             samples=samples,
@@ -260,6 +265,15 @@ class Watched:
             ],
             service=_service(paths.root / FOLDER / "journal"),
         )
+
+    def _of_ledger(self) -> dict[str, Any]:
+        """The episodes of a run whose controller was killed, from its ledger, which is read once."""
+        if self._last_episodes is None:
+            try:
+                self._last_episodes = LedgerState.replay(open_reader(self._paths.ledger).events()).episodes()
+            except LedgerError:  # a run without one
+                self._last_episodes = {}
+        return self._last_episodes
 
     def _status(self, plan: Mapping[str, Any]) -> dict[str, Any] | None:
         try:

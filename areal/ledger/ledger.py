@@ -622,9 +622,12 @@ class Ledger:
         kind = "trained_again" if step in self.state.consumed_steps else "consumed"
         self._record({"event": kind, "step": step, "version": version, "weights": weights, "at": self._clock()})
 
-    def evaluated(self, *, step: int, mode: str, result: dict[str, float]) -> None:
-        """An evaluation is complete. Its result is final, also after a restart."""
-        self._record({"event": "evaluated", "step": step, "mode": mode, "result": result, "at": self._clock()})
+    def evaluated(
+        self, *, step: int, mode: str, result: dict[str, float], rewards: dict[str, list[tuple[int, float]]]
+    ) -> None:
+        """An evaluation is complete. Its result is final, also after a restart. `rewards`: set -> row, mean reward."""
+        facts = {"step": step, "mode": mode, "result": result, "rewards": rewards}
+        self._record({"event": "evaluated", **facts, "at": self._clock()})
 
     def committed(self, *, step: int, path: str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""

@@ -168,6 +168,10 @@ class LedgerState:
         """Episodes per state, by the state's name."""
         return dict(zip(STATE_NAMES, self.counts, strict=True))
 
+    def episodes(self) -> dict[str, Any]:
+        """The numbers of episodes by state and reason, JSON-ready."""
+        return {"admitted": self.num_admitted, **self.counts_by_name(), "reasons": dict(self.reasons)}
+
     @property
     def trainer_version(self) -> int:
         """Policy version of the trainer. The policy version is the number of steps done; servers install it later."""

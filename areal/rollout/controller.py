@@ -514,9 +514,8 @@ class Controller:
     def episodes(self) -> dict[str, Any]:
         """The numbers of episodes by state and reason, and the first failure, JSON-ready."""
         state, first = self._ledger.state, self._executor.first_failure
-        counts = {"admitted": state.num_admitted, **state.counts_by_name()}
         selection = selection_text(self._producer.selection.stats())
-        return {**counts, "reasons": dict(state.reasons), "first_failure": first, "selection": selection}
+        return {**state.episodes(), "first_failure": first, "selection": selection}
 
     def status(self) -> dict[str, Any]:
         """The state of the run, JSON-ready."""

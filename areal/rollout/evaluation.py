@@ -235,25 +235,33 @@ class _Results:
         missing = len(self._missed) + self.num_failed
         means |= {"num": float(len(scored)), "missing": float(missing), "answers": float(len(scored) + missing)}
         means["failed"] = float(self.num_failed)
-        graded = {key: one for key, (_, one) in scored.items()}
         if missing and scored:
             means["reward_scored"] = means["reward"]
-        if self._missing_reward == "zero":
-            graded |= dict.fromkeys(self._missed, Graded(reward=0.0))
         if (self._missing_reward == "zero" and self.num_failed) or (self._missing_reward == "refuse" and missing):
             means.pop("reward", None)
             return means
-        means["reward"] = fmean(one.reward for one in graded.values())
-        rows: dict[int, list[Graded]] = {}
-        for row, sample in sorted(graded):
-            rows.setdefault(row, []).append(graded[row, sample])
-        error = estimate([fmean(one.reward for one in answers) for answers in rows.values()]).stderr
+        rows = self._rows()
+        means["reward"] = fmean(one.reward for answers in rows.values() for one in answers)
+        error = estimate([reward for _, reward in self.rewards()]).stderr
         means |= {} if error is None else {"reward/stderr": error}
         if num_samples > 1:
             metrics = answer_metrics([*rows.values()], num_samples=num_samples, correct_reward=correct_reward)
             for name, metric in metrics.items():
                 means |= {name: metric.mean} | ({} if metric.stderr is None else {f"{name}/stderr": metric.stderr})
         return means
+
+    def rewards(self) -> list[tuple[int, float]]:
+        """Each row with the mean reward of its answers, by evaluator.missing_reward."""
+        return [(row, fmean(one.reward for one in answers)) for row, answers in self._rows().items()]
+
+    def _rows(self) -> dict[int, list[Graded]]:
+        graded = {key: one for key, (_, one) in self._scored.items()}
+        if self._missing_reward == "zero":
+            graded |= dict.fromkeys(self._missed, Graded(reward=0.0))
+        rows: dict[int, list[Graded]] = {}
+        for row, sample in sorted(graded):
+            rows.setdefault(row, []).append(graded[row, sample])
+        return rows
 
     def miss(self, row: int, sample: int, reason: str) -> None:
         """Count an answer to which the agent or the workflow gave no reward."""
@@ -454,14 +462,16 @@ class Evaluations:
             await run_all(items, score, max_concurrent=self._max_concurrent)
         if pinned is not None and pinned.is_lost:
             raise ServerUnavailable(f"the server that kept version {step} is lost", code="fleet.replica_lost")
-        summary: dict[str, float] = {}
+        summary, rewards = dict[str, float](), dict[str, list[tuple[int, float]]]()
         for name, result in results.items():
             result.require_scored()
             num_samples = 1 if mode == "greedy" else self._options.num_samples
             values = result.summary(num_samples, self._options.correct_reward)
             summary |= {f"{name}/{key}" if name else key: value for key, value in values.items()}
+            if "reward" in values:
+                rewards[name] = result.rewards()
         summary["seconds"] = asyncio.get_running_loop().time() - start_s
-        self._ledger.evaluated(step=step, mode=mode, result=summary)
+        self._ledger.evaluated(step=step, mode=mode, result=summary, rewards=rewards)
         await self._ledger.durable()
 
     async def _score(

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from areal.cli.charts import StepTable, lanes_of, page, page_facts
+from areal.cli.charts import StepTable, lanes_of, page_facts
 from areal.cli.watch import GrowingRows, Watched
+from areal.cli.web_page import page
 from tests.cli.run_files import row
 
 

@@ -3,7 +3,6 @@
 import builtins
 import json
 import re
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from areal.cli.compare import Curve, bars_by_step, sparkline
 from areal.cli.main import run_command
 from tests.expect import raises_code
+from tests.ledger.forge import Forge
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "grpo.yaml"
 
@@ -69,16 +69,51 @@ def test_a_long_curve_fits_the_line():
     assert sparkline([2.0, 2.0], 2.0, 2.0) == "▁▁"
 
 
+def page_data(path):
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)
+    return json.loads(text)
+
+
 def test_the_page_needs_nothing_else(runs, tmp_path, text_of):
-    page = tmp_path / "page.html"
-    assert text_of("compare", *runs, "--html", page).splitlines() == [f"wrote {page}"]
-    text = page.read_text()
-    assert "http" not in text
-    assert "<script" not in text
-    assert text.count("<polyline") == 3
-    assert "actor.optimizer.lr" in text
-    for chart in text.split("<figure>")[1:]:
-        ET.fromstring(chart[chart.index("<svg") : chart.index("</svg>") + 6])
+    path = tmp_path / "page.html"
+    assert text_of("compare", *runs, "--html", path).splitlines() == [f"wrote {path}"]
+    assert "connect-src 'none'" in path.read_text()
+    data = page_data(path)
+    assert data["found"]["config"] == {"actor.optimizer.lr": [4e-4, 8e-4]}
+    assert data["found"]["curves"]["rollout/reward"][1]["values"] == [0.1, 0.5, 0.9]
+    reward = data["charts"][0]
+    assert (reward["title"], reward["unit"]) == ("rollout/reward", "reward")
+    assert [one["label"] for one in reward["series"]] == ["slow", "fast"]
+
+
+def test_curves_have_a_time_axis_and_end_values(runs, json_of):
+    rows = [{"step": step, "seconds/elapsed": 2.0 * step, "loss": 1.0 / step} for step in range(1, 21)]
+    Path(runs[0], "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = json_of("compare", *runs, "--metric", "loss")
+    assert found["elapsed_s"][0]["values"][:2] == [2.0, 4.0]
+    (ends, missing) = found["ends"]["loss"]
+    assert ends == {"last": 0.05, "last_tenth": pytest.approx((1 / 19 + 1 / 20) / 2), "num_values": 20}
+    assert missing is None
+
+
+def evaluated(folder, step, rewards):
+    """A ledger with the rewards of one evaluation by row."""
+    forge = Forge(Path(folder) / "ledger")
+    forge.started()
+    forge.evaluated(step, "greedy", {"": list(enumerate(rewards))})
+    forge.write()
+
+
+def test_differences_of_evaluations_have_an_interval_and_a_verdict(runs, json_of, text_of):
+    evaluated(runs[0], 2, [0.0, 0.0, 1.0, 1.0] * 10)
+    evaluated(runs[1], 3, [0.0, 1.0, 1.0, 1.0] * 10)
+    (found,) = json_of("compare", *runs)["differences"]
+    assert (found["evaluation"], found["run"], found["base"], found["steps"]) == ("eval/greedy", "fast", "slow", [3, 2])
+    assert found["interval"]["difference"] == 0.25
+    assert found["interval"]["is_paired"]
+    line = "eval/greedy/reward of fast after step 3, against slow after step 2: difference +0.250 ["
+    (shown,) = [one for one in text_of("compare", *runs).splitlines() if one.startswith(line)]
+    assert shown.endswith("(40 rows, paired): higher")
 
 
 def test_the_picture_is_written_or_the_missing_package_is_named(runs, tmp_path, monkeypatch):

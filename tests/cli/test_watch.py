@@ -19,6 +19,7 @@ from areal.system.heartbeat import Beat, write_beats
 from areal.trainer.ppo_loop import sample_rows
 from tests.cli.run_files import row
 from tests.expect import raises_code
+from tests.ledger.forge import Forge
 from tests.serve.test_service import Trainer, model_of, opened
 from tests.shares import make_share
 from tests.trainer.test_sample_table import Letters
@@ -50,6 +51,17 @@ def test_a_dead_run_is_described_from_its_files(run, json_of):
     assert (found["samples_step"], found["alarms"][0]["name"]) == (4, "grad_norm")
     server = found["processes"][0]
     assert (server["node"], server["memory_gib"], server["silent_s"]) == ("node-a", 0.5, None)
+
+
+def test_the_episodes_of_a_killed_controller_come_from_its_ledger(run):
+    assert Watched(run.root).look().episodes == {}
+    forge = Forge(run.ledger)
+    forge.two_steps()
+    forge.rejected(5, "filter")
+    forge.write()
+    found = Watched(run.root).look().episodes
+    assert (found["admitted"], found["consumed"], found["waiting"], found["rejected"]) == (6, 4, 1, 1)
+    assert found["reasons"] == {"rejected: filter": 1}
 
 
 @pytest.mark.parametrize("width", [60, 140])

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from areal.cli.main import run_command
 from tests.cli.chromium import PROGRAM, open_tab
-from tests.cli.run_files import row
+from tests.cli.run_files import row, write_run
 from tests.cli.test_page_server import HOSTILE, KEY, hostile_ledger, served
+from tests.ledger.forge import Forge
 
 pytestmark = [pytest.mark.web, pytest.mark.skipif(PROGRAM is None, reason="no chromium: apt-get install chromium")]
 NUM_STEPS = 5000
@@ -74,4 +76,26 @@ async def test_new_steps_appear_without_a_reload(run, tmp_path):
         with open(run.metrics, "a") as file:
             file.write(json.dumps(row(5)) + "\n")
         assert await tab.until("document.getElementById('facts').textContent.includes('step 5 of 10')")
+        assert tab.errors == []
+
+
+async def test_the_comparison_is_drawn_from_its_file(tmp_path):
+    runs = [write_run(tmp_path / name) for name in ("first", "second <b>")]
+    many_steps(runs[0])
+    many_steps(runs[1], 3000)
+    for run, rewards in zip(runs, ([0.0, 1.0] * 64, [0.0, 1.0, 1.0, 1.0] * 32), strict=True):
+        forge = Forge(run.ledger)
+        forge.started()
+        forge.evaluated(3000, "greedy", {"": list(enumerate(rewards))})
+        forge.write()
+    path = tmp_path / "compare.html"
+    assert run_command(["compare", *(str(run.root) for run in runs), "--html", str(path)]) == 0
+    async with open_tab(tmp_path / "profile") as tab:
+        await tab.open(path.as_uri())
+        assert float(await tab.until(DRAWN)) < 1000
+        assert await tab.value("document.querySelectorAll('canvas').length") == 8
+        assert (await tab.value("document.getElementById('differences').innerText")).count("higher") == 1
+        assert await tab.value("document.querySelectorAll('b').length") == 0
+        await tab.value("document.querySelector('[data-axis=time]').click()")
+        await pictures(tab, "compare")
         assert tab.errors == []

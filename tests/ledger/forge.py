@@ -103,6 +103,10 @@ class Forge:
     def committed(self, step: int) -> None:
         self.events.append({"event": "committed", "step": step, "path": f"recover/step{step}", "at": 1.0})
 
+    def evaluated(self, step: int, mode: str, rewards: dict[str, list[tuple[int, float]]]) -> None:
+        facts = {"step": step, "mode": mode, "result": {}, "rewards": rewards}
+        self.events.append({"event": "evaluated", "at": 1.0} | facts)
+
     def two_steps(self) -> None:
         """Admits 0 to 5, trains on 0 to 3 in two steps, and leaves 4 waiting and 5 running."""
         self.started()

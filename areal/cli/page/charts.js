@@ -8,6 +8,23 @@ function element(tag, name, text) {
   return made;
 }
 
+// Fill the table of the element `id`. A heading that begins with # is that of numbers.
+function rowsInto(id, heads, rows) {
+  const host = document.getElementById(id), body = host.querySelector("table");
+  body.replaceChildren();
+  host.hidden = !rows.length;
+  const head = body.appendChild(element("tr"));
+  heads.forEach((name) => head.append(element("th", name.startsWith("#") ? "number" : "", name.replace("#", ""))));
+  for (const row of rows) {
+    const line = body.appendChild(element("tr"));
+    row.forEach((cell, place) => {
+      const made = element("td", heads[place].startsWith("#") ? "number" : "");
+      made.append(cell ?? "");
+      line.append(made);
+    });
+  }
+}
+
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function number(value) {
@@ -88,13 +105,12 @@ class ChartCard {
   showNewest() {
     const { length } = this.real[0];
     if (!length || this.chart.kind === "bars" || this.plot.cursor.left >= 0) return;
-    this.plot.setLegend({ idxs: this.real.map((column, place) => this.nearest(place, length - 1)) });
+    this.plot.setLegend({ idxs: this.real.map((column) => this.nearest(column, length - 1)) });
   }
 
-  // The newest step up to `at` that has a value: evaluations are not made after each step.
-  nearest(place, at) {
-    const column = this.real[place];
-    if (place && this.chart.series[place - 1].sparse) while (at > 0 && (column[at] === null || column[at] === undefined)) at -= 1;
+  // The newest place up to `at` with a value: evaluations are not made after each step, and a run may end earlier.
+  nearest(column, at) {
+    while (at > 0 && (column[at] === null || column[at] === undefined)) at -= 1;
     return at;
   }
 
@@ -112,7 +128,7 @@ class ChartCard {
       scales: { x: { time: false } }, axes: [x, y],
       series: [{ label: inTime ? "time" : "step", value: (_, v) => (inTime ? duration(v) : number(v)) }, ...this.series()],
       legend: { markers: { width: 0, fill: (u, i) => color(`--c${(i - 1) % 8}`) } },
-      cursor: { sync: { key: "steps" }, points: { size: 6 }, dataIdx: (_, place, at) => (at === null ? at : this.nearest(place, at)) },
+      cursor: { sync: { key: "steps" }, points: { size: 6 }, dataIdx: (_, place, at) => (at !== null && this.chart.series[place - 1]?.sparse ? this.nearest(this.real[place], at) : at) },
       hooks: { setCursor: [(u) => { if (u.cursor.left < 0) this.showNewest(); }] },
     };
     if (kind === "lanes") this.asLanes(made);

@@ -19,22 +19,6 @@ function takeSteps(found) {
   for (const [key, column] of table.columns) table.columns.set(key, column.concat(found.columns[key] ?? new Array(found.steps.length).fill(null)));
 }
 
-function rowsInto(id, heads, rows) {
-  const body = find(id).querySelector("table");
-  body.replaceChildren();
-  find(id).hidden = !rows.length;
-  const head = body.appendChild(element("tr"));
-  heads.forEach((name) => head.append(element("th", name.startsWith("#") ? "number" : "", name.replace("#", ""))));
-  for (const row of rows) {
-    const line = body.appendChild(element("tr"));
-    row.forEach((cell, place) => {
-      const made = element("td", heads[place].startsWith("#") ? "number" : "");
-      made.append(cell ?? "");
-      line.append(made);
-    });
-  }
-}
-
 function fact(name, value) {
   const made = element("span", "", `${name} `);
   made.append(element("b", "", value));
@@ -59,7 +43,7 @@ function takeFacts({ view, charts }) {
     view.evaluations.map((one) => [one.name.replace("eval/", ""), one.step, element("span", one.unscored && "warn", one.unscored ? one.text : `${one.text}, no answer without a reward`)]));
   showEpisodes(view.episodes);
   showProcesses(view);
-  board.show(charts.map((chart) => ({ ...chart, series: chart.series.map((one) => ({ ...one, sparse: one.key.startsWith("eval/") })) })));
+  board.show(charts);
 }
 
 function showProblems(view) {

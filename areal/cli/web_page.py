@@ -1,0 +1,83 @@
+"""A page as one HTML text without other files, and the records of its charts. Pure."""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoverningOption:
+    """An option that decides what a chart shows."""
+
+    name: str
+    value: Any
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    key: str  # Of its column.
+    label: str
+    sparse: bool = False  # Many steps have no value: the values are joined, and each has a point.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    section: str  # Part of the page.
+    title: str
+    unit: str
+    kind: str  # line, lanes, or bars.
+    wide: bool = False  # It has a row of its own.
+    series: Sequence[Series] = ()
+    bars: Mapping[str, float] = field(default_factory=dict[str, float])  # Label -> value, of kind bars.
+    options: Sequence[GoverningOption] = ()
+
+
+class Page(NamedTuple):
+    html: str
+    policy: str
+    """Its Content-Security-Policy: only its own scripts and styles, by their checksums, and no other host."""
+
+
+def page(name: str, *, title: str, data: bytes = b"", connects: bool = False) -> Page:
+    """The page `name`.html with charts.js and `name`.js. `data`: JSON for the script. `connects`: to its server."""
+    styles = [_asset("uPlot.min.css"), _asset("page.css")]
+    scripts = [_asset("uPlot.min.js"), _asset("charts.js"), _asset(f"{name}.js")]
+    allowed = {
+        "default-src": ("'none'",),
+        "script-src": _checksums(scripts),
+        "style-src": _checksums(styles),
+        "connect-src": ("'self'",) if connects else ("'none'",),
+        "base-uri": ("'none'",),
+        "form-action": ("'none'",),
+    }
+    policy = "; ".join(f"{kind} {' '.join(sources)}" for kind, sources in allowed.items())
+    text = data.decode().replace("<", "\\u003c")  # no text of a run can end the element
+    html = "".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            *(f"<style>{style}</style>" for style in styles),
+            f"</head><body>{_asset(f'{name}.html')}",
+            f'<script type="application/json" id="data">{text}</script>' if data else "",
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>\n",
+        ]
+    )
+    return Page(html, policy)
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("areal.cli").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _checksums(texts: Iterable[str]) -> list[str]:
+    return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]

@@ -1,0 +1,56 @@
+"""Rewards of evaluations by row, and the interval of their difference."""
+
+import numpy as np
+import pytest
+
+from areal.ledger.evaluations import difference_interval, row_rewards
+from tests.ledger.forge import Forge
+
+
+def rows(values):
+    return dict(enumerate(np.asarray(values, float).tolist()))
+
+
+def test_a_constant_difference_of_the_same_rows_is_certain():
+    random = np.random.default_rng(1)
+    base = random.normal(size=50)
+    found = difference_interval(rows(base + 0.25), rows(base), is_paired=True)
+    assert (found.difference, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
+    assert (found.is_paired, found.num_rows, found.verdict) == (True, 50, "higher")
+
+
+def test_the_interval_has_the_width_of_the_standard_error():
+    random = np.random.default_rng(2)
+    one, other = random.normal(0.0, 1, 400), random.normal(0, 1, 400)
+    found = difference_interval(rows(one), rows(other), is_paired=False)
+    error = np.sqrt(one.var() / 400 + other.var() / 400)
+    assert found.difference == pytest.approx(one.mean() - other.mean())
+    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.08)
+    assert found.verdict == "not decided"
+
+
+def test_other_rows_are_drawn_separately():
+    one, other = rows([1.0, 0.0, 1.0]), {0: 1.0, 2: 0.0}
+    assert not difference_interval(one, other, is_paired=True).is_paired
+
+
+def test_the_text_has_sign_interval_rows_and_verdict():
+    found = difference_interval(rows([0.0] * 9), rows([1.0] * 9), is_paired=True)
+    assert found.text == "difference -1.000 [-1.000, -1.000] (9 rows, paired): lower"
+
+
+def test_the_newest_rewards_of_each_evaluation_are_read(tmp_path):
+    forge = Forge(tmp_path)
+    forge.started()
+    forge.evaluated(1, "greedy", {"": [(0, 0.0), (1, 0.5)]})
+    forge.evaluated(2, "greedy", {"": [(0, 1.0)], "hard": [(3, 0.25)]})
+    forge.events.append(
+        {"event": "evaluated", "step": 3, "mode": "sampled", "result": {}, "at": 1.0}
+    )  # before areal had them
+    forge.write()
+    found = row_rewards(tmp_path)
+    assert {name: (one.step, dict(one.rewards)) for name, one in found.items()} == {
+        "eval/greedy": (2, {0: 1.0}),
+        "eval/greedy/hard": (2, {3: 0.25}),
+    }
+    assert row_rewards(tmp_path / "none") == {}
