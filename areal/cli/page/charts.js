@@ -18,7 +18,7 @@ function rowsInto(id, heads, rows) {
   for (const row of rows) {
     const line = body.appendChild(element("tr"));
     row.forEach((cell, place) => {
-      const made = element("td", heads[place].startsWith("#") ? "number" : "");
+      const made = element("td", heads[place].startsWith("#") ? "number" : String(cell ?? "").length > 40 ? "long" : "");
       made.append(cell ?? "");
       line.append(made);
     });

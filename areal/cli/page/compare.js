@@ -12,8 +12,8 @@ const board = new ChartBoard((chart, axis) => {
 });
 
 const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-rowsInto("differences", ["evaluation", "run", "#after step", "against", "#after step", "result"],
-  found.differences.map(({ evaluation, run, base, steps, text }) => [evaluation, run, steps[0], base, steps[1], text]));
+rowsInto("differences", ["evaluation", "run", "result", "#after step", "against", "#after step"],
+  found.differences.map(({ evaluation, run, base, steps, text }) => [evaluation, run, text, steps[0], base, steps[1]]));
 rowsInto("ends", ["metric", ...found.runs.map((run) => `#${run}`)],
   Object.entries(found.ends).map(([metric, runs]) => [metric, ...runs.map((ends, run) => {
     const note = found.curves[metric][run]?.note;
