@@ -30,7 +30,7 @@ from areal.api.metrics import evaluations_of, result_text, unscored_text
 from areal.cli.compare import Curve, sparkline
 from areal.cli.show import safe
 from areal.launcher.preflight import has_launcher
-from areal.launcher.result import episodes_of, recorded_alarms
+from areal.launcher.result import episodes_of, recorded_alarms, recorded_restarts
 from areal.launcher.status import StatusSource
 from areal.ledger.event_files import open_reader
 from areal.ledger.state import LedgerState
@@ -121,7 +121,7 @@ class RunView:
     first_failure: str
     alarms: Sequence[Alarm]
     restarts: Mapping[str, Sequence[str]]
-    """Server, or all trainer ranks, of an ended run -> the causes of its restarts."""
+    """Server, or all trainer ranks -> the causes of its restarts."""
     samples: Sequence[Mapping[str, Any]]
     """Rows of the newest table of samples: the highest reward, one between, the lowest."""
     samples_step: int | None
@@ -257,7 +257,7 @@ class Watched:
             alarms=recorded_alarms(paths.alarms),
             samples=samples,
             samples_step=samples_step,
-            restarts=summary.get("restarts", {}),
+            restarts=recorded_restarts(paths),
             servers=((status or {}).get("replicas") or {}).get("replicas") or [],
             processes=[
                 _process(process, beats.get(process["name"]), last, since_beats_s)

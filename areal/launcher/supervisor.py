@@ -17,7 +17,7 @@ from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import LaunchPlan, another_server
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
-from areal.launcher.result import HeldOutLines, RunAlarmLines, episodes_of
+from areal.launcher.result import HeldOutLines, RunAlarmLines, episodes_of, keep_restart
 from areal.launcher.status import Interruptions, LivenessWatch, RunStatus, Source, StatusLine, has_saved, trained_steps
 from areal.launcher.units import Child, Unit, units_of
 from areal.observe.alarms import Alarm
@@ -540,6 +540,7 @@ class Supervisor:
         delay_s = backoff_s(count)
         self._counts.add(unit.name)
         unit.restarts.append(f"{first.name} {first.exit_text()}")
+        keep_restart(self._paths, unit.name, unit.restarts[-1])
         unit.restart_at_s = now + delay_s
         self._unregister(unit)
         who = f"{first.name} restarts"

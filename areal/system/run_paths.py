@@ -78,6 +78,8 @@ class RunPaths:
     """Tables of samples, one file for each of some train steps."""
     alarms = _Below("alarms.jsonl")
     """The alarms that were raised, one per line."""
+    restarts = _Below("restarts.jsonl")
+    """The restarts of processes with their causes, one per line."""
     option_changes = _Below("option_changes.jsonl")
     """Options that a later launch changed, one line for each launch with the train steps done before it."""
     episodes = _Below("episodes.json")

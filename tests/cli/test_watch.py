@@ -13,6 +13,7 @@ from areal.cli import watch as watch_facts
 from areal.cli.main import run_command
 from areal.cli.watch import Watched, view
 from areal.launcher.preflight import run_lock
+from areal.launcher.result import keep_restart
 from areal.launcher.status import StatusSource
 from areal.observe.step_files import JsonlTracker
 from areal.system.heartbeat import Beat, write_beats
@@ -51,6 +52,16 @@ def test_a_dead_run_is_described_from_its_files(run, json_of):
     assert (found["samples_step"], found["alarms"][0]["name"]) == (4, "grad_norm")
     server = found["processes"][0]
     assert (server["node"], server["memory_gib"], server["silent_s"]) == ("node-a", 0.5, None)
+
+
+def test_restarts_are_known_before_the_end_of_a_run(run):
+    assert Watched(run.root).look().restarts == {}
+    for unit in ("trainers", "server-0", "trainers"):
+        keep_restart(run, unit, f"{unit} was killed")
+    with open(run.restarts, "a") as file:
+        file.write('{"unit": "server-1"')
+    found = Watched(run.root).look().restarts
+    assert found == {"trainers": ["trainers was killed"] * 2, "server-0": ["server-0 was killed"]}
 
 
 def test_the_episodes_of_a_killed_controller_come_from_its_ledger(run):
@@ -101,10 +112,9 @@ def test_a_dialogue_is_shown_with_what_was_inserted_and_its_last_answer(run):
 
 
 def test_the_summary_counts_unless_a_later_launch_has_died(run):
-    summary = {"status": "failed", "cause": "a cause", "restarts": {"trainer": ["exit status 1"]}}
-    run.summary.write_text(json.dumps(summary))
+    run.summary.write_text(json.dumps({"status": "failed", "cause": "a cause"}))
     found = Watched(run.root).look()
-    assert (found.state, found.cause, list(found.restarts)) == ("failed", "a cause", ["trainer"])
+    assert (found.state, found.cause) == ("failed", "a cause")
     os.utime(run.summary, (1.0, 1.0))
     assert Watched(run.root).look().state == "dead"
 
