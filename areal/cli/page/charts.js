@@ -140,7 +140,7 @@ class ChartCard {
     return this.chart.series.map((one, place) => ({
       label: one.label, stroke: () => color(`--c${place % 8}`), width: 1.5,
       value: (_, v) => number(v), spanGaps: one.sparse,
-      points: one.sparse ? { show: true, size: 5, fill: () => color(`--c${place % 8}`) } : {},
+      points: { fill: () => color(`--c${place % 8}`), size: 5, ...(one.sparse ? { show: true } : {}) },
     }));
   }
 
