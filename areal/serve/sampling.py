@@ -210,6 +210,8 @@ class Sampling:
 
     def _ended(self, task: asyncio.Task[bytes]) -> None:
         request_id = task.get_name()
+        if not task.cancelled():
+            task.exception()  # a client that never asks for it is no reason for a traceback in the log
         if self._tasks.get(request_id) is task:  # else it was cancelled, or sent again since
             self._queue(queue_of(request_id)).add(request_id)
             asyncio.get_running_loop().call_later(KEEP_S, self._expire, task)

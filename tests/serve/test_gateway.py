@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import threading
 
@@ -334,6 +335,20 @@ async def test_a_result_is_waited_for_and_then_asked_again(tmp_path):
         assert decode_sample(found[1])[0].token_ids == [7, 7, 7]
         assert len(fleet.requests) == 1
         assert (await api.call("retrieve_future", {"request_id": f"{sampler}:99"}))[0] == 410
+
+
+def test_a_failed_sample_whose_result_nobody_reads_leaves_no_traceback(tmp_path, caplog):
+    async def scenario():
+        async with opened(tmp_path) as (api, *_):
+            prompt = {"chunks": [{"tokens": [7]}]}
+            body = {"sampling_session_id": await base_sampler(api), "seq_id": 1, "prompt": prompt}
+            asked = await api.ok("asample", body | {"target_prompt_logprobs": {}})
+            body = {"target": {"sampling_session_id": body["sampling_session_id"]}, "timeout": 0}
+            await api.ok("retrieve_futures", body | {"retrieved_request_ids": [asked["request_id"]]})
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 async def base_sampler(api):

@@ -42,16 +42,20 @@ class Served:
     run: Path
     clients: Path
 
-    def python(self, *words: str, limit_s: float = 200.0) -> subprocess.CompletedProcess[str]:
-        """A program in the environment of the SDK."""
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment of a client."""
         given = {
             "HF_HUB_OFFLINE": "1",
             "TINKER_TELEMETRY": "0",
             "PYTHONWARNINGS": "ignore",
         }
         given |= {"HF_HOME": str(self.clients / "hub")}  # else datasets would find rows of an earlier test
-        given |= {"TINKER_BASE_URL": self.address, "TINKER_API_KEY": self.key}
-        command, environ = [str(SDK_PYTHON), *words], os.environ | given
+        return os.environ | given | {"TINKER_BASE_URL": self.address, "TINKER_API_KEY": self.key}
+
+    def python(self, *words: str, limit_s: float = 200.0) -> subprocess.CompletedProcess[str]:
+        """A program in the environment of the SDK."""
+        command, environ = [str(SDK_PYTHON), *words], self.environ
         return subprocess.run(command, cwd=self.clients, env=environ, capture_output=True, text=True, timeout=limit_s)
 
     def audit(self) -> dict[str, int]:
