@@ -28,7 +28,7 @@ def test_a_policy_learns_and_its_samples_are_those_of_its_weights(client):
     losses = []
     for _ in range(40):
         losses.append(policy.forward_backward(data, "cross_entropy").loss)
-        assert policy.optim_step(lr=0.01, max_norm=1.0)["grad_norm"] > 0
+        assert policy.optim_step(lr=0.004, max_norm=1.0)["grad_norm"] > 0
     assert losses[-1] < losses[0] / 4
     (answer,), *_ = policy.sample([rows(1)[0][:3]], max_tokens=5, temperature=0, stop=[])
     assert answer.token_ids == rows(1)[0][3:]

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from areal.serve.service import ADAPTER, STATE, model_folder_name
 from tests.serve.test_kills import Killer
@@ -14,7 +15,7 @@ STEPS, KILLS = 200, 20
 
 
 def trained(served: Served, killer: Killer | None = None) -> tuple[dict[str, bytes], list[int]]:
-    """The files of the weights after `STEPS` steps, and tokens that were sampled from them."""
+    """The tensors after `STEPS` steps, those of the optimiser too, and tokens that were sampled from the weights."""
     command = [str(SDK_PYTHON), str(HERE / "sdk_steps.py"), str(STEPS)]
     lines: list[str] = []
     with open(served.clients / "errors.txt", "wb") as errors:
@@ -33,7 +34,8 @@ def trained(served: Served, killer: Killer | None = None) -> tuple[dict[str, byt
     (folder,) = (served.run / kind / model_folder_name(model) / name).iterdir()
     files = [path for part in (STATE, ADAPTER) for path in (folder / part).glob("*.safetensors")]
     assert len(files) == 2
-    return {path.name: path.read_bytes() for path in files}, facts["tokens"]
+    tensors = {name: one.numpy().tobytes() for path in files for name, one in load_file(path).items()}
+    return tensors, facts["tokens"]
 
 
 @pytest.mark.slow
