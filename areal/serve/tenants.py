@@ -174,7 +174,7 @@ class SavedWeights:
     settings: Mapping[str, Any]
     seq: int
     """Of the request that saved them."""
-    num_steps: int
+    num_steps: int = 0
     """Optimiser steps in their state."""
     expires_at: float | None = None
     is_public: bool = False
@@ -283,7 +283,7 @@ class Tenants:
             model.num_steps += 1
         if operation.kind == "load" and operation.is_ok:  # with its snapshot: the path may be deleted from now on
             model.snapshot, model.settings = operation.seq, operation.arguments["settings"]
-            model.num_steps = operation.arguments["num_steps"]
+            model.num_steps = operation.arguments.get("num_steps", 0)
 
     def shortened(self) -> list[Event]:
         """Forget what nobody needs any more, and return events that make the rest from nothing."""
