@@ -30,6 +30,8 @@ from areal.system.run_paths import existing_run
 
 STEPS, SEEDS = 30, 3
 """Of one simulation, and simulations of one setting."""
+LEAST_STEPS, SIMULATED_ANSWERS = 12, 60_000
+"""A simulation has fewer steps, but not fewer than these, where their answers are more than this number."""
 SIMULATED_TOKENS = 4_000_000
 """Generated tokens of one simulation from which on one simulated token stands for several."""
 _ASSUMED_PROMPT, _ASSUMED_SHARE, _ASSUMED_SIGMA = 256, 0.25, 0.9
@@ -85,7 +87,9 @@ def _setting(given: argparse.Namespace) -> tuple[Setting, MeasuredRun | None]:
     else:
         seen = _measured(given, config_words)
         times, work = adapted(seen, config)
-    setting = Setting(config=config, times=times, work=work, servers=servers, dp_size=dp_size, steps=STEPS)
+    steps = SIMULATED_ANSWERS // (config.train_dataset.batch_size * config.gconfig.n_samples)
+    steps = max(LEAST_STEPS, min(STEPS, steps))
+    setting = Setting(config=config, times=times, work=work, servers=servers, dp_size=dp_size, steps=steps)
     return replace(setting, unit=unit_of(setting)), seen
 
 

@@ -15,7 +15,7 @@ from itertools import count
 
 from areal.api.columns import Packed, RunsBuilder
 from areal.api.data import GenerationRequest, WeightUpdate
-from areal.api.errors import ServerUnavailable
+from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.replica import Chunks, FinishReason, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
 from areal.planner.service import ServerTimes
 
@@ -182,8 +182,8 @@ class SimulatedServer(Replica):
         return ReplicaInfo(version=self.version, vocab_size=VOCABULARY, context_length=2**30, weights_whole=True)
 
     async def load(self) -> ReplicaLoad:
-        self._require_alive()
-        return ReplicaLoad(running=self._num_running, queued=len(self._waiting), cache_usage=0.0, generated_tokens=0)
+        """It is for status reports only, which cost much with a thousand servers."""
+        raise RequestError("a simulated server reports no load", code="server.request_failed")
 
     async def abandon_update(self) -> None: ...
     async def load_adapter(self, name: str, path: str) -> None: ...

@@ -98,7 +98,7 @@ class Outcome:
     """Prompt tokens that the servers computed, and those of all requests: the rest was computed again."""
 
 
-class _RecordingLog(EventLog):
+class RecordingLog(EventLog):
     """Holds events in memory, and no payload."""
 
     def __init__(self, outcome: Outcome, *, keeps: bool) -> None:
@@ -227,20 +227,21 @@ def simulate(setting: Setting, *, keeps_events: bool = False) -> Outcome:
     return run_virtual(_simulate(setting, keeps_events=keeps_events))
 
 
-def checked_for_plan(config: PPOConfig, setting_unit: int) -> PPOConfig:
-    """The configuration with what is no rule of a plan left out: limits on the wall clock, probes, alarms."""
+def checked_for_plan(config: PPOConfig, unit: int, servers: int = 1) -> PPOConfig:
+    """The configuration with what is no rule of a plan left out: probes, alarms, and most health checks, which would
+    take most of the time of a plan for a thousand servers."""
     rollout = replace(
         config.rollout,
         canary="off",
         should_accept_fn="",
-        health_check_interval_s=max(config.rollout.health_check_interval_s, 5.0),
-        stream_interval=max(1, config.rollout.stream_interval // setting_unit),
+        health_check_interval_s=max(config.rollout.health_check_interval_s, 5.0, servers / 20),
+        stream_interval=max(1, config.rollout.stream_interval // unit),
     )
     return replace(config, rollout=rollout, alarms=replace(config.alarms, action="off"), valid_dataset=None)
 
 
 async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
-    config, times = checked_for_plan(setting.config, setting.unit), setting.times
+    config, times = checked_for_plan(setting.config, setting.unit, setting.servers), setting.times
     outcome, cores = Outcome(), Cores(times.cores)
     servers: dict[str, SimulatedServer] = {}
 
@@ -251,13 +252,11 @@ async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
 
     registry = Registrations(setting.servers)
     fleet = Fleet(cast(NameRegistry, registry), setting.servers, config.rollout, connect)
-    log, workflow = _RecordingLog(outcome, keeps=keeps_events), SimulatedWorkflow(setting)
+    log, workflow = RecordingLog(outcome, keeps=keeps_events), SimulatedWorkflow(setting)
     batch_size = config.train_dataset.batch_size
-    stream: PromptStream[dict[str, Any]] = PromptStream(_Rows(batch_size), seed=setting.seed, batch_size=batch_size)
+    rows = NoRows.stream(batch_size, seed=setting.seed, batch_size=batch_size)
     ledger = Ledger(log, read_payload=lambda where: b"", clock=asyncio.get_running_loop().time)
-    controller = Controller(
-        config, fleet=fleet, workflow=workflow, rows=stream, ledger=ledger, total_steps=setting.steps
-    )
+    controller = Controller(config, fleet=fleet, workflow=workflow, rows=rows, ledger=ledger, total_steps=setting.steps)
     await controller.start()
     tasks = [asyncio.create_task(_lose(setting.lost, servers, registry), name="a lost server")] if setting.lost else []
     try:
@@ -287,11 +286,15 @@ def _most(config: PPOConfig) -> int:
     return config.native.max_running_requests if config.server_backend == "native" else 2**31
 
 
-class _Rows(Sequence[dict[str, Any]]):
+class NoRows(Sequence[dict[str, Any]]):
     """Rows of a dataset: nothing but their number."""
 
     def __init__(self, count: int) -> None:
         self._count = count
+
+    @classmethod
+    def stream(cls, count: int, *, seed: int, batch_size: int) -> PromptStream[dict[str, Any]]:
+        return PromptStream(cls(count), seed=seed, batch_size=batch_size)
 
     def __len__(self) -> int:
         return self._count
@@ -313,7 +316,7 @@ class _Trainer:
     """The calls of the trainers, in the order of `areal.trainer.ppo_loop.PPOLoop.run`."""
 
     def __init__(
-        self, setting: Setting, controller: Controller, log: _RecordingLog, cores: Cores, outcome: Outcome
+        self, setting: Setting, controller: Controller, log: RecordingLog, cores: Cores, outcome: Outcome
     ) -> None:
         self._setting, self._controller, self._log, self._outcome = setting, controller, log, outcome
         self._work = _Work(cores)

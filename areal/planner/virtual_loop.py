@@ -5,13 +5,17 @@ processes of a program would be waited for in virtual time, so that nothing of t
 """
 
 import asyncio
+import math
 import selectors
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from areal.api.errors import ArealError
 
 Result = TypeVar("Result")
+_RESOLUTION_S = time.get_clock_info("monotonic").resolution
+"""asyncio calls a timer that is due before the time plus this."""
 
 
 class NothingHappens(ArealError, RuntimeError):
@@ -31,6 +35,8 @@ class _JumpingSelector(selectors.SelectSelector):
         if timeout is None:
             raise NothingHappens("every task waits for another one, and no timer is set")
         self.now_s += max(timeout, 0.0)
+        if self.now_s + _RESOLUTION_S == self.now_s:  # after months: else the loop never sees the timer as due
+            self.now_s = math.nextafter(self.now_s, math.inf)
         return []
 
 

@@ -1,0 +1,69 @@
+"""A recorded run, from its files: its decisions repeat, and its service times are found again."""
+
+from pathlib import Path
+
+import pytest
+
+from areal.api.config import save_config
+from areal.ledger.event_files import PayloadReader
+from areal.ledger.ledger import GroupCommitLog, GroupWriter
+from areal.planner import simulation
+from areal.planner.measured import decode_times, read_episodes
+from areal.planner.simulation import RecordingLog, Setting, simulate
+from areal.system.run_paths import RunPaths
+from benchmark.planner_identity import repeated
+from tests.planner.test_simulation import STEP_S, setting
+
+
+def recorded(one: Setting, folder: Path, monkeypatch) -> RunPaths:
+    """Simulates a run with a ledger on disk, as that of a real run."""
+    paths = RunPaths(folder)
+    paths.ledger.mkdir()
+    save_config(one.config, paths.config)
+
+    class FileLog(RecordingLog):
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            self.files = GroupCommitLog(GroupWriter(paths.ledger, 1), first_segment=1)
+
+        def start(self, on_failure) -> None:
+            self.files.start(on_failure)
+
+        def append(self, event) -> None:
+            super().append(event)
+            self.files.append(event)
+
+        def append_payload(self, data):
+            return self.files.append_payload(data)
+
+        async def durable(self) -> None:
+            await self.files.durable()
+
+        async def close(self) -> None:
+            await self.files.close()
+
+    monkeypatch.setattr(simulation, "RecordingLog", FileLog)
+    simulate(one)
+    return paths
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_recorded_ends_repeat_the_decisions_of_a_run(tmp_path, monkeypatch, staleness):
+    paths = recorded(setting(staleness, servers=2), tmp_path, monkeypatch)
+    run, found = repeated(paths.root)
+    assert len(run.batches) == len(run.published) == 12
+    assert len(run.admitted) >= 12 * 8
+    assert found == run
+
+
+def test_service_times_are_found_in_the_files_of_a_run(tmp_path, monkeypatch):
+    one = setting(1, steps=20, weight_update="keep_cache")
+    paths = recorded(one, tmp_path, monkeypatch)
+    episodes, lost, updates = read_episodes(paths)
+    assert (lost, updates) == ({}, [])
+    assert {each.prompt for each in episodes} == {16}
+    with PayloadReader(paths.ledger):
+        request_s, step_s, sequence_s = decode_times(episodes)
+    # The time of a step does not depend on the sequences: all of it is the step's.
+    assert request_s == 0.0
+    assert step_s + 10 * sequence_s == pytest.approx(STEP_S, rel=0.05)

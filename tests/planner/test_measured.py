@@ -1,0 +1,93 @@
+"""Fits of service times, against numbers worked by hand; the errors of the command."""
+
+import random
+
+import pytest
+
+from areal.cli.main import run_command
+from areal.planner.cards import card_times
+from areal.planner.measured import Episode, decode_times, nonnegative_fit, reward_times, trainer_times
+from areal.planner.report import Interval, quantile
+from tests.expect import raises_code
+from tests.planner.test_simulation import setting
+
+
+def test_a_fit_has_no_negative_coefficient():
+    assert nonnegative_fit([[1, 1, 1], [1, 2, 3]], [5, 7, 9]) == pytest.approx([3.0, 2.0])
+    # The best line falls: without a slope the mean remains.
+    assert nonnegative_fit([[1, 1, 1], [1, 2, 3]], [9, 7, 5]) == pytest.approx([7.0, 0.0])
+
+
+def rows(count: int) -> list[dict[str, float]]:
+    """Steps with 2 s + 1 ms for each token of update, 0.5 s before it, 0.25 s of publication and 0.1 s after it."""
+    found, elapsed = [], 0.0
+    for step in range(count):
+        tokens = 1000.0 + 100 * (step % 5)
+        times = {"update": 2 + tokens / 1000, "prox_logprobs": 0.5, "publish_weights": 0.35, "wait_servers": 0.1}
+        times |= {"rollout": 1.0, "wait_batch": 1.0}
+        times["step"] = times["update"] + 0.5 + 0.35 + 1.0
+        elapsed += times["step"] + 0.1
+        line = {f"seconds/{name}": value for name, value in times.items()}
+        found.append(line | {"rollout/tokens": tokens, "seconds/elapsed": elapsed})
+    return found
+
+
+def test_the_times_of_a_trainer():
+    times = trainer_times(rows(12))
+    found = (times.before_s, times.update_s, times.update_token_s, times.publish_s, times.after_s)
+    assert found == pytest.approx((0.5, 2.0, 0.001, 0.25, 0.1))
+    assert times.spread == pytest.approx([1.0] * 10)
+    assert times.divided(4).update_token_s == pytest.approx(0.00025)
+    with raises_code("plan.too_few_steps"):
+        trainer_times(rows(4))
+
+
+def episode(start_s: float, lengths: list[int], seconds: float, reward_s: float = 0.0) -> Episode:
+    return Episode(
+        start_s=start_s, generated_s=start_s + seconds, reward_s=reward_s, tools_s=[], server="server-0", prompt=4,
+        lengths=lengths, turns=1, interruptions=0,
+    )  # fmt: skip
+
+
+def test_the_time_of_a_decode_step_grows_with_the_sequences():
+    rng, found = random.Random(1), []
+    for load in (1, 2, 4, 8, 16):  # so many equal answers at a time: 10 ms and 2 ms for each
+        for place in range(10):
+            length = rng.randint(50, 100)
+            each = [episode(1000.0 * load + 100 * place, [length], length * (0.01 + 0.002 * load))] * load
+            found += each
+    request_s, step_s, sequence_s = decode_times(found)
+    assert (request_s, step_s, sequence_s) == pytest.approx((0.0, 0.01, 0.002), rel=1e-6)
+
+
+def test_rewards_that_wait_for_each_other_do_not_count_twice():
+    # Two answers each, one worker, 0.5 s for each: the second episode waits for the first.
+    found = [episode(0.0, [10, 10], 1.0, 1.0), episode(0.0, [10, 10], 1.0, 2.0)] * 5
+    assert reward_times(found, workers=1) == pytest.approx([2.0 / 20])  # all busy for 2 s with 20 answers
+    assert reward_times(found, workers=2) == tuple([1.0] * 5 + [2.0] * 5)
+
+
+def test_intervals_and_quantiles():
+    found = Interval.of([1.0, 2.0, 3.0])
+    assert (found.mean, found.high) == pytest.approx((2.0, 2.0 + 4.30 / 3**0.5))
+    assert quantile({0: 98, 1: 1, 5: 1}, 0.99) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--card h100", "plan.no_config"),
+        ("--config examples/quickstart/grpo.yaml --card z9", "plan.unknown_card"),
+        ("--config examples/quickstart/grpo.yaml --card h100", "plan.no_model"),
+        ("--config examples/quickstart/sft.yaml --card h100", "plan.no_rollouts"),
+        ("--config examples/quickstart/grpo.yaml --card h100 --write x.yaml", "plan.no_choice"),
+    ],
+)
+def test_errors_of_the_command(words, code):
+    with raises_code(code):
+        run_command(["plan", *words.split(), *(["actor.path=/none"] if "grpo" in words else [])])
+
+
+def test_a_card_without_a_model_names_what_is_missing():
+    with raises_code("plan.no_model"):
+        card_times("h100", setting().config, ranks=1, server_size=1)

@@ -1,0 +1,164 @@
+"""Simulated runs against closed forms, stragglers, a lost server, and changes of the real rules."""
+
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+
+from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
+from areal.api.config.experiment import LengthRule
+from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload
+from areal.planner.simulation import LostServer, Setting, simulate
+from areal.rollout import executor
+from areal.rollout.gate import room
+
+STEP_S, UPDATE_S, PUBLISH_S = 0.01, 3.0, 0.5
+SIZE = 8
+
+
+def setting(staleness: int = 0, *, rule: str = "uniform(50,200)", servers: int = 1, steps: int = 12, **rollout):
+    config = GRPOConfig(
+        experiment_name="planner",
+        trial_name="test",
+        allocation_mode=f"native:d{servers}+fsdp:d1",
+        train_dataset=TrainDatasetConfig(path="none", batch_size=SIZE),
+        rollout=InferenceEngineConfig(max_head_offpolicyness=staleness, **rollout),
+    )
+    times = ServiceTimes(
+        server=ServerTimes(step_s=STEP_S, sequence_s=0.0), trainer=TrainerTimes(update_s=UPDATE_S, publish_s=PUBLISH_S)
+    )
+    work = Workload(prompt=16, answers=2, rule=LengthRule.parse(rule))
+    return Setting(config=config, times=times, work=work, servers=servers, dp_size=1, steps=steps)
+
+
+def longest(one: Setting, number: int) -> int:
+    return max(sum(turns) for turns in one.work.episode(one.seed, number).turns)
+
+
+def test_without_staleness_a_step_lasts_as_long_as_its_longest_answer_and_the_training():
+    one = setting(0)
+    outcome = simulate(one)
+    wanted = [
+        max(longest(one, number) for number in range(step * SIZE, (step + 1) * SIZE)) * STEP_S for step in range(12)
+    ]
+    assert [step.wait_batch_s for step in outcome.steps] == pytest.approx(wanted, abs=1e-6)
+    ends = list(accumulate(wait + UPDATE_S + PUBLISH_S for wait in wanted))
+    assert [step.end_s for step in outcome.steps] == pytest.approx(ends, abs=1e-5)
+    assert {step.staleness for step in outcome.steps} == {0.0}
+
+
+def test_littles_law():
+    one = setting(2, steps=40)
+    outcome = simulate(one, keeps_events=True)
+    started = {event["id"]: at_s for at_s, event in outcome.events if event["event"] == "admitted"}
+    ended = {event["id"]: at_s for at_s, event in outcome.events if event["event"] == "accepted"}
+    until_s = outcome.steps[-1].end_s
+    # Mean episodes in flight, by the events; arrivals per second; mean seconds of an episode.
+    in_flight = sum(min(ended.get(number, until_s), until_s) - at_s for number, at_s in started.items()) / until_s
+    rate = len(ended) / until_s
+    mean_s = sum(at_s - started[number] for number, at_s in ended.items()) / len(ended)
+    assert in_flight == pytest.approx(rate * mean_s, rel=0.02)
+    # A step of this server takes equally long for any number of sequences: an episode lasts its longest answer.
+    wanted = sum(longest(one, number) for number in ended) * STEP_S / len(ended)
+    assert mean_s == pytest.approx(wanted, abs=1e-4)
+
+
+def test_servers_that_are_faster_than_the_trainer_bound_nothing():
+    outcome = simulate(setting(2, rule="50", steps=20))  # 0.5 s each
+    assert [step.wait_batch_s for step in outcome.steps[3:]] == [0.0] * 17
+    gaps = [after.end_s - before.end_s for before, after in zip(outcome.steps[3:], outcome.steps[4:], strict=False)]
+    assert gaps == pytest.approx([UPDATE_S + PUBLISH_S] * len(gaps))
+
+
+def test_the_time_of_a_step_grows_with_the_batch_and_the_context():
+    times = ServerTimes(step_s=1.0, sequence_s=0.5, context_s=0.25)
+    # Three sequences, 8 tokens of context: the first step takes 1 + 1.5 + 2 = 4.5 s, each later one 0.75 s more.
+    assert times.decode_s(2, 3, 8) == 4.5 + 4.5 + 0.25 * 3 * 2  # of the middle of both steps
+    assert times.steps_in(times.decode_s(7.25, 3, 8), 3, 8) == pytest.approx(7.25)
+
+
+def test_workers_share_the_cores():
+    free, shared = setting(1, steps=10), setting(1, steps=10)
+    shared = replace(shared, times=replace(shared.times, cores=1))
+    alone = simulate(replace(shared, config=setting(0).config))
+    assert alone.steps[-1].end_s == pytest.approx(simulate(setting(0, steps=10)).steps[-1].end_s)  # never at one time
+    assert simulate(shared).steps[-1].end_s > simulate(free).steps[-1].end_s + 1.0
+
+
+def test_a_straggler_holds_up_a_step_without_staleness_only():
+    def straggling(version: int, number: int) -> Workload:
+        rule = "1500" if number == 3 * SIZE else "uniform(50,200)"
+        return Workload(prompt=16, answers=2, rule=LengthRule.parse(rule))
+
+    strict, loose = (replace(setting(bound), work_from=straggling) for bound in (0, 4))
+    assert simulate(strict).steps[3].wait_batch_s == pytest.approx(15.0)
+    outcome = simulate(loose)
+    assert max(step.wait_batch_s for step in outcome.steps[1:]) < 4.0
+    assert max(max(step.by_staleness) for step in outcome.steps) >= 4  # the real rule: train
+
+
+def test_drop_rejects_the_answers_of_the_straggler():
+    def straggling(version: int, number: int) -> Workload:
+        return Workload(prompt=16, answers=2, rule=LengthRule.parse("1200" if number % 10 == 3 else "100"))
+
+    outcome = simulate(replace(setting(1, on_stale="drop", steps=20), work_from=straggling))
+    assert sum(step.dropped for step in outcome.steps) > 0
+    assert max(max(step.by_staleness) for step in outcome.steps) <= 1
+
+
+def test_a_lost_server_slows_the_run_down_and_loses_nothing():
+    one = setting(1, servers=2, steps=30)
+    one = replace(one, times=replace(one.times, server=ServerTimes(step_s=0.001, sequence_s=0.004)))
+    whole = simulate(one)
+    lossy = simulate(replace(one, lost=LostServer(at_s=20.0, back_after_s=60.0)), keeps_events=True)
+    assert len(lossy.steps) == 30
+    assert lossy.steps[-1].end_s > whole.steps[-1].end_s + 5.0
+    kinds = {event["event"] for _, event in lossy.events}
+    assert not kinds & {"rejected", "failed"}
+    served = {name for _, event in lossy.events if event["event"] == "accepted" for name in event["replicas"]}
+    late = [event for at_s, event in lossy.events if event["event"] == "accepted" and at_s > 95.0]
+    assert served == {"server-0", "server-1"} == {name for event in late for name in event["replicas"]}
+
+
+def test_equal_settings_give_equal_events():
+    one = setting(2, servers=3, steps=15)
+
+    def decisions(one: Setting) -> list[tuple[float, dict]]:
+        return [(at_s, event | {"stats": {}}) for at_s, event in simulate(one, keeps_events=True).events]
+
+    first = decisions(one)
+    assert len(first) > 200
+    assert first == decisions(one)
+    assert first != decisions(replace(one, seed=2))
+
+
+def test_a_change_of_a_rule_changes_the_plan(monkeypatch):
+    before = simulate(setting(2))
+    monkeypatch.setattr(executor, "room", lambda limits, counts: min(room(limits, counts), 1))
+    after = simulate(setting(2))
+    assert after.steps[0].wait_batch_s > before.steps[0].wait_batch_s
+
+
+def test_one_token_may_stand_for_several():
+    one = setting(1, rule="uniform(500,2000)", steps=20)
+    exact, coarse = simulate(one), simulate(replace(one, unit=10))
+    assert coarse.steps[-1].end_s == pytest.approx(exact.steps[-1].end_s, rel=0.02)
+    assert sum(step.tokens for step in coarse.steps) == pytest.approx(
+        sum(step.tokens for step in exact.steps), rel=0.03
+    )
+
+
+def test_agents_wait_for_their_tools_between_turns():
+    one = setting(0, rule="100", steps=4)
+    one = replace(one, work=replace(one.work, turns=4), times=replace(one.times, tools_s=(2.0,)))
+    outcome = simulate(one)
+    # The server has the conversation in its cache: only the new tokens cost time.
+    assert [step.wait_batch_s for step in outcome.steps] == pytest.approx([100 * STEP_S + 3 * 2.0] * 4)
+
+
+def test_rewards_wait_for_workers():
+    one = setting(0, rule="100", steps=3)
+    one = replace(one, times=replace(one.times, rewards_s=(0.5,), reward_workers=4))
+    outcome = simulate(one)
+    # 16 answers on 4 workers.
+    assert [step.wait_batch_s for step in outcome.steps] == pytest.approx([100 * STEP_S + 4 * 0.5] * 3)
