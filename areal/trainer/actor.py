@@ -463,6 +463,7 @@ class PPOActor:
             num_epochs=config.ppo_epochs if step >= self._frozen_steps else 0,
             seed=self._seed,
             step=step,
+            keeps_groups=config.shared_prefixes == "tree",
             known=None if first_pass is None else first_pass.cut,
         )
         with updating("actor", step):

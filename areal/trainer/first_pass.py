@@ -49,7 +49,8 @@ class FirstPass:
 
     def __init__(self, config: PPOActorConfig, batch: TrainBatch) -> None:
         self._config = config
-        self.cut = Passes(num_minibatches=config.ppo_n_minibatches).rows(without_filtered(batch), epoch=0)
+        passes = Passes(num_minibatches=config.ppo_n_minibatches, keeps_groups=config.shared_prefixes == "tree")
+        self.cut = passes.rows(without_filtered(batch), epoch=0)
         """`Passes.rows` of the first epoch."""
         in_loss = sequences_in_loss(batch)
         self._rows = [in_loss[row] for row in self.cut[0]]

@@ -78,6 +78,8 @@ class Passes:
     num_epochs: int = 1
     seed: int = 0
     step: int = 0
+    keeps_groups: bool = False
+    """The sequences of a group, which share their prompt, stay together where there are as many groups as parts."""
     known: list[list[int]] | None = None
     """`rows` of epoch 0, if they were computed before."""
 
@@ -96,14 +98,23 @@ class Passes:
         """The sequences of each minibatch of `cut`, in order."""
         if epoch == 0 and self.known is not None:
             return self.known
-        sessions = session_units(batch)
-        units, lengths = sessions or ([[row] for row in range(batch.num_sequences)], batch.sequence_lengths)
+        units, lengths = self._units(batch)
         if epoch == 0:
             parts = balanced_parts(lengths, self.num_minibatches)
         else:
             # the generator hashes this text, so the orders of neighbouring steps and epochs are independent
             parts = dealt_parts(lengths, self.num_minibatches, random.Random(f"{self.seed}/{self.step}/{epoch}"))
         return [sorted(row for unit in part for row in units[unit]) for part in parts]
+
+    def _units(self, batch: TrainBatch) -> tuple[list[list[int]], list[int]]:
+        """The sequences of each unit that stays together, and its length."""
+        groups, lengths = batch.group_ids.tolist() if self.keeps_groups else list[int](), batch.sequence_lengths
+        if len({*groups}) < self.num_minibatches:
+            return session_units(batch) or ([[row] for row in range(batch.num_sequences)], lengths)
+        units: dict[int, list[int]] = {}
+        for row, group in enumerate(groups):
+            units.setdefault(group, []).append(row)
+        return [*units.values()], [sum(lengths[row] for row in rows) for rows in units.values()]
 
     def progress(self, epoch: int, place: int) -> float:
         """Part of the update's optimiser steps before minibatch `place` of epoch `epoch`, from 0 to below 1."""

@@ -64,7 +64,11 @@ class Critic:
         """
         config = self._config
         passes = Passes(
-            num_minibatches=config.ppo_n_minibatches, num_epochs=config.ppo_epochs, seed=self._seed, step=step
+            num_minibatches=config.ppo_n_minibatches,
+            num_epochs=config.ppo_epochs,
+            seed=self._seed,
+            step=step,
+            keeps_groups=config.shared_prefixes == "tree",
         )
         with updating("critic", step):
             return prefixed("critic", train_on_minibatches(self._engine, batch, passes, self))

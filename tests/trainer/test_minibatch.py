@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -70,6 +71,19 @@ def test_later_epochs_derive_from_seed_step_and_epoch(toolbox):
     assert others[-1] != others[-2]
     # numbers that must never change: a recorded run could not be replayed any more
     assert dealt_parts([5, 3, 9, 2, 7, 7, 1], 3, random.Random("1/0/1")) == [[0, 4, 6], [1, 2], [3, 5]]
+
+
+def test_groups_that_share_their_prompt_stay_together_where_there_are_enough(toolbox):
+    batch = toolbox.random_batch(0, 17)
+    batch = replace(batch, group_ids=torch.tensor([row % 5 for row in range(17)]))
+    for epoch in (0, 1):
+        parts = Passes(num_minibatches=3, num_epochs=2, keeps_groups=True).rows(batch, epoch)
+        assert sorted(row for part in parts for row in part) == list(range(17))
+        assert all(part == sorted(part) for part in parts)
+        groups = [{row % 5 for row in part} for part in parts]
+        assert sorted(group for part in groups for group in part) == list(range(5))
+    few = Passes(num_minibatches=6, keeps_groups=True).rows(batch, 0)
+    assert few == Passes(num_minibatches=6).rows(batch, 0)
 
 
 def test_one_minibatch_is_the_batch_itself(toolbox):
