@@ -59,9 +59,8 @@ def state_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
         is_block = isinstance(module, GradientCheckpointingLayer)
         if name and not is_block and _takes_cache(module) and not any(_takes_cache(part) for part in _parts(module)):
             found[name] = module
-    attention = [module for module in model.get_decoder().modules() if _calls_attention(module)]
-    of_attention = {part for module in attention for part in module.modules()}  # an indexer runs with its attention
-    return {name: module for name, module in found.items() if module not in of_attention}
+    of_attention = {part for module in choosing_layers(model) for part in module.modules()}  # indexers
+    return {name: layer for name, layer in found.items() if layer not in of_attention and not _calls_attention(layer)}
 
 
 def cache_parameter(layer: nn.Module) -> str | None:

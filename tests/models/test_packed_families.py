@@ -270,6 +270,12 @@ def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh):
     assert bool(expected) == ((family, mesh) != ("qwen3_5_text", "d1"))
 
 
+@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_5_moe_text", "qwen4_exp_text", "zaya"])
+def test_the_check_before_the_start_passes_models_with_experts_or_states(tmp_path, family):
+    small_model(family).save_pretrained(tmp_path)
+    check_model(cases.make_config(tmp_path), role="actor", dims=ParallelDims())
+
+
 @pytest.mark.parallel
 def test_tensor_ranks_compute_what_one_rank_does(tmp_path):
     write_cases(tmp_path, TENSOR)
