@@ -34,7 +34,7 @@ from areal.observe.spans import span  # noqa: E402
 from areal.observe.step_files import read_step_lines  # noqa: E402
 from areal.planner.command import adapted  # noqa: E402
 from areal.planner.measured import MeasuredRun, measured_run  # noqa: E402
-from areal.planner.report import simulated  # noqa: E402
+from areal.planner.report import simulated, steps_for  # noqa: E402
 from areal.planner.service import ServiceTimes  # noqa: E402
 from areal.planner.simulation import Setting  # noqa: E402
 from areal.system.device import cpu_count  # noqa: E402
@@ -145,10 +145,11 @@ def steady(paths: RunPaths, staleness: int) -> tuple[float, float]:
     return seconds / (len(rows) - 1), fmean(row["rollout/staleness_mean"] for row in rows[1:])
 
 
-def predicted(seen: MeasuredRun, case: Case, config: PPOConfig, steps: int) -> tuple[float, float]:
+def predicted(seen: MeasuredRun, case: Case, config: PPOConfig) -> tuple[float, float]:
     times, work = adapted(seen, config)
     if case.reward_s:
         times: ServiceTimes = replace(times, rewards_s=(case.reward_s,), reward_workers=2**31)
+    steps = steps_for(case.staleness)
     setting = Setting(config=config, times=times, work=work, servers=case.servers, dp_size=1, steps=steps)
     figures = simulated(setting, SEEDS)
     return figures.step_s.mean, figures.staleness_mean.mean
@@ -192,7 +193,7 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
         load = os.getloadavg()[0]
         paths, config = run(case, folder, model, steps)
         (real_s, real_staleness), decisions = steady(paths, case.staleness), repeated(paths.root)
-        plan_s, plan_staleness = predicted(seen, case, config, steps)
+        plan_s, plan_staleness = predicted(seen, case, config)
         results.append(
             Result(
                 name=case.name,

@@ -7,10 +7,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from areal.api.errors import InputError
 from areal.observe.step_files import read_step_lines
 from areal.planner.measured import WARMUP_STEPS
+from areal.system.process import tied_to_this_process
 from areal.system.run_paths import RunPaths
 
 LIMIT_S = 60.0
@@ -23,6 +25,10 @@ _OPTIONS = (
 )  # fmt: skip
 
 
+def _exit(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
 def calibrate(words: Sequence[str], folder: Path) -> Path:
     """Run the configuration of a command line in `folder`, for at most LIMIT_S; returns the folder of the run.
 
@@ -32,8 +38,15 @@ def calibrate(words: Sequence[str], folder: Path) -> Path:
     command = [sys.executable, "-m", "areal.launcher", *words, *_OPTIONS, f"cluster.fileroot={folder}"]
     log = folder / "calibration.log"
     ends_s = time.monotonic() + LIMIT_S - STOP_S
+    before = signal.signal(signal.SIGTERM, _exit)  # so that the run is stopped too
     with log.open("wb") as output:
-        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        run = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=tied_to_this_process(),
+        )
         try:
             while run.poll() is None and time.monotonic() < ends_s:
                 time.sleep(POLL_S)
@@ -45,6 +58,7 @@ def calibrate(words: Sequence[str], folder: Path) -> Path:
             if run.poll() is None:
                 run.kill()
                 run.wait()
+            signal.signal(signal.SIGTERM, before)
     steps = len(read_step_lines(paths.metrics))
     if steps < WARMUP_STEPS + 3:
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]

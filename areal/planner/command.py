@@ -20,7 +20,7 @@ from areal.observe.log import get_logger
 from areal.planner.calibration import calibrate
 from areal.planner.cards import card_times
 from areal.planner.measured import MeasuredRun, measured_run
-from areal.planner.report import Figures, Gain, bound_line, figure_lines, gains, simulated
+from areal.planner.report import Figures, Gain, bound_line, figure_lines, gains, simulated, steps_for
 from areal.planner.search import BEST, STALENESS, Ranked, search
 from areal.planner.service import ServiceTimes, Workload
 from areal.planner.simulation import Setting
@@ -28,10 +28,8 @@ from areal.system.device import cpu_count
 from areal.system.durable import write_atomic
 from areal.system.run_paths import existing_run
 
-STEPS, SEEDS = 30, 3
-"""Of one simulation, and simulations of one setting."""
-LEAST_STEPS, SIMULATED_ANSWERS = 12, 60_000
-"""A simulation has fewer steps, but not fewer than these, where their answers are more than this number."""
+SEEDS = 3
+"""Simulations of one setting."""
 SIMULATED_TOKENS = 4_000_000
 """Generated tokens of one simulation from which on one simulated token stands for several."""
 _ASSUMED_PROMPT, _ASSUMED_SHARE, _ASSUMED_SIGMA = 256, 0.25, 0.9
@@ -51,10 +49,10 @@ def plan_command(words: Sequence[str]) -> int:
     source.add_argument("--from", dest="run", metavar="RUN", type=existing_run, help="times of a recorded run")
     source.add_argument("--calibrate", action="store_true", help="times of a run of at most 60 s on this machine")
     source.add_argument("--card", metavar="NAME", help="times from a specification: a100, h100, h200, b200")
-    parser.add_argument("--devices", metavar="N", type=int, help="use the best split of N devices")
+    parser.add_argument("--devices", metavar="N", type=_positive, help="use the best split of N devices")
     parser.add_argument("--search", action="store_true", help="rank splits and staleness for the devices")
     parser.add_argument("--write", metavar="FILE", type=Path, help="the best allocation, to be given as --config too")
-    parser.add_argument("--steps", metavar="N", type=int, help="train steps for the device hours")
+    parser.add_argument("--steps", metavar="N", type=_positive, help="train steps for the device hours")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(words)
@@ -65,6 +63,12 @@ def plan_command(words: Sequence[str]) -> int:
     plan.make()
     sys.stdout.write((json.dumps(plan.facts()) if given.json else "\n".join(plan.lines())) + "\n")
     return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
 
 
 def _setting(given: argparse.Namespace) -> tuple[Setting, MeasuredRun | None]:
@@ -87,8 +91,8 @@ def _setting(given: argparse.Namespace) -> tuple[Setting, MeasuredRun | None]:
     else:
         seen = _measured(given, config_words)
         times, work = adapted(seen, config)
-    steps = SIMULATED_ANSWERS // (config.train_dataset.batch_size * config.gconfig.n_samples)
-    steps = max(LEAST_STEPS, min(STEPS, steps))
+    bounds = [config.rollout.max_head_offpolicyness, *(STALENESS if given.search else ())]
+    steps = steps_for(max(bounds) + 1)  # of all that is compared, also of one more
     setting = Setting(config=config, times=times, work=work, servers=servers, dp_size=dp_size, steps=steps)
     return replace(setting, unit=unit_of(setting)), seen
 
@@ -118,7 +122,27 @@ def adapted(seen: MeasuredRun, config: PPOConfig) -> tuple[ServiceTimes, Workloa
         work = assumed_work(config)
     if not config.rollout.should_accept_fn:
         work = replace(work, rejected=tuple(one for one in work.rejected if one[0] != "filter"))
-    return replace(seen.times, trainer=trainer), work
+    times = replace(seen.times, trainer=trainer)
+    if others := [name for name, one, other in _sizes(seen.config, config) if one != other]:
+        source = f"{times.source} with another {' and '.join(others)}, which is assumed to be as fast"
+        times = replace(times, source=source, is_extrapolated=True)
+    return times, work
+
+
+def _sizes(one: PPOConfig, other: PPOConfig) -> list[tuple[str, object, object]]:
+    """What service times depend on, and nothing here converts: name, and the value in both configurations."""
+    servers, trainers = [], []
+    for config in (one, other):
+        assert config.allocation.inference is not None
+        servers.append(config.allocation.inference.instance_size)
+        parallel = config.allocation.train[0].parallel
+        trainers.append((config.train_backend, parallel.world_size // parallel.dp))
+    return [
+        ("actor.path", one.actor.path, other.actor.path),
+        ("server backend", one.server_backend, other.server_backend),
+        ("size of a server", *servers),
+        ("model-parallel size of the trainer", *trainers),
+    ]
 
 
 def assumed_work(config: PPOConfig) -> Workload:

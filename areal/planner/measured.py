@@ -117,6 +117,11 @@ class Episode:
     turns: int
     interruptions: int
 
+    @property
+    def generating_s(self) -> float:
+        """Seconds of its requests: the tools of one answer are waited for one after another."""
+        return self.generated_s - self.start_s - sum(self.tools_s) / max(1, len(self.lengths))
+
 
 @dataclass(slots=True)
 class _Spans:
@@ -154,7 +159,7 @@ def _traced(path: Path) -> tuple[dict[int, _Spans], list[float]]:
                 case "generate":
                     found.generated_s = max(found.generated_s, start_s + size_s)
                 case "reward":
-                    found.reward_s += size_s
+                    found.reward_s = max(found.reward_s, size_s)  # those of several answers run at the same time
                 case name if name.startswith("tool "):
                     found.tools_s += (size_s,)
                 case _:
@@ -266,7 +271,7 @@ def reward_times(episodes: Sequence[Episode], workers: int) -> tuple[float, ...]
 
 def decode_times(episodes: Sequence[Episode]) -> tuple[float, float, float]:
     """Seconds of a request besides its steps, of a decode step, and of each sequence in it."""
-    known = [one for one in episodes if one.lengths and one.generated_s > one.start_s]
+    known = [one for one in episodes if one.lengths and one.generating_s > 0]
     if len(known) < 10:
         text = f"the ledger has {len(known)} accepted episodes with answers: a plan needs 10 at least"
         raise InputError(text, code="plan.too_few_steps")
@@ -284,7 +289,7 @@ def decode_times(episodes: Sequence[Episode]) -> tuple[float, float, float]:
         for server, found in changes.items()
     }
     steady = [one for one in known if one.interruptions == 0 and one.server in curves] or known
-    seconds = [one.generated_s - one.start_s for one in steady]
+    seconds = [one.generating_s for one in steady]
     longest = [float(max(one.lengths)) for one in steady]
     curve = next(iter(curves.values()))
     loads = [curves.get(one.server, curve).mean(one.start_s, one.generated_s) for one in steady]
@@ -303,6 +308,7 @@ def decode_times(episodes: Sequence[Episode]) -> tuple[float, float, float]:
         step_s, sequence_s = other
     else:
         request_s = 0.0
+    request_s /= fmean(one.turns for one in steady)
     if step_s == sequence_s == 0:
         step_s = fmean(seconds) / fmean(longest)
     return request_s, step_s, sequence_s
@@ -313,8 +319,9 @@ def _changes(one: Episode, answers: float, active: float) -> list[tuple[float, f
     if not one.lengths:
         return [(one.start_s, active), (one.generated_s, -active)]
     size_s, longest = one.generated_s - one.start_s, max(one.lengths)
-    ends = [(one.start_s + size_s * length / longest, -1.0) for length in one.lengths]
-    return [(one.start_s, float(len(one.lengths))), *ends]
+    share = one.generating_s / size_s if size_s > 0 else 1.0  # the rest is spent in tools
+    ends = [(one.start_s + size_s * length / longest, -share) for length in one.lengths]
+    return [(one.start_s, share * len(one.lengths)), *ends]
 
 
 class _Curve:

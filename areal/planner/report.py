@@ -8,10 +8,12 @@ from statistics import fmean, stdev
 
 from areal.api.allocation import AllocationMode, ModelAllocation
 from areal.api.config import PPOConfig
+from areal.api.config.validate import problems_of
 from areal.planner.simulation import Outcome, Setting, simulate
 
-SETTLING_STEPS = 4
-"""The first steps of a run are not like the others: its servers start empty."""
+SETTLING_STEPS, MEASURED_STEPS = 4, 10
+"""Steps, besides the maximum staleness, that are unlike the others: at the start, when servers are empty, and at the
+end, when no batch needs more answers. And the number of the others."""
 BOUND_SHARE = 0.1
 """Share of the time that the trainers wait, from which on what they wait for bounds the run."""
 LEAST_GAIN = 0.01
@@ -69,16 +71,21 @@ class Figures:
         return "publication" if self.waits_servers.mean >= BOUND_SHARE else "training"
 
 
-def figures_of(outcomes: Sequence[Outcome]) -> Figures:
-    """Of simulations that differ in their seeds."""
-    found = [_steady(outcome) for outcome in outcomes]
+def steps_for(staleness: int) -> int:
+    """Train steps of a simulation that has a steady state."""
+    return 2 * (staleness + SETTLING_STEPS) + MEASURED_STEPS
+
+
+def figures_of(outcomes: Sequence[Outcome], staleness: int) -> Figures:
+    """Of simulations that differ in their seeds. `staleness`: the maximum that admission allows for."""
+    found = [_steady(outcome, staleness + SETTLING_STEPS) for outcome in outcomes]
     return Figures(**{name: Interval.of([one[name] for one in found]) for name in found[0]})
 
 
-def _steady(outcome: Outcome) -> dict[str, float]:
-    first = min(SETTLING_STEPS, len(outcome.steps) - 2)
-    # Towards its end a run generates less, because no batch needs more.
-    last = max(first + 1, len(outcome.steps) - 1 - first)
+def _steady(outcome: Outcome, settling: int) -> dict[str, float]:
+    first, last = settling - 1, len(outcome.steps) - 1 - settling
+    if last <= first:
+        raise ValueError(f"{len(outcome.steps)} steps have no steady state: {2 * settling + 1} are needed")
     steps = outcome.steps[first + 1 : last + 1]
     seconds = outcome.steps[last].end_s - outcome.steps[first].end_s
     by_staleness = Counter[int]()
@@ -180,7 +187,8 @@ def resized(mode: AllocationMode, *, servers: int | None = None, dp_size: int | 
 
 
 def simulated(setting: Setting, seeds: int) -> Figures:
-    return figures_of([simulate(replace(setting, seed=setting.seed + 17 * place)) for place in range(seeds)])
+    outcomes = [simulate(replace(setting, seed=setting.seed + 17 * place)) for place in range(seeds)]
+    return figures_of(outcomes, setting.config.rollout.max_head_offpolicyness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,12 +211,21 @@ def gains(setting: Setting, say: Callable[[str], None]) -> list[Gain]:
     ]
     if rollout.weight_update != "keep_cache":
         choices.append(with_kept_requests(setting))
+    accepted = {problem.path for problem in problems_of(config)}
+    choices = [one for one in choices if _is_allowed(one, accepted)]
     found: list[Gain] = []
     before = simulated(setting, 1).steps_per_hour.mean
     for choice in choices:
         say(choice.title)
         found.append(Gain(choice=choice, gain=simulated(choice.setting, 1).steps_per_hour.mean / before - 1))
     return sorted(found, key=lambda one: -one.gain)
+
+
+def _is_allowed(choice: Choice, accepted: set[str]) -> bool:
+    """Whether a run would take the configuration: it has no problem that that of the plan has not."""
+    config = choice.setting.config
+    is_filled = config.train_dataset.batch_size >= choice.setting.dp_size
+    return is_filled and all(problem.path in accepted for problem in problems_of(config))
 
 
 def figure_lines(found: Figures, *, devices: int, steps: int | None, note: str) -> list[str]:

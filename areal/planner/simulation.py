@@ -145,7 +145,7 @@ class SimulatedWorkflow(RolloutWorkflow):
         found = work.episode(setting.seed, number)
         rewards = [float(self._rng.randrange(2)) for _ in found.turns]
         turns = [[max(1, length // setting.unit) for length in each] for each in found.turns]
-        self.num_prompt_tokens += len(self._prompt)
+        self.num_prompt_tokens += len(self._prompt) * (1 if work.turns == 1 else len(turns))  # conversations share none
         if work.turns == 1:
             requests = [
                 new_request(self._prompt, replace(self._settings, max_new_tokens=each[0]), group_id=f"{number}",

@@ -1,13 +1,19 @@
 """Fits of service times, against numbers worked by hand; the errors of the command."""
 
 import random
+import signal
+import sys
+from dataclasses import replace
 
+import psutil
 import pytest
 
 from areal.cli.main import run_command
+from areal.planner.calibration import calibrate
 from areal.planner.cards import card_times
-from areal.planner.measured import Episode, decode_times, nonnegative_fit, reward_times, trainer_times
-from areal.planner.report import Interval, quantile
+from areal.planner.command import adapted
+from areal.planner.measured import Episode, MeasuredRun, decode_times, nonnegative_fit, reward_times, trainer_times
+from areal.planner.report import Interval, gains, quantile, simulated, steps_for
 from tests.expect import raises_code
 from tests.planner.test_simulation import setting
 
@@ -65,6 +71,61 @@ def test_rewards_that_wait_for_each_other_do_not_count_twice():
     found = [episode(0.0, [10, 10], 1.0, 1.0), episode(0.0, [10, 10], 1.0, 2.0)] * 5
     assert reward_times(found, workers=1) == pytest.approx([2.0 / 20])  # all busy for 2 s with 20 answers
     assert reward_times(found, workers=2) == tuple([1.0] * 5 + [2.0] * 5)
+
+
+def test_the_time_of_tools_is_not_that_of_requests():
+    # Four turns of answers of 50 to 199 tokens, 10 ms each, with three tools of 2 s.
+    rng, found = random.Random(1), []
+    for place in range(200):
+        lengths = [rng.randrange(50, 200) for _ in range(2)]
+        one = episode(30.0 * place, lengths, max(lengths) * 0.01 + 6.0)
+        found.append(replace(one, tools_s=[2.0] * 6, turns=4))
+    request_s, step_s, sequence_s = decode_times(found)
+    assert request_s == pytest.approx(0.0, abs=0.01)
+    assert step_s + sequence_s == pytest.approx(0.01, rel=0.02)
+    # Half a second for each of the four requests of an answer.
+    slower = [replace(one, generated_s=one.generated_s + 2.0) for one in found]
+    assert decode_times(slower)[0] == pytest.approx(0.5, rel=0.05)
+
+
+def test_times_of_another_model_or_size_are_extrapolated():
+    config = setting().config
+    times = setting().times
+    seen = MeasuredRun(config=config, times=times, work=setting().work, step_s=1.0, staleness=0.0, steps=10)
+    assert not adapted(seen, config)[0].is_extrapolated
+    other = replace(config, allocation_mode="native:d1t2+fsdp:d1", actor=replace(config.actor, path="other"))
+    found = adapted(seen, other)[0]
+    assert found.is_extrapolated
+    assert "another actor.path and size of a server" in found.source
+    assert adapted(seen, replace(config, allocation_mode="native:d2+fsdp:d2"))[0].is_extrapolated is False
+
+
+def test_a_calibration_ends_with_its_command(tmp_path, monkeypatch):
+    """The run of a calibration that gets SIGTERM is stopped too, and the handler of before is back."""
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nkill -TERM $PPID\nexec sleep 600\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        calibrate([], tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_gains_have_no_change_that_a_run_refuses():
+    one = setting(1)
+    one = replace(one, dp_size=5, config=replace(one.config, allocation_mode="native:d1+fsdp:d5"), steps=steps_for(2))
+    titles = [gain.choice.title for gain in gains(one, lambda text: None)]
+    assert "+1 server" in titles
+    assert "10 instead of 5 data-parallel trainers" not in titles  # of 8 episodes
+
+
+def test_figures_are_those_of_the_steady_state():
+    found = [simulated(replace(setting(8), steps=steps), 1).steps_per_hour.mean for steps in (steps_for(8), 120)]
+    assert found[0] == pytest.approx(found[1], rel=0.1)
+    with pytest.raises(ValueError, match="no steady state"):
+        simulated(replace(setting(8), steps=12), 1)
 
 
 def test_intervals_and_quantiles():

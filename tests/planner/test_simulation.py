@@ -154,6 +154,7 @@ def test_agents_wait_for_their_tools_between_turns():
     outcome = simulate(one)
     # The server has the conversation in its cache: only the new tokens cost time.
     assert [step.wait_batch_s for step in outcome.steps] == pytest.approx([100 * STEP_S + 3 * 2.0] * 4)
+    assert outcome.prompts == 4 * SIZE * 2 * 16  # each conversation computes its own
 
 
 def test_rewards_wait_for_workers():
