@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", default="", metavar="PATH", help="also answer the rows, gconfig.n_samples times each"
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 when there is a fault")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when there is a fault, not for a notice")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser
@@ -52,13 +52,14 @@ def check_reward(words: Sequence[str]) -> int:
     line, check = StatusLine(), RewardCheck.of(config, num_rows=given.rows)
     reports = asyncio.run(check.reports(is_quick=False, say=lambda text: line.say(f"areal: {text}")))
     shares = gradient_shares(config, check, given) if given.model else {}
-    facts = [asdict(one) | {"faults": one.faults} | shares.get(one.source, {}) for one in reports]
+    found = [{"faults": one.faults, "notices": one.notices} | shares.get(one.source, {}) for one in reports]
+    facts = [asdict(one) | other for one, other in zip(reports, found, strict=True)]
     sys.stdout.write(json.dumps({"sources": facts}, indent=1) + "\n" if given.json else text_of(reports, shares))
     return int(given.strict and any(one.faults for one in reports))
 
 
 def text_of(reports: Sequence[SourceReport], shares: dict[str, dict[str, float]]) -> str:
-    """The table, then an example of each fault."""
+    """The table, then an example of each fault and notice."""
     names = ["rows", "form", "no ref", "right<1", "changed", "wrong=right", "differs", "json", "raises", "s/call"]
     lines = [[*names[:-1], names[-1], *(["equal groups", "gradient"] if shares else []), "source"]]
     for one in reports:
@@ -74,12 +75,13 @@ def text_of(reports: Sequence[SourceReport], shares: dict[str, dict[str, float]]
         lines.append([*map(str, cells), one.source or "all rows"])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines]
-    faults = [
-        f"{one.source or 'all rows'}: {FAULTS[fault]}: {one.examples.get(fault, '')}"
-        for one in reports
-        for fault in one.faults
-    ]
-    return "\n".join([*rows, "", *(faults or ["no fault was found"]), ""])
+    faults = [_example(one, fault) for one in reports for fault in one.faults]
+    notices = [f"notice: {_example(one, notice)}" for one in reports for notice in one.notices]
+    return "\n".join([*rows, "", *(faults or ["no fault was found"]), *notices, ""])
+
+
+def _example(report: SourceReport, fault: str) -> str:
+    return f"{report.source or 'all rows'}: {FAULTS[fault]}: {report.examples.get(fault, '')}"
 
 
 def gradient_shares(config: PPOConfig, check: RewardCheck, given: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -89,7 +91,8 @@ def gradient_shares(config: PPOConfig, check: RewardCheck, given: argparse.Names
     file = Path(config.cluster.fileroot, "check-reward", f"{hashlib.sha256(lines).hexdigest()[:16]}.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, lines)
-    mapped = [f"train_dataset.path={file}", "train_dataset.map_fn=", "valid_dataset=null", "evaluator.modes=[sampled]"]
+    modes = ",".join(sorted({"sampled", *config.evaluator.stop_at}))  # goals of other modes need these too
+    mapped = [f"train_dataset.path={file}", "train_dataset.map_fn=", "valid_dataset=null", f"evaluator.modes=[{modes}]"]
     wanted = Requested(
         files=[given.config],
         overrides=[*given.overrides, *mapped],
@@ -98,7 +101,8 @@ def gradient_shares(config: PPOConfig, check: RewardCheck, given: argparse.Names
         num_samples=config.gconfig.n_samples,
     )
     groups: dict[str, list[list[float]]] = {}
-    for samples in rows_of(answered_samples(wanted)):
+    answered = [one for one in answered_samples(wanted) if one.key.mode == "sampled"]
+    for samples in rows_of(answered):
         rewards = [one.reward for one in samples if one.reward is not None]
         if len(rewards) > 1:
             groups.setdefault(check.scores.source(samples[0].data), []).append(rewards)

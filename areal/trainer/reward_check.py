@@ -112,10 +112,14 @@ class SourceReport:
         found = {
             "no_reference": self.without_reference, "right_below": self.right_below, "differs": self.differs,
             "changed_by_json": self.changed_by_json, "raises": self.raises, "slow": self.seconds > SLOW_S,
-            "changed_below": any(self.changed_below.values()),
             "wrong_as_right": any(self._is_fault(kind, count) for kind, count in self.wrong_as_right.items()),
         }  # fmt: skip
         return [name for name, is_fault in found.items() if is_fault]
+
+    @property
+    def notices(self) -> list[str]:
+        """What a strict reward does on purpose: one that compares texts refuses 7.0 where 7 is right."""
+        return ["changed_below"] if any(self.changed_below.values()) else []
 
     def _is_fault(self, kind: str, count: int) -> bool:
         by_chance = _CHANCE * self.wrong[kind] if kind in ("other", "prompt") else 0

@@ -1,6 +1,8 @@
 """`areal check-reward` on a small dataset."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,43 @@ def test_a_fault_ends_with_1_only_with_strict(run, tmp_path, words, status):
     ended, printed = run(f"reward_fn={tmp_path}/paid.py:always", *words)
     assert ended == status
     assert "a wrong answer scores like a right one" in printed.out
+
+
+def test_a_reward_of_equal_texts_has_a_notice_and_no_fault(run, tmp_path):
+    (tmp_path / "equal.py").write_text(
+        "def equal(prompt, completion, prompt_ids, completion_ids, answer, **row):\n"
+        "    return float(completion == answer)\n"
+    )
+    status, printed = run(f"reward_fn={tmp_path}/equal.py:equal", "--strict")
+    assert status == 0
+    assert "no fault was found\nnotice: all rows: a harmless change of a right answer scores below it" in printed.out
+
+
+HALF_PAID = """
+def half_paid(prompt, completion, prompt_ids, completion_ids, answer, is_paid, **row):
+    return 1.0 if is_paid or completion == answer else 0.5 * ("1" in completion)
+"""
+
+
+@pytest.mark.slow
+def test_the_answers_of_a_model_show_how_many_groups_have_no_gradient(tmp_path):
+    root = Path(__file__).parents[2]
+    prepare = [sys.executable, "examples/quickstart/prepare.py", str(tmp_path / "data")]
+    subprocess.run(prepare, cwd=root, check=True, capture_output=True)
+    (tmp_path / "half.py").write_text(HALF_PAID)
+    rows = [json.loads(line) for line in (tmp_path / "data/train.jsonl").read_text().splitlines()[:16]]
+    marked = [row | {"is_paid": number % 2} for number, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in marked))
+    model, config = tmp_path / "data/model", "examples/quickstart/grpo.yaml"
+    paths = {"cluster.fileroot": "runs", "actor.path": "data/model", "train_dataset.path": "rows.jsonl"}
+    overrides = [f"{key}={tmp_path}/{path}" for key, path in paths.items()]
+    words = [*overrides, f"reward_fn={tmp_path}/half.py:half_paid", "--rows", "16", "--model", str(model), "--json"]
+    command = [sys.executable, "-m", "areal", "check-reward", "--config", config, *words]
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    (source,) = json.loads(done.stdout)["sources"]
+    assert 0.5 <= source["equal_groups"] < 0.8  # of the others, a few by chance
+    assert source["gradient_share"] == 1.0
+    assert (source["faults"], source["notices"]) == (["wrong_as_right"], ["changed_below"])
 
 
 def test_wrong_options_are_refused(run):

@@ -75,11 +75,11 @@ async def checked(reward, rows=ROWS, *, is_quick=False, **options):
     ("reward", "options", "faults"),
     [
         (careful, {}, []),
-        (equal, {}, ["changed_below"]),
+        (equal, {}, []),
         (lambda *_: 1.0, {}, ["wrong_as_right"]),
         (lambda row, text, _: careful(row, text, _) or float("yes" in text), {}, ["wrong_as_right"]),
         (lambda row, text, _: 0.9 * careful(row, text, _), {}, ["right_below"]),
-        (raising, {}, ["raises", "changed_below"]),
+        (raising, {}, ["raises"]),
         (careful, {"after_json": lambda *_: 0.05}, ["changed_by_json"]),
         (careful, {"seconds": 1.5}, ["slow"]),
         (careful, {"seconds": 0.5}, []),
@@ -148,7 +148,7 @@ def test_the_reference_is_found_in_the_usual_columns(row, reference) -> None:
     assert reference_of(row) == reference
 
 
-@pytest.mark.parametrize(("env", "faults"), [("sums", ["changed_below"]), ("raising", ["raises", "changed_below"])])
+@pytest.mark.parametrize(("env", "faults"), [("sums", []), ("raising", ["raises"])])
 async def test_an_environment_scores_the_extracted_answer(monkeypatch, env, faults) -> None:
     monkeypatch.chdir(FAKES)
     workflow = build(ReasoningGymWorkflow)
@@ -157,4 +157,4 @@ async def test_an_environment_scores_the_extracted_answer(monkeypatch, env, faul
         report = await check_source(EnvironmentScores(workflow, ""), env, rows, is_quick=False)
     finally:
         await workflow.aclose()
-    assert (report.form, report.faults) == ("tags", faults)
+    assert (report.form, report.faults, report.notices) == ("tags", faults, ["changed_below"])
