@@ -16,6 +16,7 @@ import traceback
 import types
 from importlib.machinery import SourceFileLoader
 from typing import Any
+from urllib.parse import urlsplit
 
 INSTALL = "pip install verifiers==0.4.0"
 _HARNESS = "areal_null"  # As the package names a plugin: a module.
@@ -29,6 +30,10 @@ class OldApi(Exception):
 
 class NoTaskset(Exception):
     code = "env.not_found"
+
+
+class ToolServerDied(Exception):
+    code = "env.server_died"
 
 
 def _verifiers(name):
@@ -63,7 +68,13 @@ class Adapter:
         _KEY.set(session["key"])
         sampling = self._vf.SamplingConfig(**self._sampling)
         context = self._vf.ModelContext(model="policy", client=client, sampling=sampling)
-        return _result(await opened.env.run_slot(slot, context))
+        episode = await opened.env.run_slot(slot, context)
+        if not episode.ok and not await opened.is_serving():
+            self._opened = {
+                key: one for key, one in self._opened.items() if not one.done() or one.result() is not opened
+            }
+            raise ToolServerDied("a tool server of the environment has ended; the next episode starts it again")
+        return _result(episode)
 
     async def _environment(self, row):
         name = row.get("env") or self._env
@@ -110,6 +121,17 @@ class Opened:
         self._name, self.env, self._serving = name, env, serving
         self._tasks = []
         self._left = iter(env.taskset)
+
+    async def is_serving(self):
+        """Whether its tool servers accept connections."""
+        for server in self.env._shared_tools.values():
+            place = urlsplit(server.url)
+            try:
+                _, writer = await asyncio.open_connection(place.hostname, place.port)
+            except OSError:
+                return False
+            writer.close()
+        return True
 
     def task(self, row):
         """The task of this number of the taskset, which is the seed and the index of the row."""

@@ -53,6 +53,12 @@ async def test_an_error_of_the_package_is_that_of_the_agent(make) -> None:
     assert failed.value.counted_as == "agent_error: HarnessError"
 
 
+async def test_an_episode_whose_tool_server_has_died_runs_again_with_new_ones(make) -> None:
+    row = ROW | {"config": {"has_dead_tool": True}}
+    group = await make().arun_episode(policy(lambda _: "4"), row)
+    assert [one.reward for one in group.trajectories] == [2.0]
+
+
 async def test_a_request_beyond_the_budget_is_scored_as_the_budget_says(make) -> None:
     row = ROW | {"config": {"system": "long " * 9000}}
     group = await make(agent={"budget_reward": "none"}).arun_episode(policy(lambda _: "4"), row)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 REPLIES = []  # Of the program, in the order of the episodes.
+OPENED = []  # Environments.
+DEAD = SimpleNamespace(url="http://127.0.0.1:9/mcp")
 
 
 @dataclass
@@ -47,6 +49,8 @@ def error(kind, message):
 class Env:
     def __init__(self, config, taskset, harness):
         self.config, self.taskset, self._harness = config, taskset, harness
+        self._shared_tools = {} if OPENED or not config["taskset"].get("has_dead_tool") else {"tool": DEAD}
+        OPENED.append(self)
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -61,7 +65,7 @@ class Env:
         )
         trace.is_timeout = task.kind == "late"
         episode = SimpleNamespace(traces=[trace], errors=[], ok=True, is_timeout=False)
-        if task.kind == "late":
+        if task.kind == "late" or self._shared_tools:
             return SimpleNamespace(**{**vars(episode), "ok": False})
         if task.kind == "silent":
             trace.reward = 0.5

@@ -1,6 +1,8 @@
 """The program of the harness."""
 
 CHAT_PROGRAM_SOURCE = """
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
 from verifiers import v1
 
 
