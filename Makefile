@@ -124,6 +124,13 @@ WITHOUT_OPERATORS = truncate -s 0 $(1)/lib/python3*/site-packages/torchvision/_m
 	.venv-verifiers/bin/python $(PIP_EXACT) -r tests/environments/real/verifiers.txt
 	touch $@
 
+# NeMo-Gym needs Python 3.13: make PYTHON313=... test-environments
+PYTHON313 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python3.13)),python3.13)
+.venv-nemo-gym/.installed: tests/environments/real/nemo_gym.txt
+	$(PYTHON313) -m venv .venv-nemo-gym
+	.venv-nemo-gym/bin/python $(PIP_EXACT) --ignore-requires-python -r tests/environments/real/nemo_gym.txt
+	touch $@
+
 # areal against TRL's GRPOTrainer, in a separate environment with the same transformers: benchmark/versus_trl.py
 .venv-trl/.installed: constraints.txt
 	$(PYTHON) -m venv .venv-trl
@@ -148,7 +155,7 @@ test-tinker: .venv/.installed .venv-tinker/.installed
 	$(PYTEST) -m 'tinker and not slow' tests/tinker $(ARGS)
 
 # Environments that others published, in environments of their own: examples/environments.
-test-environments: .venv/.installed .venv-environments/.installed .venv-verifiers/.installed
+test-environments: .venv/.installed .venv-environments/.installed .venv-verifiers/.installed .venv-nemo-gym/.installed
 	$(PYTEST) -n 2 -m environments tests/environments $(ARGS)
 
 # Every mesh of trainer ranks against one process: docs/train_engines.md.
@@ -202,4 +209,4 @@ docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-tinker .venv-trl .venv-environments .venv-verifiers runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-tinker .venv-trl .venv-environments .venv-verifiers .venv-nemo-gym runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -6,3 +6,4 @@ register("workflows", "reasoning_gym", "areal.environments.reasoning_gym:Reasoni
 register("workflows", "textarena", "areal.environments.workflow:TextArenaWorkflow")
 register("workflows", "openenv", "areal.environments.workflow:OpenEnvWorkflow")
 register("workflows", "verifiers", "areal.environments.workflow:VerifiersWorkflow")
+register("workflows", "nemo_gym", "areal.environments.workflow:NemoGymWorkflow")

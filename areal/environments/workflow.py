@@ -220,3 +220,18 @@ class VerifiersWorkflow(EnvironmentWorkflow):
 
     async def _tried_row(self, worker: EnvironmentWorker, key: str, row: dict[str, Any]) -> None:
         await worker.call("check", {"row": row}, limit_s=self.timeout_s)
+
+
+class NemoGymWorkflow(EnvironmentWorkflow):
+    """Resources servers of NeMo-Gym. The server verifies a dialogue also when the budget of its session ended it."""
+
+    adapter = "nemo_gym"
+
+    async def _dialogue(
+        self, key: str, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+    ) -> Mapping[str, Any]:
+        if last := await super()._dialogue(key, seats, row, new_seat):
+            return last
+        last = await self.worker.call("verify", {}, episode=key, limit_s=self.timeout_s)
+        seats[0].total = sum(last.get("rewards", ()))
+        return last

@@ -1,6 +1,7 @@
 """The rewards that a package itself gives to answers: PYTHON own_rewards.py KIND < [[row, answers], ...]. No areal."""
 
 import asyncio
+import functools
 import importlib
 import itertools
 import json
@@ -72,7 +73,59 @@ def verifiers_answer(row, answers):
     return verifiers_task(row).data.answer
 
 
+@functools.cache
+def nemo_gym_app(server):
+    module = importlib.import_module(f"resources_servers.{server}.app")
+    base = importlib.import_module("nemo_gym.base_resources_server").SimpleResourcesServer
+    client = importlib.import_module("nemo_gym.server_utils").ServerClient.model_construct()
+    own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__]
+    (kind,) = [one for one in own if issubclass(one, base)]
+    config = kind.model_fields["config"].annotation(host="", port=1, entrypoint="app.py", name=server)
+    return kind(config=config, server_client=client).setup_webserver()
+
+
+def nemo_gym(row, answers):
+    """The reward for texts, and for calls as [tool, arguments], through the application of the server."""
+    task = {name: value for name, value in row.items() if name != "server"}
+    client = importlib.import_module("starlette.testclient").TestClient(nemo_gym_app(row["server"]))
+    steps = client.post("/seed_session", json=task).status_code == 404
+    if steps:
+        client.post("/reset", json=task)
+    output, rewards = [], []
+    for number, answer in enumerate(answers):
+        if isinstance(answer, str):
+            text = {"type": "output_text", "text": answer, "annotations": []}
+            shared = {"role": "assistant", "status": "completed", "content": [text]}
+            output.append({"type": "message", "id": f"msg_{number}", **shared})
+        else:
+            name, arguments = answer
+            call = {"call_id": f"call_{number}", "name": name, "arguments": json.dumps(arguments)}
+            output.append({"type": "function_call", **call})
+            result = client.post(f"/{name}", json=arguments).text
+            output.append({"type": "function_call_output", "call_id": f"call_{number}", "output": result})
+        if steps:
+            given = task | {"response": nemo_gym_response(output[-1:])}
+            rewards.append(client.post("/step", json=given).json()["reward"])
+    if not steps:
+        rewards = [client.post("/verify", json=task | {"response": nemo_gym_response(output)}).json()["reward"]]
+    return sum(rewards)
+
+
+def nemo_gym_response(output):
+    shared = {"object": "response", "created_at": 0, "model": "m", "parallel_tool_calls": True}
+    return {"id": "resp", **shared, "tool_choice": "auto", "tools": [], "output": output}
+
+
+def nemo_gym_examples(row, answers):
+    """The rows that the package ships."""
+    (folder,) = importlib.import_module("resources_servers").__path__
+    lines = pathlib.Path(folder, row["server"], "data/example.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 KINDS = {
+    "nemo_gym": nemo_gym,
+    "nemo_gym_examples": nemo_gym_examples,
     "verifiers": verifiers,
     "verifiers_answer": verifiers_answer,
     "reasoning_gym": reasoning_gym,

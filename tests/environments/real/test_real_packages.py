@@ -10,13 +10,14 @@ import pytest
 
 from areal.data.dataset import environment_rows
 from areal.environments.reasoning_gym import ReasoningGymWorkflow
-from areal.environments.workflow import OpenEnvWorkflow, TextArenaWorkflow, VerifiersWorkflow
+from areal.environments.workflow import NemoGymWorkflow, OpenEnvWorkflow, TextArenaWorkflow, VerifiersWorkflow
 from tests.agent.policies import ScriptedEngine
 from tests.environments.environment_kit import build, kill_worker_then_controller, policy, run_of, trained_text
 from tests.faults.driver import ROOT
 
 PYTHON = ROOT / ".venv-environments/bin/python"
 VERIFIERS = ROOT / ".venv-verifiers/bin/python"
+NEMO_GYM = ROOT / ".venv-nemo-gym/bin/python"
 OWN = Path(__file__).parent / "own_rewards.py"
 EPISODES = 256
 
@@ -127,10 +128,66 @@ async def test_a_tool_of_verifiers_answers_the_calls_of_the_policy() -> None:
     assert {reward: sum(reward == one for one, _ in found) > 64 for reward in (0.0, 1.0)} == {0.0: True, 1.0: True}
 
 
+def text_answers(task, right):
+    """Forms of an answer, that of the task or another one."""
+    value = task.get("expected_answer", "") if right else "Z"
+    return [f"It is \\boxed{{{value}}}.\nFinal answer: {value}\n{value}"]
+
+
+def listed(task, right):
+    return ['1. "a": b\n2. "c": d\n3. "e": f' if right else "none"]
+
+
+def weather(task, right):
+    return [["get_weather", {"city": "sf"}], "cold"] if right else ["cold"]
+
+
+def counted(task, right):
+    first, second = map(int, re.findall(r"\d+", task["responses_create_params"]["input"][0]["content"]))
+    calls = [["increment_counter", {"count": count}] for count in (first, second if right else second + 1)]
+    return [*calls, ["get_counter_value", {}], "done"]
+
+
+def followed(task, right):
+    return ["yes"] * len(task["follow_ups"]) + [task["expected_answer"] if right else "no"]
+
+
+def written(answer):
+    """An answer as the policy writes it."""
+    if isinstance(answer, str):
+        return answer
+    return f'<tool_call>\n{{"name": "{answer[0]}", "arguments": {json.dumps(answer[1])}}}\n</tool_call>'
+
+
+SERVERS = {
+    "string_match": text_answers,
+    "mcqa": text_answers,
+    "format_verification": listed,
+    "example_single_tool_call": weather,
+    "example_session_state_mgmt": counted,
+    "example_multi_turn_gymnasium": followed,
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_rewards_of_a_resources_server_are_those_of_its_application(server) -> None:
+    (examples,) = own("nemo_gym_examples", [({"server": server}, [])], NEMO_GYM)
+    short = [task for task in examples if len(json.dumps(task)) < 6000]
+    tasks = [short[k % len(short)] for k in range(EPISODES)]
+    answers = [SERVERS[server](task, k % 3 != 0) for k, task in enumerate(tasks)]
+    named = [(task | {"server": server}, one) for task, one in zip(tasks, answers, strict=True)]
+    expected = own("nemo_gym", named, NEMO_GYM)
+    asked = [(task, [written(one) for one in some]) for task, some in zip(tasks, answers, strict=True)]
+    workflow = build(NemoGymWorkflow, python=str(NEMO_GYM), env=server)
+    assert await played(workflow, asked) == [[reward] for reward in expected]
+    assert {*expected} >= {0.0, 1.0}
+
+
 RUNS = {
     "reasoning_gym": ("env:chain_sum?size=200&seed=1", {"args": {"extract": False}, "curriculum": {"target": 0.5}}),
     "openenv": ("env:guessing?size=200&seed=1", {"env": str(ROOT / "examples/environments/guess_server.py:app")}),
     "verifiers": (f"env:{SUMS}?size=200&seed=1", {"python": str(VERIFIERS)}),
+    "nemo_gym": ("ROWS_FILE", {"python": str(NEMO_GYM), "env": "string_match"}),
 }
 
 
@@ -138,7 +195,11 @@ RUNS = {
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_killed_environment_and_a_killed_controller_lose_and_repeat_nothing(kind, tmp_path) -> None:
     rows, args = RUNS[kind]
-    run = run_of(tmp_path, kind, rows, {"python": str(PYTHON), **args})
+    if rows == "ROWS_FILE":
+        row = {"responses_create_params": {"input": "2 + 2 ="}, "expected_answer": "4", "extraction_mode": "last_line"}
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(200 * (json.dumps(row) + "\n"))
+    run = run_of(tmp_path, kind, str(rows), {"python": str(PYTHON), **args})
     kill_worker_then_controller(run)
     if kind == "reasoning_gym":
         lines = [json.loads(line) for line in (run.folder / "environments/levels.jsonl").read_text().splitlines()]

@@ -1,0 +1,1 @@
+"""A tiny nemo_gym with the names that the adapter uses."""

@@ -1,0 +1,3 @@
+"""A server that needs another module."""
+
+import no_such_module  # noqa: F401
