@@ -18,6 +18,7 @@ class ReasoningGymWorkflow(EnvironmentWorkflow):
     """One question and one answer. `curriculum`: the level of each dataset follows the success rate of its groups."""
 
     adapter = "reasoning_gym"
+    scores_answers = True
 
     def __init__(
         self,

@@ -36,6 +36,8 @@ class EnvironmentWorkflow(SessionWorkflow):
     """Each sample of a row is one episode in the worker of the adapter. Its failures are never rewards."""
 
     adapter: ClassVar[str]
+    scores_answers: ClassVar[bool] = False
+    """Whether the worker has `question`, `reference`, `extracted` and `score`, for a check of the reward."""
 
     def __init__(
         self,

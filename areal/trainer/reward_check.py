@@ -472,6 +472,9 @@ class RewardCheck:
             return Trial(config=config, tokenizer=tokenizer, workflow=workflow, images=images, row=row)
 
         if isinstance(workflow, EnvironmentWorkflow):
+            if not workflow.scores_answers:
+                text = f"workflow={workflow.adapter} scores episodes, not answers, so there is nothing to check here"
+                raise ConfigError(text, code="reward.none_given")
             scores = EnvironmentScores(workflow, str(config.workflow_args.get("env", "")))
         elif config.reward_fn or config.reward.names_functions:
             scores = FunctionScores(config, trial_of)

@@ -57,6 +57,11 @@ def test_a_reward_of_equal_texts_has_a_notice_and_no_fault(run, tmp_path):
     assert "no fault was found\nnotice: all rows: a harmless change of a right answer scores below it" in printed.out
 
 
+def test_an_environment_that_scores_episodes_has_no_answers_to_check(run):
+    with raises_code("reward.none_given", "workflow=textarena scores episodes"):
+        run("workflow=textarena", "workflow_args={env: Nim-v0}")
+
+
 HALF_PAID = """
 def half_paid(prompt, completion, prompt_ids, completion_ids, answer, is_paid, **row):
     return 1.0 if is_paid or completion == answer else 0.5 * ("1" in completion)
