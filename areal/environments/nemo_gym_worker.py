@@ -39,7 +39,7 @@ class Adapter:
         self._folder = _folder(env)
         module = _module(self._folder)
         base = importlib.import_module("nemo_gym.base_resources_server").SimpleResourcesServer
-        kind = _server_class(module, base)
+        kind: Any = _server_class(module, base)
         config_class = kind.model_fields["config"].annotation
         given = {**_written_config(self._folder), **args.get("config", {})}
         name = os.path.basename(self._folder)
