@@ -33,7 +33,7 @@ BUDGET = {
     "areal": Size(66, 2, 0),
     "cli": Size(3720, 16, 0),
     "data": Size(3870, 17, 0),
-    "environments": Size(1538, 11, 0),
+    "environments": Size(1859, 12, 0),
     "engine": Size(8137, 26, 0),
     "evaluate": Size(968, 5, 0),
     "fleet": Size(6048, 14, 0),
@@ -50,7 +50,7 @@ BUDGET = {
     "serve": Size(3883, 14, 0),
     "server_side": Size(682, 8, 0),
     "system": Size(2927, 14, 0),
-    "trainer": Size(5458, 24, 0),
+    "trainer": Size(5465, 24, 0),
     "weights": Size(935, 6, 0),
     "workflow": Size(1768, 8, 0),
 }
