@@ -189,7 +189,7 @@ class _Plan:
                 staleness = tuple(sorted({*STALENESS, bound})) if given.search else (bound,)
                 self._ranked = search(self._setting, devices, staleness=staleness, seeds=SEEDS, say=_say)
                 self._setting = self._ranked[0].choice.setting
-            self._figures = simulated(self._setting, SEEDS)
+            self._figures = self._ranked[0].figures if self._ranked else simulated(self._setting, SEEDS)
             self._gains = gains(self._setting, _say)
         finally:
             logger.setLevel(level)

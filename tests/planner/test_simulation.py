@@ -7,10 +7,13 @@ import pytest
 
 from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
 from areal.api.config.experiment import LengthRule
+from areal.planner.report import steps_for
+from areal.planner.search import BEST, search
 from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload
 from areal.planner.simulation import LostServer, Setting, simulate
 from areal.rollout import executor
 from areal.rollout.gate import room
+from tests.expect import raises_code
 
 STEP_S, UPDATE_S, PUBLISH_S = 0.01, 3.0, 0.5
 SIZE = 8
@@ -163,3 +166,15 @@ def test_rewards_wait_for_workers():
     outcome = simulate(one)
     # 16 answers on 4 workers.
     assert [step.wait_batch_s for step in outcome.steps] == pytest.approx([100 * STEP_S + 4 * 0.5] * 3)
+
+
+def test_a_search_ranks_every_split_and_staleness():
+    one = replace(setting(1, rule="uniform(100,400)"), steps=steps_for(3))
+    found = search(one, 3, staleness=(0, 2), seeds=2, say=lambda text: None)
+    assert {(each.choice.setting.servers, each.choice.setting.dp_size) for each in found} == {(1, 2), (2, 1)}
+    assert len(found) == 4
+    rates = [each.figures.steps_per_hour for each in found]
+    assert [rate.mean for rate in rates[:BEST]] == sorted((rate.mean for rate in rates[:BEST]), reverse=True)
+    assert found[0].choice.options["rollout.max_head_offpolicyness"] == "2"
+    with raises_code("plan.too_few_devices"):
+        search(one, 1, staleness=(0,), seeds=1, say=lambda text: None)
