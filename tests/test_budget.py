@@ -47,7 +47,7 @@ BUDGET = {
     "replay": Size(1006, 5, 0),
     "reward": Size(3446, 13, 0),
     "rollout": Size(3884, 11, 0),
-    "serve": Size(3883, 14, 0),
+    "serve": Size(3925, 14, 0),
     "server_side": Size(682, 8, 0),
     "system": Size(2927, 14, 0),
     "trainer": Size(5465, 24, 0),

@@ -36,7 +36,7 @@ from areal.ledger.event_files import open_reader
 from areal.ledger.state import LedgerState
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
 from areal.serve.audit import FOLDER
-from areal.serve.journal import opened_journal
+from areal.serve.journal import opened_journal, undisturbed
 from areal.serve.tenants import Model, Tenants
 from areal.system.discovery import registry_of
 from areal.system.heartbeat import Beat, read_beats
@@ -75,7 +75,7 @@ class WatchedModel:
     user: str
     model: str
     rank: int
-    steps: int  # Of the optimiser, in its weights.
+    steps: int | None  # Of the optimiser, in its weights; None = not known.
     answered: int
     failed: int
     waiting: int
@@ -309,14 +309,12 @@ class Watched:
 
 
 def _service(journal: Path) -> WatchedService | None:
-    """The tenants by the journal of a service. None = the run is no service, or the journal is just being cut."""
+    """The tenants by the journal of a service. None = the run is no service, or its journal is damaged."""
     if not journal.is_dir():
         return None
-    tenants = Tenants()
     try:
-        for event in opened_journal(journal)[1]:
-            tenants.apply(event)
-    except (LedgerError, OSError):
+        tenants = undisturbed(journal, lambda: _read(journal))
+    except LedgerError:
         return None
     return WatchedService(
         sessions=len(tenants.sessions) - len(tenants.ended),
@@ -324,6 +322,13 @@ def _service(journal: Path) -> WatchedService | None:
         saved_weights=len(tenants.saved),
         models=[_model(model, tenants.key_of(model.session)) for model in tenants.models.values()],
     )
+
+
+def _read(journal: Path) -> Tenants:
+    tenants = Tenants()
+    for event in opened_journal(journal)[1]:
+        tenants.apply(event)
+    return tenants
 
 
 def _model(model: Model, user: str) -> WatchedModel:
@@ -661,7 +666,7 @@ def _tenants(service: WatchedService) -> RenderableType:
     for one in service.models:
         waiting = f"{one.waiting}" if one.missing is None else f"{one.waiting} for request {one.missing}"
         numbers = (one.rank, one.steps, one.answered, one.failed)
-        table.add_row(safe(one.user), safe(one.model), *map(str, numbers), waiting)
+        table.add_row(safe(one.user), safe(one.model), *("?" if n is None else str(n) for n in numbers), waiting)
     counts = f"{service.sessions} sessions, {service.samplers} samplers, {service.saved_weights} saved weights"
     return Group(Text(counts), table)
 

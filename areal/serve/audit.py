@@ -12,8 +12,7 @@ from pathlib import Path
 
 from areal.api.errors import LedgerError
 from areal.ledger import __main__ as ledger_command
-from areal.ledger.event_files import events_path
-from areal.serve.journal import Event, opened_journal, read_body, seal_of
+from areal.serve.journal import opened_journal, read_body, undisturbed
 from areal.serve.service import ADAPTER, STATE, snapshot_folder, weights_folder
 from areal.serve.tenants import TRAINING, Model, Tenants
 from areal.system.durable import is_complete
@@ -46,12 +45,14 @@ def audit_command(words: Sequence[str]) -> int:
 
 def audit_service(folder: Path) -> tuple[dict[str, int], list[str]]:
     """Counts of requests, and what is wrong. LedgerError when the journal cannot be read."""
+    return undisturbed(folder / "journal", lambda: _audited(folder))
+
+
+def _audited(folder: Path) -> tuple[dict[str, int], list[str]]:
     tenants, seen, counts = Tenants(), Counter[tuple[str, str, int]](), Counter[str]()
     violations: list[str] = []
     for event in opened_journal(folder / "journal")[1]:
         kind = event["event"]
-        if kind == "cut" and (text := wrong_seal(folder / "journal", event)):
-            violations.append(text)
         if kind in ("request", "result"):
             key = kind, event["model"], event["seq"]
             seen[key] += 1
@@ -80,7 +81,8 @@ def audit_service(folder: Path) -> tuple[dict[str, int], list[str]]:
         if model.snapshot is not None:
             later = sum(one.is_step for seq, one in model.operations.items() if seq > model.snapshot)
             state = snapshot_folder(folder, model.id, model.snapshot)
-            if text := wrong_state(state, model.num_steps - later):
+            expected = None if model.num_steps is None else model.num_steps - later
+            if text := wrong_state(state, expected):
                 violations.append(f"{model.id}: the snapshot after request {model.snapshot} {text}")
     violations += wrong_weights(tenants, folder)
     names = ("requests", "computed", "failed", "waiting", "optimiser_steps")
@@ -92,20 +94,12 @@ def is_forgotten(model: Model, seq: int) -> bool:
     return model.forgotten.total() > 0 and seq < model.num_done and seq not in model.operations
 
 
-def wrong_seal(journal: Path, cut: Event) -> str:
-    """How the files that a cut has replaced differ from its seal, if they are all still there; empty = they do not."""
-    files = [events_path(journal, number) for number in cut["sealed"]]
-    if all(path.exists() for path in files) and seal_of(journal, cut["sealed"]) != cut["sha256"]:
-        return f"{files[0]} and those up to {files[-1].name} are not what the cut after them has sealed"
-    return ""
-
-
-def wrong_state(folder: Path, num_steps: int) -> str:
+def wrong_state(folder: Path, num_steps: int | None) -> str:
     """What is wrong with a state in which the optimiser has made `num_steps` steps; empty = nothing."""
     if not is_complete(folder):
         return "is not complete"
     found = json.loads((folder / "state.json").read_bytes())["num_steps"]
-    return "" if found == num_steps else f"has {found} optimiser steps, but the journal {num_steps}"
+    return "" if num_steps in (found, None) else f"has {found} optimiser steps, but the journal {num_steps}"
 
 
 def wrong_weights(tenants: Tenants, folder: Path) -> Iterator[str]:

@@ -5,17 +5,18 @@ the bodies of requests and results.
 
 A cut keeps them short: a new events file begins with a group that makes the whole state, and the files before it are
 removed once it is on disk. The group follows the last one before it, and its first event, "cut", has the names and the
-SHA-256 of the events files that it replaces, which begin with the cut before. A start reads from the newest cut on.
+SHA-256 of the events files that it replaces, which begin with the cut before. A start reads from the newest cut on, and
+checks that digest where a kill has left the files. Bodies that are still needed are copied.
 """
 
 import asyncio
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from areal.api.errors import LedgerError
 from areal.ledger.event_files import (
@@ -34,6 +35,8 @@ from areal.system.durable import fsync_path
 CUT_EVENTS = 512
 """A journal is cut when it has this many events, besides twice those that the cut before has left."""
 Event = dict[str, Any]
+Result = TypeVar("Result")
+_TRIES = 10
 
 
 class Place(NamedTuple):
@@ -63,6 +66,10 @@ class State(Protocol):
         """Forget what nobody needs any more, and return events that make the rest from nothing."""
         ...
 
+    def relocate(self, events: Sequence[Event]) -> None:
+        """The bodies of these events of `shortened` have new places."""
+        ...
+
 
 class Journal:
     """Appends events of one gateway. One task writes them in groups, with one fsync for each, and applies them."""
@@ -74,11 +81,10 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             fsync_path(folder.parent)
             reader, events = opened_journal(folder)
-            self._num_events, used = 0, set[int]()
+            self._num_events = 0
             for event in events:
                 state.apply(event)
                 self._num_events += 1
-                used.add(_segment_of(event))
             if reader.incomplete is not None:
                 with open(reader.incomplete.path, "r+b") as file:
                     file.truncate(reader.incomplete.offset)
@@ -90,7 +96,7 @@ class Journal:
                 fsync_path(events_path(folder, last))
             self._cut_at, self._end = CUT_EVENTS, reader.end
             self._first = min(reader.numbers, default=reader.next_number)
-            self._remove_before(self._first, used)
+            self.remove_old()
             self._begin(reader.next_number)
         except OSError as error:
             raise not_writable(folder, error) from error
@@ -130,49 +136,58 @@ class Journal:
                     one.done.set_result(None)
             self._num_events += len(group)
             if self._num_events >= self._cut_at:
-                await asyncio.to_thread(self.cut, self._state.shortened())
+                events = self._state.shortened()
+                await asyncio.to_thread(self.cut, events)
+                self._state.relocate(events)
+                await asyncio.to_thread(self.remove_old)
 
     def _write(self, group: Sequence[_Pending]) -> None:
         """The bodies, then the events that name them."""
         bodies = [one for one in group if one.body is not None]
         for one in bodies:
             assert one.body is not None
-            one.event["body"] = list(Place(self._number, self._size, len(one.body), zlib.crc32(one.body)))
-            self._payload.write(one.body)
-            self._size += len(one.body)
+            self._append_body(one.event, one.body, zlib.crc32(one.body))
         if bodies:
             self._payload.sync()
         data, self._end = encode_group(self._end, 0.0, [one.event for one in group])
         self._events.write(data)
         self._events.sync()
 
+    def _append_body(self, event: Event, body: bytes, crc: int) -> None:
+        event["body"] = list(Place(self._number, self._size, len(body), crc))
+        self._payload.write(body)
+        self._size += len(body)
+
     def cut(self, events: Sequence[Event]) -> None:
-        """Begin new files with `events`, which make the state, and remove those before. While it runs, nothing is
-        appended. A process that ends within it leaves a journal with the same state."""
+        """Begin new files with `events`, which make the state and get new places. Until `remove_old` has returned,
+        nothing is appended. A process that ends meanwhile leaves a journal with the same state."""
         old, after = (self._events, self._payload), self._end
         sealed = list(range(self._first, self._number + 1))
         head = {"event": "cut", "sealed": sealed, "sha256": seal_of(self._folder, sealed)}
         try:
             self._begin(self._number + 1)
+            for event in events:
+                if event.get("body") is not None:  # not checked: what is damaged stays so
+                    place = Place(*event["body"])
+                    self._append_body(event, _bytes_at(self._folder, place), place.crc)
+            self._payload.sync()
             data, self._end = encode_group(after, 0.0, [head, *events])
             self._events.write(data)
             self._events.sync()
-            self._first = self._number
             for file in old:
                 file.close()
-            self._remove_before(self._first, set(map(_segment_of, events)))
         except OSError as error:
             raise not_writable(self._folder, error) from error
-        self._num_events = len(events)
+        self._first, self._num_events = self._number, len(events)
         self._cut_at = CUT_EVENTS + 2 * len(events)
 
-    def _remove_before(self, first: int, used: set[int]) -> None:
-        """Remove the events files before number `first`, and the payload files before it that are not `used`."""
-        old = [events_path(self._folder, number) for number in event_numbers(self._folder) if number < first]
-        segments = [number for number in segment_numbers(self._folder) if number < first and number not in used]
-        for path in [*old, *(payload_path(self._folder, number) for number in segments)]:
+    def remove_old(self) -> None:
+        """Remove the files before the newest cut."""
+        events = [events_path(self._folder, number) for number in event_numbers(self._folder) if number < self._first]
+        numbers = [number for number in segment_numbers(self._folder) if number < self._first]
+        for path in [*events, *(payload_path(self._folder, number) for number in numbers)]:
             path.unlink()
-        if old or segments:
+        if events or numbers:
             fsync_path(self._folder)
 
     def read(self, place: Place) -> bytes:
@@ -186,12 +201,31 @@ class Journal:
 
 def read_body(folder: Path, place: Place) -> bytes:
     """A body of the journal in `folder`. LedgerError when it is not what was written."""
-    path = payload_path(folder, place.segment)
-    with open(path, "rb") as file:
-        data = os.pread(file.fileno(), place.size, place.offset)
+    data = _bytes_at(folder, place)
     if len(data) != place.size or zlib.crc32(data) != place.crc:
+        path = payload_path(folder, place.segment)
         raise LedgerError(f"{path} is damaged at byte {place.offset}", code="ledger.bad_payload")
     return data
+
+
+def _bytes_at(folder: Path, place: Place) -> bytes:
+    with open(payload_path(folder, place.segment), "rb") as file:
+        return os.pread(file.fileno(), place.size, place.offset)
+
+
+def undisturbed(folder: Path, read: Callable[[], Result]) -> Result:
+    """The result of `read` on the journal of a service that may run: again after a cut has removed files meanwhile."""
+    for _ in range(_TRIES):
+        numbers = event_numbers(folder)
+        try:
+            found = read()
+        except (LedgerError, OSError):
+            if event_numbers(folder) == numbers:
+                raise
+        else:
+            if event_numbers(folder) == numbers:
+                return found
+    return read()
 
 
 def opened_journal(folder: Path) -> tuple[LedgerReader, Iterator[Event]]:
@@ -203,17 +237,23 @@ def opened_journal(folder: Path) -> tuple[LedgerReader, Iterator[Event]]:
         if number > first and number not in reader.numbers:
             text = f"{events_path(folder, number)} is missing: restore the folder from a copy"
             raise LedgerError(text, code="ledger.damaged")
-    return reader, (event for event in reader.events() if event["event"] != "group")
+    return reader, _checked(folder, reader.events())
+
+
+def _checked(folder: Path, events: Iterator[Event]) -> Iterator[Event]:
+    for event in events:
+        if event["event"] == "cut":
+            files = [events_path(folder, number) for number in event["sealed"]]
+            if all(path.exists() for path in files) and seal_of(folder, event["sealed"]) != event["sha256"]:
+                text = f"{files[0]} and those up to {files[-1].name} are not what the cut after them has sealed"
+                raise LedgerError(f"{text}: restore the folder from a copy", code="ledger.damaged")
+        elif event["event"] != "group":
+            yield event
 
 
 def _begins_with_cut(folder: Path, number: int) -> bool:
     group = decode_group(events_path(folder, number).read_bytes(), 0)
     return group is not None and group[0][1]["event"] == "cut"
-
-
-def _segment_of(event: Event) -> int:
-    """The payload file of an event; 0 = none."""
-    return (event.get("body") or (0,))[0]
 
 
 def seal_of(folder: Path, numbers: Sequence[int]) -> str:

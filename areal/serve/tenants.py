@@ -4,7 +4,7 @@ The state is made from the events of the journal alone: `apply` is called for ev
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -97,8 +97,8 @@ class Model:
     """The newest request whose effect is in a snapshot."""
     failed_loss: int | None = None
     """A request since the last optimiser step whose gradients failed."""
-    num_steps: int = 0
-    """Optimiser steps in its state, up to the newest request that was computed."""
+    num_steps: int | None = 0
+    """None = it is not known. Optimiser steps in its state, up to the newest request that was computed."""
     forgotten: Counter[str] = field(default_factory=Counter[str])
     """Requests before `num_done` that a cut has dropped: how many were computed, failed, and were optimiser steps."""
     is_resident: bool = False
@@ -133,12 +133,12 @@ class Model:
             text += f", and {num_bytes} bytes of requests wait for that: send it again later"
             raise RequestError(text, code="request.too_many")
 
-    def shorten(self) -> None:
-        """Forget requests whose effect is in the snapshot, except the newest ones."""
+    def shorten(self, num_kept: int) -> None:
+        """Forget requests whose effect is in the snapshot, except those without a reader and the newest ones."""
         through = -1 if self.snapshot is None else self.snapshot
         for seq, one in [(seq, one) for seq, one in self.operations.items() if seq <= through]:
             one.body = None
-            if seq < self.num_done - (MAX_KEPT if one.is_read else MAX_UNREAD):
+            if seq < self.num_done - (num_kept if one.is_read else MAX_UNREAD):
                 self.forgotten.update(one.counts)
                 del self.operations[seq]
 
@@ -174,8 +174,8 @@ class SavedWeights:
     settings: Mapping[str, Any]
     seq: int
     """Of the request that saved them."""
-    num_steps: int = 0
-    """Optimiser steps in their state."""
+    num_steps: int | None = None
+    """Optimiser steps in their state; None = it is not known."""
     expires_at: float | None = None
     is_public: bool = False
     user_metadata: Mapping[str, str] | None = None
@@ -263,8 +263,6 @@ class Tenants:
                 self.numbers = {name: one for name, one in self.numbers.items() if name.rpartition(":")[0] not in gone}
             case "deleted":
                 self.saved.pop(event["path"], None)
-            case "cut":  # what follows makes the state
-                pass
             case kind:
                 raise ValueError(f"the journal has an event of unknown kind {kind}")
 
@@ -279,24 +277,34 @@ class Tenants:
             model.failed_loss = None
         elif operation.kind in ("create", "load"):
             model.failed_loss = None if operation.is_ok else operation.seq
-        if operation.is_step:
+        if operation.is_step and model.num_steps is not None:
             model.num_steps += 1
         if operation.kind == "load" and operation.is_ok:  # with its snapshot: the path may be deleted from now on
             model.snapshot, model.settings = operation.seq, operation.arguments["settings"]
-            model.num_steps = operation.arguments.get("num_steps", 0)
+            model.num_steps = operation.arguments.get("num_steps")
 
     def shortened(self) -> list[Event]:
         """Forget what nobody needs any more, and return events that make the rest from nothing."""
         events: list[Event] = [{"event": "session", "id": name, "key": key} for name, key in self.sessions.items()]
         events += [{"event": "ended", "id": name} for name in self.ended]
         for model in self.models.values():
-            model.shorten()
+            model.shorten(0 if model.session in self.ended else MAX_KEPT)
             events += model.events()
         events += [{"event": "sampler", **asdict(one)} for one in self.samplers.values()]
         events += [{"event": "saved", **asdict(one)} for one in self.saved.values()]
         for queue, numbers in self.numbers.items():
             events.append({"event": "samples", "queue": queue, **numbers._asdict()})
         return events
+
+    def relocate(self, events: Sequence[Event]) -> None:
+        """The bodies of these events of `shortened` have new places."""
+        for event in events:
+            if event["event"] in ("request", "result") and event["body"] is not None:
+                operation, place = self.models[event["model"]].operations[event["seq"]], Place(*event["body"])
+                if event["event"] == "request":
+                    operation.body = place
+                else:
+                    operation.result = place
 
     def key_of(self, session: str) -> str:
         return self.sessions.get(session, "")

@@ -9,9 +9,11 @@ from functools import partial
 import pytest
 
 from areal.ledger.event_files import event_numbers, events_path, segment_numbers
+from areal.serve import audit as audit_module
+from areal.serve import journal as journal_module
 from areal.serve.audit import audit_service
 from areal.serve.journal import CUT_EVENTS, Journal
-from areal.serve.service import snapshot_folder
+from areal.serve.service import ADAPTER, STATE, snapshot_folder, weights_folder
 from areal.serve.tenants import MAX_KEPT, MAX_REPLAYED, Tenants
 from areal.system.durable import seal_folder
 from tests.expect import raises_code
@@ -122,6 +124,10 @@ async def test_results_that_no_client_has_read_stay_after_a_cut(tmp_path):
         assert results(service)[1] == {"did": "loss1"}
 
 
+BODIES = "payload-000003.bin"
+"""The new payload file of `cut_of`."""
+
+
 class Stopped(BaseException):
     """The process is killed here."""
 
@@ -146,6 +152,13 @@ class FileOperations:
         return real(*given, **options)
 
 
+def cut(service):
+    events = service.tenants.shortened()
+    service.journal.cut(events)
+    service.tenants.relocate(events)
+    service.journal.remove_old()
+
+
 async def cut_of(folder, monkeypatch, last=None, *, is_torn=False):
     """The operations of a cut of a journal with several files, stopped before operation `last`."""
     async with opened(folder) as service:
@@ -162,7 +175,7 @@ async def cut_of(folder, monkeypatch, last=None, *, is_torn=False):
             patch.setattr("areal.serve.tenants.MAX_KEPT", 10)
             operations = FileOperations(patch, last, is_torn=is_torn)
             with contextlib.suppress(Stopped):
-                service.journal.cut(service.tenants.shortened())
+                cut(service)
         return operations.done, expected, model, trainer
 
 
@@ -180,7 +193,9 @@ def test_the_new_files_are_durable_before_the_old_ones_are_removed(number_of_ope
     assert [name for name, what in before if what == "events-000003.jsonl"] == ["open", "write", "fsync"]
     made = [place for place, one in enumerate(before) if one[0] == "open"]
     assert all(("fsync", "journal") in before[place:] for place in made)
-    assert [what for name, what in done if name == "unlink"] == ["events-000001.jsonl", "events-000002.jsonl"]
+    removed = [f"{kind}-00000{number}" for kind in ("events", "payload") for number in (1, 2)]
+    assert [what.partition(".")[0] for name, what in done if name == "unlink"] == removed
+    assert done.index(("fsync", "payload-000003.bin")) < done.index(("write", "events-000003.jsonl"))
     assert done[-1] == ("fsync", "journal")
 
 
@@ -189,8 +204,8 @@ async def test_a_kill_at_any_point_of_a_cut_leaves_a_valid_journal(
     tmp_path, monkeypatch, number_of_operations, is_torn
 ):
     for last, (name, _) in enumerate(number_of_operations):
-        if is_torn and name != "write":
-            continue
+        if (is_torn and name != "write") or number_of_operations[max(last - 2, 0) : last] == [("write", BODIES)] * 2:
+            continue  # of the bodies the first two, and what follows the last
         folder = tmp_path / str(last)
         done, expected, model, _ = await cut_of(folder, monkeypatch, last, is_torn=is_torn)
         assert len(done) == last
@@ -233,13 +248,87 @@ async def test_the_audit_finds_changes_of_a_cut_journal(tmp_path, monkeypatch):
         audit_service(tmp_path)
 
 
-async def test_the_audit_checks_a_seal_while_the_sealed_files_exist(tmp_path, monkeypatch):
-    monkeypatch.setattr(Journal, "_remove_before", lambda *_: None)
-    await cut_of(tmp_path, monkeypatch)
-    assert audit_service(tmp_path)[1] == []
+async def test_a_seal_is_checked_while_a_kill_has_left_the_sealed_files(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove_old", lambda _: None)
+        await cut_of(tmp_path, monkeypatch)
     first = events_path(tmp_path / "journal", 1)
-    first.write_bytes(first.read_bytes().replace(b'"key":"me"', b'"key":"mo"'))
-    assert "are not what the cut after them has sealed" in audit_service(tmp_path)[1][0]
+    good = first.read_bytes()
+    first.write_bytes(good.replace(b'"key":"me"', b'"key":"mo"'))
+    for read in (audit_service, start):
+        with raises_code("ledger.damaged", "are not what the cut after them has sealed"):
+            read(tmp_path)
+    first.write_bytes(good)
+    assert audit_service(tmp_path)[1] == []
+    start(tmp_path)
+    assert not first.exists()
+
+
+@pytest.mark.parametrize("moment", ["names", "events"])
+async def test_an_audit_during_a_cut_begins_again(tmp_path, monkeypatch, moment):
+    async with opened(tmp_path) as service:
+        await model_of(service)
+        await trained(service, MAX_REPLAYED + 5)
+        place, name = (journal_module, "event_numbers") if moment == "names" else (audit_module, "opened_journal")
+        real, cuts, is_cutting = vars(place)[name], [], asyncio.Event()
+
+        def during(folder):
+            found = real(folder)
+            if moment == "events":
+                found = found[0], iter(list(found[1]))
+            if len(cuts) < 2 and not is_cutting.is_set():
+                is_cutting.set()
+                cuts.append(cut(service))
+                is_cutting.clear()
+            return found
+
+        monkeypatch.setattr(place, name, during)
+        facts, violations = audit_service(tmp_path)
+        assert (facts["requests"], violations) == (MAX_REPLAYED + 6, [])
+        assert len(cuts) == 2
+
+
+async def test_a_cut_keeps_of_ended_sessions_only_what_is_needed_and_one_payload_file(tmp_path):
+    async with opened(tmp_path) as service:
+        await model_of(service)
+        trainer = await trained(service, MAX_REPLAYED + 5)
+        await service.record({"event": "ended", "id": "s"})
+        cut(service)
+        model = service.tenants.models["s:train:0"]
+        assert sorted(model.operations) == [0, *range(MAX_REPLAYED + 1, MAX_REPLAYED + 6)]  # nobody has read that of 0
+        assert results(service)[MAX_REPLAYED + 1] == {"did": f"loss{MAX_REPLAYED + 1}"}
+        assert segment_numbers(tmp_path / "journal") == [2]
+        assert audit_service(tmp_path)[1] == []
+        again = SavingTrainer(service, run_id=trainer.run_id + 1)
+        await service.accept(model.id, MAX_REPLAYED + 6, "step", {"settings": {}})
+        assert (await again.all())[:3] == ["reset", f"0restore{MAX_REPLAYED}", f"0loss{MAX_REPLAYED + 1}"]
+
+
+async def test_steps_of_weights_of_an_older_version_are_not_known(tmp_path):
+    async with opened(tmp_path) as service:
+        model = await model_of(service)
+        saved = {
+            "event": "saved",
+            "model": model,
+            "kind": "weights",
+            "name": "old",
+            "at": 0.0,
+            "settings": {},
+            "seq": 9,
+        }
+        await service.record(saved)
+        load = {"path": "tinker://s:train:0/weights/old", "saved_seq": 9, "optimizer": True, "settings": {"rank": 4}}
+        await service.accept(model, 1, "load", load)
+        await service.accept(model, 2, "step", {"settings": {}})
+        await Trainer(service).all()
+        assert service.tenants.models[model].num_steps is None
+        folders = [weights_folder(tmp_path, load["path"], 9) / part for part in (STATE, ADAPTER)]
+        for folder in (*folders, snapshot_folder(tmp_path, model, 1)):
+            folder.mkdir(parents=True)
+            (folder / "state.json").write_text('{"num_steps": 4}')
+            seal_folder(folder)
+    facts, violations = audit_service(tmp_path)
+    assert (facts["optimiser_steps"], violations) == (1, [])
 
 
 async def test_a_missing_events_file_is_an_error(tmp_path):
