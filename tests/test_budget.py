@@ -31,7 +31,7 @@ BUDGET = {
     "algorithm": Size(2417, 16, 33),
     "api": Size(8783, 28, 576),
     "areal": Size(66, 2, 0),
-    "cli": Size(3720, 16, 0),
+    "cli": Size(3723, 16, 0),
     "data": Size(3870, 17, 0),
     "environments": Size(1859, 12, 0),
     "engine": Size(8137, 26, 0),
