@@ -43,7 +43,7 @@ BUDGET = {
     "ledger": Size(3973, 11, 0),
     "models": Size(1487, 10, 0),
     "observe": Size(2035, 10, 0),
-    "planner": Size(2091, 11, 0),
+    "planner": Size(2092, 11, 0),
     "replay": Size(1006, 5, 0),
     "reward": Size(3446, 13, 0),
     "rollout": Size(3884, 11, 0),

@@ -25,30 +25,31 @@ _ENOUGH = 1e-4
 
 
 class Cores:
-    """The CPU cores that servers and trainer share: each worker uses one."""
+    """The CPU cores that servers and trainer ranks share: each uses one. None are shared where there are GPUs."""
 
     def __init__(self, count: float) -> None:
+        """`count`: infinite = none are shared."""
         self._count = count
-        self._workers: dict[object, Callable[[], None]] = {}
+        self._workers: dict[object, tuple[int, Callable[[], None]]] = {}
         self.speed = 1.0
 
-    def enter(self, worker: object, on_change: Callable[[], None]) -> None:
-        """`on_change` is called before the speed changes, and again after it."""
-        if worker not in self._workers:
-            self._change({**self._workers, worker: on_change})
+    def enter(self, worker: object, on_change: Callable[[], None], cores: int = 1) -> None:
+        """`on_change` is called before the speed changes, and again after it. `cores`: that the worker uses."""
+        if worker not in self._workers and self._count < math.inf:
+            self._change({**self._workers, worker: (cores, on_change)})
 
     def leave(self, worker: object) -> None:
         if worker in self._workers:
-            self._change({other: look for other, look in self._workers.items() if other is not worker})
+            self._change({other: known for other, known in self._workers.items() if other is not worker})
 
-    def _change(self, workers: dict[object, Callable[[], None]]) -> None:
-        speed = min(1.0, self._count / max(1, len(workers)))
+    def _change(self, workers: dict[object, tuple[int, Callable[[], None]]]) -> None:
+        speed = min(1.0, self._count / max(1, sum(cores for cores, _ in workers.values())))
         before, self._workers = self._workers, workers
         if speed != self.speed:
-            for look in before.values():
+            for _, look in before.values():
                 look()
             self.speed = speed
-            for look in workers.values():
+            for _, look in workers.values():
                 look()
 
 

@@ -191,8 +191,8 @@ class SimulatedWorkflow(RolloutWorkflow):
 class _Work:
     """The computation of the trainer, on the cores that it shares with the servers."""
 
-    def __init__(self, cores: Cores) -> None:
-        self._cores, self._loop = cores, asyncio.get_running_loop()
+    def __init__(self, cores: Cores, ranks: int) -> None:
+        self._cores, self._ranks, self._loop = cores, ranks, asyncio.get_running_loop()
         self._left_s = self._looked_s = 0.0
         self._speed = 1.0
         self._timer: asyncio.TimerHandle | None = None
@@ -203,7 +203,7 @@ class _Work:
             return
         self._left_s, self._looked_s, self._speed = seconds, self._loop.time(), self._cores.speed
         self._done = self._loop.create_future()
-        self._cores.enter(self, self._look)
+        self._cores.enter(self, self._look, self._ranks)
         self._look()
         await self._done
         self._cores.leave(self)
@@ -319,7 +319,7 @@ class _Trainer:
         self, setting: Setting, controller: Controller, log: RecordingLog, cores: Cores, outcome: Outcome
     ) -> None:
         self._setting, self._controller, self._log, self._outcome = setting, controller, log, outcome
-        self._work = _Work(cores)
+        self._work = _Work(cores, setting.dp_size)
         self._rng = random.Random(setting.seed + 1)
         self._sent: WeightUpdate | None = None
         """What the servers install, until it was waited for."""
