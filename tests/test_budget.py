@@ -33,7 +33,7 @@ BUDGET = {
     "areal": Size(66, 2, 0),
     "cli": Size(3723, 16, 0),
     "data": Size(3870, 17, 0),
-    "environments": Size(1859, 12, 0),
+    "environments": Size(1898, 12, 0),
     "engine": Size(8137, 26, 0),
     "evaluate": Size(968, 5, 0),
     "fleet": Size(6048, 14, 0),

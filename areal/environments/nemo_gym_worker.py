@@ -36,7 +36,7 @@ class Adapter:
     def __init__(self, env, args):
         utils = _utils()
         self.httpx = importlib.import_module("httpx")
-        self._folder = _folder(env)
+        self._env, self._folder = env, _folder(env)
         module = _module(self._folder)
         base = importlib.import_module("nemo_gym.base_resources_server").SimpleResourcesServer
         kind: Any = _server_class(module, base)
@@ -56,7 +56,13 @@ class Adapter:
         return {}
 
     def task(self, row):
-        """The row as the package has it."""
+        """The row as the package has it. Its `env` is that of workflow_args, and it has no `config`."""
+        if row.get("env") not in (None, "", self._env, os.path.basename(self._folder)):
+            text = f"a row names the server {row['env']!r}, and workflow_args.env is {self._env!r}"
+            raise NoServer(f"{text}: one run has one server")
+        if row.get("config"):
+            keys = ", ".join(row["config"])
+            raise NoServer(f"a row has the config {keys}, which no server takes: use workflow_args.args.config")
         if "responses_create_params" in row:
             return row
         if self._examples is None:

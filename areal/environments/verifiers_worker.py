@@ -22,6 +22,7 @@ INSTALL = "pip install verifiers==0.4.0"
 _HARNESS = "areal_null"  # As the package names a plugin: a module.
 _KEY: contextvars.ContextVar[str] = contextvars.ContextVar("key of the session")
 _MCP_LIMIT_S = 60.0
+_CONNECT_LIMIT_S = 5.0
 
 
 class OldApi(Exception):
@@ -55,13 +56,18 @@ class Adapter:
         os.environ["PYTHONPATH"] = os.getcwd()  # Tool servers are processes that import the module of the taskset.
         sys.modules[_HARNESS] = _harness_module()
 
+    def episode(self):
+        """Episodes have nothing of their own; by their key, a close finds the process that ran one."""
+        return self
+
     async def check(self, row):
         """Load the task of a row."""
-        (await self._environment(row)).task(row)
+        _, opened = await self._environment(row)
+        opened.task(row)
 
     async def run(self, row, session):
         """One episode. `session`: `base_url` and `key` of the session that answers its requests."""
-        opened = await self._environment(row)
+        key, opened = await self._environment(row)
         (slot,) = opened.env.slots(opened.task(row))
         # One address for all: the package keeps a client for each address. Its loop sends the key as a header.
         client = self._vf.EvalClientConfig(base_url=session["base_url"], api_key_var="AREAL_NO_KEY")
@@ -70,28 +76,27 @@ class Adapter:
         context = self._vf.ModelContext(model="policy", client=client, sampling=sampling)
         episode = await opened.env.run_slot(slot, context)
         if not episode.ok and not await opened.is_serving():
-            self._opened = {
-                key: one for key, one in self._opened.items() if not one.done() or one.result() is not opened
-            }
+            if opened.ends():
+                del self._opened[key]
             raise ToolServerDied("a tool server of the environment has ended; the next episode starts it again")
         return _result(episode)
 
     async def _environment(self, row):
+        """The environment of a row, with its key in `_opened`."""
         name = row.get("env") or self._env
         key = json.dumps([name, row.get("config") or {}], sort_keys=True)
         if key not in self._opened:
             self._opened[key] = asyncio.ensure_future(self._open(name, row.get("config") or {}))
         try:
-            return await asyncio.shield(self._opened[key])
+            return key, await asyncio.shield(self._opened[key])
         except Exception:
             self._opened.pop(key, None)  # the next episode tries again
             raise
 
     async def _open(self, name, config):
-        env = self._loaders.load_environment(self._resolved(_module_name(name), config))
-        serving = env.serving()
-        await serving.__aenter__()
-        return Opened(name, env, serving)
+        opened = Opened(name, self._loaders.load_environment(self._resolved(_module_name(name), config)))
+        await opened.start()
+        return opened
 
     def _resolved(self, name, config):
         """The whole config. Agents run in this process, and nothing is retried."""
@@ -115,23 +120,48 @@ class Adapter:
 
 
 class Opened:
-    """An environment with its tool servers, which live as long as this process, and its tasks so far."""
+    """An environment with its tool servers, which a task of its own holds, and its tasks so far."""
 
-    def __init__(self, name, env, serving):
-        self._name, self.env, self._serving = name, env, serving
+    def __init__(self, name, env):
+        self._name, self.env = name, env
         self._tasks = []
         self._left = iter(env.taskset)
+        self._ending = asyncio.Event()
+
+    async def start(self):
+        """Return when the tool servers run. Raises what stops them from it."""
+        started = asyncio.get_running_loop().create_future()
+        self._holding = asyncio.create_task(self._hold(started))
+        await started
+
+    async def _hold(self, started):
+        try:
+            async with self.env.serving():
+                started.set_result(None)
+                await self._ending.wait()
+        except Exception as error:  # noqa: BLE001 - of the package
+            if started.done():
+                traceback.print_exc()
+            else:
+                started.set_exception(error)
+
+    def ends(self):
+        """End the tool servers. Whether they have not been told to end before."""
+        is_first = not self._ending.is_set()
+        self._ending.set()
+        return is_first
 
     async def is_serving(self):
         """Whether its tool servers accept connections."""
         for server in self.env._shared_tools.values():
             place = urlsplit(server.url)
             try:
-                _, writer = await asyncio.open_connection(place.hostname, place.port)
-            except OSError:
+                connecting = asyncio.open_connection(place.hostname, place.port)
+                _, writer = await asyncio.wait_for(connecting, _CONNECT_LIMIT_S)
+            except (TimeoutError, OSError):
                 return False
             writer.close()
-        return True
+        return not self._ending.is_set()
 
     def task(self, row):
         """The task of this number of the taskset, which is the seed and the index of the row."""

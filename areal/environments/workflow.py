@@ -214,8 +214,11 @@ class VerifiersWorkflow(EnvironmentWorkflow):
     ) -> Sequence[AgentOutcome]:
         entry = seats[0].entry
         session = {"base_url": f"{self._services.base_url}/v1", "key": entry.key}
-        given = {"row": row, "session": session}
-        found = await self.worker.call("run", given, limit_s=self._config.timeout_s)
+        given, key = {"row": row, "session": session}, entry.session.session_id
+        try:
+            found = await self.worker.call("run", given, episode=key, limit_s=self._config.timeout_s)
+        finally:  # which kills a worker that a task blocks
+            await self.worker.close_episode(key, limit_s=_CLOSE_LIMIT_S)
         refused = entry.session.counts.refused
         refusal = next((code for code in sorted(BUDGET_CODES) if refused[code]), "")
         return [AgentOutcome(**found, refusal="" if found["status"] == "ok" else refusal)]

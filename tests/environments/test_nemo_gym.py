@@ -116,6 +116,8 @@ async def test_steps_have_their_rewards_and_their_tool_outputs(make) -> None:
     [
         ("none", ROW, "no resources server"),
         ("needing", ROW, "needs the module no_such_module"),
+        ("counting", ROW | {"env": "stepping"}, "names the server 'stepping', and workflow_args.env is 'counting'"),
+        ("counting", ROW | {"config": {"bonus": 100}}, "has the config bonus"),
         ("stepping", {"seed": 0, "index": 0}, "rows need the column responses_create_params"),
     ],
 )

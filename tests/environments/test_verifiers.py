@@ -53,10 +53,27 @@ async def test_an_error_of_the_package_is_that_of_the_agent(make) -> None:
     assert failed.value.counted_as == "agent_error: HarnessError"
 
 
-async def test_an_episode_whose_tool_server_has_died_runs_again_with_new_ones(make) -> None:
-    row = ROW | {"config": {"has_dead_tool": True}}
-    group = await make().arun_episode(policy(lambda _: "4"), row)
+async def test_an_episode_whose_tool_server_has_died_runs_again_with_new_ones(make, tmp_path) -> None:
+    workflow, closed = make(), tmp_path / "closed.txt"
+    with pytest.raises(AgentFailed, match="OldApi"):  # another environment cannot be opened
+        await workflow.arun_episode(policy(lambda _: "4"), ROW | {"env": "of_the_old_api"})
+    row = ROW | {"config": {"has_dead_tool": True, "closed": str(closed)}}
+    group = await workflow.arun_episode(policy(lambda _: "4"), row)
     assert [one.reward for one in group.trajectories] == [2.0]
+    assert closed.read_text() == "closed\n"  # the environment of the dead server, not the new one
+
+
+async def test_a_task_that_blocks_its_worker_ends_it(make, monkeypatch) -> None:
+    monkeypatch.setattr("areal.environments.workflow._CLOSE_LIMIT_S", 0.2)
+    monkeypatch.setattr("areal.environments.process._GRACE_S", 0.2)
+    workflow = make(agent={"timeout_s": 5.0})
+    await workflow.arun_episode(policy(lambda _: "4"), dict(ROW))
+    first = workflow.worker.pid
+    group = await workflow.arun_episode(policy(lambda _: "4"), ROW | {"index": 3})
+    assert group.rejected == "agent_timeout"
+    group = await workflow.arun_episode(policy(lambda _: "4"), dict(ROW))
+    assert [one.reward for one in group.trajectories] == [2.0]
+    assert workflow.worker.pid != first
 
 
 async def test_a_request_beyond_the_budget_is_scored_as_the_budget_says(make) -> None:
@@ -72,7 +89,7 @@ async def test_a_request_beyond_the_budget_is_scored_as_the_budget_says(make) ->
         ({"env": "addding"}, "env.not_found", "pip install addding"),
         ({"env": "needing"}, "env.not_found", "needing needs the module no_such_module"),
         ({"env": "no/adding.py"}, "env.not_found", "no file no/adding.py"),
-        ({"index": 3}, "env.not_found", "has 3 tasks"),
+        ({"index": 4}, "env.not_found", "has 4 tasks"),
         ({"env": "judged"}, "env.not_found", "judged has agent, judge"),
     ],
 )

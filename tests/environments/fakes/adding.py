@@ -8,5 +8,5 @@ class Tasks:
         self._system = config.get("system")
 
     def load(self):
-        for kind in ("plain", "late", "silent"):
+        for kind in ("plain", "late", "silent", "blocking"):
             yield SimpleNamespace(kind=kind, system=self._system, prompt="2+2?", answer="4")

@@ -1,6 +1,8 @@
 """Configs, and an environment whose agents ask the policy once."""
 
 import contextlib
+import os
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -54,7 +56,11 @@ class Env:
 
     @contextlib.asynccontextmanager
     async def serving(self):
-        yield
+        try:
+            yield
+        finally:
+            with open(self.config["taskset"].get("closed", os.devnull), "a") as file:
+                file.write("closed\n")
 
     def slots(self, task):
         return [task]
@@ -65,6 +71,8 @@ class Env:
         )
         trace.is_timeout = task.kind == "late"
         episode = SimpleNamespace(traces=[trace], errors=[], ok=True, is_timeout=False)
+        if task.kind == "blocking":
+            time.sleep(600)
         if task.kind == "late" or self._shared_tools:
             return SimpleNamespace(**{**vars(episode), "ok": False})
         if task.kind == "silent":
