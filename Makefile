@@ -184,8 +184,9 @@ test-real: .venv/.installed
 	GOMP_SPINCOUNT=10000 $(PYTEST) -n 2 --dist loadfile -rs -m real tests/real $(ARGS)
 
 # The pages of `areal watch --web` and `areal compare --html` in a headless Chromium, with screenshots in build/web:
-# apt-get install chromium. Without it the tests are skipped.
+# apt-get install chromium. Without it: exit 2.
 test-web: .venv/.installed
+	@$(BIN)/python -m tests.cli.chromium
 	$(PYTEST) -rs -m web tests/cli/test_web.py $(ARGS)
 
 # One of six parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/gpu.md). Without one: exit 2.

@@ -1,6 +1,7 @@
 """`areal watch --web`: serves the page of one run on loopback, and sends its facts as they change."""
 
 import asyncio
+import hashlib
 import hmac
 import signal
 import sys
@@ -20,7 +21,6 @@ from areal.system.http_guard import RequestGuard
 from areal.system.network import Host, http_address, listen, new_token, store_prefix
 from areal.system.run_paths import RunPaths
 
-COOKIE = "areal_page"
 _CHOICES = {"newest": (), "best": ("--best", "8"), "worst": ("--worst", "8"), "rejected": ("--rejected",)}
 """What the page may ask for -> the words of `areal show`."""
 _MAX_SAMPLES = 8
@@ -55,6 +55,11 @@ class PageFeed:
         return columns, page_facts(self._watched.look(), self._table, self._watched.config)
 
 
+def cookie_name(key: str) -> str:
+    """The name of the cookie: a browser sends those of one host to all its ports, so each run has its own."""
+    return f"areal_page_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
 def page_key(token: str) -> str:
     """What a browser sends with each request. It is made from the token of the run, which it does not disclose."""
     return store_prefix(token, "page of areal watch")
@@ -84,13 +89,13 @@ async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
 
 def _guarded(key: str) -> Any:
     """A middleware that refuses requests for other hosts, of other pages, and without the key."""
-    guard = RequestGuard(key, Host())
+    guard, cookie = RequestGuard(key, Host()), cookie_name(key)
 
     @web.middleware
     async def check(request: web.Request, handler: Any) -> web.StreamResponse:
         if refusal := guard.foreign(request.headers):
             return web.Response(status=refusal.status, text=refusal.message)
-        given = request.query.get("key") or request.cookies.get(COOKIE) or ""
+        given = request.query.get("key") or request.cookies.get(cookie) or ""
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
             return web.Response(status=401, text="open the address that areal watch --web prints")
         return await handler(request)
@@ -109,7 +114,7 @@ class _Handlers:
     async def page(self, request: web.Request) -> web.Response:
         response = web.Response(text=self._page.html, content_type="text/html", charset="utf-8")
         response.headers["Content-Security-Policy"] = f"{self._page.policy}; frame-ancestors 'none'"
-        response.set_cookie(COOKIE, self._key, httponly=True, samesite="Strict", path="/")
+        response.set_cookie(cookie_name(self._key), self._key, httponly=True, samesite="Strict", path="/")
         return response
 
     async def events(self, request: web.Request) -> web.StreamResponse:

@@ -697,13 +697,17 @@ def watch(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the facts once as JSON")
     parser.add_argument("--web", action="store_true", help="serve a page for a browser on this machine")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="of the page (default: any free one)")
+    parser.add_argument("--port", type=_port, metavar="N", help="of the page (default: any free one)")
     given = parser.parse_args(words)
+    if given.port is not None and not given.web:
+        parser.error("--port is that of the page: add --web")
+    if given.web and (given.json or given.once):
+        parser.error("--web serves a page until Ctrl-C: not with --json or --once")
     watched = Watched(given.run)
     if given.web:
         from areal.cli.page_server import serve_page
 
-        return serve_page(given.run.absolute(), port=given.port, interval_s=given.interval)
+        return serve_page(given.run.absolute(), port=given.port or 0, interval_s=given.interval)
     found = watched.look()
     if given.json:
         sys.stdout.write(orjson.dumps(dataclasses.asdict(found)).decode() + "\n")
@@ -732,3 +736,9 @@ def _seconds(text: str) -> float:
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 3600")
     return seconds
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port from 1 to 65535")
+    return int(text)

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from areal.api.metrics import evaluations_of, result_text, unscored_text
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
 from areal.observe.metric_table import MAIN_METRICS, matching
 from areal.observe.step_files import StepLines, read_step_lines
-from areal.system.durable import append_line
 from areal.system.run_paths import RunPaths
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -107,23 +105,12 @@ def recorded_alarms(path: Path) -> list[Alarm]:
     return [Alarm(**{name: line[name] for name in _FIELDS}) for line in lines if line.keys() >= _FIELDS]
 
 
-def keep_restart(paths: RunPaths, unit: str, cause: str) -> None:
-    """Add a restart to restarts.jsonl, for readers while the run lasts and after it was killed."""
-    line = {"time": round(time.time(), 3), "unit": unit, "cause": cause}
-    append_line(paths.restarts, json.dumps(line).encode())
-
-
 def recorded_restarts(paths: RunPaths) -> dict[str, list[str]]:
-    """Server, or all trainer ranks -> the causes of its restarts in all launches."""
+    """Server, or all trainer ranks -> the causes of its restarts in all launches. Damaged lines are left out."""
     found: dict[str, list[str]] = {}
-    try:
-        lines = paths.restarts.read_bytes().splitlines(keepends=True)
-    except OSError:
-        return {}
-    for line in lines:
-        if line.endswith(b"\n"):
-            one = json.loads(line)
-            found.setdefault(one["unit"], []).append(one["cause"])
+    for line in read_step_lines(paths.restarts):
+        if line.keys() >= {"unit", "cause"}:
+            found.setdefault(line["unit"], []).append(line["cause"])
     return found
 
 

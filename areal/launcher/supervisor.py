@@ -17,10 +17,11 @@ from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import LaunchPlan, another_server
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
-from areal.launcher.result import HeldOutLines, RunAlarmLines, episodes_of, keep_restart
+from areal.launcher.result import HeldOutLines, RunAlarmLines, episodes_of
 from areal.launcher.status import Interruptions, LivenessWatch, RunStatus, Source, StatusLine, has_saved, trained_steps
 from areal.launcher.units import Child, Unit, units_of
 from areal.observe.alarms import Alarm
+from areal.observe.step_files import append_step_line
 from areal.system.discovery import NameRegistry
 from areal.system.durable import finish_interrupted_writes
 from areal.system.network import Host
@@ -540,7 +541,7 @@ class Supervisor:
         delay_s = backoff_s(count)
         self._counts.add(unit.name)
         unit.restarts.append(f"{first.name} {first.exit_text()}")
-        keep_restart(self._paths, unit.name, unit.restarts[-1])
+        self._keep_restart(unit)
         unit.restart_at_s = now + delay_s
         self._unregister(unit)
         who = f"{first.name} restarts"
@@ -551,6 +552,14 @@ class Supervisor:
             f"(restart {count + 1} of at most {self._recover.retries} without progress)"
         )
         return None
+
+    def _keep_restart(self, unit: Unit) -> None:
+        """For readers while the run lasts, and after it was killed."""
+        facts = {"unit": unit.name, "cause": unit.restarts[-1]}
+        try:
+            append_step_line(self._paths.restarts, trained_steps(self._paths), facts)
+        except OSError as error:
+            self._line.say(f"areal: warning: {self._paths.restarts} is not written: {error.strerror or error}")
 
     def _start(self, unit: Unit) -> None:
         unit.start(num_servers=self._replicas.num_servers, recover=None)

@@ -12,6 +12,8 @@ from areal.api.errors import LedgerError
 from areal.ledger.event_files import open_reader
 
 RESAMPLES, LEVEL = 2000, 0.95
+MIN_ROWS = 10
+"""Draws from fewer rows say little of other rows: the interval is too narrow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,10 @@ class Interval:
 
     @property
     def verdict(self) -> str:
+        if self.num_rows < MIN_ROWS:
+            return f"not decided, fewer than {MIN_ROWS} rows"
+        if self.low == self.high:
+            return "not decided, all draws are equal"
         return "not decided" if self.low <= 0 <= self.high else "higher" if self.low > 0 else "lower"
 
     @property

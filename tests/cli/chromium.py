@@ -5,6 +5,7 @@ import base64
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -106,3 +107,9 @@ async def open_tab(profile: Path) -> AsyncIterator[Tab]:
         process.terminate()
         await process.wait()
     await drain
+
+
+if __name__ == "__main__":
+    if PROGRAM is None:
+        sys.stderr.write("test-web: there is no chromium: apt-get install chromium\n")
+        sys.exit(2)

@@ -13,13 +13,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from areal.cli.page_server import COOKIE, make_app, page_key
+from areal.cli.main import run_command
+from areal.cli.page_server import cookie_name, make_app, page_key
 from areal.system.network import Host, http_address, listen
 from tests.cli.run_files import row
 from tests.cli.test_show import Characters, answered
 from tests.ledger.forge import Forge
 
 KEY = page_key("token of the run")
+COOKIE = cookie_name(KEY)
 HOSTILE = "<script>document.title = 'hostile'</script><img src=x onerror=alert(1)>"
 
 
@@ -31,10 +33,10 @@ async def client_of(folder):
 
 
 @asynccontextmanager
-async def served(folder, interval_s=0.05):
+async def served(folder, key=KEY):
     """The address of the page."""
-    bound = listen(Host(), KEY)
-    runner = web.AppRunner(make_app(folder, key=KEY, interval_s=interval_s), access_log=None, shutdown_timeout=0.1)
+    bound = listen(Host(), key)
+    runner = web.AppRunner(make_app(folder, key=key, interval_s=0.05), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.SockSite(runner, bound).start()
     try:
@@ -103,6 +105,23 @@ async def test_the_key_does_not_disclose_the_token_and_goes_into_a_cookie_for_th
     assert headers["Content-Security-Policy"].endswith("frame-ancestors 'none'")
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["Cache-Control"] == "no-store"
+
+
+async def test_a_browser_may_have_the_pages_of_two_runs_open(run):
+    other = page_key("token of another run")
+    browser = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
+    async with served(run.root) as one, served(run.root, other) as two, browser:
+        assert await status(browser, f"{one}/?key={KEY}") == 200
+        assert await status(browser, f"{two}/?key={other}") == 200
+        assert [await status(browser, address) for address in (one, two)] == [200, 200]
+
+
+@pytest.mark.parametrize("words", [["--web", "--port", "70000"], ["--port", "8000"], ["--json", "--web"]])
+def test_a_wrong_port_or_choice_is_wrong_usage(run, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_command(["watch", str(run.root), *words])
+    assert ended.value.code == 2
+    assert "--" in capsys.readouterr().err.splitlines()[-1]
 
 
 async def test_the_steps_of_a_growing_run_are_sent_once(run):

@@ -13,9 +13,8 @@ from areal.cli import watch as watch_facts
 from areal.cli.main import run_command
 from areal.cli.watch import Watched, view
 from areal.launcher.preflight import run_lock
-from areal.launcher.result import keep_restart
 from areal.launcher.status import StatusSource
-from areal.observe.step_files import JsonlTracker
+from areal.observe.step_files import JsonlTracker, append_step_line
 from areal.system.heartbeat import Beat, write_beats
 from areal.trainer.ppo_loop import sample_rows
 from tests.cli.run_files import row
@@ -57,9 +56,9 @@ def test_a_dead_run_is_described_from_its_files(run, json_of):
 def test_restarts_are_known_before_the_end_of_a_run(run):
     assert Watched(run.root).look().restarts == {}
     for unit in ("trainers", "server-0", "trainers"):
-        keep_restart(run, unit, f"{unit} was killed")
+        append_step_line(run.restarts, 3, {"unit": unit, "cause": f"{unit} was killed"})
     with open(run.restarts, "a") as file:
-        file.write('{"unit": "server-1"')
+        file.write('{"unit": "server-1"\n{"step": 4, "other": 1}\n')
     found = Watched(run.root).look().restarts
     assert found == {"trainers": ["trainers was killed"] * 2, "server-0": ["server-0 was killed"]}
 

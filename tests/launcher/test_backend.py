@@ -13,6 +13,7 @@ import pytest
 from areal.api.config import LauncherConfig, RecoverConfig
 from areal.api.errors import LaunchError
 from areal.launcher import backend, restart_rules
+from areal.launcher.result import recorded_restarts
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
 from areal.system.discovery import FileRegistry
@@ -86,6 +87,20 @@ def test_a_dead_server_is_restarted_alone(fake):
     assert [name for name, _ in processes.backend.starts] == [*NAMES, "server-0"]
     assert outcome.peak_rss_bytes == 123
     assert processes.backend.stopped == list(NAMES), "the end goes through the backend too"
+    assert recorded_restarts(processes.paths) == outcome.restarts
+
+
+def test_a_restart_that_cannot_be_recorded_is_said_and_made(fake):
+    processes = fake()
+    processes.paths.restarts.mkdir()
+
+    def script(name, start):
+        if name == "server-0" and start == 2:
+            processes.end_trainers()
+        return -signal.SIGKILL if (name, start) == ("server-0", 1) else None
+
+    assert processes.run(script).status == "completed"
+    assert "restarts.jsonl is not written: Is a directory" in processes.screen.getvalue()
 
 
 def test_a_dead_rank_restarts_all_ranks_with_a_new_run_id(fake):

@@ -11,12 +11,14 @@ def rows(values):
     return dict(enumerate(np.asarray(values, float).tolist()))
 
 
-def test_a_constant_difference_of_the_same_rows_is_certain():
+def test_a_constant_difference_of_the_same_rows_has_no_spread_and_no_verdict():
     random = np.random.default_rng(1)
     base = random.normal(size=50)
     found = difference_interval(rows(base + 0.25), rows(base), is_paired=True)
     assert (found.difference, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
-    assert (found.is_paired, found.num_rows, found.verdict) == (True, 50, "higher")
+    assert (found.is_paired, found.num_rows) == (True, 50)
+    exact = difference_interval(rows([1.0] * 50), rows([0.0] * 50), is_paired=True)
+    assert exact.verdict == "not decided, all draws are equal"
 
 
 def test_the_interval_has_the_width_of_the_standard_error():
@@ -36,7 +38,13 @@ def test_other_rows_are_drawn_separately():
 
 def test_the_text_has_sign_interval_rows_and_verdict():
     found = difference_interval(rows([0.0] * 9), rows([1.0] * 9), is_paired=True)
-    assert found.text == "difference -1.000 [-1.000, -1.000] (9 rows, paired): lower"
+    assert found.text == "difference -1.000 [-1.000, -1.000] (9 rows, paired): not decided, fewer than 10 rows"
+
+
+def test_the_verdict_is_the_side_of_zero_on_which_the_interval_is():
+    base, better = rows([0.0, 1.0] * 20), rows([1.0, 1.0] * 20)
+    assert difference_interval(better, base, is_paired=True).verdict == "higher"
+    assert difference_interval(base, better, is_paired=True).verdict == "lower"
 
 
 def test_the_newest_rewards_of_each_evaluation_are_read(tmp_path):
