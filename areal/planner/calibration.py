@@ -38,7 +38,6 @@ def calibrate(words: Sequence[str], folder: Path) -> Path:
     command = [sys.executable, "-m", "areal.launcher", *words, *_OPTIONS, f"cluster.fileroot={folder}"]
     log = folder / "calibration.log"
     ends_s = time.monotonic() + LIMIT_S - STOP_S
-    before = signal.signal(signal.SIGTERM, _exit)  # so that the run is stopped too
     with log.open("wb") as output:
         run = subprocess.Popen(
             command,
@@ -47,6 +46,7 @@ def calibrate(words: Sequence[str], folder: Path) -> Path:
             start_new_session=True,
             preexec_fn=tied_to_this_process(),
         )
+        before = signal.signal(signal.SIGTERM, _exit)  # so that the run is stopped in order
         try:
             while run.poll() is None and time.monotonic() < ends_s:
                 time.sleep(POLL_S)

@@ -134,7 +134,7 @@ class _Spans:
     tools_s: tuple[float, ...] = ()
 
 
-def _traced(path: Path) -> tuple[dict[int, _Spans], list[float]]:
+def traced_spans(path: Path) -> tuple[dict[int, _Spans], list[float]]:
     """Spans by episode, and the seconds of the weight updates; empty without a trace."""
     spans: defaultdict[int, _Spans] = defaultdict(_Spans)
     updates: list[float] = []
@@ -173,7 +173,7 @@ def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], lis
 
     Without a trace, an episode ends when its ledger group was written, and its reward counts as generation.
     """
-    traced, updates = _traced(paths.trace / "controller.jsonl")
+    traced, updates = traced_spans(paths.trace / "controller.jsonl")
     episodes: list[Episode] = []
     lost: Counter[str] = Counter()
     reader, num_accepted, num_ended = open_reader(paths.ledger), 0, 0

@@ -1,5 +1,7 @@
 """Fits of service times, against numbers worked by hand; the errors of the command."""
 
+import json
+import os
 import random
 import signal
 import sys
@@ -9,10 +11,19 @@ import psutil
 import pytest
 
 from areal.cli.main import run_command
+from areal.planner import calibration
 from areal.planner.calibration import calibrate
 from areal.planner.cards import card_times
 from areal.planner.command import adapted
-from areal.planner.measured import Episode, MeasuredRun, decode_times, nonnegative_fit, reward_times, trainer_times
+from areal.planner.measured import (
+    Episode,
+    MeasuredRun,
+    decode_times,
+    nonnegative_fit,
+    reward_times,
+    traced_spans,
+    trainer_times,
+)
 from areal.planner.report import Interval, gains, quantile, simulated, steps_for
 from tests.expect import raises_code
 from tests.planner.test_simulation import setting
@@ -103,9 +114,18 @@ def test_times_of_another_model_or_size_are_extrapolated():
 def test_a_calibration_ends_with_its_command(tmp_path, monkeypatch):
     """The run of a calibration that gets SIGTERM is stopped too, and the handler of before is back."""
     fake = tmp_path / "python"
-    fake.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nkill -TERM $PPID\nexec sleep 600\n")
+    fake.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     fake.chmod(0o755)
+
+    sent: list[int] = []
+
+    def look_and_stop(seconds: float) -> None:
+        if not sent and (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            sent.append(signal.SIGTERM)  # once: the end of a process is waited for with the same function
+            os.kill(os.getpid(), signal.SIGTERM)
+
     monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setattr(calibration.time, "sleep", look_and_stop)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         calibrate([], tmp_path)
@@ -152,3 +172,19 @@ def test_errors_of_the_command(words, code):
 def test_a_card_without_a_model_names_what_is_missing():
     with raises_code("plan.no_model"):
         card_times("h100", setting().config, ranks=1, server_size=1)
+
+
+def test_rewards_of_several_answers_at_a_time_are_not_added(tmp_path):
+    """An agent has a reward for each answer, all at the same time; tools of an answer follow one another."""
+
+    def line(name: str, start_s: float, seconds: float) -> str:
+        event = {"ph": "b", "cat": "episode", "id": "7", "name": name, "ts": start_s * 1e6}
+        return json.dumps(event | {"args": {"us": seconds * 1e6}})
+
+    spans = [("reward", 5.0, 0.5), ("reward", 5.1, 0.75), ("tool search", 2.0, 1.0), ("tool search", 3.5, 1.0)]
+    lines = [line(*span) for span in [*spans, ("generate", 1.0, 4.0), ("episode", 1.0, 5.0)]]
+    (tmp_path / "controller.jsonl").write_text("\n".join([*lines, '{"ph": "b", "cat": "epis']))
+    found, updates = traced_spans(tmp_path / "controller.jsonl")
+    assert updates == []
+    assert (found[7].start_s, found[7].generated_s, found[7].reward_s) == (1.0, 5.0, 0.75)
+    assert found[7].tools_s == (1.0, 1.0)
