@@ -91,7 +91,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["reward_fn=nowhere.at.all:f"], "config.bad_reference", ["nowhere.at.all"]),
         (["reward_fn=areal.reward.text:exact_rewards"], "config.bad_reference", ["did you mean 'exact_reward'?"]),
         (["reward_fn=areal.reward.texts:f"], "config.bad_reference", ["areal.reward.texts"]),
-        (["workflow=nope"], "config.bad_reference", ["workflow: 'nope'", "multi_turn, openenv, reasoning_gym, rlvr"]),
+        (["workflow=nope"], "config.bad_reference", ["workflow: 'nope'", "nemo_gym, openenv, reasoning_gym, rlvr"]),
         (["workflow=FOLDER/none.py:Mine"], "config.bad_reference", ["none.py"]),
         (["rollout.should_accept_fn=nope"], "config.bad_reference", ["rollout.should_accept_fn: 'nope'"]),
         (["train_dataset.map_fn=nope"], "config.bad_reference", ["train_dataset.map_fn: 'nope'"]),

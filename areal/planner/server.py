@@ -18,6 +18,7 @@ from areal.api.data import GenerationRequest, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.replica import Chunks, FinishReason, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
 from areal.planner.service import ServerTimes
+from areal.system.network import LOOPBACK
 
 VOCABULARY = 1000
 _ENOUGH = 1e-4
@@ -346,5 +347,5 @@ class Registrations:
         self._starts[index] += 1
 
     def list(self, prefix: str) -> dict[str, str]:
-        found = {index: {"address": f"http://127.0.0.1:{index}", "pid": 1 + n} for index, n in enumerate(self._starts)}
+        found = {index: {"address": f"http://{LOOPBACK}:{index}", "pid": 1 + n} for index, n in enumerate(self._starts)}
         return {f"{prefix}/{index}": json.dumps(record) for index, record in found.items()}

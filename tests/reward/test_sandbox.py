@@ -337,7 +337,7 @@ time.sleep(1000)
 
 
 def test_a_sandbox_ends_without_close():
-    with Sandbox("functions", "", limits=SandboxLimits(), isolation=ISOLATION, keep_s=0.3) as sandbox:
+    with Sandbox("functions", "", limits=SandboxLimits(), isolation=ISOLATION, keep_s=2.0) as sandbox:
         assert os.getsid(sandbox.pid) == sandbox.pid  # signals to its process group do not reach the test
         sandbox.wait_started().receive(until_s=time.monotonic() + 100)
         with pytest.raises(SandboxEnded) as error:
