@@ -195,8 +195,8 @@ class Episode:
         return answer.json()
 
     async def _tool_message(self, call):
-        """What a tool says. A fault of the tool is told to the policy, as in the package. The name of a call is a route
-        of the server, so only the tools of the row are called: another route could verify or begin again."""
+        """The result of a tool call; an error of the tool is a result too. The name of a call is a route of the server,
+        so only the tools of the row are called: another route could verify or begin again."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         try:
             if name not in {tool["function"]["name"] for tool in self._tools}:

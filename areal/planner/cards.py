@@ -26,9 +26,9 @@ CARDS = {
     "b200": Card(tflops=2250.0, bytes_per_s=8.0e12, link_bytes_per_s=50e9),
 }
 MEMORY_SHARE, PREFILL_SHARE, TRAIN_SHARE, LINK_SHARE = 0.7, 0.5, 0.4, 0.5
-"""What is reached of the memory's, the card's and the link's peak: assumed, and printed."""
+"""Fractions of the peak rates of memory, card and link that are reached. They are assumptions, and printed."""
 STEP_OVERHEAD_S = 0.003
-"""Of a decode step besides its computation: scheduling, sampling, launches. Assumed."""
+"""Time of a decode step without its computation: scheduling, sampling, launches. An assumption."""
 
 
 def card_times(name: str, config: PPOConfig, *, ranks: int, server_size: int) -> ServiceTimes:

@@ -193,17 +193,17 @@ def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], lis
                 elif kind in ("rejected", "failed"):
                     num_ended += 1
                     lost[event["reason"].partition(":")[0] if kind == "rejected" else "failed"] += 1
-                    begun = admitted.pop(event["id"], None)
-                    if begun is not None:
-                        episodes.append(_episode(event, mark["at"], traced.get(event["id"]), begun, [], 0, 1))
+                    admitted_s = admitted.pop(event["id"], None)
+                    if admitted_s is not None:
+                        episodes.append(_episode(event, mark["at"], traced.get(event["id"]), admitted_s, [], 0, 1))
                 elif kind == "accepted":
                     num_ended, num_accepted = num_ended + 1, num_accepted + 1
                     admitted.pop(event["id"], None)
                     if total - num_accepted < _MAX_EPISODES:
                         prompt, lengths, turns = _lengths(payloads, event)
-                        begun = mark["at"] - event["seconds"]
+                        admitted_s = mark["at"] - event["seconds"]
                         spans = traced.get(event["id"])
-                        episodes.append(_episode(event, mark["at"], spans, begun, lengths, prompt, turns))
+                        episodes.append(_episode(event, mark["at"], spans, admitted_s, lengths, prompt, turns))
     return episodes, {reason: times / num_ended for reason, times in lost.items()}, updates
 
 
@@ -211,14 +211,14 @@ def _episode(
     event: Mapping[str, Any],
     ended_s: float,
     spans: _Spans | None,
-    begun_s: float,
+    admitted_s: float,
     lengths: list[int],
     prompt: int,
     turns: int,
 ) -> Episode:
     servers = event.get("replicas", ())
     return Episode(
-        start_s=spans.start_s if spans else begun_s,
+        start_s=spans.start_s if spans else admitted_s,
         generated_s=spans.generated_s if spans and spans.generated_s else ended_s,
         reward_s=spans.reward_s if spans else 0.0,
         tools_s=list(spans.tools_s) if spans else [],

@@ -20,7 +20,7 @@ class ServerTimes:
     prefill_s: float = 0.0
     """For each prompt token that it computes; the decode steps wait meanwhile."""
     request_s: float = 0.0
-    """Of each request besides: sockets, queue, the first step."""
+    """Additional time of each request: sockets, queue, the first step."""
     prepare_s: float = 0.0
     """To receive new weights, while it generates."""
     install_s: float = 0.0

@@ -375,14 +375,14 @@ class Command:
 class Schedule:
     """Chooses what the trainer does next: the adapters take turns, each in the order of its request numbers.
 
-    A turn goes on while requests wait until an optimiser step, so that a tenant can sample while others train.
+    While an adapter has requests, its turn lasts until an optimiser step: other tenants sample meanwhile.
     """
 
     def __init__(self, tenants: Tenants, *, max_resident: int) -> None:
         self._tenants, self._max_resident = tenants, max_resident
         self._turn = 0.0
         self._staying: tuple[str, int] = "", 0
-        """The adapter whose turn goes on, and the requests of it so far."""
+        """The adapter whose turn it is, and the number of its requests in this turn."""
 
     def reset(self) -> None:
         """The trainer has started again, without any adapter."""

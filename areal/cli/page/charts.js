@@ -51,7 +51,7 @@ const percent = (share) => (share === null || share === undefined ? "–" : `${+
 const TIME_STEPS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
 const LANE_PX = 36, HEIGHT = 190;
 
-// Means of so many neighbours that a column has at most `most` values: else lanes of many steps would hide each other.
+// Averages neighbouring values, so that a column has at most `most` of them: lanes of many steps would overlap.
 function grouped(xs, columns, most) {
   const size = Math.ceil(xs.length / most), starts = xs.map((_, place) => place).filter((place) => place % size === 0);
   const mean = (values) => (values.length ? values.reduce((sum, one) => sum + one, 0) / values.length : null);
