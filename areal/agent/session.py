@@ -221,6 +221,7 @@ class SessionSetup:
     sampling: Literal["client", "config"]  # Whose temperature, top_p and so on are used.
     new_transcript: Callable[[], Transcript]
     style: AnswerStyle  # How the policy writes reasoning and tool calls.
+    adapter: str = ""  # That answers instead of the current policy.
 
 
 class _Turn:
@@ -482,6 +483,7 @@ class Session:
                 gconfig=settings,
                 group_id=self._group_id,
                 seed=None if seed is None else seed + number,
+                adapter=self._setup.adapter,
             )
             for number, turn_id in enumerate(turn_ids)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,6 +17,7 @@ from areal.api.data import (
     WeightSpec,
     WeightUpdate,
 )
+from areal.api.errors import RequestError
 from areal.api.metrics import gather_or_cancel
 
 if TYPE_CHECKING:
@@ -163,6 +165,15 @@ class InferenceEngine(Protocol):
 
     @property
     def version(self) -> int: ...
+    async def keep_policy(self, parent: Path) -> Path:
+        """The adapter of the served policy, in a folder of its version in `parent`. RequestError unless the servers get
+        adapters alone."""
+        raise RequestError(f"{type(self).__name__} has no adapters", code="fleet.no_adapters")
+
+    def older_policy(self, folder: Path) -> AbstractAsyncContextManager[None]:
+        """Within it, requests with `adapter=folder.name` are answered by the policy that `keep_policy` wrote to
+        `folder`."""
+        raise RequestError(f"{type(self).__name__} has no adapters", code="fleet.no_adapters")
 
 
 class PinnedReplica(InferenceEngine, Protocol):

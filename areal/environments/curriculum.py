@@ -6,6 +6,7 @@ An episode that runs again, after a kill, gets the level of its first start. The
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ class CurriculumRule:
         return rule
 
 
+def opened(file: Path) -> tuple[FileIO, list[dict[str, Any]]]:
+    """A file of events to append to, a line of JSON each, and those that it has."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    whole, _, rest = file.read_bytes().rpartition(b"\n") if file.exists() else (b"", b"", b"")
+    if rest:  # of a write that a kill cut
+        os.truncate(file, len(whole) + bool(whole))
+    return open(file, "ab", buffering=0), [orjson.loads(line) for line in whole.splitlines()]
+
+
 @dataclass(slots=True)
 class _Task:
     """The state of one dataset."""
@@ -56,13 +66,9 @@ class Curriculum:
         self._ended: set[int] = set()
         self._file = None
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            whole, _, rest = file.read_bytes().rpartition(b"\n") if file.exists() else (b"", b"", b"")
-            for line in whole.splitlines():
-                self._apply(orjson.loads(line))
-            if rest:  # of a write that a kill cut
-                os.truncate(file, len(whole) + bool(whole))
-            self._file = open(file, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+            self._file, events = opened(file)
+            for event in events:
+                self._apply(event)
 
     def begin(self, episode: int | None, env: str, max_level: int) -> int:
         """The level of an episode."""

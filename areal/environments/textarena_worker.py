@@ -15,10 +15,14 @@ class NoSuchGame(Exception):
 
 class Adapter:
     """`args`: `players` 1 or 2; `invalid_reward` replaces the reward of a player whose invalid move ended the game;
-    `opponent`, FILE:FUNCTION, a function (observation, random.Random) -> move that plays for the other players, whose
-    place `trained` (0) is that of the policy; `options` of the game. The config of a row replaces them."""
+    `opponent`, FILE:FUNCTION, a function (observation, random.Random) -> move that plays for the other players, or
+    {steps: N}, the policy of at most N versions before; `trained` (0), the place of the policy; `options` of the game.
+    The config of a row replaces them."""
 
     def __init__(self, env, args):
+        opponent = args.get("opponent") or ""
+        if not isinstance(opponent, str) and not (list(opponent) == ["steps"] and opponent["steps"] >= 1):
+            raise ValueError(f"opponent={opponent}: write FILE:FUNCTION, or {{steps: N}} with N of at least 1")
         self._arena = importlib.import_module("textarena")
         self.env, self.args = env, args
 
@@ -50,7 +54,8 @@ class Episode:
         self._seed = row["seed"] + row["index"]
         self._game = self._adapter.make(row.get("env") or self._adapter.env, args.get("options") or {})
         self._begin([args["players"]] if "players" in args else [*range(1, _MAX_PLAYERS + 1)])
-        self._opponent = _function(args["opponent"]) if args.get("opponent") else None
+        opponent = args.get("opponent")
+        self._opponent = _function(opponent) if opponent and isinstance(opponent, str) else None
         self._trained = args.get("trained", 0)
         self._random = random.Random(self._seed)
         self._seen = {}

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from areal.agent.agent_run import MAX_TURNS, AgentOutcome
 from areal.agent.directory import Entry
+from areal.agent.session import Session
 from areal.agent.turns import BUDGET_CODES, Message, TurnRefused, TurnRequest, answer_message
 from areal.api.config import AgentConfig, GenerationHyperparameters
 from areal.api.engine import InferenceEngine
@@ -69,11 +70,11 @@ class EnvironmentWorkflow(SessionWorkflow):
     ) -> Sequence[FinishedSession]:
         sessions = self._services.sessions
 
-        def new_seat() -> Seat:
-            return Seat(sessions.add(self._new_session(engine, group_id)), sessions.num_open)
+        def new_seat(player: int) -> Seat:
+            return Seat(sessions.add(self._session_of(player, engine, group_id, row)), sessions.num_open)
 
         for _ in range(SESSION_TRIES):
-            seats = [new_seat()]
+            seats = [new_seat(0)]
             try:
                 with span("agent"):
                     outcomes = await self._ended(seats, row, new_seat)
@@ -83,14 +84,21 @@ class EnvironmentWorkflow(SessionWorkflow):
                     sessions.remove(seat.entry)
             if outcomes[0].status != "died":
                 break
-        played = [number for number, seat in enumerate(seats) if seat.entry.session.counts.turns] or [0]
+        trained = [number for number in range(len(seats)) if self._is_trained(number, row)]
+        played = [number for number in trained if seats[number].entry.session.counts.turns] or trained[:1]
         return [
             await self._finished(seats[number].entry, outcomes[number], row, seats[number].num_open)
             for number in played
         ]
 
+    def _is_trained(self, player: int, row: Mapping[str, Any]) -> bool:
+        return True
+
+    def _session_of(self, player: int, engine: InferenceEngine, group_id: str, row: Mapping[str, Any]) -> Session:
+        return self._new_session(engine, group_id)
+
     async def _ended(
-        self, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+        self, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[int], Seat]
     ) -> Sequence[AgentOutcome]:
         """Run an episode until it ends or fails: the outcome of each seat."""
         try:
@@ -107,7 +115,7 @@ class EnvironmentWorkflow(SessionWorkflow):
         return [failed] * len(seats)
 
     async def _episode(
-        self, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+        self, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[int], Seat]
     ) -> Sequence[AgentOutcome]:
         """areal holds the dialogue. A package that calls the model needs another method."""
         key = seats[0].entry.session.session_id
@@ -123,14 +131,14 @@ class EnvironmentWorkflow(SessionWorkflow):
         ]
 
     async def _dialogue(
-        self, key: str, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+        self, key: str, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[int], Seat]
     ) -> Mapping[str, Any]:
         """Play until the environment or the budget of a session ends it. Returns the last answer of the environment."""
         found = await self.worker.call("reset", {"row": row}, episode=key, limit_s=self.timeout_s)
         for _ in range(MAX_TURNS):
             player = found.get("player", 0)
             while len(seats) <= player:
-                seats.append(new_seat())
+                seats.append(new_seat(len(seats)))
             seat = seats[player]
             seat.messages += found["messages"]
             try:
@@ -192,12 +200,6 @@ async def _answered(seat: Seat, tools: Sequence[dict[str, Any]]) -> Any:
     return answer
 
 
-class TextArenaWorkflow(EnvironmentWorkflow):
-    """Games of TextArena. In a game of two players without `args.opponent` the policy is both, each with a session."""
-
-    adapter = "textarena"
-
-
 class OpenEnvWorkflow(EnvironmentWorkflow):
     """Environments of OpenEnv, each episode in a session of their server. The reward of a step is that of the turn."""
 
@@ -210,7 +212,7 @@ class VerifiersWorkflow(EnvironmentWorkflow):
     adapter = "verifiers"
 
     async def _episode(
-        self, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+        self, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[int], Seat]
     ) -> Sequence[AgentOutcome]:
         entry = seats[0].entry
         session = {"base_url": f"{self._services.base_url}/v1", "key": entry.key}
@@ -233,7 +235,7 @@ class NemoGymWorkflow(EnvironmentWorkflow):
     adapter = "nemo_gym"
 
     async def _dialogue(
-        self, key: str, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[], Seat]
+        self, key: str, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[int], Seat]
     ) -> Mapping[str, Any]:
         if last := await super()._dialogue(key, seats, row, new_seat):
             return last

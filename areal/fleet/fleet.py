@@ -28,6 +28,7 @@ from areal.api.engine import PinnedReplica
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
 from areal.data.image_files import RunImages
+from areal.fleet.older_policies import OlderPolicies
 from areal.fleet.replica import NO_VERSION, AnswerForm, PartChunk, Replica, ReplicaFactory, RequestLimits
 from areal.fleet.replica_set import Event, ReplicaSet, Slot, State, Weights
 from areal.fleet.weight_updater import WeightUpdater
@@ -610,6 +611,8 @@ class Fleet:
         self.update_weights = self._updater.update
         self._replicas.owns_adapters = owns_adapters
         self.load_adapter, self.unload_adapter = self._replicas.load_adapter, self._replicas.unload_adapter
+        older = OlderPolicies(self._replicas, lambda: self._updater.served)
+        self.keep_policy, self.older_policy = older.keep, older.held
         self.probe_tokens = self._updater.canary.tokens
         self.compare = self._updater.canary.compare
         self._num_waiting = 0

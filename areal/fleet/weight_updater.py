@@ -402,6 +402,11 @@ class WeightUpdater:
         self.canary = CanaryCheck(replicas, seed=seed, dtype=dtype, vision=vision, install_again=self._install_again)
         replicas.update_stale = self._update_stale
 
+    @property
+    def served(self) -> WeightUpdate | None:
+        """The update that made the target version; None before the first."""
+        return self._target
+
     async def update(self, update: WeightUpdate) -> CanaryReport | None:
         """Update every healthy replica to `update.version`. WeightSyncError when none reached it.
 

@@ -30,6 +30,7 @@ from areal.api.errors import InputError, RequestError
 from areal.inference.layer_states import LayerStates
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import Sequence
+from areal.inference.weight_update import AdapterChanges
 from areal.models.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -62,15 +63,18 @@ class Adapter:
 class _Group:
     """Adapters whose products are computed at once."""
 
-    def __init__(self, adapters: Items[Adapter]) -> None:
-        self.adapters = adapters
+    def __init__(self, adapters: Items[Adapter], minus: Adapter | None) -> None:
+        """`minus`: what each of them adds besides, with number 0."""
+        self.adapters, self.minus = adapters, minus
         self.numbers = {adapter.number for adapter in adapters}
         self.rank = sum(adapter.rank for adapter in adapters)
         self.weights: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
-        for module in dict.fromkeys(module for adapter in adapters for module in adapter.weights):
-            pairs = [self._pair(adapter, module) for adapter in adapters]
+        parts = [part for adapter in adapters for part in (adapter, minus) if part is not None]
+        for module in dict.fromkeys(module for part in parts for module in part.weights):
+            pairs = [self._pair(part, module) for part in parts]
             self.weights[module] = torch.cat([down for down, _ in pairs], 1), torch.cat([up for _, up in pairs])
-        columns = [number for adapter in adapters for number in [adapter.number] * adapter.rank]
+        more = 0 if minus is None else minus.rank
+        columns = [number for adapter in adapters for number in [adapter.number] * (adapter.rank + more)]
         self.columns = torch.tensor(columns, device=next(iter(self.weights.values()))[0].device)
         """The adapter of each rank."""
 
@@ -100,6 +104,9 @@ class AdapterProducts:
         self._model = model
         self._wrapped: set[nn.Linear] = set()
         self._numbers = itertools.count(1)
+        self._merged: AdapterChanges | None = None
+        self._minus: Adapter | None = None
+        """It takes `_merged` out of the weights of the model; None until a request can name an adapter."""
 
     def numbers(self, sequences: Items[Sequence], counts: Items[int]) -> list[int] | None:
         """The adapter of each row of a step, which has `counts` tokens of each sequence; None: no row has one."""
@@ -175,7 +182,7 @@ class AdapterProducts:
                 message = f"the adapter in {folder} has rank {lora.rank}: at most {max_rank} is served, raise "
                 raise RequestError(f"{message}native.max_adapter_rank", code="adapter.rank")
             weights: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
-            rank = lora.rank + -lora.rank % _RANK_STEP
+            rank = _padded(lora.rank)
             with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
                 for name in sorted({name.removesuffix(DOWN).removesuffix(UP) for name in names}):
                     if name.endswith(BASE_COPY):
@@ -184,12 +191,10 @@ class AdapterProducts:
                     if module is None or name in names:
                         message = f"the adapter in {folder} trains {name} whole: publish it merged with its base model"
                         raise RequestError(message, code="adapter.not_servable")
-                    down, up = file.get_tensor(name + DOWN).float(), file.get_tensor(name + UP).float()
-                    more, like = rank - lora.rank, module.weight
+                    down, up = file.get_tensor(name + DOWN), file.get_tensor(name + UP)
                     if not len(down) == up.shape[1] == lora.rank:
                         raise ValueError(f"{name} has rank {len(down)}, and the configuration {lora.rank}")
-                    pair = pad(down, (0, 0, 0, more)).T, pad(up * lora.scale, (0, more)).T
-                    first, second = (one.to(like.device, like.dtype).contiguous() for one in pair)
+                    first, second = _factors(module, down, up, lora.scale)
                     if not (first.isfinite().all() and second.isfinite().all()):
                         message = f"the adapter in {folder} has numbers that are not finite, in {name}"
                         raise RequestError(message, code="adapter.not_finite")
@@ -216,19 +221,47 @@ class AdapterProducts:
         groups = [group for group in self.groups if removed not in group.numbers]
         for group in self.groups:
             if removed in group.numbers and len(group.adapters) > 1:
-                groups.append(_Group([one for one in group.adapters if one.number != removed]))
+                groups.append(_Group([one for one in group.adapters if one.number != removed], self._minus))
         if added is not None:
             roomy = next((one for one in groups if one.rank + added.rank <= _GROUP_RANKS), None)
             groups = [group for group in groups if group is not roomy]
-            groups.append(_Group([*(roomy.adapters if roomy else ()), added]))
+            groups.append(_Group([*(roomy.adapters if roomy else ()), added], self._minus))
         return partial(self._use, groups)
 
+    def merged(self, changes: AdapterChanges | None) -> None:
+        """The weights of the model are now those of the base model with `changes`; adapters are of the base model, so
+        that their rows are without them."""
+        self._merged, self._minus = changes, None
+        self._use(self.groups)
+
     def _use(self, groups: list[_Group]) -> None:
+        if groups and self._minus is None and self._merged is not None:
+            self._minus = self._negative(self._merged)
+        groups = [one if one.minus is self._minus else _Group(one.adapters, self._minus) for one in groups]
         self.groups, self._of_rows, self._of_kept = groups, [], []
         new = {module for group in groups for module in group.weights} - self._wrapped
         for module in new:
             module.forward = partial(self._forward, module, module.forward)
         self._wrapped |= new
+
+    def _negative(self, changes: AdapterChanges) -> Adapter:
+        values, weights = changes.values, dict[nn.Linear, tuple[Tensor, Tensor]]()
+        for name, module in self._layers().items():
+            if (down := values.get(name + DOWN)) is not None:
+                weights[module] = _factors(module, down, values[name + UP], -changes.scale)
+        return Adapter(0, max((down.shape[1] for down, _ in weights.values()), default=0), weights)
+
+
+def _padded(rank: int) -> int:
+    return rank + -rank % _RANK_STEP
+
+
+def _factors(module: nn.Linear, down: Tensor, up: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The factors of peft as an `Adapter` has them."""
+    like, more = module.weight, _padded(len(down)) - len(down)
+    pair = pad(down.float(), (0, 0, 0, more)).T, pad(up.float() * scale, (0, more)).T
+    first, second = (one.to(like.device, like.dtype).contiguous() for one in pair)
+    return first, second
 
 
 Submit = Callable[[Callable[[], Any]], Future[Any]]

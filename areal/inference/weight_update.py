@@ -90,6 +90,9 @@ class ServedWeights:
         """The tensors of the model whose second copy has new values, by name in the update."""
         self._update_id = ""
         """The update that they belong to, as its sender named it."""
+        self._changes: AdapterChanges | None = None
+        self.merged: AdapterChanges | None = None
+        """The adapter that the weights of the model have; None = that of no folder."""
         self._group: UpdateGroup | None = None
         self._buffer: Tensor | None = None
 
@@ -131,7 +134,7 @@ class ServedWeights:
     def start(self, update_id: str) -> None:
         """What follows belongs to the update `update_id`: values of another one are forgotten."""
         if update_id != self._update_id:
-            self._update_id, self._received = update_id, {}
+            self._update_id, self._received, self._changes = update_id, {}, None
 
     def check_complete(self, update_id: str) -> None:
         """Raise RequestError, and forget what was received, unless every weight of the update was received."""
@@ -143,6 +146,7 @@ class ServedWeights:
     def install(self) -> None:
         """Exchange the weights of the model and those received. Without a copy, unless the latter are on the host."""
         received, self._received = self._received, {}
+        self.merged, self._changes = self._changes, None
         for target_id, target in {id(target): target for target in received.values()}.items():
             second = self._second[target_id]
             if self._in_host_memory:
@@ -166,6 +170,7 @@ class ServedWeights:
                     for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
                         value = file.get_tensor(name)
                         self.receive_value(name, changes.applied(name, value) if changes else value)
+                self._changes = changes
         except BaseException as error:
             self._received = {}
             if isinstance(error, RequestError) or not isinstance(error, Exception):

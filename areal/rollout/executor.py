@@ -11,7 +11,7 @@ import math
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -423,6 +423,12 @@ class EpisodeEngine:
     @property
     def version(self) -> int:
         return self._engine.version
+
+    async def keep_policy(self, parent: Path) -> Path:
+        return await self._engine.keep_policy(parent)
+
+    def older_policy(self, folder: Path) -> AbstractAsyncContextManager[None]:
+        return self._engine.older_policy(folder)
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         return (await self.agenerate_group([request]))[0]

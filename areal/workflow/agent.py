@@ -436,6 +436,8 @@ class SessionWorkflow(RolloutWorkflow):
         group_id = uuid4().hex
         runs = [self._run_sessions(engine, data, group_id) for _ in range(self._num_samples)]
         finished = [one for some in await gather_or_cancel(runs) for one in some]
+        if not finished:  # the trained player had no turn
+            return TrajectoryGroup(trajectories=[], rejected="no_turns")
         if journal is not None:
             await journal.durable()
         gaps = {} if self._is_evaluation else self._blamed(finished)

@@ -57,6 +57,11 @@ def test_these_load(load, overrides):
 @pytest.mark.parametrize(
     ("overrides", "path", "code"),
     [
+        (
+            ["workflow=textarena", "reward_fn=", "workflow_args.args={opponent: {steps: 4}}"],
+            "workflow_args.args.opponent",
+            "config.missing_requirement",
+        ),
         (["teacher.servers=[{sources: [math]}]"], "teacher.servers[0].server_addrs", "config.missing_requirement"),
         (["teacher.servers=[{server_addrs: ['h:1']}, {server_addrs: ['h:2']}]"], "teacher.servers", "config.conflict"),
         ([SERVERS, "teacher.dtype=float32"], "teacher.dtype", "config.conflict"),

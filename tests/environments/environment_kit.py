@@ -59,7 +59,7 @@ recover: {mode: auto, freq_steps: 3, retries: 9}
 """
 
 
-def run_of(folder, kind, rows, args) -> Run:
+def run_of(folder, kind, rows, args, options=()) -> Run:
     """A run of a tiny model, not yet started."""
     task = {"openenv": "guess"}.get(kind, "mixture")
     prepared = [sys.executable, "examples/environments/prepare.py", str(folder / "data"), "--task", task]
@@ -71,7 +71,7 @@ def run_of(folder, kind, rows, args) -> Run:
         text = text.replace(name, str(value))
     (folder / "config.yaml").write_text(text)
     return Run(
-        arguments=["--config", str(folder / "config.yaml")],
+        arguments=["--config", str(folder / "config.yaml"), *options],
         folder=folder / "environments" / kind,
         log_path=folder / "launcher.log",
     )

@@ -3,12 +3,16 @@
 import os
 import random
 import signal
+from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
 
+from areal.api.engine import InferenceEngine
 from areal.api.errors import AgentFailed, ConfigError
-from areal.environments.workflow import OpenEnvWorkflow, TextArenaWorkflow
+from areal.api.workflow import EPISODE_ID
+from areal.environments.textarena import Opponents, TextArenaWorkflow
+from areal.environments.workflow import OpenEnvWorkflow
 from tests.environments.environment_kit import FAKES, build, policy, trained_text
 
 ROW = {"config": {}, "seed": 4, "index": 1}
@@ -94,11 +98,68 @@ async def test_a_function_plays_the_other_side(make, tmp_path) -> None:
     assert group.stats["reward/moves"] == 2
 
 
+class Older(InferenceEngine):
+    """Two policies by the adapter of a request; the older ones are kept as empty folders."""
+
+    version = 5
+
+    def __init__(self, current, older):
+        self._current, self._older, self.held = current, older, []
+
+    async def agenerate(self, request):
+        return await (self._older if request.adapter else self._current).agenerate(request)
+
+    async def keep_policy(self, parent):
+        (parent / f"policy-v{self.version:06d}").mkdir()
+        return parent / f"policy-v{self.version:06d}"
+
+    @asynccontextmanager
+    async def older_policy(self, folder):
+        self.held.append(folder.name)
+        yield
+
+
+@pytest.mark.parametrize(("trained", "reward"), [(0, -1.0), (1, 1.0)])
+async def test_an_older_policy_plays_the_other_side_and_is_not_trained(make, tmp_path, trained, reward) -> None:
+    right, wrong = str(target(ROW)), str((target(ROW) + 1) % 9)
+    by_player = {trained: wrong if trained == 0 else right, 1 - trained: right if trained == 0 else wrong}
+    engine = Older(scripted(*[by_player[trained]] * 8), scripted(*[by_player[1 - trained]] * 8))
+
+    async def played(episode, version):
+        engine.version = version
+        workflow = arena(make, env="Race-v0", args={"trained": trained, "opponent": {"steps": 4}})
+        workflow._opponents = Opponents(tmp_path)  # as after a kill
+        EPISODE_ID.set(episode)
+        return await workflow.arun_episode(engine, dict(ROW))
+
+    group = await played(0, 5)
+    assert [(one.reward, trained_text(one)) for one in group.trajectories] == [
+        (reward, f"{by_player[trained]}<|im_end|>")
+    ]
+    assert [(await played(*one)).stats["opponent_version"] for one in ((1, 7), (2, 8), (3, 9))] == [5, 8, 8]
+    # an episode that runs again has the opponent of its first start, whatever version is served then
+    assert [(await played(*one)).stats["opponent_version"] for one in ((1, 9), (4, 6))] == [5, 5]
+    assert engine.held[-2:] == ["policy-v000005"] * 2
+
+
+async def test_a_game_that_the_older_policy_ends_before_the_first_turn_trains_nothing(make, tmp_path) -> None:
+    EPISODE_ID.set(0)
+    workflow = arena(make, env="Race-v0", args={"trained": 1, "opponent": {"steps": 4}})
+    workflow._opponents = Opponents(tmp_path)
+    group = await workflow.arun_episode(Older(scripted(), scripted("x")), dict(ROW))
+    assert (group.trajectories, group.rejected) == ([], "no_turns")
+
+
 async def test_games_at_the_same_time_do_not_share_random_numbers(make) -> None:
     rows = [ROW | {"index": index} for index in range(4)]
     workflow = arena(make)
     groups = [await workflow.arun_episode(scripted(str(target(row))), row) for row in rows]
     assert [group.trajectories[0].reward for group in groups] == [1.0] * 4
+
+
+def test_an_opponent_that_is_no_function_and_no_number_of_steps_is_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"steps: N\} with N of at least 1"):
+        build(TextArenaWorkflow, env="Race-v0", args={"opponent": {"steps": 0}}).check_rows([ROW])
 
 
 def test_a_game_that_does_not_exist_is_named_before_the_start() -> None:

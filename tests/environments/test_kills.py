@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 
+from areal.ledger.show import Samples
 from tests.environments.environment_kit import FAKES, kill_worker_then_controller, run_of
 from tests.faults.driver import ROOT
 
@@ -39,11 +40,39 @@ def test_a_killed_controller_ends_its_worker_and_the_processes_of_games() -> Non
     assert not psutil.wait_procs(processes, timeout=30)[1]
 
 
-@pytest.mark.timeout(200)
-def test_a_worker_that_dies_fails_its_episodes_without_a_reward_and_the_run_goes_on(tmp_path) -> None:
-    python = tmp_path / "python"
+def shim(folder):
+    """An interpreter that finds the fake packages."""
+    python = folder / "python"
     python.write_text(f'#!/bin/sh\ncd {FAKES} && exec {sys.executable} "$@"\n')
     python.chmod(0o755)
+    return python
+
+
+@pytest.mark.timeout(200)
+def test_a_run_against_older_policies_continues_after_kills_with_the_recorded_ones(tmp_path) -> None:
+    python = shim(tmp_path)
+    args = {"python": str(python), "args": {"trained": 1, "opponent": {"steps": 4}}}
+    run = run_of(tmp_path, "textarena", "env:Both-v0?size=200&seed=1", args, ["actor.lora={rank: 4}"])
+    kill_worker_then_controller(run)
+    episodes = json.loads((run.folder / "summary.json").read_text())["episodes"]
+    assert episodes["consumed"] == 48
+    folder = run.folder / "environments" / "opponents"
+    lines = [json.loads(line) for line in (folder / "opponents.jsonl").read_text().splitlines()]
+    played = {line["episode"]: int(line["policy"].removeprefix("policy-v")) for line in lines}
+    assert len(lines) == len(played), "an episode has two opponents"
+    versions = sorted({*played.values()})
+    assert [version // 4 for version in versions][:3] == [0, 1, 2]
+    assert versions == sorted(int(path.name.removeprefix("policy-v")) for path in folder.glob("policy-v*"))
+    samples = Samples.read(run.folder / "ledger")
+    trained = [record for record in samples.records.values() if record.state == "trained"]
+    assert {record.episode: record.stats["opponent_version"] for record in trained}.items() <= played.items()
+    rows = [one for record in trained for one in samples.trajectories(record)]
+    assert len(rows) == 2 * 48, "one row of each game: that of the policy"
+
+
+@pytest.mark.timeout(200)
+def test_a_worker_that_dies_fails_its_episodes_without_a_reward_and_the_run_goes_on(tmp_path) -> None:
+    python = shim(tmp_path)
     rows = ["env:sums?size=200&seed=1", "env:dying?size=2"]
     run = run_of(tmp_path, "reasoning_gym", rows, {"python": str(python), "args": {"extract": False}})
     kill_worker_then_controller(run)

@@ -351,6 +351,49 @@ async def test_every_replica_serves_the_loaded_adapters(native: NativeKit, adapt
         assert [group.rank for group in server.engine.runner.adapters.groups] == [16]
 
 
+async def test_an_older_policy_answers_beside_the_current_one_and_after_a_kill(
+    native: NativeKit, adapter_folders: list[str], model_folder: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    old, new = (
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), folder).eval()
+        for folder in adapter_folders
+    )
+    fleet = await native.fleet(2)
+    with pytest.raises(RequestError) as refused:  # the servers have whole weights until an adapter is published
+        await fleet.keep_policy(tmp_path / "kept")
+    assert refused.value.code == "fleet.no_adapters"
+    await fleet.update_weights(WeightUpdate(version=1, kind="adapter", path=adapter_folders[0]))
+    kept = await fleet.keep_policy(tmp_path / "kept")
+    assert kept.name == "policy-v000001"
+
+    async def check(current: nn.Module) -> None:
+        for adapter, model in (("", current), (kept.name, old)):
+            asked = [dataclasses.replace(a_request(f"{adapter}{i}", 20), adapter=adapter) for i in range(4)]
+            responses = await asyncio.gather(*map(fleet.agenerate, asked))
+            assert {name for response in responses for name in response.replicas} == {"server-0", "server-1"}
+            for response in responses:
+                with torch.no_grad():
+                    scores = torch.log_softmax(model(torch.tensor([PROMPT + response.output_ids])).logits[0], -1)
+                expected = [scores[3 + i, token].item() for i, token in enumerate(response.output_ids)]
+                assert response.output_logprobs == pytest.approx(expected, abs=2e-4)
+
+    async with fleet.older_policy(kept):
+        await check(old)
+        await fleet.update_weights(WeightUpdate(version=2, kind="adapter", path=adapter_folders[1]))
+        await check(new)
+        for server in native.servers:
+            await server.die()
+        for index in range(2):
+            await native.server(index)
+        await check(new)
+    newer = await fleet.keep_policy(tmp_path / "kept")
+    async with fleet.older_policy(newer):  # nobody uses the older one
+        assert [server.engine.runner.adapters.groups[0].rank for server in native.servers[2:]] == [16, 16]
+
+
 async def test_an_unload_that_a_replica_missed_is_made_up_for(native: NativeKit, adapter_folders: list[str]) -> None:
     fleet = await native.fleet(1)
     [server], [slot] = native.servers, fleet._replicas.slots

@@ -627,6 +627,10 @@ class PPOConfig(BaseExperimentConfig):
             yield from score_weight_problems(self.actor.adv_estimator.weights, self.reward, short_form=self.reward_fn)
         if self.actor.optimizer is None:
             yield no_optimizer("actor")
+        opponent = cast("dict[str, Any]", self.workflow_args.get("args") or {}).get("opponent")
+        if self.workflow == "textarena" and isinstance(opponent, dict) and self.actor.lora is None:
+            text = "is an older version of the policy, which the servers hold as an adapter: set actor.lora"
+            yield Problem("workflow_args.args.opponent", text, "config.missing_requirement")
         if self.actor.adapter_update_mode == "adapter" and self.publishes_adapters and self._whole_only:
             yield "actor.adapter_update_mode", f"adapter cannot work, because {self._whole_only}: use merged"
         if self.critic is not None:

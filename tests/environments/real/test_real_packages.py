@@ -11,7 +11,8 @@ import pytest
 
 from areal.data.dataset import environment_rows
 from areal.environments.reasoning_gym import ReasoningGymWorkflow
-from areal.environments.workflow import NemoGymWorkflow, OpenEnvWorkflow, TextArenaWorkflow, VerifiersWorkflow
+from areal.environments.textarena import TextArenaWorkflow
+from areal.environments.workflow import NemoGymWorkflow, OpenEnvWorkflow, VerifiersWorkflow
 from tests.agent.policies import ScriptedEngine
 from tests.environments.environment_kit import build, kill_worker_then_controller, policy, run_of, trained_text
 from tests.faults.driver import ROOT

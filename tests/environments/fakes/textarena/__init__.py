@@ -58,5 +58,17 @@ class Late(Race):
         self.player = 1
 
 
+class Both(Race):
+    """Each player has one turn, and the longer answer wins."""
+
+    def step(self, text):
+        self.text += f"\n[Player] {text}"
+        self.infos[self.player]["turn_count"] += 1
+        if self.player:
+            return self._end(1.0 if len(text) > 4 else 0.0)
+        self.player = 1
+        return False, {}
+
+
 def make(name, **options):
-    return {"Guess-v0": Game, "Race-v0": Race, "Late-v0": Late}[name](**options)
+    return {"Guess-v0": Game, "Race-v0": Race, "Late-v0": Late, "Both-v0": Both}[name](**options)
