@@ -13,6 +13,7 @@ from areal.api.batch import BatchShare
 from areal.api.config import PPOConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.engine import WeightSource
+from areal.api.metrics import Metrics
 from areal.inference.engine import Engine, build_engine, load_detokenizer, request_limits
 from areal.inference.scheduler import SamplingParams
 from areal.inference.scheduler import Sequence as Request
@@ -36,6 +37,9 @@ class Snapshots:
 
     def wait_served(self) -> None:
         return None
+
+    def metrics(self) -> Metrics:
+        return {}
 
     @property
     def oldest(self) -> tuple[int, dict[str, torch.Tensor]]:

@@ -23,6 +23,9 @@ from areal.api.columns import Column, ExpertShape, RoutedExperts, Runs
 from areal.api.data import GenerationRequest, WeightSpec, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.fleet.replica import NO_VERSION, AnswerForm, FinishReason, Replica
+from areal.observe.log import get_logger
+
+log = get_logger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
 _LATE_S = 1.0
@@ -300,8 +303,13 @@ class HttpReplica(Replica):
 
     async def _pull_weights(self, update: WeightUpdate) -> None:
         """The native server, or the host of a foreign one, copies the folder."""
-        answer = await self._client.post("/pull_weights", {"url": update.path, "mirrors": update.mirrors})
-        self._pulled = (update.path, self._client.parsed(answer, lambda found: str(found["path"])))
+        body = {"url": update.path, "mirrors": update.mirrors, "deltas": update.deltas}
+        answer = await self._client.post("/pull_weights", body)
+        path, problem = self._client.parsed(answer, lambda found: (str(found["path"]), str(found["problem"])))
+        self._pulled = (update.path, path)
+        if problem:
+            text = "%s copied all weights of version %d, because their difference could not be applied: %s"
+            log.warning(text, self.name, update.version, problem)
 
     async def _folder_of(self, update: WeightUpdate) -> str:
         """The folder from which the server loads an update of kind disk, adapter or http."""

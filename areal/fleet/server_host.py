@@ -323,12 +323,17 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
     async def pull(request: web.Request) -> web.StreamResponse:
         try:
             body = json.loads(await read_body(request))
-            body = {"url": str(body["url"]), "mirrors": [str(mirror) for mirror in body.get("mirrors", ())]}
+            body = {
+                "url": str(body["url"]),
+                "mirrors": [str(mirror) for mirror in body.get("mirrors", ())],
+                "deltas": {str(base): str(url) for base, url in body.get("deltas", {}).items()},
+            }
             others = await asyncio.to_thread(parts)
             own = asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(**body), "pull weights"))
-            folder, *elsewhere = await asyncio.gather(own, *(pull_by(part, body) for part in others))
-            if different := set(elsewhere) - {str(folder)}:
-                text = f"the parts of this server keep weights in {folder} and {', '.join(different)}: set one TMPDIR"
+            pulled, *elsewhere = await asyncio.gather(own, *(pull_by(part, body) for part in others))
+            if different := set(elsewhere) - {str(pulled.path)}:
+                both = f"{pulled.path} and {', '.join(different)}"
+                text = f"the parts of this server keep weights in {both}: set one TMPDIR"
                 raise WeightSyncError(text, code="weights.pull_failed")
         except aiohttp.ClientError as error:
             return _error(500, f"another part of this server does not answer: {error}", "weights.pull_failed")
@@ -336,7 +341,7 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
             return _error(400 if isinstance(error, RequestError) else 500, str(error), error.code)
         except (ValueError, KeyError, TypeError, AttributeError):
             return _error(400, "the body is not an object with a field url", "weights.invalid_request")
-        return web.json_response({"path": str(folder)})
+        return web.json_response({"path": str(pulled.path), "problem": pulled.problem})
 
     return pull
 
@@ -435,7 +440,7 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
             raise ConfigError(f"{args.config} configures a training without servers", code="fleet.host_command")
         launcher, rollout = config.launcher, config.rollout
         section = tuple(backend_named(args.backend).given(config))
-        pulls_weights = config.actor.weight_update_mode == "http"
+        pulls_weights = config.actor.pulls_weights
         if context is not None:
             registry = registry_of(config)
     return HostOptions(

@@ -108,6 +108,7 @@ class PauseBody(Body):
 class PullBody(Body):
     url: str
     mirrors: list[str] = field(default_factory=list[str])
+    deltas: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,8 +118,9 @@ class WeightRoutes:
 
     async def _pull(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request, PullBody)
-        pulled = in_daemon_thread(lambda: self._puller.pull(body.url, body.mirrors), "pull weights")
-        return json_response({"path": str(await asyncio.wrap_future(pulled))})
+        pull = partial(self._puller.pull, body.url, body.mirrors, body.deltas)
+        pulled = await asyncio.wrap_future(in_daemon_thread(pull, "pull weights"))
+        return json_response({"path": str(pulled.path), "problem": pulled.problem})
 
     async def _update_from_disk(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request, FolderBody)

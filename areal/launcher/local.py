@@ -374,7 +374,7 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
     if isinstance(config, PPOConfig):
         fetch_vision_layout(config)
         has_gpus = config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
-        if has_gpus and config.actor.weight_update_mode not in ("disk", "http"):  # it decides how weights travel
+        if has_gpus and config.actor.weight_update_mode in ("auto", "xccl"):  # it decides how weights travel
             nccl = nccl_versions(config)
     plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config), nccl=nccl)
     launched = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, type=request.launcher))

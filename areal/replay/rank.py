@@ -75,6 +75,9 @@ class NoServers:
     def wait_served(self) -> None:
         """Nothing to wait for."""
 
+    def metrics(self) -> Metrics:
+        return {}
+
     def close(self) -> None:
         """Nothing to release."""
 

@@ -148,6 +148,7 @@ def _adapter(kind: type[TrainerRequest]) -> TypeAdapter[Any]:
 def _update_problem(update: WeightUpdate) -> str:
     """What is out of range in a weight update; empty = nothing. `trainer_rules` checks its version and folder."""
     texts = (update.path, update.master_address, update.backend, update.group_name, *update.replicas)
+    texts += (*update.deltas, *update.deltas.values())
     checks = {
         f"version: not in 0 to {MAX_COUNT}": 0 <= update.version <= MAX_COUNT,
         f"replicas: more than {MAX_REPLICAS}, or one of them twice": (
@@ -170,6 +171,7 @@ def _update_problem(update: WeightUpdate) -> str:
         "path: a collective update has none": update.is_folder or not update.path,
         "mirrors: only the fleet knows them": not update.mirrors,
         "path: not an http:// address": update.kind != "http" or update.path.startswith("http://"),
+        "deltas: not of http": not update.deltas or update.kind == "http",
         "replicas: an update from a folder addresses all replicas": not (update.is_folder and update.replicas),
     }
     return next((problem for problem, holds in checks.items() if not holds), "")

@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from areal.api.errors import InputError, RequestError, WeightSyncError
+from areal.api.errors import ArealError, InputError, RequestError, WeightSyncError
 from areal.system.durable import COMPLETE, is_complete, publish_folder
+from areal.system.folder_delta import apply_delta, copy_files
 from areal.system.http_guard import RequestGuard, guarded
 from areal.system.network import BACKLOG, Host, http_address, is_trainer, listen, store_prefix
 from areal.system.process import in_daemon_thread
@@ -284,6 +285,17 @@ class _NotServed(_Cut):
     """The server does not have the folder: there is no second attempt with it."""
 
 
+DELTA_FILE = "delta"
+"""The only file of a folder that holds the difference between two others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    path: Path
+    problem: str
+    """Why the bytes of the folder were copied although there were differences from a folder that is here; else empty."""
+
+
 class FolderPuller:
     """The folders that servers of a run on this machine have pulled. Its methods block; any thread may call them."""
 
@@ -296,17 +308,16 @@ class FolderPuller:
         self._offered: dict[str, OfferedFolder] = {}
         """The folder that was requested last."""
 
-    def pull(self, url: str, mirrors: Sequence[str] = ()) -> Path:
+    def pull(self, url: str, mirrors: Sequence[str] = (), deltas: Mapping[str, str] | None = None) -> Pulled:
         """The local copy of the folder at `url`, complete and verified. Processes of one machine share it.
 
         `mirrors`: addresses of the same folder on other servers of the run, which are asked first.
+        `deltas`: name of an earlier folder -> address of the difference to the next one, the last to this one. The
+        newest of them that is here is changed; blocks that then differ from this folder are copied.
         RequestError when the address is not one of this run or serves the folder no more; WeightSyncError when the
         transfer does not succeed.
         """
-        parts, match = urlsplit(url), _NAME.fullmatch(urlsplit(url).path.removeprefix("/"))
-        if match is None or parts.scheme != "http" or not is_trainer(parts.hostname or "", self._environ):
-            message = f"{url[:200]} is no folder of a trainer of this run"
-            raise RequestError(message, code="weights.unknown_trainer")
+        match, problem = self._name_in(url), ""
         usable = [mirror for mirror in mirrors if self._is_copy(mirror, match[0])]
         with self._lock:
             if self._local is None:
@@ -315,11 +326,50 @@ class FolderPuller:
             while not is_complete(final):
                 with exclusive(self._local.path / ".pulling") as is_held:
                     if is_held and not is_complete(final):
-                        _Transfer([*usable, url], match[0], match[1], self._token).run(final)
+                        is_rebuilt, problem = self._rebuild(self._local.path, unfinished(final), deltas or {})
+                        transfer = _Transfer([*usable, url], match, self._token)
+                        transfer.run(final)
+                        if is_rebuilt and transfer.num_copied:
+                            problem = f"the differences made other weights: {transfer.num_copied} bytes were copied"
                 if not is_held:
                     time.sleep(_POLL_S)  # another process of this machine pulls it
             _remove_old(self._local.path, final)
-        return final
+        return Pulled(final, problem)
+
+    def _name_in(self, url: str) -> re.Match[str]:
+        """The name of a folder and its checksum. RequestError unless it is on the machine of a trainer."""
+        parts, match = urlsplit(url), _NAME.fullmatch(urlsplit(url).path.removeprefix("/"))
+        if match is None or parts.scheme != "http" or not is_trainer(parts.hostname or "", self._environ):
+            message = f"{url[:200]} is no folder of a trainer of this run"
+            raise RequestError(message, code="weights.unknown_trainer")
+        return match
+
+    def _rebuild(self, root: Path, folder: Path, deltas: Mapping[str, str]) -> tuple[bool, str]:
+        """Fill `folder` from an earlier one and the differences since then. Whether it is filled, and otherwise why
+        not, if an earlier one is here."""
+        here = [base for base in deltas if _NAME.fullmatch(base) and is_complete(root / base)]
+        if not here:
+            return False, ""
+        names = list(deltas)[list(deltas).index(here[-1]) :]
+        fetched: list[Path] = []
+        try:
+            for url in map(deltas.__getitem__, names):
+                match = self._name_in(url)
+                fetched.append(root / match[0])
+                _Transfer([url], match, self._token, max_failures=_MIRROR_FAILURES).run(fetched[-1])
+            try:
+                copy_files(root / here[-1], folder)
+                for path in fetched:
+                    apply_delta(path / DELTA_FILE, folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)  # files of the old folder may not be those of the new one
+                raise
+        except (ArealError, OSError) as error:
+            return False, str(error)
+        finally:
+            for path in fetched:
+                shutil.rmtree(path, ignore_errors=True)
+        return True, ""
 
     def _is_copy(self, mirror: str, name: str) -> bool:
         """Whether an address is that of a folder `name` on a machine of this run."""
@@ -347,6 +397,11 @@ class FolderPuller:
             local.close()
 
 
+def unfinished(final: Path) -> Path:
+    """The folder that is filled before it becomes `final`."""
+    return final.with_name(f".{final.name}")
+
+
 def _remove_old(root: Path, newest: Path) -> None:
     os.utime(newest)
     found = [path for path in root.iterdir() if path.is_dir() and path != newest]
@@ -357,14 +412,19 @@ def _remove_old(root: Path, newest: Path) -> None:
 class _Transfer:
     """One folder."""
 
-    def __init__(self, addresses: list[str], name: str, list_sum: str, token: str) -> None:
-        """`addresses`: of the folder, in the order in which they are asked."""
-        self._addresses, self._name, self._list_sum = addresses, name, list_sum
+    def __init__(
+        self, addresses: list[str], name: re.Match[str], token: str, max_failures: int = _MAX_FAILURES
+    ) -> None:
+        """`addresses`: of the folder, in the order in which they are asked. `name`: with its checksum.
+        `max_failures`: of the last address."""
+        self._addresses, self._name, self._list_sum = addresses, name[0], name[1]
         self._headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity", "Connection": "close"}
-        self._failures = 0
+        self._max_failures, self._failures = max_failures, 0
+        self.num_copied = 0
+        """Bytes of files that were received."""
 
     def run(self, final: Path) -> None:
-        partial = final.with_name(f".{final.name}")
+        partial = unfinished(final)
         try:
             partial.mkdir(exist_ok=True)
             data = self._list()
@@ -398,6 +458,7 @@ class _Transfer:
             try:
                 with self._get(f"/{index}", blocks.position) as answer:
                     for piece in _pieces(answer):
+                        self.num_copied += len(piece)
                         blocks.add(piece)
                 if blocks.position < file.num_bytes:
                     raise _Cut(f"{file.name} ended after {blocks.position} of {file.num_bytes} bytes")
@@ -433,7 +494,7 @@ class _Transfer:
                 return
         elif isinstance(error, _NotServed):
             raise RequestError(str(error), code="weights.not_served") from error
-        elif self._failures >= _MAX_FAILURES:
+        elif self._failures >= self._max_failures:
             text = f"{self._failures} attempts without progress, the last: {error}"
             message = f"the weights {self._name[:60]} could not be pulled from {self._addresses[0]}: {text}"
             raise WeightSyncError(message, code="weights.pull_failed") from error

@@ -49,7 +49,7 @@ from areal.trainer.process_setup import TrainingRank, announce_ready, training_r
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.roles import PPORoles, build_roles
 from areal.weights.collective import CollectiveChannel
-from areal.weights.disk import AdapterChannel, DiskChannel, HttpChannel
+from areal.weights.disk import AdapterChannel, DeltaChannel, DiskChannel, HttpChannel
 from areal.weights.weight_files import checksum_of
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -225,6 +225,9 @@ class ComparedChannel:
         if version is not None:
             self._compare(version)
 
+    def metrics(self) -> Metrics:
+        return self._channel.metrics()
+
     def _compare(self, version: int) -> None:
         for _ in range(_MAX_COMPARISONS):
             tokens = self._shared(self._control.probe_tokens(version) if self._ranks.rank == 0 else None)
@@ -367,7 +370,7 @@ class PPOLoop:
             with phase("publish_weights"):
                 self._publish(info.step)
             measured = merge_metrics(scored, filtered, mismatch, measured, distilled, batch_metrics(batch))
-            metrics = merge_metrics(metrics, measured, _share_metrics(share, began_s))
+            metrics = merge_metrics(metrics, measured, self._channel.metrics(), _share_metrics(share, began_s))
             with phase("after_step"):
                 if self._add_samples is not None:
                     self._add_samples(info.step + 1, share)
@@ -584,7 +587,8 @@ def build_weight_channel(
     if context.weight_transport in ("disk", "http"):
         model = resolve_model_folder(config.actor.path)
         if context.weight_transport == "http":
-            return HttpChannel(engine, ranks, client, host=context.host, model_folder=model)
+            kind = DeltaChannel if config.actor.weight_update_mode == "delta" else HttpChannel
+            return kind(engine, ranks, client, host=context.host, model_folder=model)
         return DiskChannel(engine, ranks, client, RunPaths.of(config).weights, model_folder=model)
     servers = config.allocation.inference
     return CollectiveChannel(

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.engine import Ranks, WeightSource
 from areal.api.errors import ArealError, WeightSyncError
+from areal.api.metrics import Metrics
 from areal.observe.log import get_logger
 from areal.server_side.areal_transfer.layout import widest_first
 from areal.system.network import Host, is_loopback, listen, required_token
@@ -123,6 +124,9 @@ class CollectiveChannel:
             if checksum is not None:
                 self._sent = version
                 return checksum
+
+    def metrics(self) -> Metrics:
+        return {}
 
     def close(self) -> None:
         """Leave the group; without one nothing happens."""

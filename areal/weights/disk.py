@@ -11,15 +11,19 @@ import secrets
 import shutil
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
 from areal.api.data import WeightUpdate
 from areal.api.engine import AdapterSource, Ranks, WeightChannel, WeightSource
 from areal.api.errors import WeightSyncError
-from areal.system.durable import finish_interrupted_writes, publish_folder, writing_folder
-from areal.system.folders import FolderServer, LocalFolder
+from areal.api.metrics import Metric, Metrics
+from areal.system.durable import COMPLETE, finish_interrupted_writes, publish_folder, writing_folder
+from areal.system.folder_delta import write_delta
+from areal.system.folders import DELTA_FILE, FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
@@ -27,6 +31,8 @@ from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
 KEPT_VERSIONS = 2
 """The current version, which a restarted replica loads, and the one before, which a slow replica may still read."""
 _VERSION_FOLDER = re.compile(r"v(\d{6,})")
+_DELTA = "delta_"
+"""Before the name of a version: the folder with its difference from the version before."""
 _COPIED = ("config.json", "generation_config.json")
 
 
@@ -75,6 +81,9 @@ class FolderChannel(WeightChannel):
         if update is not None:
             with contextlib.suppress(OSError):  # what stays is removed after the next version
                 self._prune(update.version)
+
+    def metrics(self) -> Metrics:
+        return {}
 
     def close(self) -> None:
         """Nothing to release."""
@@ -164,6 +173,85 @@ class HttpChannel(DiskChannel):
             self._server.close()
         if self._local is not None:
             self._local.close()
+
+
+FULL_EVERY = 50
+"""Every version with a multiple of this number is copied whole."""
+
+
+class DeltaChannel(HttpChannel):
+    """Versions as in `HttpChannel`, which servers make from an earlier one where that takes fewer bytes.
+
+    The version before is read from its folder. The first version of a process, every `FULL_EVERY`-th one, and a server
+    that has no version since then, take whole weights.
+    """
+
+    def __init__(
+        self,
+        engine: WeightSource,
+        ranks: Ranks,
+        control: FleetControl,
+        *,
+        host: Host,
+        model_folder: Path | None = None,
+    ) -> None:
+        super().__init__(engine, ranks, control, host=host, model_folder=model_folder)
+        self._last: Path | None = None
+        """The folder of the version before."""
+        self._last_name = ""
+        self._deltas: dict[str, tuple[str, int]] = {}
+        """As `WeightUpdate.deltas`, with sizes in bytes."""
+        self._sent = (0.0, 0.0)
+        """Bytes of the last version that a server with the version before copies, and of all its weights."""
+
+    def metrics(self) -> Metrics:
+        sent, full = self._sent
+        count = float(self._ranks.rank == 0)
+        return {
+            "update_weights/bytes": Metric(sent, count),
+            "update_weights/share_of_full": Metric(sent / max(full, 1.0), count),
+        }
+
+    def _update_from(self, folder: Path, version: int) -> WeightUpdate:
+        assert self._server is not None, "only rank 0 writes versions"
+        update = super()._update_from(folder, version)
+        name, before = update.path.rpartition("/")[2], self._last_name
+        full = sum(path.stat().st_size for path in folder.iterdir())
+        sent = full
+        if name != before:
+            if self._last is None or self._last == folder or version % FULL_EVERY == 0:
+                self._deltas = {}
+            else:
+                sent = self._add_delta(self._last, before, folder, full)
+        elif self._deltas:
+            sent = 0
+        self._last, self._last_name = folder, name
+        self._sent = float(sent), float(full)
+        return replace(update, deltas={base: url for base, (url, _) in self._deltas.items()})
+
+    def _add_delta(self, old: Path, base: str, new: Path, full: int) -> int:
+        """Offer the difference of two versions, if it is small; returns the bytes that a server receives."""
+        assert self._server is not None, "only rank 0 writes versions"
+        final = new.with_name(f"{_DELTA}{new.name}")
+        writing = writing_folder(final)
+        writing.mkdir()
+        names = [path.name for path in new.iterdir() if path.name != COMPLETE]
+        size = write_delta(old, new, names, writing / DELTA_FILE)
+        publish_folder(writing, final, sum_up=False)
+        if size >= full:
+            self._deltas = {}
+            return full
+        self._deltas[base] = self._server.offer(final), size
+        while sum(size for _, size in self._deltas.values()) >= full:
+            del self._deltas[next(iter(self._deltas))]
+        return size
+
+    def _prune(self, current: int) -> None:
+        super()._prune(current)
+        used = {urlsplit(url).path[1:].rpartition("-")[0] for url, _ in self._deltas.values()}
+        for path in self._folder.glob(f"{_DELTA}v*"):
+            if path.name not in used:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 class AdapterChannel(FolderChannel):

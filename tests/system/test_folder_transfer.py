@@ -109,13 +109,13 @@ def puller() -> Iterator[FolderPuller]:
 def test_a_folder_arrives_complete_and_is_pulled_once_on_a_machine(source: Path, puller: FolderPuller) -> None:
     server = FolderServer(Host(), "secret")
     url = server.offer(source)
-    found = puller.pull(url)
+    found = puller.pull(url).path
     assert is_complete(found)
     assert contents(found) == CONTENT
     assert found.parent.stat().st_mode & 0o077 == 0
     server.close()
     other = FolderPuller("secret", {})  # another server of the same run and machine
-    assert other.pull(url) == found
+    assert other.pull(url).path == found
     other.close()
     assert found.is_dir(), "a process of the run still uses it"
     puller.close()
@@ -154,7 +154,7 @@ def test_a_copy_comes_from_the_mirrors_while_the_trainer_does_not_answer(
     name = faulty.url.rpartition("/")[2]
     closed, foreign = "http://127.0.0.1:9", "http://10.9.9.9:9"
     bases = [foreign, closed, without.address, *(one.url.rpartition("/")[0] for one in (dying, faulty))]
-    found = puller.pull(f"{closed}/{name}", [f"{base}/pulled_weights/{name}" for base in bases])
+    found = puller.pull(f"{closed}/{name}", [f"{base}/pulled_weights/{name}" for base in bases]).path
     assert contents(found) == CONTENT
     assert (dying.starts, faulty.starts) == ([0, 2345], [2345])
     offered = puller.offered(name)
@@ -167,7 +167,7 @@ def test_a_copy_comes_from_the_mirrors_while_the_trainer_does_not_answer(
 
 def test_a_cut_transfer_continues_where_it_stopped(faulty: FaultyServer, puller: FolderPuller) -> None:
     faulty.answer = lambda start, data: data[:2345]
-    assert contents(puller.pull(faulty.url)) == CONTENT
+    assert contents(puller.pull(faulty.url).path) == CONTENT
     assert faulty.starts == list(range(0, len(CONTENT["model.safetensors"]), 2345))
 
 
@@ -179,7 +179,7 @@ def test_only_a_block_with_a_wrong_checksum_is_sent_again(faulty: FaultyServer, 
         return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
     faulty.answer = flip_once
-    assert contents(puller.pull(faulty.url)) == CONTENT
+    assert contents(puller.pull(faulty.url).path) == CONTENT
     assert faulty.starts == [0, 4 * BLOCK]
 
 
@@ -229,7 +229,7 @@ def test_after_a_kill_of_the_puller_the_next_one_continues(faulty: FaultyServer,
     assert len(damaged) <= 5500
     damaged[3 * BLOCK + 1] ^= 1  # by a disk that lost a write
     stored.write_bytes(damaged)
-    assert contents(puller.pull(faulty.url)) == CONTENT
+    assert contents(puller.pull(faulty.url).path) == CONTENT
     assert faulty.starts[1:3] == [5500, 3 * BLOCK]
     partial.close()
 
@@ -239,7 +239,7 @@ def test_old_folders_are_removed(source: Path, puller: FolderPuller) -> None:
     found: list[Path] = []
     for version in range(4):
         (source / "config.json").write_text(f'{{"v": {version}}}')
-        found.append(puller.pull(server.offer(source)))
+        found.append(puller.pull(server.offer(source)).path)
     assert [path.exists() for path in found] == [False, False, True, True]
     server.close()
 

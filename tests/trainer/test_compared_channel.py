@@ -12,6 +12,7 @@ import torch
 from areal.api.batch import IMAGE_INDEX
 from areal.api.data import TEMPERATURES, ProbeScore, ProbeTokens
 from areal.api.images import ImageRef
+from areal.api.metrics import Metrics
 from areal.trainer.ppo_loop import ComparedChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
@@ -54,6 +55,9 @@ class Channel:
 
     def wait_served(self) -> None:
         return None
+
+    def metrics(self) -> Metrics:
+        return {}
 
     def close(self) -> None:
         return None

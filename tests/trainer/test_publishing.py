@@ -36,6 +36,9 @@ class Channel:
     def wait_served(self):
         pass
 
+    def metrics(self):
+        return {}
+
     def close(self):
         pass
 

@@ -504,16 +504,24 @@ class PPOActorConfig(
 
     group_size: int = number(1, low=1)
     """Accepted for AReaL files: must be 1 or gconfig.n_samples, which sets the group size."""
-    weight_update_mode: str = choice("auto", "auto", "xccl", "disk", "http", relevant=_WHOLE | _BY_DISK)
-    """How new weights reach the servers: xccl = collective, disk, http = copies from rank 0, auto = xccl or disk."""
+    weight_update_mode: str = choice("auto", "auto", "xccl", "disk", "http", "delta", relevant=_WHOLE | _BY_DISK)
+    """How new weights reach the servers: xccl = collective, disk, http = copies from rank 0, delta = http with the
+    changes since the version before where they are smaller, auto = xccl or disk."""
     weight_chunked_mem_mb: int = number(1024, low=1, relevant=_WHOLE & when("weight_update_mode", "auto", "xccl"))
     """Maximum size of one weight broadcast, in MiB."""
 
     adapter_update_mode: str = choice("auto", "auto", "merged", "adapter", relevant=given("lora"))
     """What is published with lora: merged = whole weights, adapter = adapters alone, auto = by servers and devices."""
 
+    @property
+    def pulls_weights(self) -> bool:
+        """Whether the machines of the servers copy the weights from trainer rank 0."""
+        return self.weight_update_mode in ("http", "delta")
+
     def problems(self) -> Problems:
         yield from TrainEngineConfig.problems(self)
+        if self.lora is not None and self.weight_update_mode == "delta":
+            yield "weight_update_mode", "delta is for whole weights, and adapters of actor.lora are small: use auto"
         yield from self.advantage_problems()
         yield from self.off_policy_problems()
         yield from self.bypass_problems(self.policy_loss)

@@ -1,0 +1,174 @@
+"""A folder is made from an earlier one and the differences since then; whatever is wrong, its bytes are the trainer's."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal.system import folders
+from areal.system.durable import is_complete
+from areal.system.folder_delta import write_delta
+from areal.system.folders import DELTA_FILE, FolderPuller, FolderServer, Pulled
+from areal.system.network import Host
+
+SIZE = 200_000
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders, "_FIRST_PAUSE_S", 0.0)
+
+
+@dataclass
+class Trainer:
+    """Versions v0, v1, ... of a file of random bytes, of which 1% change each time."""
+
+    root: Path
+    server: FolderServer
+
+    def __post_init__(self) -> None:
+        self.urls: list[str] = []
+        self.deltas: list[str] = []
+        """The difference between version i and the next one."""
+
+    def folder(self, version: int) -> Path:
+        return self.root / f"v{version:06d}"
+
+    def publish(self) -> None:
+        version = len(self.urls)
+        draw = np.random.default_rng(version)
+        content = draw.integers(0, 256, SIZE, np.uint8)
+        if version:
+            content = np.fromfile(self.folder(version - 1) / "model", np.uint8)
+            content[draw.random(SIZE) < 0.01] += 1
+        folder = self.folder(version)
+        folder.mkdir()
+        content.tofile(folder / "model")
+        if version:
+            difference = self.root / f"delta_v{version:06d}"
+            difference.mkdir()
+            write_delta(self.folder(version - 1), folder, ["model"], difference / DELTA_FILE)
+            self.deltas.append(self.server.offer(difference))
+        self.urls.append(self.server.offer(folder))
+
+    def name(self, version: int) -> str:
+        return self.urls[version].rpartition("/")[2]
+
+    def chain(self, start: int, end: int) -> dict[str, str]:
+        return {self.name(version): self.deltas[version] for version in range(start, end)}
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    made = Trainer(tmp_path, FolderServer(Host(), "secret"))
+    for _ in range(4):
+        made.publish()
+    yield made
+    made.server.close()
+
+
+@pytest.fixture
+def puller() -> Iterator[FolderPuller]:
+    made = FolderPuller("secret", {})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Name and received bytes of each transfer."""
+    found: list[tuple[str, int]] = []
+    run = folders._Transfer.run
+
+    def noted(self: folders._Transfer, final: Path) -> None:
+        run(self, final)
+        found.append((final.name.partition("-")[0], self.num_copied))
+
+    monkeypatch.setattr(folders._Transfer, "run", noted)
+    return found
+
+
+def is_version(pulled: Pulled, trainer: Trainer, version: int) -> bool:
+    files = {path.name: path.read_bytes() for path in pulled.path.iterdir() if path.name not in ("COMPLETE", ".list")}
+    return is_complete(pulled.path) and files == {"model": (trainer.folder(version) / "model").read_bytes()}
+
+
+def test_versions_are_made_from_the_newest_one_that_is_here(
+    trainer: Trainer, puller: FolderPuller, copied: list[tuple[str, int]]
+) -> None:
+    """The first pull has no earlier version; the third one skips a version and takes two differences."""
+    for version in (0, 1, 3):
+        pulled = puller.pull(trainer.urls[version], (), trainer.chain(0, version))
+        assert (pulled.problem, is_version(pulled, trainer, version)) == ("", True)
+    names = [name for name, _ in copied]
+    assert names == ["v000000", "delta_v000001", "v000001", "delta_v000002", "delta_v000003", "v000003"]
+    sizes = [size for _, size in copied]
+    assert (sizes[0], sizes[2], sizes[5]) == (SIZE, 0, 0)
+    assert max(sizes[1], sizes[3], sizes[4]) < 0.05 * SIZE
+    left = {path.name.partition("-")[0] for path in pulled.path.parent.iterdir() if path.is_dir()}
+    assert left == {"v000001", "v000003"}
+
+
+def flip(trainer: Trainer, local: Path) -> None:
+    """Bytes of the earlier version change on the disk of the server."""
+    (stored,) = local.glob("v000000-*/model")
+    content = bytearray(stored.read_bytes())
+    content[1000] ^= 1
+    stored.write_bytes(content)
+
+
+def wrong_difference(trainer: Trainer, local: Path) -> None:
+    """The trainer offers the difference between two other versions."""
+    trainer.deltas[0] = trainer.deltas[1]
+
+
+def damaged_difference(trainer: Trainer, local: Path) -> None:
+    folder = trainer.root / "delta_v000009"
+    folder.mkdir()
+    (folder / DELTA_FILE).write_bytes((trainer.root / "delta_v000001" / DELTA_FILE).read_bytes()[:-9])
+    trainer.deltas[0] = trainer.server.offer(folder)
+
+
+def lost_difference(trainer: Trainer, local: Path) -> None:
+    (trainer.root / "delta_v000001").rename(trainer.root / "gone")
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (flip, f"{SIZE} bytes were copied"),
+        (wrong_difference, f"{SIZE} bytes were copied"),
+        (damaged_difference, "cannot be applied"),
+        (lost_difference, "does not serve"),
+    ],
+)
+def test_a_difference_that_makes_other_weights_or_none_is_replaced_by_a_copy(
+    trainer: Trainer, puller: FolderPuller, harm: Callable[[Trainer, Path], None], words: str
+) -> None:
+    first = puller.pull(trainer.urls[0])
+    harm(trainer, first.path.parent)
+    pulled = puller.pull(trainer.urls[1], (), trainer.chain(0, 1))
+    assert is_version(pulled, trainer, 1)
+    assert words in pulled.problem
+    pulled = puller.pull(trainer.urls[2], (), {trainer.name(1): trainer.deltas[1]})
+    assert (pulled.problem, is_version(pulled, trainer, 2)) == ("", True)
+
+
+def test_names_that_leave_the_folder_and_other_machines_are_not_followed(
+    trainer: Trainer, puller: FolderPuller
+) -> None:
+    first = puller.pull(trainer.urls[0])
+    outside = first.path.parent.parent / f"out-{'0' * 64}"
+    first.path.rename(outside)
+    pulled = puller.pull(trainer.urls[1], (), {f"../{outside.name}": trainer.deltas[0]})
+    assert (pulled.problem, is_version(pulled, trainer, 1)) == ("", True), "the earlier folder is none"
+    away = trainer.deltas[1].replace("127.0.0.1", "10.9.9.9")
+    pulled = puller.pull(trainer.urls[2], (), {trainer.name(1): away})
+    assert "is no folder of a trainer" in pulled.problem
+    assert is_version(pulled, trainer, 2)
