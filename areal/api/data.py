@@ -304,7 +304,7 @@ class WeightUpdate:
     mirrors: list[str] = field(default_factory=list[str])
     """http: addresses of the same folder on servers that have it, asked before `path`. Set by the fleet."""
     deltas: dict[str, str] = field(default_factory=dict[str, str])
-    """http: name of an earlier folder -> address of the difference to the next one, oldest first, the last to `path`."""
+    """http: name of an earlier folder -> address of the difference to the next one, in order, the last to `path`."""
     master_address: str = ""
     """collective: host of the trainer's store (rank 0 of the update group)."""
     master_port: int = 0

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from areal.api.errors import InputError
 from areal.system.durable import COMPLETE
 
-Words = NDArray[np.unsignedinteger[Any]]
+Words = NDArray[Any]
+"""[n], unsigned integers of 1, 2, 4 or 8 bytes."""
 _Bytes = NDArray[np.uint8]
 
 _ALL_NEW, _SPARSE, _DENSE = 0, 1, 2
@@ -79,11 +80,11 @@ def apply(packed: bytes, block: Words) -> None:
 
 def _zigzag(difference: Words) -> Words:
     sign = difference >> (8 * difference.dtype.itemsize - 1)
-    return (difference << 1) ^ (0 - sign)
+    return (difference << 1) ^ -sign
 
 
 def _unzigzag(coded: Words) -> Words:
-    return (coded >> 1) ^ (0 - (coded & 1))
+    return (coded >> 1) ^ -(coded & 1)
 
 
 def _gap_bytes(gaps: NDArray[np.int64]) -> _Bytes:
@@ -130,7 +131,7 @@ def _unpacked(rest: memoryview) -> Iterator[bytes]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files. A delta file is: eight bytes with the size of a JSON list of the new folder's files, the list, the packed blocks.
+# Files. A delta file has eight bytes with the size of a list, the list of the new folder's files, and packed blocks.
 
 
 @dataclass(frozen=True, slots=True)

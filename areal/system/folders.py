@@ -293,7 +293,7 @@ DELTA_FILE = "delta"
 class Pulled:
     path: Path
     problem: str
-    """Why the bytes of the folder were copied although there were differences from a folder that is here; else empty."""
+    """Why bytes of the folder were copied although there were differences from a folder that is here; else empty."""
 
 
 class FolderPuller:

@@ -54,11 +54,12 @@ def test_addresses_are_as_many_as_allocated(load) -> None:
     assert [problem.path for problem in caught.value.problems] == ["rollout.server_addrs"]
 
 
+@pytest.mark.parametrize("mode", ["http", "delta"])
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
-def test_running_servers_of_other_systems_cannot_copy_weights_over_http(load, backend: str) -> None:
-    words = (f"allocation_mode={backend}:d1+fsdp:d1", "actor.weight_update_mode=http")
+def test_running_servers_of_other_systems_cannot_copy_weights_over_http(load, backend: str, mode: str) -> None:
+    words = (f"allocation_mode={backend}:d1+fsdp:d1", f"actor.weight_update_mode={mode}")
     assert load(*words)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"{mode} needs") as caught:
         load(*words, "rollout.server_addrs=['h:1']")
     assert [problem.path for problem in caught.value.problems] == ["actor.weight_update_mode"]
 

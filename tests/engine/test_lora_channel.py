@@ -195,6 +195,13 @@ def test_servers_that_cannot_have_adapters_alone_are_refused(models, servers, ac
     assert "actor.adapter_update_mode" in [found.path for found in caught.value.problems]
 
 
+def test_differences_are_refused_with_adapters(models):
+    with pytest.raises(ConfigError, match="delta is for whole weights") as caught:
+        check_config(ppo_config(models / "qwen3", weight_update_mode="delta"))
+    assert [found.path for found in caught.value.problems] == ["actor.weight_update_mode"]
+    check_config(ppo_config(models / "qwen3", weight_update_mode="delta", lora=None))
+
+
 @pytest.mark.parametrize("target", ["q_proj", "w_qkv", "lm_head"])
 def test_targets_are_checked_before_anything_starts(models, target):
     config = ppo_config(models / "qwen3", lora=replace(LORA, target_modules=[target]))

@@ -176,8 +176,8 @@ async def test_the_gateways_of_all_parts_pull_the_weights(tmp_path, monkeypatch)
         assert "TMPDIR" in answer["error"]["message"]
         (copy,) = tmp_path.glob("areal-*/*/v000001-*")
         answers.append((200, {"path": str(copy)}))
-        assert await pull() == (200, {"path": str(copy)})
+        assert await pull() == (200, {"path": str(copy), "problem": ""})
         async with session.get(f"{address}/pulled_weights/{copy.name}/0") as answer:
             assert (answer.status, await answer.read()) == (200, b"weights")
-        assert asked == [("/pull_weights", {"url": url, "mirrors": []}, f"Bearer {TOKEN}")] * 4
+        assert asked == [("/pull_weights", {"url": url, "mirrors": [], "deltas": {}}, f"Bearer {TOKEN}")] * 4
     source.close()

@@ -88,9 +88,10 @@ def test_servers_on_other_machines_need_a_token():
     assert attached(far, **{TOKEN_VARIABLE: "secret"})
 
 
-def test_servers_on_other_machines_need_disk_updates():
-    far = config_of(addresses=["127.0.0.1:1", "[2001:db8::7]:1"])
-    with pytest.raises(ConfigError, match=r"^actor.weight_update_mode: xccl .*http://\[2001:db8::7\]:1") as error:
+@pytest.mark.parametrize("channel", ["xccl", "http", "delta"])
+def test_servers_on_other_machines_need_disk_updates(channel):
+    far = config_of("native:d1", addresses=["127.0.0.1:1", "[2001:db8::7]:1"], channel=channel)
+    with pytest.raises(ConfigError, match=rf"^actor.weight_update_mode: {channel} .*http://\[2001:db8::7\]:1") as error:
         attached(far, **{TOKEN_VARIABLE: "secret"})
     assert error.value.code == "launch.attached_needs_disk"
     assert attached(config_of(addresses=["localhost:1", "[::1]:1"]))

@@ -74,10 +74,12 @@ def test_plan_of_an_asynchronous_run(tmp_path):
     assert (numbers.steps_per_epoch, numbers.total_steps) == (12, 12)
     assert json.loads(json.dumps(dataclasses.asdict(plan)))["recover"] is False
     assert "older episodes" in str(describe(plan))
-    config = rl_config(tmp_path)
-    config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, weight_update_mode="http"))
-    plan = make_plan(config, [Machine(cores=8)])
-    assert ProcessContext.from_env(plan.processes[-1].env).weight_transport == plan.weight_path.transport == "http"
+    for mode, transport in (("http", "http"), ("delta", "http"), ("disk", "disk")):
+        config = rl_config(tmp_path)
+        config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, weight_update_mode=mode))
+        plan = make_plan(config, [Machine(cores=8)])
+        context = ProcessContext.from_env(plan.processes[-1].env)
+        assert context.weight_transport == plan.weight_path.transport == transport
 
 
 def test_script_runs_in_the_controller_and_in_every_trainer(tmp_path, monkeypatch):

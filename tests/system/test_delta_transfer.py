@@ -1,4 +1,4 @@
-"""A folder is made from an earlier one and the differences since then; whatever is wrong, its bytes are the trainer's."""
+"""A folder is made from an earlier one and the differences since then, and always has the trainer's bytes."""
 
 from __future__ import annotations
 

@@ -715,7 +715,8 @@ class PPOConfig(BaseExperimentConfig):
             text = f"{len(addresses)} addresses for {servers.num_replicas} servers: write {as_many} in allocation_mode="
             yield "rollout.server_addrs", f"{text}{self.allocation_mode}, or change the addresses"
         if addresses and self.actor.pulls_weights and self.server_backend != "native":
-            text = f"{self.actor.weight_update_mode} needs areal's host process, which {self.server_backend} servers in rollout.server_addrs lack"
+            mode, backend = self.actor.weight_update_mode, self.server_backend
+            text = f"{mode} needs areal's host process, which {backend} servers in rollout.server_addrs lack"
             yield "actor.weight_update_mode", f"{text}: use disk"
 
 

@@ -1,0 +1,228 @@
+"""Servers get small differences where they have an earlier version, else whole weights, and always the trainer's."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from areal.api.data import WeightUpdate
+from areal.inference.weight_update import ServedWeights
+from areal.system.folder_delta import write_delta
+from areal.system.folders import FolderPuller
+from areal.system.network import TOKEN_VARIABLE, Host
+from areal.weights import disk
+from areal.weights.disk import DeltaChannel
+from tests.expect import serve
+from tests.fake_ranks import FakeRanks
+from tests.system.test_delta_transfer import copied
+from tests.weights.test_weight_channels import FakeTrainEngine, assert_same
+
+__all__ = ("copied",)
+
+
+def large_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 100, bias=False)).to(torch.bfloat16)
+
+
+def step(model: nn.Module, share: float = 0.02) -> None:
+    """Change some numbers by one unit in the last place."""
+    with torch.no_grad():
+        for value in model.parameters():
+            bits = value.data.view(torch.int16)
+            bits += (torch.rand(value.shape) < share).to(torch.int16)
+
+
+class Machine:
+    """One server with a folder of copies."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.problems: list[str] = []
+        self.start()
+
+    def start(self) -> None:
+        """A new process finds the copies of the one before, if that was killed."""
+        self.puller = FolderPuller("secret", {})
+        self.model = large_model()
+
+    def take(self, update: WeightUpdate) -> None:
+        before, tempfile.tempdir = tempfile.tempdir, str(self.folder)
+        try:
+            pulled = self.puller.pull(update.path, update.mirrors, update.deltas)
+        finally:
+            tempfile.tempdir = before
+        self.problems.append(pulled.problem)
+        served = ServedWeights(self.model)
+        served.receive_folder(pulled.path)
+        served.check_complete("")
+        served.install()
+
+
+@dataclass
+class Machines:
+    """The controller with its servers."""
+
+    all: list[Machine]
+    away: set[int] = field(default_factory=set[int])
+    """Servers that miss updates."""
+    updates: list[WeightUpdate] = field(default_factory=list[WeightUpdate])
+
+    def live_replicas(self, version: int) -> list[str]:
+        return []
+
+    def start_update(self, update: WeightUpdate) -> None:
+        self.updates.append(update)
+
+    def publish(self, update: WeightUpdate) -> None:
+        for index, machine in enumerate(self.all):
+            if index not in self.away:
+                machine.take(update)
+
+
+@dataclass
+class Setup:
+    engine: FakeTrainEngine
+    channel: DeltaChannel
+    machines: Machines
+    copied: list[tuple[str, int]]
+
+    def update(self, version: int) -> list[str]:
+        """Publish; returns what the servers received: "whole", or the names of the differences."""
+        self.copied.clear()
+        serve(self.channel, version)
+        for index, machine in enumerate(self.machines.all):
+            if index not in self.machines.away:
+                assert_same(self.engine.model, machine.model)
+        return [("whole" if name.startswith("v") else name) for name, size in self.copied if size]
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[tuple[str, int]]) -> Iterator[Setup]:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    torch.manual_seed(3)
+    engine = FakeTrainEngine(large_model())
+    machines = Machines([Machine(tmp_path / "one")])
+    made = Setup(engine, new_channel(engine, machines), machines, copied)
+    yield made
+    made.channel.close()
+    for machine in machines.all:
+        machine.puller.close()
+
+
+def new_channel(engine: FakeTrainEngine, machines: Machines, rank: int = 0) -> DeltaChannel:
+    return DeltaChannel(engine, FakeRanks(rank), machines, host=Host())  # type: ignore[arg-type]
+
+
+def values(channel: DeltaChannel) -> dict[str, float]:
+    return {name.removeprefix("update_weights/"): metric.value for name, metric in channel.metrics().items()}
+
+
+def test_after_the_first_version_differences_are_sent(setup: Setup) -> None:
+    assert setup.update(1) == ["whole"]
+    full = values(setup.channel)["bytes"]
+    assert full > 2 * 90_300
+    assert values(setup.channel)["share_of_full"] == 1.0
+    for version in (2, 3, 4):
+        step(setup.engine.model)
+        assert setup.update(version) == [f"delta_v{version:06d}"]
+        found = values(setup.channel)
+        assert found["bytes"] == setup.copied[0][1]
+        assert found["share_of_full"] == found["bytes"] / full < 0.02
+    assert setup.machines.all[0].problems == [""] * 4
+    left = {path.name for path in setup.channel._folder.iterdir()}
+    assert left == {"v000003", "v000004", "delta_v000002", "delta_v000003", "delta_v000004"}
+
+
+def test_ranks_that_send_nothing_have_metrics_without_a_value(setup: Setup) -> None:
+    other = new_channel(setup.engine, setup.machines, rank=1)
+    assert {name: metric.count for name, metric in other.metrics().items()} == dict.fromkeys(setup.channel.metrics(), 0)
+
+
+def test_a_server_that_missed_versions_takes_their_differences_and_one_that_joins_takes_whole_weights(
+    setup: Setup, tmp_path: Path
+) -> None:
+    setup.update(1)
+    setup.machines.away = {0}
+    for version in (2, 3):
+        step(setup.engine.model)
+        assert setup.update(version) == []
+    setup.machines.away = set()
+    setup.machines.all.append(Machine(tmp_path / "two"))
+    step(setup.engine.model)
+    assert setup.update(4) == ["delta_v000002", "delta_v000003", "delta_v000004", "whole"]
+    step(setup.engine.model)
+    assert setup.update(5) == ["delta_v000005"] * 2
+
+
+def test_a_server_process_that_starts_again_uses_the_copies_of_the_one_before(setup: Setup) -> None:
+    setup.update(1)
+    setup.machines.all[0].start()
+    step(setup.engine.model)
+    assert setup.update(2) == ["delta_v000002"]
+
+
+def test_every_fiftieth_version_is_copied_whole(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "FULL_EVERY", 4)
+    found: list[str] = []
+    for version in range(3, 10):
+        step(setup.engine.model)
+        found += setup.update(version)
+    kinds = [name.partition("_")[0] for name in found]
+    assert kinds == ["whole", "whole", "delta", "delta", "delta", "whole", "delta"]
+
+
+def test_differences_as_large_as_the_weights_are_not_sent(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup.update(1)
+    step(setup.engine.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_delta", lambda *args: write_delta(*args) + 200_000)
+        assert setup.update(2) == ["whole"]
+    assert (setup.machines.updates[-1].deltas, values(setup.channel)["share_of_full"]) == ({}, 1.0)
+    step(setup.engine.model)
+    assert setup.update(3) == ["delta_v000003"]
+
+
+def test_a_long_chain_of_differences_loses_its_oldest(setup: Setup) -> None:
+    """Each is about a tenth of the weights."""
+    setup.update(1)
+    for version in range(2, 16):
+        step(setup.engine.model, share=0.6)
+        setup.update(version)
+    bases = [name.partition("-")[0] for name in setup.machines.updates[-1].deltas]
+    sizes = [path.stat().st_size for path in setup.channel._folder.glob("delta_*/delta")]
+    full = values(setup.channel)["bytes"] / values(setup.channel)["share_of_full"]
+    assert bases == [f"v{version:06d}" for version in range(15 - len(bases), 15)]
+    assert len(sizes) == len(bases)
+    assert full - max(sizes) <= sum(sizes) < full
+
+
+def test_the_same_version_again_is_not_copied_again_and_changed_weights_are_copied_whole(setup: Setup) -> None:
+    setup.update(1)
+    step(setup.engine.model)
+    setup.update(2)
+    assert setup.update(2) == []
+    assert len(setup.machines.updates[-1].deltas) == 1
+    step(setup.engine.model)
+    assert setup.update(2) == ["whole"], "the folder of the version before is overwritten"
+    step(setup.engine.model)
+    assert setup.update(3) == ["delta_v000003"]
+
+
+def test_a_trainer_that_starts_again_sends_whole_weights_first(setup: Setup) -> None:
+    setup.update(1)
+    step(setup.engine.model)
+    setup.update(2)
+    setup.channel._server.close()  # type: ignore[union-attr]  # killed: its folder stays
+    setup.channel = new_channel(setup.engine, setup.machines)
+    assert setup.update(2) == [], "the server has these weights"
+    step(setup.engine.model)
+    assert setup.update(3) == ["delta_v000003"]
